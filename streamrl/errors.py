@@ -186,5 +186,14 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     'allowed: redis, zmq'
     """
     names = sorted(allowed)
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"
+    close = nearest(name, names)
+    return f"allowed: {', '.join(names)}" if close is None else f"did you mean {close!r}?"
+
+
+def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The name that is most like this one; None if none is like it.
+
+    Args:
+        likeness: the least that counts, from 0 to 1.
+    """
+    return next(iter(get_close_matches(name, list(names), n=1, cutoff=likeness)), None)

@@ -10,9 +10,7 @@ buffer/     journal.sqlite  payloads/
 import atexit
 import json
 import logging
-import random
 import shutil
-import socket
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -22,7 +20,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config import RunConfig, load_config, to_yaml
-from streamrl.config.addresses import family_of, host_of, port_of, url_host
+from streamrl.config.addresses import bound_socket, host_of, port_of, url_host
 from streamrl.config.environments.stream import first_difference
 from streamrl.config.loading.explain import RESOLVED_FILE, similar_run
 from streamrl.durable_files import write_file
@@ -37,9 +35,6 @@ RESTARTS_FILE = "restarts.jsonl"
 _TARGETS = ".prometheus"
 # What a launch that made no step leaves to go on with.
 _STATES = ("checkpoints", "buffer")
-# Below those that systems give to connections, and to whoever listens anywhere, such as srun.
-_PICKED_PORTS = range(20_000, 29_000)
-_PICKS = 100
 
 
 def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -> RunConfig:
@@ -267,29 +262,10 @@ def _bound(name: str, url: str, held: ExitStack) -> str:
     """The URL with a port that nobody listens at, and that is bound until `held` closes."""
     scheme, host = url.partition("://")[0], host_of(url)
     try:
-        probe = held.enter_context(socket.socket(family_of(host)))
-        _bind(probe, host, port_of(url))
+        probe = held.enter_context(bound_socket(host, port_of(url)))
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{name}: cannot listen at {url}: {error}; is another run using it? Port 0 picks a "
             "free one"
         ) from error
     return f"{scheme}://{url_host(host)}:{probe.getsockname()[1]}"
-
-
-def _bind(probe: socket.socket, host: str, port: int) -> None:
-    """To the port; if it is 0 to one that no connection and no other launch is given. Whoever
-    reuses addresses, as the daemons do, can bind it as well."""
-    if port:
-        _reuse(probe)
-    for picked in () if port else random.sample(_PICKED_PORTS, _PICKS):
-        with suppress(OSError):
-            probe.bind((host, picked))
-            break
-    else:
-        probe.bind((host, port))
-    _reuse(probe)
-
-
-def _reuse(probe: socket.socket) -> None:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from actors.prompts.rows import ConcatenatedPrompts, PromptRows, RowColumns, RowPrompts
 from actors.prompts.seeds import HELD_OUT_RUN_SEED
-from actors.prompts.streams import Epochs, FirstPrompts, Mixture, NamedPrompts
+from actors.prompts.streams import Epochs, FirstPrompts, MixedPrompts, NamedPrompts
 from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, LevelPrompts, TaskPrompts
 from actors.prompts.user import open_user_source
 from streamrl.config.data import DataSettings, SourceSettings
@@ -42,7 +42,7 @@ def open_prompts(data: DataSettings, seed: int, fitting: Fitting | None = None) 
         return _stream(data, _joined(sources, parts), (seed,), fitting, 0)
     streams = [_stream(data, part, (seed, i), fitting, i) for i, part in enumerate(parts)]
     weights = [1.0 if source.weight is None else source.weight for source in sources]
-    return streams[0] if len(streams) == 1 else Mixture(streams, weights, seed)
+    return streams[0] if len(streams) == 1 else MixedPrompts(streams, weights, seed)
 
 
 def open_held_out(data: DataSettings) -> ConcatenatedPrompts:

@@ -12,8 +12,8 @@ from actors.concurrency import together
 from actors.rewards.calls.isolated import Processes
 from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import OutputLimit
-from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import BoundFunction
+from actors.threads import Threads
 from streamrl.interfaces import Episode, Score
 
 Scores = Sequence[Score | None]
@@ -55,7 +55,7 @@ class FunctionReward:
         self._limits = limits or RewardLimits(bound.title)
         self._output = output or OutputLimit(bound.title)
         self._processes = processes
-        self._threads = Threads(bound.title)
+        self._threads = Threads(bound.title, "; with isolation: process they would be")
 
     async def score(self, episodes: Sequence[Episode]) -> Scores:
         """Waits for the calls: one for the group, or one for each episode at the same time."""

@@ -32,8 +32,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from actors.rewards.calls.threads import Threads
 from actors.rewards.forms import conversation
+from actors.threads import Threads
 from streamrl.config.section import Device, Dtype, NotNegative, Positive, Section
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode

@@ -6,18 +6,17 @@ it keeps in between is one episode's state.
 Its OpenAI schema is from its signature and docstring, from a file, or as given.
 """
 
-import asyncio
-import contextlib
 import inspect
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from actors.threads import Threads
 from actors.tools.tool import ToolError, ToolSession, name_of
 from streamrl.config.generator import CallLimits, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
@@ -84,10 +83,6 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     return ""
 
 
-# A thread cannot be ended from outside: calls that never return pile up to this many.
-_MAX_ABANDONED = 64
-
-
 class UserTool:
     """The tool at PATH.py:NAME.
 
@@ -107,7 +102,7 @@ class UserTool:
                 "whose arguments are the model's"
             )
         self._schema = self._make_schema(settings, setting)
-        self._threads = _Threads(settings.tool.rpartition(":")[2])
+        self._threads = Threads(settings.tool.rpartition(":")[2])
 
     async def open(self) -> ToolSession:
         if not self._is_class:
@@ -139,7 +134,7 @@ class _FunctionSession:
         schema: ToolSchema,
         function: Callable[..., Any],
         close: Callable[[], Any] | None,
-        threads: "_Threads",
+        threads: Threads,
     ) -> None:
         self.schemas = (schema,)
         self._function = function
@@ -147,14 +142,20 @@ class _FunctionSession:
         self._threads = threads
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        if error := check_arguments(self._function, arguments):
-            raise ToolError(error)
-        if not inspect.iscoroutinefunction(inspect.unwrap(self._function)):
-            result = await self._threads.run(self._function, arguments)
+        if refusal := check_arguments(self._function, arguments):
+            raise ToolError(refusal)
+        if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
             with attributed_to(name, ToolError):
-                return as_text(result)
+                return as_text(await self._function(**arguments))
+        try:
+            return await self._threads.run(partial(self._run, name, arguments))
+        except RolloutError as error:
+            raise ToolError(str(error)) from error
+
+    def _run(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """In a thread."""
         with attributed_to(name, ToolError):
-            return as_text(await self._function(**arguments))
+            return as_text(self._function(**arguments))
 
     async def close(self) -> None:
         if self._close is None:
@@ -162,50 +163,6 @@ class _FunctionSession:
         with attributed_to(name_of(self.schemas[0]), RolloutError):
             if inspect.isawaitable(closing := self._close()):
                 await closing
-
-
-class _Threads:
-    """Runs functions that block, each in a thread that does not keep the process alive."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._num_abandoned = 0
-
-    async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Waits for the function; canceling leaves its thread to itself.
-
-        Raises:
-            ToolError: too many calls were left that have not returned.
-        """
-        if self._num_abandoned >= _MAX_ABANDONED:
-            raise ToolError(f"{self._num_abandoned} earlier calls have not returned")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        def work() -> None:
-            result, failure = None, None
-            try:
-                with attributed_to(self._name, ToolError):
-                    result = function(**arguments)
-            except ToolError as error:
-                failure = error
-            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-                loop.call_soon_threadsafe(self._finish, done, result, failure)
-
-        threading.Thread(target=work, name=self._name, daemon=True).start()
-        try:
-            return await done
-        except asyncio.CancelledError:
-            self._num_abandoned += 1
-            raise
-
-    def _finish(self, done: "asyncio.Future[Any]", result: Any, error: ToolError | None) -> None:
-        if done.cancelled():
-            self._num_abandoned -= 1
-        elif error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)
 
 
 def as_text(result: object) -> str:

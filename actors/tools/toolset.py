@@ -152,6 +152,11 @@ class EpisodeTools:
             except ToolError as error:
                 log.debug("%s", error)
                 content, is_error = f"error: {error}", True
+            except asyncio.CancelledError as error:
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                # The tool's own.
+                content, is_error = f"error: {name}: CancelledError: {error}", True
             except TimeoutError:
                 content, is_error = f"error: no answer within {limits.time_limit_s:g} s", True
             counts = self._counts[name]

@@ -1,10 +1,21 @@
-"""Which addresses can be used at all, and which stay on this machine: those need no keys."""
+"""Which addresses can be used at all, which stay on this machine, since those need no keys, and
+which port is taken where none is given.
+
+The rule for ports: who listens itself binds port 0 and reads what the system gave. A port that
+another process is to listen at is that of a `bound_socket`, kept open where that process can bind
+beside it.
+"""
 
 import ipaddress
+import random
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 LARGEST_PORT = 65_535
+# Below those that systems give to connections, and to whoever listens anywhere, such as srun.
+_PICKED_PORTS = range(20_000, 29_000)
+_PICKS = 100
 
 
 def require_places(url: str, *, needs_port: bool) -> None:
@@ -60,6 +71,30 @@ def url_host(host: str) -> str:
 def family_of(host: str) -> socket.AddressFamily:
     """That of an IPv6 address, else that of IPv4, which names are resolved to as well."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def bound_socket(host: str, port: int = 0) -> socket.socket:
+    """A socket at the port that nobody listens at; for 0 at one that no connection and no other
+    launch is given. While it is open, whoever reuses addresses, as the daemons do, can bind it too.
+
+    Raises:
+        OSError: another process listens at the port, or the address is not this machine's.
+    """
+    bound = socket.socket(family_of(host))
+    try:
+        if port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for picked in () if port else random.sample(_PICKED_PORTS, _PICKS):
+            with suppress(OSError):
+                bound.bind((host, picked))
+                break
+        else:
+            bound.bind((host, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 def is_any(url: str) -> bool:

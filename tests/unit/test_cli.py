@@ -317,7 +317,7 @@ def test_two_ports_that_are_picked_are_two_that_no_connection_gets(tmp_path, mon
         picked.append(ports)
         return ports[100:140]
 
-    monkeypatch.setattr("streamrl.run_folder.random.sample", sample)
+    monkeypatch.setattr("streamrl.config.addresses.random.sample", sample)
     resolved = prepare(config, resume=False, new=False)
     ports = [port_of(resolved.buffer.url), port_of(resolved.weights.address)]
     assert ports[0] != ports[1]
@@ -333,8 +333,8 @@ def test_two_launches_never_pick_the_same_ports(tmp_path, monkeypatch, host):
     """The daemons of the first one do not listen yet when the second one picks."""
     given = [f"buffer.url=zmq://{host}:0", f"weights.address=tcp://{host}:0"]
     two = [free_port(), free_port()]
-    monkeypatch.setattr("streamrl.run_folder._PICKED_PORTS", two)
-    monkeypatch.setattr("streamrl.run_folder._PICKS", 2)
+    monkeypatch.setattr("streamrl.config.addresses._PICKED_PORTS", two)
+    monkeypatch.setattr("streamrl.config.addresses._PICKS", 2)
     runs = []
     for name in "first", "second":
         config = load_config(QUICKSTART, [f"run.folder={tmp_path / name}", *given]).config

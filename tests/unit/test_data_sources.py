@@ -15,7 +15,8 @@ import zstandard
 from hypothesis import given
 
 from actors.prompts import num_held_out, open_held_out, open_prompts
-from actors.prompts.streams import Epochs, FirstPrompts, Mixture
+from actors.prompts.mixture import Mixture
+from actors.prompts.streams import Epochs, FirstPrompts
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml
@@ -137,18 +138,12 @@ def test_weights_mix_files_and_tasks_and_each_has_its_own_epochs(tmp_path):
     assert [again[i].content for i in (600, 3, 77)] == [drawn[i].content for i in (600, 3, 77)]
 
 
-class Numbered:
-    def __getitem__(self, prompt_index: int) -> Prompt:
-        return Prompt(str(prompt_index), "")
-
-
 weights = st.lists(st.floats(0.5, 20), min_size=1, max_size=5)
 
 
 @given(weights=weights, seed=st.integers(0, 2**31), data=st.data())
 def test_a_mixture_is_a_pure_function_without_gaps(weights, seed, data):
-    streams = [Numbered() for _ in weights]
-    mixture = Mixture(streams, weights, seed)
+    mixture = Mixture.of_sources(weights, seed)
     size = 3 * mixture.block_size
     places = [mixture.place(i) for i in range(size)]
     for stream in range(len(weights)):
@@ -160,7 +155,7 @@ def test_a_mixture_is_a_pure_function_without_gaps(weights, seed, data):
             share = weight / sum(weights) * len(so_far)
             assert abs(sum(which == stream for which, _ in so_far) - share) <= 1 + 1e-6
     chosen = data.draw(st.lists(st.integers(0, size - 1), max_size=20))
-    fresh = Mixture(streams, weights, seed)
+    fresh = Mixture.of_sources(weights, seed)
     assert [fresh.place(i) for i in chosen] == [places[i] for i in chosen]
 
 
@@ -298,6 +293,11 @@ def test_each_held_out_source_has_its_share_and_its_name(tmp_path):
     names = [held_out[i].row["data_source"] for i in range(10)]
     assert names == ["long"] * 4 + ["brief"] * 2 + ["copy"] * 4
     assert contents(held_out, 6) == ["l0", "l1", "l2", "l3", "s0", "s1"]
+
+
+class Numbered:
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        return Prompt(str(prompt_index), "")
 
 
 def test_the_first_prompts_of_a_stream_are_a_set():

@@ -17,7 +17,6 @@ top-p counts the probabilities of all tokens, where HF and vLLM count those that
 import contextlib
 import itertools
 import math
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,6 +62,7 @@ from actors.engines.sglang.messages import (
 from actors.engines.sglang.relay import Relay
 from actors.engines.updates import WholeModel
 from streamrl.config import RunConfig
+from streamrl.config.addresses import bound_socket
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, WeightUpdate
@@ -189,7 +189,8 @@ def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Eng
     kind = SglangKind(config, seed=seed)
     if settings.urls:
         return open_urls(kind, config, settings.api_key, is_shared=is_shared)
-    port = _free_port()
+    with bound_socket("127.0.0.1") as bound:
+        port: int = bound.getsockname()[1]
     command = launch_command(config, host="127.0.0.1", port=port, seed=seed)
     process = ServerProcess(
         command, config.run.path / "logs" / f"sglang-{port}.log", launch_environment(config)
@@ -289,9 +290,3 @@ class SglangKind:
             is_deterministic=self.settings.enable_deterministic_inference,
             request_timeout_s=request_timeout_s(self._config.generator),
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probing:
-        probing.bind(("127.0.0.1", 0))
-        return int(probing.getsockname()[1])

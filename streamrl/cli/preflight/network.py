@@ -12,7 +12,7 @@ from pathlib import Path
 from buffers.connect import connect
 from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
-from streamrl.config.addresses import family_of, host_of, places_of, port_of
+from streamrl.config.addresses import bound_socket, host_of, places_of, port_of
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, StreamRLError
 
@@ -69,9 +69,7 @@ def check_secrets(config: RunConfig, origin: str | None) -> Iterator[Finding]:
 def check_listening(setting: str, address: str) -> Iterator[Finding]:
     host, port = host_of(address), port_of(address)
     try:
-        with socket.socket(family_of(host)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        bound_socket(host, port).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             yield warning(f"{setting}: {address} is in use; is another run using it?")

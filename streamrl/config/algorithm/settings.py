@@ -9,7 +9,6 @@ the advantage, and its loss is PPO's.
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -48,7 +47,7 @@ from streamrl.config.algorithm.rollout_is import (
     rollout_is_preset,
 )
 from streamrl.config.section import LearningRate, Section
-from streamrl.errors import did_you_mean
+from streamrl.errors import did_you_mean, nearest
 from streamrl.user_code import check_user_code, is_user_code
 
 Record = TypeVar("Record", bound=Section)
@@ -107,8 +106,8 @@ def _refusal(
     known = f"{name} has {', '.join(allowed)}"
     if owners:
         hint = f"it belongs to {kind} {' and '.join(owners)} ({known})"
-    elif close := get_close_matches(key, allowed, n=1):
-        hint = f"did you mean {close[0]!r}? ({known})"
+    elif close := nearest(key, allowed):
+        hint = f"did you mean {close!r}? ({known})"
     else:
         hint = known
     context: dict[str, Any] = {"sentence": f"unknown key for {kind} {name}; {hint}"}

@@ -4,7 +4,6 @@ So is what was probably meant by a path that is not there.
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config.loading.foreign_names import FOREIGN_SECTIONS, find_foreign_name
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
 """A run's configuration, in its folder."""
@@ -34,8 +33,8 @@ def _glob(usual: str, path: Path, pattern: str) -> list[Path]:
 
 
 def _similar(name: str, paths: dict[str, Path]) -> str:
-    close = get_close_matches(name, paths, n=1)
-    return f"; did you mean '{paths[close[0]]}'?" if close else ""
+    close = nearest(name, paths)
+    return "" if close is None else f"; did you mean '{paths[close]}'?"
 
 
 _MAX_PLACES = 3
@@ -83,7 +82,8 @@ def own_places(model: type[BaseModel], path: str) -> tuple[str, ...]:
 def close_places(model: type[BaseModel], key: str) -> tuple[str, ...]:
     """Where a setting of a like name stands; for a key that stands in no section."""
     leaves = {path.rpartition(".")[2]: path for path in reversed(all_paths(model)) if "." in path}
-    return tuple(leaves[leaf] for leaf in get_close_matches(key, leaves, n=1, cutoff=0.8))
+    close = nearest(key, leaves, 0.8)
+    return () if close is None else (leaves[close],)
 
 
 def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:

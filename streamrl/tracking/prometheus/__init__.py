@@ -3,8 +3,7 @@
     families    from the names of StreamRL's metrics to those of Prometheus: one table
     readings    statuses and stats as metrics
     exported    the newest readings of a daemon, for a registry of prometheus-client
-    endpoint    the thread that answers scrapes
-    targets     the file in the run's folder by which Prometheus finds the daemon
+    start       the server of prometheus-client, and the file by which Prometheus finds the daemon
 
 Invariant: a daemon hands over what it measures anyway, and waits for no scrape.
 """

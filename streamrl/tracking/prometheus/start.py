@@ -25,8 +25,12 @@ from streamrl.config.tracking import PrometheusSettings
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.run_folder import target_file
-from streamrl.tracking.prometheus.endpoint import Endpoint
 from streamrl.tracking.prometheus.exported import PREFIX, Exported
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client import CollectorRegistry, Metric
 
 log = logging.getLogger(__name__)
 
@@ -48,29 +52,30 @@ def port_of(settings: PrometheusSettings, daemon_id: str) -> int:
     return settings.port + _PLACES[daemon_id]
 
 
-def listen(settings: PrometheusSettings, daemon_id: str) -> socket.socket:
-    """A socket at the daemon's port, or at a free one where another process has it.
+def serve(
+    settings: PrometheusSettings, daemon_id: str, registry: "CollectorRegistry"
+) -> "WSGIServer":
+    """The server of prometheus-client at the daemon's port, or at a free one where another process
+    has it. It answers each scrape in a thread of its own.
 
     Raises:
         ConfigError: this machine has no such address.
     """
+    from prometheus_client import start_http_server
+
     host, port = settings.host, port_of(settings, daemon_id)
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            bound.bind(place)
+            return start_http_server(port, host, registry)[0]
         except OSError as error:
             if not port:
                 raise
             log.warning(
                 "metrics: cannot listen at %s:%d: %s; taking a free port", host, port, error
             )
-            bound.bind((place[0], 0, *place[2:]))
+            return start_http_server(0, host, registry)[0]
     except OSError as error:
         raise ConfigError(f"tracking.prometheus.host: cannot listen at {host}: {error}") from error
-    return bound
 
 
 def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> Path | None:
@@ -87,10 +92,6 @@ def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> 
     return path
 
 
-if TYPE_CHECKING:
-    from prometheus_client import Metric
-
-
 @contextmanager
 def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported]:
     """What the daemon exports is read at its endpoint until the block ends.
@@ -105,9 +106,8 @@ def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported
         yield exported
         return
     labels = {"run": config.run.name, "role": role, "id": daemon_id}
-    page = _Page(exported, config.run.path, labels)
-    endpoint = Endpoint(listen(settings, daemon_id), page.render)
-    host, port = endpoint.address
+    server = serve(settings, daemon_id, _registry(exported, config.run.path, labels))
+    host, port = server.socket.getsockname()[:2]
     log.info("metrics at http://%s:%d/metrics", host, port)
     if not is_loopback(f"http://{host}:{port}"):
         log.warning("metrics: whoever reaches %s:%d can read them, without a key", host, port)
@@ -117,40 +117,44 @@ def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported
         if target is not None:
             target.unlink(missing_ok=True)
     finally:
-        endpoint.close()
+        server.shutdown()
+        server.server_close()
 
 
-class _Page:
+def _registry(exported: Exported, run: Path, labels: Mapping[str, str]) -> "CollectorRegistry":
     """All families of a daemon, each sample with the daemon's labels."""
+    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
-    def __init__(self, exported: Exported, run: Path, labels: Mapping[str, str]) -> None:
-        from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+    unlabeled = CollectorRegistry()
+    unlabeled.register(exported)
+    ProcessCollector(registry=unlabeled)
+    GCCollector(registry=unlabeled)
+    unlabeled.register(_Machine(run))
+    labeled = CollectorRegistry()
+    labeled.register(_Labeled(unlabeled, labels))
+    return labeled
 
-        self._run = run
+
+class _Labeled:
+    def __init__(self, registry: "CollectorRegistry", labels: Mapping[str, str]) -> None:
+        self._registry = registry
         self._labels = labels
-        none = CollectorRegistry()
-        self._collectors = (exported, ProcessCollector(registry=none), GCCollector(registry=none))
-
-    def render(self) -> bytes:
-        from prometheus_client import generate_latest
-
-        return generate_latest(self)
 
     def collect(self) -> Iterator["Metric"]:
-        """What prometheus-client asks a registry for."""
-        for collector in self._collectors:
-            for metric in collector.collect():
-                yield self._labeled(metric)
-        for metric in self._of_machine():
-            yield self._labeled(metric)
+        for metric in self._registry.collect():
+            metric.samples = [
+                s._replace(labels={**s.labels, **self._labels}) for s in metric.samples
+            ]
+            yield metric
 
-    def _labeled(self, metric: "Metric") -> "Metric":
-        metric.samples = [
-            sample._replace(labels={**sample.labels, **self._labels}) for sample in metric.samples
-        ]
-        return metric
 
-    def _of_machine(self) -> Iterator["Metric"]:
+class _Machine:
+    """The disk that has the run's folder, and the release."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def collect(self) -> Iterator["Metric"]:
         from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
 
         disk = shutil.disk_usage(self._run)

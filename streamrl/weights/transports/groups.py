@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from torch._C._distributed_c10d import Store as TorchStore
 
 from streamrl import wire
-from streamrl.config.addresses import family_of, url_host
+from streamrl.config.addresses import family_of, port_of, url_host
 from streamrl.curve import choose_family, serve_with_new_key, use_key
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import BroadcastEndpoint
@@ -78,7 +78,8 @@ class RendezvousServer:
         self.key = serve_with_new_key(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self.port: int = self._socket.bind_to_random_port(place)
+        self._socket.bind(f"{place}:0")
+        self.port = port_of(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
         self._values: dict[str, bytes] = {}
         self._waiting: dict[bytes, str] = {}
         self._stop = threading.Event()

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.environments.stream import EnvironmentMixture
+from actors.prompts.mixture import NUM_BATCHES, Mixture
 
 weights = st.lists(st.floats(0.05, 10), min_size=1, max_size=5)
 
 
 @given(weights, st.integers(1, 20), st.integers(0, 2**31), st.data())
 def test_each_entry_reads_its_own_prompts_one_after_the_other(weights, batch_size, seed, data):
-    mixture = EnvironmentMixture(weights, [None] * len(weights), batch_size, seed)
+    mixture = Mixture.of_environments(weights, [None] * len(weights), batch_size, seed)
     first = data.draw(st.integers(0, 5000)) * batch_size
     read: dict[int, int] = {}
     for prompt_index in range(first, first + 3 * batch_size):
@@ -24,17 +24,19 @@ def test_each_entry_reads_its_own_prompts_one_after_the_other(weights, batch_siz
 
 @given(weights, st.integers(1, 20), st.integers(0, 2**31))
 def test_shares_are_the_weights(weights, batch_size, seed):
-    mixture = EnvironmentMixture(weights, [None] * len(weights), batch_size, seed)
-    assert sum(mixture.num_played) == 1000 * batch_size
-    for weight, num_played in zip(weights, mixture.num_played, strict=True):
-        assert num_played == pytest.approx(weight / sum(weights) * 1000 * batch_size, abs=1)
+    mixture = Mixture.of_environments(weights, [None] * len(weights), batch_size, seed)
+    num_prompts = NUM_BATCHES * batch_size
+    played = mixture.due(NUM_BATCHES)
+    assert sum(played) == num_prompts
+    for weight, num_played in zip(weights, played, strict=True):
+        assert num_played == pytest.approx(weight / sum(weights) * num_prompts, abs=1)
 
 
 @given(weights, st.integers(1, 20), st.integers(0, 2**31), st.data())
 def test_no_batch_has_more_of_an_entry_than_its_limit(weights, batch_size, seed, data):
     limits = [data.draw(st.none() | st.integers(1, batch_size)) for _ in weights]
     limits = [*limits[:-1], None]
-    mixture = EnvironmentMixture(weights, limits, batch_size, seed)
+    mixture = Mixture.of_environments(weights, limits, batch_size, seed)
     for batch in range(20):
         indices = range(batch * batch_size, (batch + 1) * batch_size)
         counts = Counter(mixture.place(prompt_index)[0] for prompt_index in indices)
@@ -44,7 +46,7 @@ def test_no_batch_has_more_of_an_entry_than_its_limit(weights, batch_size, seed,
 
 def test_the_same_seed_gives_the_same_mixture_and_another_one_another():
     def played(seed: int) -> list[int]:
-        mixture = EnvironmentMixture([2, 1], [None, None], 6, seed)
+        mixture = Mixture.of_environments([2, 1], [None, None], 6, seed)
         return [mixture.place(prompt_index)[0] for prompt_index in range(60)]
 
     assert played(1) == played(1) != played(2)

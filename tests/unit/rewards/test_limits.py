@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from actors import threads
 from actors.rewards import make_reward
-from actors.rewards.calls import threads
 from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import MAX_BYTES
 from streamrl.config.data import DataSettings

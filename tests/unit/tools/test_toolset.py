@@ -72,6 +72,14 @@ async def hang() -> str:
 
 released = threading.Event()
 
+def cancel() -> str:
+    """Raises what cancels its caller."""
+    raise asyncio.CancelledError("mine")
+
+async def cancel_later() -> str:
+    """Raises what cancels its caller."""
+    raise asyncio.CancelledError("mine")
+
 def block() -> str:
     """Never answers, and cannot be canceled."""
     released.wait(60)
@@ -197,13 +205,22 @@ class TestAnswers:
     async def test_functions_that_never_return_do_not_pile_up(
         self, own: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("actors.tools.functions._MAX_ABANDONED", 2)
+        monkeypatch.setattr("actors.threads.MAX_HUNG", 2)
         tools = await open_tools(ToolSettings(tool=f"{own}:block", time_limit_s=0.02))
         answers = [await answer(tools, "block") for _ in range(3)]
-        assert answers[2] == "error: 2 earlier calls have not returned"
+        assert answers[2].startswith("error: block: 2 earlier calls have not returned")
         import sys
 
         sys.modules[own.stem].released.set()
+
+    @pytest.mark.parametrize("name", ["cancel", "cancel_later"])
+    async def test_a_tool_that_cancels_itself_is_answered_and_does_not_hang(
+        self, own: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr("actors.threads.MAX_HUNG", 1)
+        tools = await open_tools(ToolSettings(tool=f"{own}:{name}", time_limit_s=10))
+        answers = [await answer(tools, name) for _ in range(2)]
+        assert answers == [f"error: {name}: CancelledError: mine"] * 2
 
     async def test_a_flood_is_cut(self, own: Path) -> None:
         tools = await open_tools(ToolSettings(tool=f"{own}:flood", max_result_length=10))

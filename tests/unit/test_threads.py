@@ -1,4 +1,4 @@
-"""Threads of a reward: kept for the next call, replaced where one hangs, ended with the reward."""
+"""Threads of a function: kept for the next call, replaced where one hangs, ended with it."""
 
 import asyncio
 import gc
@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from actors.rewards import make_reward
-from actors.rewards.calls.threads import Threads
+from actors.threads import Threads
 from streamrl.config.data import DataSettings
+from streamrl.errors import RolloutError
 from tests.unit.rewards.episodes import episode
 from tests.waiting import until
 
@@ -44,7 +45,7 @@ async def test_a_call_that_cancels_itself_is_over():
         raise asyncio.CancelledError
 
     async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(RolloutError, match="reward x: CancelledError"):
             await threads.run(work)
     assert not threads._num_hung
     assert await threads.run(lambda: 1) == 1
