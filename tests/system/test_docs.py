@@ -17,8 +17,10 @@ from streamrl.cli.main import main
 from streamrl.tracking.jsonl import read_metrics
 from tests.documents import ROOT, commands, write_files
 from tests.ports import free_port
-from tests.system.conftest import DEADLINE_S, STREAMRL, slow_reward
+from tests.system.conftest import DEADLINE_S, STREAMRL, script, slow_reward
 from tests.waiting import block_until
+
+SCRIPTS = "PYTHONPATH=. .venv/bin/python -m tests.research."
 
 # Every command that the documents show, and the test below that runs it.
 RUN_BY = {
@@ -58,11 +60,11 @@ RUN_BY = {
     "streamrl generators drain runs/quickstart/config.yaml generator-0": "restart",
     "streamrl generator --config runs/quickstart/config.yaml --id generator-0": "restart",
     "streamrl buffer drain runs/quickstart/config.yaml": "drain",
-    "streamrl chaos configs/quickstart.yaml --seed 1 --kills 5": "chaos",
-    "streamrl soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30": "soak",
-    "streamrl ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
+    f"{SCRIPTS}chaos configs/quickstart.yaml --seed 1 --kills 5": "chaos",
+    f"{SCRIPTS}soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30": "soak",
+    f"{SCRIPTS}ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
     "token_is,sequence_clip,token_is_veto --seeds 0,1,2": "ablate",
-    "streamrl ablate configs/ablation/lag.yaml --variants "
+    f"{SCRIPTS}ablate configs/ablation/lag.yaml --variants "
     "configs/ablation/corrections.variants.yaml --vary buffer.max_staleness=0,1,4,8,16 "
     "--seeds 0,1,2,3,4 --lag even --jobs 2": "lag",
     "streamrl launch configs/quickstart.yaml --new --set buffer.record=true": "test_replay.py",
@@ -322,6 +324,9 @@ def _run_by(name: str) -> list[str]:
 
 
 def _words(command: str) -> list[str]:
+    if command.startswith(SCRIPTS):
+        name, *words = command.removeprefix(SCRIPTS).split()
+        return [*script(name), *words]
     program, *words = command.split()
     return [{"streamrl": STREAMRL, "python": sys.executable}[program], *words]
 

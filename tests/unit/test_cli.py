@@ -36,6 +36,8 @@ from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
 from tests.ports import free_port
+from tests.research import chaos, soak
+from tests.research.script import run_script
 from tests.training import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -251,13 +253,14 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     assert not (config.run.path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("command", ["chaos", "soak"])
-def test_a_run_under_way_is_not_moved_aside(tmp_path, capsys, command):
+@pytest.mark.parametrize("script", [chaos, soak])
+def test_a_run_under_way_is_not_moved_aside(tmp_path, capsys, script):
     folder = tmp_path / "quickstart"
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
     with sole_launch(folder):
-        assert main([command, QUICKSTART, "--set", f"run.folder={tmp_path}"]) == 2
+        words = [QUICKSTART, "--set", f"run.folder={tmp_path}"]
+        assert run_script(script.make_parser(), script.main, words) == 2
     assert f"is a launch of {folder} already" in capsys.readouterr().err
     assert (folder / "metrics.jsonl").exists()
 

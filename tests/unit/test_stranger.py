@@ -52,7 +52,6 @@ def test_a_run_is_named_by_its_folder_or_by_its_configuration(tmp_path, capsys, 
         ["buffer", "drain", "zmq://127.0.0.1:1", "--deadline"],
         ["generators", "drain", "zmq://127.0.0.1:1", "g", "--deadline"],
         ["buffer", "inspect", "zmq://127.0.0.1:1", "--interval"],
-        ["chaos", QUICKSTART, "--stall-timeout"],
     ],
 )
 def test_a_time_that_cannot_be_waited_for_is_refused_before_anything_happens(

@@ -191,21 +191,6 @@ _VERIFY = {
         "train what a run has recorded again, by its own settings or by others",
         options.replay,
     ),
-    "chaos": Command(
-        "streamrl.cli.chaos:main",
-        "kill daemons of a run at random steps, then audit the run",
-        options.chaos,
-    ),
-    "soak": Command(
-        "streamrl.cli.soak:main",
-        "run for hours under faults, and see that nothing grows or is left behind",
-        options.soak,
-    ),
-    "ablate": Command(
-        "streamrl.cli.ablate:main",
-        "compare one run per value of a setting and seed",
-        options.ablate,
-    ),
 }
 
 GROUPS = {"run": _RUN, "look": _LOOK, "operate": _OPERATE, "verify": _VERIFY}

@@ -155,43 +155,6 @@ def drain_generator(parser: ArgumentParser) -> None:
     _deadline(parser)
 
 
-def chaos(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the plan of faults; default: 0")
-    for name, default, what in (
-        ("kills", 5, "daemons that are killed"),
-        ("resumes", 0, "times that the learner goes on from an older checkpoint"),
-        ("damages", 0, "times that the newest checkpoint is damaged"),
-        ("full-disks", 0, "times that the learner's disk is full for some steps"),
-        ("removals", 0, "times that the newest checkpoint is removed"),
-        ("losses", 0, "times that every checkpoint is removed"),
-        ("fresh-starts", 0, "learners that are started without --resume, and have to be refused"),
-    ):
-        help_text = f"{what}; default: {default}"
-        parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
-    _stall_timeout(parser)
-
-
-def soak(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--minutes", type=float, default=480.0, help="default: 480")
-    parser.add_argument(
-        "--faults-per-hour",
-        type=float,
-        default=30.0,
-        metavar="N",
-        help="daemons killed or frozen; default: 30",
-    )
-    parser.add_argument(
-        "--warm-up",
-        type=float,
-        metavar="SECONDS",
-        help="of each process, not judged; default: a third of the minutes",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the times and kinds of faults")
-    _stall_timeout(parser)
-
-
 def parity(parser: ArgumentParser) -> None:
     config(parser)
     parser.add_argument("--num-prompts", type=int, help="default: parity.num_prompts")
@@ -284,16 +247,6 @@ def resume(parser: _ActionsContainer) -> None:
 
 def json_output(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _stall_timeout(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--stall-timeout",
-        type=seconds,
-        default=120.0,
-        metavar="SECONDS",
-        help="time without a step after which the run has failed; default: 120",
-    )
 
 
 def _deadline(parser: ArgumentParser) -> None:
@@ -400,30 +353,6 @@ def samples(parser: ArgumentParser) -> None:
     order.add_argument("--worst", action="store_true", help="lowest rewards first")
     parser.add_argument("--limit", type=count, default=20, metavar="N", help="default: 20")
     parser.add_argument("--json", action="store_true", help="print JSON Lines")
-
-
-def ablate(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=A,B,...",
-        help="a setting and its values; can be repeated, for every combination",
-    )
-    parser.add_argument(
-        "--variants", metavar="FILE", help="YAML file of named sets of settings, as another axis"
-    )
-    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
-    parser.add_argument(
-        "--lag",
-        choices=("even", "uneven"),
-        help="run each in one process, with groups that are exactly buffer.max_staleness versions "
-        "old, or each of them 0 to twice as many; without, each is a launch",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="of --lag, so many at once; default: 1"
-    )
 
 
 def replay(parser: ArgumentParser) -> None:
