@@ -36,8 +36,8 @@ RUN_BY = {
     "streamrl parity configs/quickstart.yaml": "launch",
     "streamrl plan configs/quickstart.yaml": "plan",
     "streamrl plan configs/quickstart.yaml --json": "plan",
-    "streamrl score --model runs/models/reverse --input sequences.jsonl "
-    "--output logprobs.jsonl": "score",
+    "streamrl parity --model runs/models/reverse --score sequences.jsonl "
+    "--out logprobs.jsonl": "score",
     "streamrl launch configs/quickstart.yaml --new": "launch",
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
@@ -49,8 +49,8 @@ RUN_BY = {
     "streamrl export runs/quickstart --dtype bfloat16 --output quickstart-bf16": "launch",
     "streamrl buffer audit runs/quickstart": "launch",
     "streamrl status runs/quickstart": "status",
-    "streamrl top runs/quickstart --once": "top",
-    "streamrl top runs/quickstart --once --json": "top",
+    "streamrl status runs/quickstart --follow": "follow",
+    "streamrl status runs/quickstart --json": "follow",
     "streamrl doctor": "test_doctor.py",
     "streamrl doctor configs/quickstart.yaml": "launch",
     "streamrl buffer inspect runs/quickstart/config.yaml": "inspect",
@@ -278,9 +278,10 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     try:
         block_until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3, DEADLINE_S)
         assert "\nhealthy\n" in _output(status)
-        screen, record = map(_output, _run_by("top"))
-        assert "step time" in screen
-        assert json.loads(record)["generators"][0]["id"] == "generator-0"
+        follow, record = _run_by("follow")
+        assert (
+            json.loads(_output(record))["buffer"]["generators"][0]["generator_id"] == "generator-0"
+        )
         output = _output(inspect)
         assert "leased" in output
         assert "the books close" in output
@@ -292,6 +293,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     finally:
         running.send_signal(signal.SIGINT)
         running.wait(DEADLINE_S)
+    assert "stopped at step" in _output(follow)
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "6")
     monkeypatch.delenv("STREAMRL__DATA__REWARD")
     output = _output(chaos.replace("--kills 5", "--kills 1"))

@@ -163,41 +163,36 @@ def parity(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dtypes", metavar="A,B,...", help="precisions of the engine; default: generator.dtype"
     )
-    parser.add_argument("--out", metavar="FOLDER", help="default: the run's folder")
-
-
-def parity_sample(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--samples", required=True, metavar="FILE", help="the file to write")
-
-
-def parity_score(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--samples", required=True, nargs="+", metavar="FILE", help="files to read")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the report to write")
-
-
-def score(parser: ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PATH", help="Hugging Face folder")
     parser.add_argument(
-        "--input",
-        required=True,
-        metavar="FILE.jsonl",
-        help='lines of {"token_ids": [...], "response_mask": [...]}',
+        "--out",
+        metavar="PATH",
+        help="folder of the report, default: the run's; with --score the file to write",
     )
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="FILE.jsonl",
-        help='lines of {"logprobs": [...]}, one for each token where the mask is true',
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--sample", metavar="FILE", help="only sample, with the engine, to this file")
+    half.add_argument(
+        "--score",
+        nargs="+",
+        metavar="FILE",
+        help="only score with the learner: files of --sample, or with --model any sequences",
     )
-    parser.add_argument(
+    _sequences(parser)
+
+
+def _sequences(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "with --model",
+        'Lines of {"token_ids": [...], "response_mask": [...]} become lines of '
+        '{"logprobs": [...]}, one for each token where the mask is true.',
+    )
+    group.add_argument("--model", metavar="PATH", help="Hugging Face folder, in place of CONFIG")
+    group.add_argument(
         "--dtype",
         default="float32",
         choices=("float32", "bfloat16"),
         help="of the computation; default: float32",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-tokens-per-micro-batch",
         type=count,
         default=8192,
@@ -215,12 +210,6 @@ def overrides(parser: ArgumentParser) -> None:
         default=[],
         help="change one setting; can be repeated",
     )
-
-
-def healthy(parser: ArgumentParser) -> None:
-    parser.add_argument("role", choices=("buffer", "learner", "generator"))
-    parser.add_argument("target", metavar="RUN", help="configuration or run folder")
-    parser.add_argument("--id", help="of the generator, where {host} is the host's name")
 
 
 def seconds(text: str) -> float:
@@ -373,14 +362,27 @@ def status(parser: ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
     )
-    json_output(parser)
-
-
-def top(parser: ArgumentParser) -> None:
-    status(parser)
-    parser.add_argument("--once", action="store_true", help="print one reading and end")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="print JSON")
+    what.add_argument(
+        "--follow",
+        action="store_true",
+        help="the live screen, until the run ends; lines where the output is no terminal",
+    )
+    what.add_argument(
+        "--probe",
+        choices=("buffer", "learner", "generator"),
+        help="only whether one daemon works: the probe of a container",
+    )
+    parser.add_argument("--lines", action="store_true", help="with --follow: lines for a log")
     parser.add_argument(
-        "--interval", type=seconds, default=1.0, help="seconds between readings; default: 1"
+        "--interval",
+        type=seconds,
+        default=1.0,
+        help="with --follow: seconds between readings; default: 1",
+    )
+    parser.add_argument(
+        "--id", help="with --probe generator: its id, where {host} is the host's name"
     )
 
 
