@@ -9,10 +9,9 @@ import struct
 import termios
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 DEADLINE_S = 240.0
-ENTERED, LEFT, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+HIDDEN, CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 class Terminal:
@@ -26,17 +25,9 @@ class Terminal:
         self.output = ""
         self.resize(rows, columns)
 
-    @property
-    def modes(self) -> list[Any]:
-        """Echo, canonical input and so on, as termios has them."""
-        return termios.tcgetattr(self._descriptor)
-
     def resize(self, rows: int, columns: int) -> None:
         size = struct.pack("HHHH", rows, columns, 0, 0)
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, size)
-
-    def press(self, keys: str) -> None:
-        os.write(self._descriptor, keys.encode())
 
     def until(self, condition: Callable[[str], bool]) -> None:
         """Waits until the condition holds of what was written since the last call."""
@@ -44,13 +35,6 @@ class Terminal:
         while not condition(self.output[start:]):
             assert time.monotonic() < deadline, self.output[start:]
             assert self._read(), f"it ended: {self.output[start:]}"
-
-    def until_stopped(self) -> None:
-        """Waits until the command is suspended."""
-        _, status = os.waitpid(self.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        while select.select([self._descriptor], [], [], 0)[0]:
-            self._read()
 
     def end(self) -> int:
         """Waits for the command's end; its exit code."""
@@ -80,6 +64,5 @@ class Terminal:
 
 
 def is_put_back(output: str) -> bool:
-    """Whether the lines and the cursor of before are there again."""
-    is_left = output.rfind(LEFT) > output.rfind(ENTERED) >= 0
-    return is_left and CURSOR in output[output.rfind(ENTERED) :]
+    """Whether the cursor was hidden and is there again."""
+    return output.rfind(CURSOR) > output.rfind(HIDDEN) >= 0

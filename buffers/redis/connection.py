@@ -61,7 +61,7 @@ def namespace(run: str) -> str:
 
 def other_schema(url: str, found: int) -> OtherReleaseError:
     """The refusal of a run whose keys have the schema `found`."""
-    remedy = "start the run anew with --new (or streamrl books --forget)"
+    remedy = "start the run anew with --new (or streamrl buffer books --forget)"
     return OtherReleaseError.of(f"run.name: the run at {url}", found, SCHEMA, remedy)
 
 

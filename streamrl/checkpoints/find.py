@@ -227,7 +227,7 @@ def require_new_run(config: RunConfig, stats: BufferStats) -> None:
     remedy = (
         f"stop the buffer and move {folder} aside, as launch --new does"
         if config.buffer.has_daemon
-        else "delete it there with launch --new or streamrl books --forget"
+        else "delete it there with launch --new or streamrl buffer books --forget"
     )
     raise ConfigError(
         f"run.name: the buffer holds a run {config.run.name} at version {stats.policy_version} "

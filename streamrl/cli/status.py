@@ -5,241 +5,169 @@
     1  something is wrong: a sentence for each cause
     2  the target names no run
 
-Reads the buffer and the run's folder (`metrics.jsonl`, `learner.json`), whichever of the two there
-is: a URL has no folder, and the folder may be on another machine. Waits a few seconds for the
-buffer and for nothing else; of a run that has finished it reads the folder alone.
+`--follow` shows it again and again, as the live view of a launch, or prints lines; it waits for new
+steps, and ends with 0 when the learner has ended, with 130 at Ctrl-C. `--probe` asks for one daemon
+alone, see `streamrl.cli.probe`.
 """
 
 import argparse
 import asyncio
 import json
+import signal
+import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from dataclasses import replace
 
-import msgspec
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
-from buffers.connect import try_stats
-from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder, require_url
-from streamrl.cli.display.books import balance, books_rows
-from streamrl.cli.display.generators import print_generators
-from streamrl.cli.display.numbers import numbers_of, wait_shares
+from streamrl.cli.buffer.target import read_folder, require_url
+from streamrl.cli.display.generators import generator_rows, generator_table, print_generators
+from streamrl.cli.display.numbers import Lines, numbers_of
+from streamrl.cli.display.run_status import (
+    RunStatus,
+    as_json,
+    read_status,
+    status_at,
+    status_of,
+    texts,
+)
+from streamrl.cli.display.view import REFRESH_S, LinePrinter, means, screen
+from streamrl.cli.probe import probe
 from streamrl.config import RunConfig
-from streamrl.config.run import RunSettings
-from streamrl.diagnosis import Reading, diagnose, pending
-from streamrl.diagnosis.due import lasting_wait
-from streamrl.diagnosis.failures import failed_groups
-from streamrl.diagnosis.outcome import RunState, age, outcome, state_of
-from streamrl.diagnosis.presence import may_move
-from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
-from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
-from streamrl.run_folder import find_config, read_books
-from streamrl.samples.record import printable
-from streamrl.tracking.jsonl import read_last
-from streamrl.types import Books, BufferStats, LearnerStatus, replace
+from streamrl.diagnosis import Reading, diagnose
+from streamrl.diagnosis.outcome import RunState, outcome, state_of
+from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.run_folder import find_config, find_run
+from streamrl.tracking.followed import FollowedMetrics
+from streamrl.types import BufferStats
 
-
-@dataclass(frozen=True)
-class RunStatus:
-    """What is known of the run; `last_line` is the newest line of its metrics, or {}, `books` what
-    a buffer that has ended wrote."""
-
-    name: str
-    reading: Reading
-    last_line: Mapping[str, Any]
-    books: Books | None = None
-
-    @property
-    def scaling(self) -> ScalingHint | None:
-        """Of the last step, if it was measured, and the run goes on like that or has ended."""
-        return scaling_hint(self.last_line) if self._is_current else None
-
-    @property
-    def _is_current(self) -> bool:
-        """Whether the last step tells how the run goes: it stands still if none has followed for
-        much longer than a step takes."""
-        if state_of(self.reading).has_ended:
-            return True
-        longest_s = HEARTBEAT_TIMEOUT_S + 3 * (self.last_line.get("learner/step_s") or 0.0)
-        return (self.reading.idle_s or 0.0) <= longest_s and may_move(self.reading)
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_WIDE = 120
+_SHARES_S = 10.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    status = asyncio.run(read_status(arguments.target))
-    findings = diagnose(status.reading)
-    if arguments.json:
+    if arguments.lines and not arguments.follow:
+        raise ConfigError("--lines: is for --follow")
+    if arguments.probe is not None:
+        return probe(arguments)
+    if not arguments.follow:
+        return _print(asyncio.run(read_status(arguments.target)), as_record=arguments.json)
+    if arguments.lines or not sys.stdout.isatty():
+        return _print_lines(find_run(arguments.target))
+    asyncio.run(_follow(_Followed(arguments.target), arguments.interval))
+    return 0
+
+
+def _print(status: RunStatus, *, as_record: bool) -> int:
+    if as_record:
         print(json.dumps(as_json(status)))
-        return 1 if findings else 0
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-    console.print(printable(headline(status)), style="bold")
-    for finding in findings:
-        console.print(printable(f"! {finding.sentence}"), style="red")
-    for absence in pending(status.reading):
-        console.print(
-            printable(f"{waiting_as(status.reading)}: {absence.sentence}"), style="yellow"
-        )
-    if is_healthy(status.reading):
-        console.print(printable(verdict(status.reading)), style="green")
-    for name, value in rows(status):
-        console.print(printable(f"{name:<8} {value}"))
-    if status.reading.stats is not None and status.reading.stats.generators:
-        print_generators(status.reading.stats)
-    return 1 if findings else 0
+    else:
+        console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+        for text in texts(status):
+            console.print(text)
+        if status.reading.stats is not None and status.reading.stats.generators:
+            print_generators(status.reading.stats)
+    return 1 if diagnose(status.reading) else 0
 
 
-async def read_status(target: str) -> RunStatus:
-    """Everything that can be read; a buffer that does not answer is part of the reading.
+def _print_lines(config: RunConfig) -> int:
+    """Waits for new lines in metrics.jsonl, also of a run that other machines write."""
+    console = Console(highlight=False)
+    printer = LinePrinter(config, console)
+    while not _has_ended(read_folder(config)):
+        printer.print_if_due()
+        time.sleep(REFRESH_S)
+    printer.print_now()
+    console.print(outcome(read_folder(config)))
+    return 0
+
+
+async def _follow(followed: "_Followed", interval_s: float) -> None:
+    """Waits for the end of the run; the last screen stays.
+
+    Raises:
+        Interrupted: a signal ended it.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None, "a coroutine runs in a task"
+    got: list[signal.Signals] = []
+
+    def end(number: signal.Signals) -> None:
+        got.append(number)
+        task.cancel()
+
+    for number in _ENDING:
+        loop.add_signal_handler(number, end, number)
+    try:
+        with Live(console=Console(highlight=False), auto_refresh=False) as live:
+            while True:
+                live.update(await followed.draw(live.console.width), refresh=True)
+                if followed.has_ended:
+                    return
+                await asyncio.sleep(interval_s)
+    except asyncio.CancelledError:
+        if got:
+            raise Interrupted(got[0]) from None
+        raise
+
+
+class _Followed:
+    """A run that is read again and again. Invariant: a reading costs what the run has written since
+    the one before, and waits a few seconds for the buffer at most.
 
     Raises:
         ConfigError: the target names no run.
     """
-    if "://" in target:
-        require_url(target)
-        return await status_at(target)
-    return await status_of(find_config(target))
+
+    def __init__(self, target: str) -> None:
+        self.has_ended = False
+        self._url = target if "://" in target else ""
+        if self._url:
+            require_url(target)
+        self._config = None if self._url else find_config(target)
+        self._metrics = self._config and FollowedMetrics(self._config.run.path / "metrics.jsonl")
+        self._earlier: deque[tuple[float, BufferStats]] = deque()
+
+    async def draw(self, width: int) -> RenderableType:
+        """The screen; a run that cannot be read any more is shown as that."""
+        lines = self._lines()
+        try:
+            status = await self._read(lines)
+        except (StreamRLError, OSError) as error:
+            return Text(str(error), style="red")
+        self.has_ended = _has_ended(status.reading)
+        table = self._generators(status.reading.stats, width)
+        if self._config is None:
+            return Group(*texts(status), table)
+        recent = (Text(", ".join(means(self._config, lines))),) if lines else ()
+        return screen((*texts(status), *recent), self._config, lines, table)
+
+    async def _read(self, lines: Lines) -> RunStatus:
+        status = await (status_at(self._url) if self._config is None else status_of(self._config))
+        return replace(status, last_line=lines[-1]) if lines else status
+
+    def _lines(self) -> Lines:
+        lines = [numbers_of(line) for line in self._metrics.read()] if self._metrics else []
+        return [line for line in lines if isinstance(line.get("step"), int)]
+
+    def _generators(self, stats: BufferStats | None, width: int) -> RenderableType:
+        """Shares of their time are those since about _SHARES_S ago."""
+        if stats is None or not stats.generators:
+            return Group()
+        now_s = time.monotonic()
+        self._earlier.append((now_s, stats))
+        while len(self._earlier) > 1 and now_s - self._earlier[1][0] >= _SHARES_S:
+            self._earlier.popleft()
+        rows = generator_rows(stats, self._earlier[0][1])
+        return generator_table(rows, is_narrow=width < _WIDE)
 
 
-async def status_at(url: str) -> RunStatus:
-    """Of the run of the buffer at this URL."""
-    stats, unreachable = await _stats(url, url)
-    reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
-    return RunStatus(url, reading, {})
-
-
-async def status_of(config: RunConfig) -> RunStatus:
-    """Of the run of this configuration, from its folder and its buffer."""
-    reading = read_folder(config)
-    last_line = numbers_of(read_last(config.run.path / "metrics.jsonl"))
-    if "time_s" in last_line:
-        reading = replace(reading, idle_s=max(0.0, time.time() - last_line["time_s"]))
-    if state_of(reading) is not RunState.FINISHED:
-        stats, unreachable = await _stats(config, config.buffer.url)
-        reading = replace(reading, stats=stats, unreachable=unreachable)
-    return RunStatus(config.run.name, reading, last_line, read_books(config.run.path))
-
-
-async def _stats(target: str | RunConfig, url: str) -> tuple[BufferStats | None, str]:
-    """The buffer's stats, or why there are none."""
-    if not await is_listening(url):
-        return None, f"nothing listens at {url}: the buffer is not running"
-    async with open_buffer(target) as buffer:
-        return await try_stats(buffer)
-
-
-def is_healthy(reading: Reading) -> bool:
-    """Whether what the run needs is there and nothing is wrong, or it has ended in order."""
-    return not (diagnose(reading) or pending(reading))
-
-
-def waiting_as(reading: Reading) -> str:
-    """What a run does while something that it needs is not there yet."""
-    return "starting" if state_of(reading) is RunState.STARTING else "waiting"
-
-
-def verdict(reading: Reading) -> str:
-    """That of a run in which nothing is wrong."""
-    state = state_of(reading)
-    if state is RunState.STOPPED:
-        return f"{outcome(reading)}; streamrl launch CONFIG --resume goes on with it"
-    return outcome(reading) or ("starting" if state is RunState.STARTING else "healthy")
-
-
-def headline(status: RunStatus) -> str:
-    """Where the run is, in one line."""
-    reading, last = status.reading, status.last_line
-    of = "" if reading.max_steps is None else f" of {reading.max_steps}"
-    parts = [f"step {last['step']}{of}"] if last else []
-    if not last and reading.stats is not None:
-        parts.append(f"version {reading.stats.policy_version}{of}")
-    if (reward := last.get("reward/mean")) is not None:
-        parts.append(f"training reward {reward:.3f}")
-    if reading.idle_s is not None:
-        parts.append(f"last step {age(reading.idle_s)} ago")
-    return f"{status.name}: {', '.join(parts) or 'no step yet'}"
-
-
-def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """What buffer and learner do, as far as it is known."""
-    stats, learner = status.reading.stats, status.reading.learner
-    yield "buffer", _ended_buffer_row(status) if stats is None else _buffer_row(stats)
-    if learner is not None:
-        yield "learner", _learner_row(learner, status)
-        behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
-        sent = f"version {learner.policy_version} for {learner.num_receivers} receivers"
-        yield "weights", sent + behind
-    elif stats is not None and stats.books.learner_term:
-        yield (
-            "learner",
-            f"number {stats.books.learner_term} attached, at version {stats.policy_version}",
-        )
-    if (failures := failures_of(status.reading)) and not _is_finding(status.reading, failures):
-        yield "failed", failures
-    waiting = waits_for(status.reading)
-    if waiting and not status.reading.is_stalled:
-        yield "waiting", waiting
-    if (hint := status.scaling) is not None:
-        yield "scaling", hint.sentence
-
-
-def as_json(status: RunStatus) -> dict[str, Any]:
-    """The same for programs; `buffer` and `learner` are null if nothing is known of them."""
-    reading = status.reading
-    findings = diagnose(reading)
-    return {
-        "run": status.name,
-        "state": state_of(reading),
-        "healthy": is_healthy(reading),
-        "findings": msgspec.to_builtins(findings),
-        "pending": msgspec.to_builtins(pending(reading)),
-        "step": status.last_line.get("step"),
-        "max_steps": reading.max_steps,
-        "failures": failures_of(reading),
-        "reward": status.last_line.get("reward/mean"),
-        "last_step_s": reading.idle_s,
-        "waited_s": reading.waited_s,
-        "waits_for": waits_for(reading),
-        "stall_s": reading.stall_s,
-        "buffer": msgspec.to_builtins(reading.stats, str_keys=True),
-        "learner": msgspec.to_builtins(reading.learner, str_keys=True),
-        "scaling": msgspec.to_builtins(status.scaling),
-    }
-
-
-def _buffer_row(stats: BufferStats) -> str:
-    books = stats.books
-    return (
-        f"{books.leased} leased, {books.buffered} buffered, {books.taken} taken, at most "
-        f"{stats.capacity}; {balance(books)}"
-    )
-
-
-def _ended_buffer_row(status: RunStatus) -> str:
-    if not state_of(status.reading).has_ended or status.books is None:
-        return "does not answer"
-    return "; ".join(value for _, value in books_rows(status.books))
-
-
-def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
-    reading = status.reading
-    if not reading.is_learner_reporting:
-        return f"{learner.activity}, {age(reading.learner_age_s)} ago"
-    shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
-    return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
-
-
-def failures_of(reading: Reading) -> str:
-    """The sentence about groups that failed; that of the learner once the buffer is gone."""
-    if reading.stats is not None:
-        return failed_groups(reading.stats)
-    return "" if reading.learner is None else reading.learner.failures
-
-
-def _is_finding(reading: Reading, sentence: str) -> bool:
-    return any(finding.sentence == sentence for finding in diagnose(reading))
-
-
-def waits_for(reading: Reading) -> str:
-    """The group that the run waits for; "" if it waits for none."""
-    return "" if reading.stats is None or reading.is_over else lasting_wait(reading.stats)
+def _has_ended(reading: Reading) -> bool:
+    """Whether the learner of the newest launch says so: one that only fell silent may be started
+    again."""
+    is_finished = state_of(reading) is RunState.FINISHED
+    return reading.is_over and (is_finished or not reading.is_relaunched)

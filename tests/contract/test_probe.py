@@ -1,4 +1,4 @@
-"""`streamrl healthy`: what the health check of a container finds of each daemon."""
+"""`streamrl status --probe`: what the health check of a container finds of each daemon."""
 
 import json
 import socket
@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.cli.health.probe import _of_generator
 from streamrl.cli.main import main
+from streamrl.cli.probe import _of_generator
 from streamrl.config import to_yaml
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.types import LearnerActivity, LearnerStatus, SchedulingState
@@ -30,21 +30,21 @@ def test_buffer_and_generator_are_asked(backend: str, tmp_path: Path, capsys):
     own = f"generator-{socket.gethostname()}"
     with serving(backend, tmp_path, max_staleness=2) as url:
         config = write_config(url, tmp_path)
-        assert main(["healthy", "buffer", config]) == 0
+        assert main(["status", config, "--probe", "buffer"]) == 0
         assert capsys.readouterr().out == "healthy\n"
-        probe = ["healthy", "generator", config, "--id", "generator-{host}"]
+        probe = ["status", config, "--probe", "generator", "--id", "generator-{host}"]
         assert main(probe) == 1
         assert capsys.readouterr().out == f"{own} does not report to the buffer\n"
         ask(url, lambda buffer: buffer.heartbeat(status(own)))
         assert main(probe) == 0
-        assert main(["healthy", "generator", config]) == 2
+        assert main(["status", config, "--probe", "generator"]) == 2
         assert "--id: is required for a generator" in capsys.readouterr().err
 
 
 def test_a_buffer_that_is_not_there_is_not_healthy(tmp_path: Path, capsys):
     config = write_config(f"zmq://127.0.0.1:{free_port()}", tmp_path)
     for role in ("buffer", "generator"):
-        assert main(["healthy", role, config, "--id", "a"]) == 1
+        assert main(["status", config, "--probe", role, "--id", "a"]) == 1
         assert "the buffer is not running" in capsys.readouterr().out
 
 
@@ -53,7 +53,7 @@ def test_a_learner_is_healthy_as_long_as_it_reports(tmp_path: Path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(limits_config(url, max_staleness=2)))
-    assert main(["healthy", "learner", str(run)]) == 1
+    assert main(["status", str(run), "--probe", "learner"]) == 1
     assert "no learner has reported in" in capsys.readouterr().out
     for age_s, code, sentence in ((0, 0, "healthy"), (60, 1, "last reported 6")):
         report = LearnerStatus(
@@ -64,7 +64,7 @@ def test_a_learner_is_healthy_as_long_as_it_reports(tmp_path: Path, capsys):
             time_s=time.time() - age_s,
         )
         (run / "learner.json").write_text(json.dumps(msgspec.to_builtins(report, str_keys=True)))
-        assert main(["healthy", "learner", str(run)]) == code
+        assert main(["status", str(run), "--probe", "learner"]) == code
         assert sentence in capsys.readouterr().out
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.main import main
-from streamrl.cli.verification.run_audit import audit_run
 from streamrl.run_folder import config_of
 from tests.engines import ENVIRONMENT, ROOT
 from tests.ports import free_port

@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/fuzz/settings.py --runs 500 [--seed 1]
 
 Settings are drawn from `VALUES` until the configuration accepts them together; a run of three
-steps at an uneven lag in one process (`streamrl.cli.ablation.exact_lag`) trains a tiny model by
+steps at an uneven lag in one process (`tests.research.exact_lag`) trains a tiny model by
 them. What must hold: the run ends without an error, or with a sentence about what the model or the
 prompts refuse, and every number of its metrics is finite. Prints a line for each run that does not
 train, with its `--set`s and the last line of its log, and one JSON line at the end. A second is
@@ -22,14 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from actors.make_model import make_model
-from streamrl.cli.ablation.forked import exit_code_of
-from streamrl.cli.ablation.lag import Lag
 from streamrl.config import load_config
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
 from streamrl.errors import EXIT_CONFIG, ConfigError
 from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
+from tests.research.forked import exit_code_of
+from tests.research.lag import Lag
 
 SOURCE = str(Path("configs/ablation/lag.yaml").absolute())
 LOG = "stderr.log"

@@ -19,6 +19,7 @@ from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
+ROOT = Path(__file__).parents[2]
 # Far beyond what anything takes: a machine of many tenants is slow, and a hang is a hang.
 DEADLINE_S = 420.0
 
@@ -56,6 +57,11 @@ learner:
   checkpoint: {{every: 3}}
 weights: {{address: "tcp://127.0.0.1:0", deadline_s: 8}}
 """
+
+
+def script(name: str) -> list[str]:
+    """The words that run this script of `tests/research`, in any folder."""
+    return ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", f"tests.research.{name}"]
 
 
 @pytest.fixture(scope="session")

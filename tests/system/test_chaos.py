@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.main import main
-from streamrl.cli.verification.faults import FaultKind
-from streamrl.cli.verification.run_audit import audit_run
 from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from tests.redis_server import RedisServer, redis_server
-from tests.system.conftest import CONFIG, STREAMRL, Launched, RunFolder
+from tests.research.faults import FaultKind
+from tests.system.conftest import CONFIG, Launched, RunFolder, script
 from tests.system.test_launch import assert_books_close
 
 DEADLINE_S = 400
@@ -56,7 +56,7 @@ def test_a_run_under_fire_trains_every_prompt_once(
 ):
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
-    command = [STREAMRL, "chaos", str(config), "--seed", "5", "--kills", "4"]
+    command = [*script("chaos"), str(config), "--seed", "5", "--kills", "4"]
     others = ("resume", "damage", "full-disk", "removal", "fresh-start")
     command += [word for kind in others for word in (FaultKind(kind).option, "1")]
     for override in ("run.max_steps=30", "generator.count=2", f"buffer.url={url}"):
@@ -96,7 +96,7 @@ def test_two_ranks_go_on_without_their_checkpoints_within_the_bound(tmp_path: Pa
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
     faults = ("--kills", "0", "--losses", "1", "--removals", "1", "--resumes", "1")
-    command = [STREAMRL, "chaos", str(config), "--seed", "2", *faults]
+    command = [*script("chaos"), str(config), "--seed", "2", *faults]
     for override in ("run.max_steps=24", "buffer.max_staleness=1", "learner.num_ranks=2"):
         command += ["--set", override]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

@@ -17,8 +17,10 @@ from streamrl.cli.main import main
 from streamrl.tracking.jsonl import read_metrics
 from tests.documents import ROOT, commands, write_files
 from tests.ports import free_port
-from tests.system.conftest import DEADLINE_S, STREAMRL, slow_reward
+from tests.system.conftest import DEADLINE_S, STREAMRL, script, slow_reward
 from tests.waiting import block_until
+
+SCRIPTS = "PYTHONPATH=. .venv/bin/python -m tests.research."
 
 # Every command that the documents show, and the test below that runs it.
 RUN_BY = {
@@ -34,8 +36,8 @@ RUN_BY = {
     "streamrl parity configs/quickstart.yaml": "launch",
     "streamrl plan configs/quickstart.yaml": "plan",
     "streamrl plan configs/quickstart.yaml --json": "plan",
-    "streamrl score --model runs/models/reverse --input sequences.jsonl "
-    "--output logprobs.jsonl": "score",
+    "streamrl parity --model runs/models/reverse --score sequences.jsonl "
+    "--out logprobs.jsonl": "score",
     "streamrl launch configs/quickstart.yaml --new": "launch",
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
@@ -47,8 +49,8 @@ RUN_BY = {
     "streamrl export runs/quickstart --dtype bfloat16 --output quickstart-bf16": "launch",
     "streamrl buffer audit runs/quickstart": "launch",
     "streamrl status runs/quickstart": "status",
-    "streamrl top runs/quickstart --once": "top",
-    "streamrl top runs/quickstart --once --json": "top",
+    "streamrl status runs/quickstart --follow": "follow",
+    "streamrl status runs/quickstart --json": "follow",
     "streamrl doctor": "test_doctor.py",
     "streamrl doctor configs/quickstart.yaml": "launch",
     "streamrl buffer inspect runs/quickstart/config.yaml": "inspect",
@@ -58,11 +60,11 @@ RUN_BY = {
     "streamrl generators drain runs/quickstart/config.yaml generator-0": "restart",
     "streamrl generator --config runs/quickstart/config.yaml --id generator-0": "restart",
     "streamrl buffer drain runs/quickstart/config.yaml": "drain",
-    "streamrl chaos configs/quickstart.yaml --seed 1 --kills 5": "chaos",
-    "streamrl soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30": "soak",
-    "streamrl ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
+    f"{SCRIPTS}chaos configs/quickstart.yaml --seed 1 --kills 5": "chaos",
+    f"{SCRIPTS}soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30": "soak",
+    f"{SCRIPTS}ablate configs/ablation/stale_bf16.yaml --vary algorithm.rollout_is=metrics_only,"
     "token_is,sequence_clip,token_is_veto --seeds 0,1,2": "ablate",
-    "streamrl ablate configs/ablation/lag.yaml --variants "
+    f"{SCRIPTS}ablate configs/ablation/lag.yaml --variants "
     "configs/ablation/corrections.variants.yaml --vary buffer.max_staleness=0,1,4,8,16 "
     "--seeds 0,1,2,3,4 --lag even --jobs 2": "lag",
     "streamrl launch configs/quickstart.yaml --new --set buffer.record=true": "test_replay.py",
@@ -276,9 +278,10 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     try:
         block_until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3, DEADLINE_S)
         assert "\nhealthy\n" in _output(status)
-        screen, record = map(_output, _run_by("top"))
-        assert "step time" in screen
-        assert json.loads(record)["generators"][0]["id"] == "generator-0"
+        follow, record = _run_by("follow")
+        assert (
+            json.loads(_output(record))["buffer"]["generators"][0]["generator_id"] == "generator-0"
+        )
         output = _output(inspect)
         assert "leased" in output
         assert "the books close" in output
@@ -290,6 +293,7 @@ def test_a_running_buffer_is_inspected_and_drained_and_a_run_survives_chaos(
     finally:
         running.send_signal(signal.SIGINT)
         running.wait(DEADLINE_S)
+    assert "stopped at step" in _output(follow)
     monkeypatch.setenv("STREAMRL__RUN__MAX_STEPS", "6")
     monkeypatch.delenv("STREAMRL__DATA__REWARD")
     output = _output(chaos.replace("--kills 5", "--kills 1"))
@@ -322,6 +326,9 @@ def _run_by(name: str) -> list[str]:
 
 
 def _words(command: str) -> list[str]:
+    if command.startswith(SCRIPTS):
+        name, *words = command.removeprefix(SCRIPTS).split()
+        return [*script(name), *words]
     program, *words = command.split()
     return [{"streamrl": STREAMRL, "python": sys.executable}[program], *words]
 

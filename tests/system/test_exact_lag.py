@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.ablation.exact_lag import LaggedRun
-from streamrl.cli.ablation.exact_lag import main as exact_lag
-from streamrl.cli.ablation.lag import Lag
-from streamrl.cli.main import main as streamrl
-from streamrl.cli.processes.command import executable
 from streamrl.config import RunConfig, load_config
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
-from tests.system.conftest import CONFIG
+from tests.research import ablate as ablation_script
+from tests.research.exact_lag import LaggedRun
+from tests.research.exact_lag import main as exact_lag
+from tests.research.lag import Lag
+from tests.research.script import run_script
+from tests.system.conftest import CONFIG, script
 from tests.waiting import block_until
 
 TIMES = ("_s", "_per_s")
@@ -105,10 +105,10 @@ def test_what_one_process_cannot_do_is_refused(file: Path, capsys, setting, sent
 @pytest.mark.long
 def test_an_ablation_that_is_killed_leaves_no_run_behind(file: Path):
     mark, folder = "STREAMRL_TEST_ABLATION", file.parent
-    command = ["ablate", str(file), "--vary", "learner.optimizer.lr=1e-3", "--seeds", "0"]
+    command = [*script("ablate"), str(file), "--vary", "learner.optimizer.lr=1e-3", "--seeds", "0"]
     command += ["--lag", "even", "--set", "run.name=killed", "--set", "run.max_steps=100000"]
     ablation = subprocess.Popen(
-        [executable(), *command], env={**os.environ, mark: str(folder)}, stdout=subprocess.DEVNULL
+        command, env={**os.environ, mark: str(folder)}, stdout=subprocess.DEVNULL
     )
 
     def left() -> list[int]:
@@ -127,12 +127,16 @@ def test_an_ablation_that_is_killed_leaves_no_run_behind(file: Path):
             os.kill(pid, signal.SIGKILL)
 
 
+def ablate(*words: str) -> int:
+    return run_script(ablation_script.make_parser(), ablation_script.main, words)
+
+
 @pytest.mark.long
 def test_an_ablation_of_lags_ends_with_its_table(file: Path, capsys):
     vary = ("--vary", "buffer.max_staleness=0,3", "--seeds", "0", "--set", "run.max_steps=4")
-    assert streamrl(["ablate", str(file), *vary, "--lag", "even", "--jobs", "2"]) == 0
+    assert ablate(str(file), *vary, "--lag", "even", "--jobs", "2") == 0
     table = (file.parent / "run" / "ablation.md").read_text()
     assert "| 0.0 / 0 |" in table
     assert "| 1.5 / 3 |" in table
-    assert streamrl(["ablate", str(file), *vary, "--jobs", "2"]) == 2
+    assert ablate(str(file), *vary, "--jobs", "2") == 2
     assert "--jobs: several runs at once are for --lag" in capsys.readouterr().err

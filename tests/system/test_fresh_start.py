@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.verification.run_audit import audit_run
+from streamrl.cli.buffer.audit import audit_run
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.run_folder import LEARNER_FILE
 from tests.ports import free_port

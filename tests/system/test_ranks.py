@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from streamrl.checkpoints.find import list_checkpoints
-from streamrl.cli.verification.run_audit import audit_run
+from streamrl.cli.buffer.audit import audit_run
 from streamrl.run_folder import config_of
 from tests.ports import free_port
 from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, Launched, RunFolder

@@ -9,7 +9,7 @@ import pytest
 
 from learners.replay import MEASURES
 from learners.step_record import recorded_steps
-from streamrl.cli.verification.run_audit import audit_run
+from streamrl.cli.buffer.audit import audit_run
 from tests.system.conftest import DEADLINE_S, STREAMRL, Launched
 from tests.system.test_docs import RUN_BY
 

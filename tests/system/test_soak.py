@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from streamrl.run_folder import read_json
-from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL
+from tests.system.conftest import CONFIG, DEADLINE_S, script
 
 LEAKING = """
 kept = []
@@ -27,7 +27,7 @@ def soak(folder: Path, model: Path, *arguments: str) -> "subprocess.CompletedPro
     config = folder / "run.yaml"
     config.write_text(CONFIG.format(folder=folder, model=model))
     return subprocess.run(
-        [STREAMRL, "soak", str(config), *arguments],
+        [*script("soak"), str(config), *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

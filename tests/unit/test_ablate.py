@@ -1,4 +1,4 @@
-"""`streamrl ablate`: what is planned, what is repeated, and what the table says."""
+"""An ablation: what is planned, what is repeated, and what the table says."""
 
 import argparse
 import json
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from streamrl.cli.ablate import main, markdown, outcome, plan
-from streamrl.cli.main import main as streamrl
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.errors import ConfigError
 from streamrl.tracking.jsonl import JsonlTracker
+from tests.research.ablate import main, make_parser, markdown, outcome, plan
+from tests.research.script import run_script
 
 ROOT = Path(__file__).parents[2]
 ABLATION = str(ROOT / "configs" / "ablation" / "stale_bf16.yaml")
@@ -22,7 +22,6 @@ def arguments(
     folder: Path, vary: str, seeds: str = "0,1", variants: Path | None = None
 ) -> argparse.Namespace:
     return argparse.Namespace(
-        command="ablate",
         file=ABLATION,
         config=None,
         vary=vary.split(";"),
@@ -114,7 +113,7 @@ def test_complete_runs_are_not_repeated(tmp_path, capsys, monkeypatch):
     given = arguments(tmp_path, "algorithm.rollout_is=token_is")
     for run in planned(given):
         write_run(run.config, [0.5] * 20, greedy=0.8)
-    monkeypatch.setattr("streamrl.cli.ablate._launch", lambda *_: pytest.fail("launched again"))
+    monkeypatch.setattr("tests.research.ablate._launch", lambda *_: pytest.fail("launched again"))
     assert main(given) == 0
     assert "0.500 (0.500, 0.500)" in capsys.readouterr().out
     assert (tmp_path / "stale_bf16" / "ablation.png").stat().st_size > 10_000
@@ -151,9 +150,9 @@ def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, made, asked, s
 
 
 def test_a_run_that_fails_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("streamrl.cli.ablate.executable", lambda: "/bin/false")
-    command = ["ablate", ABLATION, "--vary", "algorithm.rollout_is=token_is", "--seeds", "3"]
-    assert streamrl([*command, "--set", f"run.folder={tmp_path}"]) == 1
+    monkeypatch.setattr("tests.research.ablate.executable", lambda: "/bin/false")
+    command = [ABLATION, "--vary", "algorithm.rollout_is=token_is", "--seeds", "3"]
+    assert run_script(make_parser(), main, [*command, "--set", f"run.folder={tmp_path}"]) == 1
     assert "token_is-seed3 ended with exit code 1" in capsys.readouterr().err
 
 

@@ -1,12 +1,15 @@
 """The command line answers at once, and what it says a person can act on."""
 
+import importlib
 import json
+import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from pathlib import Path
 
 import msgspec
@@ -14,7 +17,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from streamrl.checkpoints.find import require_steps_to_launch
-from streamrl.cli.arguments.commands import COMMANDS
+from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS
 from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
 from streamrl.cli.display.view import headline, read_wait, render
@@ -36,6 +39,8 @@ from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
 from tests.ports import free_port
+from tests.research import chaos, soak
+from tests.research.script import run_script
 from tests.training import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +70,7 @@ def test_light_modules_load_nothing_heavy(module):
 @pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].imports_much])
 def test_a_mistake_in_the_configuration_is_said_before_long_imports(tmp_path, name):
     module = COMMANDS[name].entry.partition(":")[0]
-    files = {"parity sample": ["--samples", "a"], "parity score": ["--samples", "a", "--out", "b"]}
-    words = [*name.split(), QUICKSTART, *files.get(name, ())]
+    words = [*name.split(), QUICKSTART]
     code = f"""
 import sys
 from streamrl.cli.main import main
@@ -114,41 +118,44 @@ def test_import_and_help_cost_little_more_than_python_itself():
     assert best_of(5, sys.executable, "-m", "streamrl.cli.main", "--help") < 25 * python
 
 
-GROUPS = {
-    "run": [
-        *("launch", "doctor", "check", "plan", "buffer", "generator", "learner", "torchrun"),
-        "validator",
-        *("make-model", "get-model", "new", "keys new"),
-    ],
-    "look": [
-        *("status", "top", "healthy", "watch", "report", "samples", "generators"),
-        "buffer inspect",
-    ],
-    "operate": [
-        *("generators cordon", "generators uncordon", "generators drain", "buffer drain"),
-        *("export", "books"),
-    ],
-    "verify": [
-        *("evaluate", "parity", "parity sample", "parity score", "score"),
-        *("buffer audit", "replay", "chaos", "soak", "ablate"),
-    ],
-}
-
-
-def test_help_lists_every_command_once_in_its_group(capsys):
+def test_help_lists_every_command_once_and_no_more_than_a_reader_takes_in(capsys):
+    """What other commands begin with is listed once, with their second words."""
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
-    groups: dict[str, list[str]] = {}
-    for line in capsys.readouterr().out.splitlines():
-        name, _, summary = line.strip().partition("  ")
-        if line.rstrip(":") in GROUPS:
-            commands = groups.setdefault(line.rstrip(":"), [])
-        elif groups and line.startswith("  "):
-            commands.append(name)
-            assert summary.strip() == COMMANDS[name].summary
-    assert groups == GROUPS
-    assert [name for names in groups.values() for name in names] == list(COMMANDS)
+    listed, verbs = [], []
+    for line in capsys.readouterr().out.partition("run:")[2].splitlines():
+        if line.startswith("  "):
+            name, _, summary = line.strip().partition("  ")
+            listed.append(name)
+            more = summary.strip().removeprefix(COMMANDS[name].summary).removeprefix("; ")
+            verbs += [f"{name} {verb}" for verb in more.split(", ") if verb]
+    assert len(listed) <= 22
+    assert sorted([*listed, *verbs]) == sorted(COMMANDS)
+    assert {*GROUPS} == {"run", "look", "use"}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_command_that_has_gone_says_where_it_is_now(capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        main([*name.split(), "runs/quickstart", "--once"])
+    assert ended.value.code == 2
+    assert f"{name} has gone: {GONE[name]}" in capsys.readouterr().err
+    (given,) = re.findall("`([^`]+)`", GONE[name])
+    assert name not in COMMANDS
+    if given.startswith("streamrl"):
+        words = given.split()
+        assert words[1] in COMMANDS
+        assert {word for word in words if word.startswith("--")} <= options_of(words[1])
+    else:
+        module = given.rpartition(" ")[2]
+        assert callable(importlib.import_module(module).main)
+
+
+def options_of(command: str) -> set[str]:
+    parser = ArgumentParser()
+    COMMANDS[command].add_options(parser)
+    return {option for action in parser._actions for option in action.option_strings}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -222,8 +229,6 @@ def test_the_exit_code_is_that_of_the_errors_kind(monkeypatch, capsys, error, co
 
 
 def test_every_command_can_be_loaded():
-    import importlib
-
     for name, command in COMMANDS.items():
         module, _, function = command.entry.partition(":")
         assert callable(getattr(importlib.import_module(module), function)), name
@@ -251,13 +256,14 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     assert not (config.run.path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("command", ["chaos", "soak"])
-def test_a_run_under_way_is_not_moved_aside(tmp_path, capsys, command):
+@pytest.mark.parametrize("script", [chaos, soak])
+def test_a_run_under_way_is_not_moved_aside(tmp_path, capsys, script):
     folder = tmp_path / "quickstart"
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
     with sole_launch(folder):
-        assert main([command, QUICKSTART, "--set", f"run.folder={tmp_path}"]) == 2
+        words = [QUICKSTART, "--set", f"run.folder={tmp_path}"]
+        assert run_script(script.make_parser(), script.main, words) == 2
     assert f"is a launch of {folder} already" in capsys.readouterr().err
     assert (folder / "metrics.jsonl").exists()
 
@@ -468,7 +474,8 @@ def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time(tmp
     write_learner(config.run.path, waits_for="step 31 waits for prompt 812")
     view = printed(render(config, lines, {"learner": "runs"}))
     assert view[1] == "step 31 waits for prompt 812"
-    assert len(view) == 6
+    assert view[2].startswith("0.50 s a step: other 80 %, wait 20 %")
+    assert len(view) == 7
     assert wait_shares(lines) == WAITS
     assert wait_shares(LINES) == "waits 20 %"
 

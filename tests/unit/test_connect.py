@@ -102,7 +102,7 @@ def test_the_books_of_a_buffer_with_a_daemon_are_its_own_business(tmp_path):
 
 
 def test_who_needs_no_redis_does_not_import_it():
-    modules = "buffers.connect, buffers.daemon, streamrl.cli.books"
+    modules = "buffers.connect, buffers.daemon, streamrl.cli.buffer.books"
     code = f"import sys, {modules}; print('redis' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

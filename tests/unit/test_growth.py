@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamrl.cli.verification.growth import Bound, Verdict, trend
-from streamrl.cli.verification.soak_record import BOUNDS
+from tests.research.growth import Bound, Verdict, trend
+from tests.research.soak_record import BOUNDS
 
 SECONDS, WARM_UP_S = 600.0, 200.0
 TIMES = np.arange(0.0, SECONDS, 2.0)

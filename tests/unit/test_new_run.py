@@ -71,6 +71,7 @@ def test_without_a_checkpoint_resume_begins_again_and_loses_nothing(tmp_path):
 
 def test_a_server_that_outlives_its_runs_is_told_to_delete_one(tmp_path):
     config = configure(tmp_path, "redis://127.0.0.1:1/0")
-    assert "To start anew, delete it there with launch --new or streamrl books --forget" in refusal(
-        config
+    assert (
+        "To start anew, delete it there with launch --new or streamrl buffer books --forget"
+        in refusal(config)
     )

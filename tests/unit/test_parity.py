@@ -2,6 +2,8 @@
 is another one, or a threshold that is too low, is refused with a sentence."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -96,16 +98,16 @@ def test_a_learner_with_other_weights_is_refused(config_file: str, tmp_path: Pat
             parameter += 0.3 * torch.randn(parameter.shape)
     model.save_pretrained(other)
     samples, report = str(tmp_path / "samples"), tmp_path / "parity.json"
-    assert main(["parity", "sample", config_file, "--samples", samples]) == 0
+    assert main(["parity", config_file, "--sample", samples]) == 0
     swapped = ["--set", f"model.path={other}"]
-    scoring = ["parity", "score", config_file, "--samples", samples, "--out", str(report)]
+    scoring = ["parity", config_file, "--score", samples, "--out", str(report)]
     assert main([*scoring, *swapped]) == 0
     (found,) = written(tmp_path)
     config = load_config(config_file, ["parity.max_gap=0.5"]).config
     (sentence,) = complaints(config, [as_report(found)])
     assert "parity.max_gap is 0.5 nats" in sentence
     assert "do not have the same weights" in sentence
-    assert main(["parity", "score", config_file, "--samples", "nowhere", "--out", "x"]) == 2
+    assert main(["parity", config_file, "--score", "nowhere", "--out", "x"]) == 2
     assert "cannot read nowhere" in capsys.readouterr().err
 
 
@@ -162,3 +164,21 @@ def test_a_threshold_is_refused_where_agents_alone_play():
     sentence = r"parity\.max_mean_gap 0\.1 .* every environment is agent"
     with pytest.raises(ValueError, match=sentence):
         make_config(parity={"max_mean_gap": 0.1}, generator=agent, environments=entries[:1])
+
+
+@pytest.mark.parametrize("half", [["--sample", "a"], ["--score", "a", "--out", "b"]])
+def test_a_mistake_in_the_configuration_is_said_before_a_half_is_imported(
+    tmp_path: Path, half: list[str]
+):
+    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
+    words = ["parity", "run.yaml", *half, "--set", "learner.optimizer.lrr=1"]
+    code = f"""
+import sys
+from streamrl.cli.main import main
+print(main({words}), "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "2 False"
+    assert "learner.optimizer.lrr" in done.stderr

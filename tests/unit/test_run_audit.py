@@ -13,13 +13,14 @@ import pytest
 
 from buffers.audit import audit as audit_events
 from streamrl.checkpoints.find import list_checkpoints, newest, path_of
+from streamrl.cli.buffer.audit import RunAudit, audit_run, event_faults
 from streamrl.cli.main import main
-from streamrl.cli.verification.faults import FaultKind, plan, remove_all, remove_newest
-from streamrl.cli.verification.run_audit import RunAudit, audit_run
-from streamrl.cli.verification.run_folder import event_faults
 from streamrl.config import RunConfig, to_yaml
 from streamrl.types import Books, DropReason, ranges_of
 from tests.checkpoints import write_checkpoint
+from tests.research import chaos, soak
+from tests.research.faults import FaultKind, plan, remove_all, remove_newest
+from tests.research.script import run_script
 from tests.unit.test_audit import events
 
 BOOKS = Books(
@@ -278,5 +279,16 @@ def test_what_is_removed_is_the_newest_complete_checkpoint_or_all(tmp_path):
 )
 def test_faults_that_cannot_be_injected_are_refused(tmp_path, capsys, arguments, sentence):
     config = make_run(tmp_path, TRAINED, BOOKS)
-    assert main(["chaos", str(config.run.path / "config.yaml"), *arguments]) == 2
+    command = [str(config.run.path / "config.yaml"), *arguments]
+    assert run_script(chaos.make_parser(), chaos.main, command) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [chaos, soak])
+@pytest.mark.parametrize("value", ["-3", "nan", "inf", "soon"])
+def test_a_time_that_cannot_be_waited_for_is_refused(capsys, script, value):
+    with pytest.raises(SystemExit) as ended:
+        script.make_parser().parse_args(["run.yaml", "--stall-timeout", value])
+    assert ended.value.code == 2
+    said = f"argument --stall-timeout: was {value!r}; it must be a number of seconds, 0 or more"
+    assert said in capsys.readouterr().err

@@ -24,13 +24,13 @@ from learners.session import LearnerState
 from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.abandoned import read_abandoned
 from streamrl.checkpoints.find import list_checkpoints, newest, path_of
-from streamrl.cli.verification.faults import remove_all, remove_newest
-from streamrl.cli.verification.run_folder import check_folder, event_faults
+from streamrl.cli.buffer.audit import check_folder, event_faults
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, FencedError
 from streamrl.samples.files import validation_files, write_validation
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from streamrl.types import GroupHeader
+from tests.research.faults import remove_all, remove_newest
 from tests.training import make_config
 
 GROUPS_PER_STEP, EVERY, KEEP = 2, 2, 2

@@ -139,7 +139,7 @@ def test_a_run_that_is_launched_again_starts_until_its_learner_reports(
     async def read_stats(*_: object) -> tuple[BufferStats, str]:
         return buffer(), ""
 
-    monkeypatch.setattr("streamrl.cli.status._stats", read_stats)
+    monkeypatch.setattr("streamrl.cli.display.run_status._stats", read_stats)
     ended_s = time.time() - 3600.0
     learner = {"activity": LearnerActivity.ENDED, "time_s": ended_s}
     config = at_port(make_run(tmp_path, **learner), closed_port, max_steps)
@@ -148,8 +148,8 @@ def test_a_run_that_is_launched_again_starts_until_its_learner_reports(
     assert json.loads(capsys.readouterr().out)["state"] == state
     assert main(["status", str(config.run.path)]) == 0
     assert state in capsys.readouterr().out.splitlines()[1]
-    monkeypatch.setattr("streamrl.cli.watch.time.sleep", interrupt)
-    assert main(["watch", str(config.run.path)]) == (130 if goes_on else 0)
+    monkeypatch.setattr("streamrl.cli.status.time.sleep", interrupt)
+    assert main(["status", "--follow", str(config.run.path)]) == (130 if goes_on else 0)
 
 
 SCALING = (
@@ -168,7 +168,7 @@ def test_a_run_whose_generators_are_gone_is_not_healthy_and_gets_no_hint_to_add_
     async def read_stats(*_: object) -> tuple[BufferStats, str]:
         return buffer(last_heartbeat_age_s=age_s), ""
 
-    monkeypatch.setattr("streamrl.cli.status._stats", read_stats)
+    monkeypatch.setattr("streamrl.cli.display.run_status._stats", read_stats)
     config = at_port(make_run(tmp_path, activity=LearnerActivity.WAITING), closed_port, 9)
     line = {"step": 6, "time_s": time.time(), "generator/count": 1, **hints}
     (config.run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -213,8 +213,9 @@ def test_a_run_without_a_learner_yet_is_not_waited_for(tmp_path, capsys, closed_
 
 
 READ = [
-    *(["status"], ["watch"], ["report"], ["buffer", "audit"], ["buffer", "inspect"]),
-    *(["buffer", "drain"], ["generators"], ["generators", "drain", "ID"], ["evaluate"], ["books"]),
+    *(["status"], ["status", "--follow"], ["report"], ["buffer", "audit"], ["buffer", "inspect"]),
+    *(["buffer", "drain"], ["buffer", "books"], ["generators"], ["generators", "drain", "ID"]),
+    ["evaluate"],
 ]
 
 

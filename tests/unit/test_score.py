@@ -1,4 +1,4 @@
-"""`streamrl score`: log-probabilities of transformers, line by line, or one sentence."""
+"""`streamrl parity --model`: log-probabilities of transformers, line by line, or one sentence."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def score(folder: Path, at: Path, *lines: object, options: tuple[str, ...] = ()) -> int:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (at / "in.jsonl").write_text("".join(f"{text}\n" for text in texts))
-    files = ["--input", str(at / "in.jsonl"), "--output", str(at / "out.jsonl")]
-    return main(["score", "--model", str(folder), *files, *options])
+    files = ["--score", str(at / "in.jsonl"), "--out", str(at / "out.jsonl")]
+    return main(["parity", "--model", str(folder), *files, *options])
 
 
 def read(at: Path) -> list[dict[str, Any]]:
@@ -108,11 +108,27 @@ def test_a_bad_line_is_named_and_nothing_is_written(
 def test_files_and_models_that_are_not_there(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    missing = ["--input", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "out.jsonl")]
-    assert main(["score", "--model", str(folder), *missing]) == 2
+    missing = ["--score", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert main(["parity", "--model", str(folder), *missing]) == 2
     assert "none.jsonl: cannot be read" in capsys.readouterr().err
     assert score(tmp_path / "nowhere", tmp_path, GOOD) == 2
     assert "no model at" in capsys.readouterr().err
-    nowhere = ("--output", str(tmp_path / "nowhere" / "out.jsonl"))
+    nowhere = ("--out", str(tmp_path / "nowhere" / "out.jsonl"))
     assert score(folder, tmp_path, GOOD, options=nowhere) == 2
     assert "must be a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run.yaml", "--score", "a"], "--score: needs --out, the file to write"),
+        (["--model", "m", "--out", "b"], "--model: needs --score with one file"),
+        (["--model", "m", "--score", "a", "b", "--out", "c"], "--model: needs --score with one"),
+        (["run.yaml", "--model", "m", "--score", "a", "--out", "b"], "takes the place of CONFIG"),
+    ],
+)
+def test_options_that_need_others_say_so(
+    capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+):
+    assert main(["parity", *words]) == 2
+    assert sentence in capsys.readouterr().err

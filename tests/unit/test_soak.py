@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli import soak
-from streamrl.cli.soak import left_behind
-from streamrl.cli.verification import processes
-from streamrl.cli.verification.growth import Verdict
-from streamrl.cli.verification.processes import family_of, process_table, read_family
-from streamrl.cli.verification.soak_faults import plan
-from streamrl.cli.verification.soak_record import SOAK_FILE, disk_values, rows
+from tests.research import processes, soak
+from tests.research.growth import Verdict
+from tests.research.processes import family_of, process_table, read_family
+from tests.research.soak import left_behind
+from tests.research.soak_faults import plan
+from tests.research.soak_record import SOAK_FILE, disk_values, rows
 from tests.waiting import block_until
 
 until = partial(block_until, deadline_s=30)

@@ -32,7 +32,9 @@ def test_damaged_files_of_a_run_are_as_none(tmp_path, capsys, content):
     assert "nothing listens at" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["watch"], ["report"], ["buffer", "audit"], ["status"]])
+@pytest.mark.parametrize(
+    "command", [["status", "--follow"], ["report"], ["buffer", "audit"], ["status"]]
+)
 def test_a_run_is_named_by_its_folder_or_by_its_configuration(tmp_path, capsys, command):
     ended = {"activity": LearnerActivity.ENDED, "time_s": time.time() - 9000.0}
     config = make_run(tmp_path, **ended, policy_version=550)
@@ -52,7 +54,6 @@ def test_a_run_is_named_by_its_folder_or_by_its_configuration(tmp_path, capsys, 
         ["buffer", "drain", "zmq://127.0.0.1:1", "--deadline"],
         ["generators", "drain", "zmq://127.0.0.1:1", "g", "--deadline"],
         ["buffer", "inspect", "zmq://127.0.0.1:1", "--interval"],
-        ["chaos", QUICKSTART, "--stall-timeout"],
     ],
 )
 def test_a_time_that_cannot_be_waited_for_is_refused_before_anything_happens(
@@ -100,18 +101,18 @@ def test_a_full_disk_under_the_output_is_a_sentence():
     assert process.returncode == 1
 
 
-def test_watch_prints_lines_into_a_pipe_and_ends_with_its_run(tmp_path, capsys):
+def test_follow_prints_lines_into_a_pipe_and_ends_with_its_run(tmp_path, capsys):
     config = make_run(tmp_path, activity=LearnerActivity.ENDED, policy_version=6, time_s=AHEAD_S)
-    assert main(["watch", str(config.run.path)]) == 0
+    assert main(["status", "--follow", str(config.run.path)]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 6/550  training reward 0.350")
     assert last == "stopped at step 6 of 550, 0 s ago"
 
 
-def test_watch_of_a_learner_that_fell_silent_says_so_until_ctrl_c(tmp_path):
+def test_follow_of_a_learner_that_fell_silent_says_so_until_ctrl_c(tmp_path):
     config = make_run(tmp_path, time_s=time.time() - 300.0)
     process = subprocess.Popen(
-        [*STREAMRL, "watch", str(config.run.path)],
+        [*STREAMRL, "status", "--follow", "--lines", str(config.run.path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.verification.watched_steps import MAX_FAULTS, WatchedSteps
 from streamrl.config import RunConfig, load_config
+from tests.research.progress import MAX_FAULTS, WatchedSteps
 
 
 def configure(folder: Path, overdue: str = "wait") -> RunConfig:

@@ -19,8 +19,8 @@ from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
 from actors.engines.vllm.arguments import IN_ONE_PROCESS
 from actors.engines.vllm.server import serve_options
+from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.main import main
-from streamrl.cli.verification.run_audit import audit_run
 from streamrl.run_folder import config_of
 from streamrl.types import SamplingParams
 from tests.engines import ENVIRONMENT, run_config, update_to

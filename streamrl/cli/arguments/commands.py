@@ -1,10 +1,11 @@
 """Every command of `streamrl`: a new one is a line here, a set of options, and a module.
 
-Invariant: an entry is a name, so this table imports no command.
+`buffer drain` and the like are verbs of `buffer`, of which its own help tells. A command that goes
+leaves a line in `GONE`. Invariant: an entry is a name, so this table imports no command.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from streamrl.cli.arguments import options
@@ -86,19 +87,6 @@ _LOOK = {
         "what a run does, and what is wrong with it",
         options.status,
     ),
-    "top": Command(
-        "streamrl.cli.top.command:main",
-        "the live screen of a run: time, groups, generators, staleness, what limits it",
-        options.top,
-    ),
-    "healthy": Command(
-        "streamrl.cli.health.probe:main",
-        "whether one daemon works: the probe of a container",
-        options.healthy,
-    ),
-    "watch": Command(
-        "streamrl.cli.watch:main", "print the progress of a run as lines", options.run_folder
-    ),
     "report": Command(
         "streamrl.cli.report:main",
         "print the summary of a run folder, write report.html and draw report.png",
@@ -114,14 +102,33 @@ _LOOK = {
         "list the generators of a running buffer",
         options.generators,
     ),
-    "buffer inspect": Command(
-        "streamrl.cli.buffer.inspect:main",
-        "print what a running buffer holds, and for which generators",
-        options.inspect,
+}
+
+_USE = {
+    "export": Command(
+        "learners.checkpoints.export:main",
+        "write the policy of a checkpoint as a Hugging Face folder",
+        options.export,
+    ),
+    "evaluate": Command(
+        "streamrl.cli.evaluate:main",
+        "score a checkpoint on held-out prompts, sampled greedily",
+        options.evaluate,
+        imports_much=True,
+    ),
+    "parity": Command(
+        "streamrl.cli.parity.compare:main",
+        "compare the log-probabilities of engine and learner",
+        options.parity,
+    ),
+    "replay": Command(
+        "streamrl.cli.replay.command:main",
+        "train what a run has recorded again, by its own settings or by others",
+        options.replay,
     ),
 }
 
-_OPERATE = {
+_VERBS = {
     "generators cordon": Command(
         "streamrl.cli.generators:cordon",
         "grant a generator no further leases",
@@ -135,78 +142,46 @@ _OPERATE = {
         "wait until a generator has finished its groups and left",
         options.drain_generator,
     ),
+    "buffer inspect": Command(
+        "streamrl.cli.buffer.inspect:main",
+        "print what a running buffer holds, and for which generators",
+        options.inspect,
+    ),
     "buffer drain": Command(
         "streamrl.cli.buffer.drain:main",
         "grant no further leases and wait until a buffer is empty",
         options.drain,
-    ),
-    "export": Command(
-        "learners.checkpoints.export:main",
-        "write the policy of a checkpoint as a Hugging Face folder",
-        options.export,
-    ),
-    "books": Command(
-        "streamrl.cli.books:main",
-        "write books.json of a run whose buffer is redis://",
-        options.books,
-    ),
-}
-
-_VERIFY = {
-    "evaluate": Command(
-        "streamrl.cli.evaluate:main",
-        "score a checkpoint on held-out prompts, sampled greedily",
-        options.evaluate,
-        imports_much=True,
-    ),
-    "parity": Command(
-        "streamrl.cli.parity.compare:main",
-        "compare the log-probabilities of engine and learner",
-        options.parity,
-    ),
-    "parity sample": Command(
-        "streamrl.cli.parity.sample:main",
-        "sample with the engine, the first half of parity",
-        options.parity_sample,
-        imports_much=True,
-    ),
-    "parity score": Command(
-        "streamrl.cli.parity.score:main",
-        "score samples with the learner, the second half of parity",
-        options.parity_score,
-        imports_much=True,
-    ),
-    "score": Command(
-        "streamrl.cli.score:main",
-        "write the learner's log-probabilities of given tokens",
-        options.score,
     ),
     "buffer audit": Command(
         "streamrl.cli.buffer.audit:main",
         "prove from a run's records that no group was lost or trained twice",
         options.run_folder,
     ),
-    "replay": Command(
-        "streamrl.cli.replay.command:main",
-        "train what a run has recorded again, by its own settings or by others",
-        options.replay,
-    ),
-    "chaos": Command(
-        "streamrl.cli.chaos:main",
-        "kill daemons of a run at random steps, then audit the run",
-        options.chaos,
-    ),
-    "soak": Command(
-        "streamrl.cli.soak:main",
-        "run for hours under faults, and see that nothing grows or is left behind",
-        options.soak,
-    ),
-    "ablate": Command(
-        "streamrl.cli.ablate:main",
-        "compare one run per value of a setting and seed",
-        options.ablate,
+    "buffer books": Command(
+        "streamrl.cli.buffer.books:main",
+        "write books.json of a run whose buffer is redis://",
+        options.books,
     ),
 }
 
-GROUPS = {"run": _RUN, "look": _LOOK, "operate": _OPERATE, "verify": _VERIFY}
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+GROUPS = {"run": _RUN, "look": _LOOK, "use": _USE}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()} | _VERBS
+GONE: Mapping[str, str] = {
+    "top": "`streamrl status RUN --follow` is the live screen",
+    "watch": "`streamrl status RUN --follow --lines` prints the progress as lines",
+    "healthy": "`streamrl status RUN --probe ROLE` is the probe of one daemon",
+    "books": "it is `streamrl buffer books`",
+    "score": "it is `streamrl parity --model PATH --score FILE --out FILE`",
+    "parity sample": "it is `streamrl parity CONFIG --sample FILE`",
+    "parity score": "it is `streamrl parity CONFIG --score FILE --out FILE`",
+    "chaos": "in a checkout of StreamRL it is `PYTHONPATH=. python -m tests.research.chaos`",
+    "soak": "in a checkout of StreamRL it is `PYTHONPATH=. python -m tests.research.soak`",
+    "ablate": "in a checkout of StreamRL it is `PYTHONPATH=. python -m tests.research.ablate`",
+}
+"""Commands of earlier releases, and where each is now."""
+
+
+def verbs_of(name: str) -> Mapping[str, Command]:
+    """By the second word, the commands of two words that begin with this one."""
+    found = (verb.partition(" ") for verb in _VERBS)
+    return {verb: _VERBS[f"{first} {verb}"] for first, _, verb in found if first == name}

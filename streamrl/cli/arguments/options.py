@@ -155,43 +155,6 @@ def drain_generator(parser: ArgumentParser) -> None:
     _deadline(parser)
 
 
-def chaos(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the plan of faults; default: 0")
-    for name, default, what in (
-        ("kills", 5, "daemons that are killed"),
-        ("resumes", 0, "times that the learner goes on from an older checkpoint"),
-        ("damages", 0, "times that the newest checkpoint is damaged"),
-        ("full-disks", 0, "times that the learner's disk is full for some steps"),
-        ("removals", 0, "times that the newest checkpoint is removed"),
-        ("losses", 0, "times that every checkpoint is removed"),
-        ("fresh-starts", 0, "learners that are started without --resume, and have to be refused"),
-    ):
-        help_text = f"{what}; default: {default}"
-        parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
-    _stall_timeout(parser)
-
-
-def soak(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--minutes", type=float, default=480.0, help="default: 480")
-    parser.add_argument(
-        "--faults-per-hour",
-        type=float,
-        default=30.0,
-        metavar="N",
-        help="daemons killed or frozen; default: 30",
-    )
-    parser.add_argument(
-        "--warm-up",
-        type=float,
-        metavar="SECONDS",
-        help="of each process, not judged; default: a third of the minutes",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the times and kinds of faults")
-    _stall_timeout(parser)
-
-
 def parity(parser: ArgumentParser) -> None:
     config(parser)
     parser.add_argument("--num-prompts", type=int, help="default: parity.num_prompts")
@@ -200,41 +163,36 @@ def parity(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dtypes", metavar="A,B,...", help="precisions of the engine; default: generator.dtype"
     )
-    parser.add_argument("--out", metavar="FOLDER", help="default: the run's folder")
-
-
-def parity_sample(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--samples", required=True, metavar="FILE", help="the file to write")
-
-
-def parity_score(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument("--samples", required=True, nargs="+", metavar="FILE", help="files to read")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the report to write")
-
-
-def score(parser: ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PATH", help="Hugging Face folder")
     parser.add_argument(
-        "--input",
-        required=True,
-        metavar="FILE.jsonl",
-        help='lines of {"token_ids": [...], "response_mask": [...]}',
+        "--out",
+        metavar="PATH",
+        help="folder of the report, default: the run's; with --score the file to write",
     )
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="FILE.jsonl",
-        help='lines of {"logprobs": [...]}, one for each token where the mask is true',
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--sample", metavar="FILE", help="only sample, with the engine, to this file")
+    half.add_argument(
+        "--score",
+        nargs="+",
+        metavar="FILE",
+        help="only score with the learner: files of --sample, or with --model any sequences",
     )
-    parser.add_argument(
+    _sequences(parser)
+
+
+def _sequences(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "with --model",
+        'Lines of {"token_ids": [...], "response_mask": [...]} become lines of '
+        '{"logprobs": [...]}, one for each token where the mask is true.',
+    )
+    group.add_argument("--model", metavar="PATH", help="Hugging Face folder, in place of CONFIG")
+    group.add_argument(
         "--dtype",
         default="float32",
         choices=("float32", "bfloat16"),
         help="of the computation; default: float32",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-tokens-per-micro-batch",
         type=count,
         default=8192,
@@ -252,12 +210,6 @@ def overrides(parser: ArgumentParser) -> None:
         default=[],
         help="change one setting; can be repeated",
     )
-
-
-def healthy(parser: ArgumentParser) -> None:
-    parser.add_argument("role", choices=("buffer", "learner", "generator"))
-    parser.add_argument("target", metavar="RUN", help="configuration or run folder")
-    parser.add_argument("--id", help="of the generator, where {host} is the host's name")
 
 
 def seconds(text: str) -> float:
@@ -284,16 +236,6 @@ def resume(parser: _ActionsContainer) -> None:
 
 def json_output(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _stall_timeout(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--stall-timeout",
-        type=seconds,
-        default=120.0,
-        metavar="SECONDS",
-        help="time without a step after which the run has failed; default: 120",
-    )
 
 
 def _deadline(parser: ArgumentParser) -> None:
@@ -402,30 +344,6 @@ def samples(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON Lines")
 
 
-def ablate(parser: ArgumentParser) -> None:
-    config(parser)
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=A,B,...",
-        help="a setting and its values; can be repeated, for every combination",
-    )
-    parser.add_argument(
-        "--variants", metavar="FILE", help="YAML file of named sets of settings, as another axis"
-    )
-    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
-    parser.add_argument(
-        "--lag",
-        choices=("even", "uneven"),
-        help="run each in one process, with groups that are exactly buffer.max_staleness versions "
-        "old, or each of them 0 to twice as many; without, each is a launch",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="of --lag, so many at once; default: 1"
-    )
-
-
 def replay(parser: ArgumentParser) -> None:
     run_folder(parser)
     overrides(parser)
@@ -444,14 +362,27 @@ def status(parser: ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
     )
-    json_output(parser)
-
-
-def top(parser: ArgumentParser) -> None:
-    status(parser)
-    parser.add_argument("--once", action="store_true", help="print one reading and end")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="print JSON")
+    what.add_argument(
+        "--follow",
+        action="store_true",
+        help="the live screen, until the run ends; lines where the output is no terminal",
+    )
+    what.add_argument(
+        "--probe",
+        choices=("buffer", "learner", "generator"),
+        help="only whether one daemon works: the probe of a container",
+    )
+    parser.add_argument("--lines", action="store_true", help="with --follow: lines for a log")
     parser.add_argument(
-        "--interval", type=seconds, default=1.0, help="seconds between readings; default: 1"
+        "--interval",
+        type=seconds,
+        default=1.0,
+        help="with --follow: seconds between readings; default: 1",
+    )
+    parser.add_argument(
+        "--id", help="with --probe generator: its id, where {host} is the host's name"
     )
 
 

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from streamrl import __version__
-from streamrl.cli.arguments.commands import COMMANDS, GROUPS
+from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS, verbs_of
 from streamrl.errors import did_you_mean
 
-_WIDTH = max(len(name) for name in COMMANDS) + 2
+_WIDTH = max(len(name) for commands in GROUPS.values() for name in commands) + 2
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -19,6 +19,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser()
     words = _joined(arguments)
+    if words and words[0] in GONE:
+        parser.error(f"{words[0]} has gone: {GONE[words[0]]}")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"no command {words[0]!r}: {did_you_mean(words[0], COMMANDS)}")
     return parser.parse_args(words)
@@ -33,7 +35,8 @@ def _joined(arguments: Sequence[str]) -> list[str]:
         case ["torchrun", *options]:
             return ["torchrun", "--", *options]
     two_words = " ".join(arguments[:2])
-    return [two_words, *arguments[2:]] if two_words in COMMANDS else list(arguments)
+    is_verb = two_words in COMMANDS or two_words in GONE
+    return [two_words, *arguments[2:]] if is_verb else list(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="streamrl", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, description=command.summary)
+        sub = commands.add_parser(
+            name,
+            description=command.summary,
+            epilog="\n".join(_verb_summaries(name)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         sub.set_defaults(entry=command.entry, imports_much=command.imports_much)
         command.add_options(sub)
     return parser
@@ -59,6 +67,12 @@ def _grouped_summaries() -> Iterator[str]:
     for group, commands in GROUPS.items():
         yield f"{group}:"
         for name, command in commands.items():
-            yield f"  {name:<{_WIDTH}}{command.summary}"
+            verbs = ", ".join(verbs_of(name))
+            yield f"  {name:<{_WIDTH}}{command.summary}{verbs and f'; {verbs}'}"
         yield ""
     yield "streamrl COMMAND --help describes the arguments of a command"
+
+
+def _verb_summaries(name: str) -> Iterator[str]:
+    for verb, command in verbs_of(name).items():
+        yield f"  {f'{name} {verb}':<{_WIDTH + 10}}{command.summary}"

@@ -1,13 +1,294 @@
 """`streamrl buffer audit`: proves from a run's records that no group was lost or trained twice.
 
-Exit code 1 if anything is not in order.
+Exit code 1 if anything is not in order. At any time of a run; only after its learner has ended is
+its newest checkpoint that of its last step, and has the buffer heard of it.
+
+Reads the buffer's events, then metrics.jsonl, trained.jsonl, the books of the newest checkpoint,
+and books.json; works for any buffer. Of the prompts below `next_prompt_index`, each is trained
+(trained.jsonl names the step), open (the checkpoint's books list it), or dropped for good (they
+count it by reason). Steps after the newest checkpoint are of a learner that runs or was killed:
+none of their prompts is in the checkpoint. Where the buffer keeps events, they are compared with
+all of that. No trained token was further from the version of its step than `buffer.max_staleness`,
+either way: step s trains version s - 1, and each line of trained.jsonl has the oldest and the
+newest version of its tokens and the bound that held for it, since a run may be resumed with another
+one. Lines of a release that wrote no versions are left out.
+Invariant: the events are read before the folder, so that a checkpoint that the buffer has heard of
+is found.
 """
 
 import argparse
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from streamrl.cli.verification.run_audit import audit_run
-from streamrl.run_folder import find_run
+from buffers.audit import EventAudit, audit_journal, audit_redis, findings
+from buffers.journal.journal import journal_path
+from streamrl.checkpoints.abandoned import read_abandoned
+from streamrl.checkpoints.find import Checkpoint, Found, list_checkpoints, newest
+from streamrl.checkpoints.history import finished
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.run_folder import BOOKS_FILE, LEARNER_FILE, config_of, find_run, read_json
+from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, read_metrics
+from streamrl.types import Books, LearnerActivity, OverduePolicy
+from streamrl.types.index_ranges import members
+
+
+def event_faults(
+    events: EventAudit,
+    steps: Mapping[int, Sequence[int]],
+    checkpoint: Checkpoint | None,
+    *,
+    has_ended: bool,
+) -> Iterator[str]:
+    """`steps` are the prompts that each step of the surviving history has trained."""
+    contained: set[int] = set()
+    before: set[int] = set()
+    newest = "there is none"
+    if checkpoint is not None:
+        contained = set(members(finished(checkpoint.books)))
+        before = set(members(checkpoint.history.finished_before))
+        newest = f"version {checkpoint.policy_version}"
+    acknowledged = {i for i, prompt in events.prompts.items() if prompt.is_acknowledged}
+    if beyond := sorted(acknowledged - contained):
+        yield f"acknowledged beyond the newest checkpoint ({newest}): {beyond}"
+    trained = {prompt_index for prompts in steps.values() for prompt_index in prompts}
+    by_training = {i for i in acknowledged if not events.prompts[i].by_books}
+    if missing := sorted(by_training - trained - before - set(beyond)):
+        yield f"acknowledged, and no line of {TRAINED_FILE} has trained them: {missing}"
+    waiting = {i for i, prompt in events.prompts.items() if prompt.may_be_trained}
+    if has_ended and (again := sorted(contained & waiting)):
+        yield f"finished in the newest checkpoint, and the buffer would lend them again: {again}"
+
+
+def staleness_faults(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each step with a token that the bound excludes."""
+    for line in _known(lines):
+        version, bound = line["step"] - 1, line["max_staleness"]
+        oldest, newest = line["oldest_version"], line["newest_version"]
+        of = f"step {line['step']} trained version {version} with tokens of version"
+        if version - oldest > bound and line["overdue"] != OverduePolicy.TRAIN:
+            yield f"{of} {oldest}, {version - oldest} behind; buffer.max_staleness was {bound}"
+        if newest - version > bound:
+            yield f"{of} {newest}, {newest - version} ahead; buffer.max_staleness was {bound}"
+
+
+def staleness_finding(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The furthest tokens of all steps, either way, in a line; none without versions."""
+    known = list(_known(lines))
+    if not known:
+        return
+    behind = max(line["step"] - 1 - line["oldest_version"] for line in known)
+    ahead = max(line["newest_version"] - line["step"] + 1 for line in known)
+    bounds = ", ".join(str(bound) for bound in sorted({line["max_staleness"] for line in known}))
+    yield (
+        f"tokens were at most {max(0, behind)} versions behind the one that trained them and "
+        f"{max(0, ahead)} ahead of it, in {len(known)} steps; buffer.max_staleness {bounds}"
+    )
+
+
+def _known(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    return (line for line in lines if "newest_version" in line)
+
+
+Line: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FolderCheck:
+    """The sums in sentences, and a sentence for each thing that contradicts the promises."""
+
+    findings: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+def check_folder(
+    folder: Path,
+    events: EventAudit | None,
+    last_step: int | None,
+    groups_per_step: int | None = None,
+) -> FolderCheck:
+    """Of a run that has ended with `last_step`, or whose learner may run (None).
+
+    `groups_per_step` is given if all its steps had the same.
+    """
+    found, faults = _newest(folder)
+    trained, metrics = (read_metrics(folder / name) for name in (TRAINED_FILE, METRICS_FILE))
+    checkpoint = found.checkpoint
+    first = 1 if checkpoint is None else checkpoint.history.first_step
+    version = 0 if checkpoint is None else checkpoint.policy_version
+    for name, lines in ((METRICS_FILE, metrics), (TRAINED_FILE, trained)):
+        faults += _step_faults(name, lines, first, version if last_step is None else last_step)
+    faults += _balance_faults(metrics, read_json(folder / BOOKS_FILE))
+    faults += _batch_faults(trained, groups_per_step)
+    faults += staleness_faults(trained)
+    if last_step is not None and version != last_step:
+        of = "none" if checkpoint is None else version
+        faults.append(f"the last checkpoint is of version {of}, not of {last_step}")
+    steps = {line["step"]: line["prompt_indices"] for line in trained}
+    if checkpoint is not None:
+        has_rewound = bool(read_abandoned(folder)) or _may_count_twice(checkpoint.books, events)
+        faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
+    if events is not None:
+        faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
+    found_sums = (*_finding(steps, checkpoint), *staleness_finding(trained), *_abandoned(folder))
+    return FolderCheck(found_sums, tuple(faults))
+
+
+def _newest(folder: Path) -> tuple[Found, list[str]]:
+    try:
+        found = newest(folder, contents=False)
+    except ConfigError as error:
+        return Found(None), [str(error)]
+    return found, [damage.sentence for damage in found.damaged]
+
+
+def _step_faults(name: str, lines: Sequence[Line], first: int, last: int) -> Iterator[str]:
+    counts = Counter(line["step"] for line in lines)
+    if missing := sorted(set(range(first, last + 1)) - counts.keys()):
+        yield f"{name} lacks the steps {missing}"
+    if repeated := sorted(step for step, count in counts.items() if count > 1):
+        yield f"{name} has more than one line of the steps {repeated}"
+
+
+def _balance_faults(metrics: Sequence[Line], final: Line) -> Iterator[str]:
+    if unbalanced := [line["step"] for line in metrics if line.get("buffer/books_balanced") != 1]:
+        yield f"the books do not close at the steps {unbalanced}"
+    if final and not final["balanced"]:
+        yield f"the buffer's last books ({BOOKS_FILE}) do not close"
+
+
+def _batch_faults(trained: Sequence[Line], groups_per_step: int | None) -> Iterator[str]:
+    at: dict[int, list[int]] = {}
+    for line in trained:
+        prompt_indices = line["prompt_indices"]
+        if groups_per_step is not None and len(prompt_indices) != groups_per_step:
+            yield f"step {line['step']} trained {len(prompt_indices)} groups, not {groups_per_step}"
+        for prompt_index in prompt_indices:
+            at.setdefault(prompt_index, []).append(line["step"])
+    for prompt_index, steps in at.items():
+        if len(steps) > 1:
+            yield f"prompt {prompt_index} was trained by the steps {steps}"
+
+
+def _prompt_faults(
+    steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint, *, has_rewound: bool
+) -> Iterator[str]:
+    """Where the trained prompts and the books of the newest checkpoint do not fit."""
+    books, version = checkpoint.books, checkpoint.policy_version
+    before = set(members(checkpoint.history.finished_before))
+    inside = {p for step, prompts in steps.items() if step <= version for p in prompts}
+    beyond = {p for step, prompts in steps.items() if step > version for p in prompts}
+    if not books.balanced:
+        yield "the books of the last checkpoint do not close"
+    still_open = set(books.open_prompt_indices)
+    if again := sorted(inside & still_open):
+        yield f"trained, yet still to be trained by the last checkpoint's books: {again}"
+    if unknown := sorted(index for index in inside if index >= books.next_prompt_index):
+        yield f"trained, yet never granted by the last checkpoint's books: {unknown}"
+    if again := sorted(beyond & set(members(finished(books)))):
+        yield f"trained after version {version}, yet finished in its checkpoint: {again}"
+    ended = set(range(books.next_prompt_index)) - inside - still_open - before
+    if len(ended) > (dropped := _dropped_for_good(books)):
+        yield (
+            f"prompts are lost: neither trained nor open: {sorted(ended)}; the books count "
+            f"{dropped} dropped for good"
+        )
+    yield from _count_faults(books, len(inside), is_exact=not (before or has_rewound))
+
+
+def _count_faults(books: Books, num_trained: int, *, is_exact: bool) -> Iterator[str]:
+    """The books also count the groups that an abandoned history has trained."""
+    counted = books.acknowledged + books.trained
+    if counted < num_trained or (is_exact and counted > num_trained):
+        yield f"the books count {counted} trained groups; {TRAINED_FILE} names {num_trained}"
+
+
+def _may_count_twice(books: Books, events: EventAudit | None) -> bool:
+    """Whether the buffer has freed groups of a checkpoint that is gone, and nowhere abandoned."""
+    return books.learner_term > 1 if events is None else bool(events.num_reopened)
+
+
+def _dropped_for_good(books: Books) -> int:
+    return sum(count for reason, count in books.dropped.items() if not reason.returns_prompt)
+
+
+def _finding(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint | None) -> Iterator[str]:
+    trained = f"{len(steps)} steps trained {sum(map(len, steps.values()))} prompts"
+    if checkpoint is None:
+        yield f"{trained}; there is no checkpoint"
+        return
+    books = checkpoint.books
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(books.dropped.items()))
+    yield (
+        f"{trained}; of {books.next_prompt_index} granted "
+        f"{len(books.open_prompt_indices)} are open and {_dropped_for_good(books)} dropped for "
+        f"good, by the checkpoint of version {checkpoint.policy_version} ({books.granted} leases; "
+        f"dropped: {reasons or 'none'})"
+    )
+
+
+def _abandoned(folder: Path) -> Iterator[str]:
+    for one in read_abandoned(folder):
+        yield (
+            f"abandoned after step {one.policy_version}: the checkpoints at version "
+            f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
+        )
+
+
+@dataclass(frozen=True)
+class RunAudit:
+    """`findings` are sums, in lines; `faults` contradict the promises, none if they hold."""
+
+    findings: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """Everything, with the verdict last."""
+        yield from self.findings
+        yield from self.faults
+        yield f"{len(self.faults)} faults" if self.faults else "in order"
+
+
+def audit_run(folder: Path, complete: RunConfig | None = None) -> RunAudit:
+    """`complete` is the configuration of a run that was never resumed and must be complete; None
+    for a run that may still run, or may have been resumed with other settings.
+
+    Raises:
+        ConfigError: this is no run folder, or it holds nothing to audit.
+    """
+    events = _audit_events(folder)
+    last_step = _last_step(folder) if complete is None else complete.run.max_steps
+    if events is None and last_step is None and not list_checkpoints(folder):
+        raise ConfigError(
+            f"{folder} has no journal (buffer.journal), and its learner has saved no checkpoint: "
+            "there is nothing to audit yet"
+        )
+    sums = ("no events are kept (buffer.journal)",) if events is None else tuple(findings(events))
+    faults = () if events is None else events.faults
+    groups_per_step = None if complete is None else complete.learner.groups_per_step
+    check = check_folder(folder, events, last_step, groups_per_step)
+    return RunAudit((*sums, *check.findings), (*faults, *check.faults))
+
+
+def _audit_events(folder: Path) -> EventAudit | None:
+    """Of the journal, or of the server that holds the run's state; None if no events are kept."""
+    if journal_path(folder).exists():
+        return audit_journal(journal_path(folder))
+    config = config_of(folder)
+    if config.buffer.has_daemon:
+        return None
+    return asyncio.run(audit_redis(config.buffer.secret_url, config.run.name))
+
+
+def _last_step(folder: Path) -> int | None:
+    """With which the learner has ended; None while it runs, after a crash, and before a step."""
+    status = read_json(folder / LEARNER_FILE)
+    has_ended = status.get("activity") == LearnerActivity.ENDED
+    return status["policy_version"] or None if has_ended else None
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,18 +1,19 @@
-"""The live view of a run: its progress and waits, its reward so far, a row for each process.
+"""The live view of a run, of `launch` and of `status --follow`: what is said of it, its reward so
+far, where the time of its steps goes, a table, and one of the newest samples.
 
-Reads the run folder and the children's states only, so it follows any run and delays none.
+A launch reads the run folder and the children's states only, so it delays none.
 """
 
 import asyncio
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -42,6 +43,7 @@ REFRESH_S = 0.5
 _RECENT = 20
 _LINE_S = 5.0
 _REPEAT_S = 60.0
+_PARTS = ("wait", "plan", "score", "forward", "backward", "update", "snapshot", "save")
 _NUMBER = re.compile(r"\d[\d,.]*")
 _SAMPLE_S = 4.0
 _NUM_SIBLINGS = 8
@@ -112,8 +114,13 @@ class LinePrinter:
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
     """Where the run is, in one line; numbers are means of the last _RECENT steps."""
+    return "  ".join([f"step {lines[-1]['step']}/{config.run.max_steps}", *means(config, lines)])
+
+
+def means(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of the last _RECENT steps: reward, staleness, effective sample size, wait, speed; and how
+    long the rest takes."""
     last = lines[-1]
-    parts = [f"step {last['step']}/{config.run.max_steps}"]
     for label, name, digits in (
         ("training reward", "reward/mean", 3),
         ("staleness", "buffer/staleness_mean", 2),
@@ -121,14 +128,13 @@ def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
         ("wait", "learner/wait_s", 2),
     ):
         if (value := _recent(lines, name)) is not None:
-            parts.append(f"{label} {value:.{digits}f}")
+            yield f"{label} {value:.{digits}f}"
     generated = rate(lines[-_RECENT:], "generator/tokens_per_s")
     if generated is not None:
-        parts.append(f"{generated:.0f} tokens/s")
+        yield f"{generated:.0f} tokens/s"
     step_s, num_left = _recent(lines, "learner/step_s"), config.run.max_steps - last["step"]
     if step_s is not None and num_left > 0:
-        parts.append(f"ETA {duration(num_left * step_s)}")
-    return "  ".join(parts)
+        yield f"ETA {duration(num_left * step_s)}"
 
 
 def read_wait(folder: Path) -> str:
@@ -167,25 +173,47 @@ def render(
     last: Mapping[str, Any] = lines[-1] if lines else {}
     for role, state in states.items():
         table.add_row(role, state, *_role_cells(role, last, lines))
-    rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
     title = headline(config, lines) if lines else "starting: waiting for the first step"
-    texts = [*notes(config.run.path), *_reward_texts(config, lines, rewards)]
+    said = (Text(printable(note)) for note in notes(config.run.path))
+    return screen((Text(title, style="bold"), *said), config, lines, table)
+
+
+def screen(
+    said: Iterable[Text],
+    config: RunConfig,
+    lines: Sequence[Mapping[str, Any]],
+    table: RenderableType,
+) -> Group:
+    """The layout of every live view, most important first."""
     sample = newest_sample(config.run.path)
     samples = () if sample is None else (sample,)
-    shown = (Text(printable(text)) for text in texts)
-    return Group(Text(title, style="bold"), *shown, table, *samples)
+    progress = (Text(printable(text)) for text in _progress_texts(config, lines))
+    return Group(*said, *progress, table, *samples)
 
 
-def _reward_texts(
-    config: RunConfig, lines: Sequence[Mapping[str, Any]], rewards: Sequence[float]
-) -> Iterator[str]:
-    if rewards:
+def _progress_texts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if parts := step_parts(lines[-_RECENT:]):
+        yield parts
+    if rewards := [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]:
         yield f"training reward {reward_change(lines)}"
         yield sparkline(rewards)
     if validated := validation_text(config):
         yield f"validation {validated}"
     if held_out := held_out_reward(config.run.path):
         yield f"held-out reward {held_out}"
+
+
+def step_parts(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Such as: 2.00 s a step: backward 40 %, forward 30 %, wait 25 %, other 5 %; "" if no step was
+    measured."""
+    step_s = metric_mean(lines, "learner/step_s")
+    if not step_s:
+        return ""
+    parts = {part: metric_mean(lines, f"learner/{part}_s") or 0.0 for part in _PARTS}
+    parts["other"] = max(0.0, step_s - sum(parts.values()))
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    shares = (f"{part} {100 * s / step_s:.0f} %" for part, s in ordered if s / step_s >= 0.005)
+    return f"{step_s:.2f} s a step: {', '.join(shares)}"
 
 
 def newest_sample(folder: Path) -> Panel | None:

@@ -1,15 +1,18 @@
 """`streamrl parity`: the same tokens through engine and learner, and how far they disagree.
 
-    parity sample    the engine samples prompts of the run, once for each precision asked for
-    parity score     the learner scores those very tokens, as a training step does
-    here             the table, parity.json, the verdict
+    --sample    the engine samples prompts of the run, once for each precision asked for
+    --score     the learner scores those very tokens, as a training step does
+    here        the table, parity.json, the verdict
 
-Engine and learner run one after the other in processes of their own, so that one GPU suffices.
+Engine and learner run one after the other in processes of their own, so that one GPU suffices. By
+itself, a half is for an engine in an environment without the learner, and for tokens of any origin
+(`--model`, see `streamrl.cli.parity.score`).
 
     0  below the thresholds, or there are none      1  above one: the sentence says which and why
 """
 
 import argparse
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,10 +20,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from streamrl import wire
+from streamrl.cli.main import import_command
 from streamrl.cli.processes.command import call
 from streamrl.config import RunConfig, to_yaml
 from streamrl.config.loading.arguments import configuration
-from streamrl.errors import StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import GapStatistics, ParityReport
 
 # A mean gap in nats that no precision explains.
@@ -96,12 +101,48 @@ REPORT_FILE = "parity.json"
 
 
 def main(arguments: argparse.Namespace) -> int:
+    _require_together(arguments)
+    if arguments.model is not None:
+        import_command("streamrl.cli.parity.score").score_sequences(arguments)
+        return 0
     arguments.overrides += [
         f"parity.{name}={value}"
         for name in ("num_prompts", "max_mean_gap", "max_gap")
         if (value := getattr(arguments, name)) is not None
     ]
     config = configuration(arguments).config
+    if arguments.sample is not None:
+        _sample(config, Path(arguments.sample))
+        return 0
+    if arguments.score is not None:
+        score = import_command("streamrl.cli.parity.score")
+        score.score_samples(config, arguments.score, Path(arguments.out))
+        return 0
+    return _compare(config, arguments)
+
+
+def _require_together(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: an option is given without those that it needs.
+    """
+    if arguments.score is not None and arguments.out is None:
+        raise ConfigError("--score: needs --out, the file to write")
+    if arguments.model is None:
+        return
+    if arguments.score is None or len(arguments.score) != 1:
+        raise ConfigError("--model: needs --score with one file, the sequences to score")
+    if arguments.file is not None or arguments.config is not None or arguments.overrides:
+        raise ConfigError("--model: takes the place of CONFIG and --set")
+
+
+def _sample(config: RunConfig, file: Path) -> None:
+    samples = asyncio.run(import_command("actors.parity").sample(config))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(wire.encode(samples))
+
+
+def _compare(config: RunConfig, arguments: argparse.Namespace) -> int:
     dtypes = (arguments.dtypes or config.generator.dtype).split(",")
     folder = Path(arguments.out or config.run.path)
     console = Console(soft_wrap=True)
@@ -138,9 +179,9 @@ def measure(config: RunConfig, dtypes: Sequence[str], folder: Path) -> tuple[Par
         call("make-model", *given)
     samples = [str(scratch / f"{config.generator.engine}-{dtype}.samples") for dtype in dtypes]
     for dtype, path in zip(dtypes, samples, strict=True):
-        call("parity", "sample", *given, "--set", f"generator.dtype={dtype}", "--samples", path)
+        call("parity", *given, "--set", f"generator.dtype={dtype}", "--sample", path)
     report = folder / REPORT_FILE
-    call("parity", "score", *given, "--samples", *samples, "--out", str(report))
+    call("parity", *given, "--score", *samples, "--out", str(report))
     return msgspec.json.decode(report.read_bytes(), type=_Reports).reports
 
 

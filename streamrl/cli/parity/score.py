@@ -1,38 +1,193 @@
-"""`streamrl parity score`: the learner's log-probabilities of sampled tokens, as a report."""
+"""The learner's half of `streamrl parity`: its log-probabilities of tokens that are given.
+
+Those that `parity --sample` has sampled become a report; with `--model` any sequences may be given:
+a line of the input is `{"token_ids": [...], "response_mask": [...]}`, the same line of the output
+`{"logprobs": [...]}`: nats at temperature 1, one for each token where the mask is true. They come
+from the learner's own forward pass, so that they can be held against another implementation.
+
+Invariant: the output is written whole, after the last sequence, or not at all.
+"""
 
 import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
+from learners.batch.training_batch import TrainingBatch
 from learners.parity import score
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
-from streamrl.types import ParitySamples
+from streamrl.durable_files import write_file
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
+
+FIELDS = ("token_ids", "response_mask")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    config: RunConfig = arguments.run_config
+def score_samples(config: RunConfig, files: Sequence[str], report: Path) -> None:
+    """A report of each file of samples, in one file."""
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
     trainer = Trainer(config, Policy.from_config(config))
-    reports = [
-        score(trainer, _read(Path(file)), config.learner.dtype) for file in arguments.samples
-    ]
-    file = Path(arguments.out)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    reports = [score(trainer, _read_samples(Path(file)), config.learner.dtype) for file in files]
+    report.parent.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.encode({"unit": "nats", "reports": reports})
-    file.write_bytes(msgspec.json.format(content) + b"\n")
-    return 0
+    report.write_bytes(msgspec.json.format(content) + b"\n")
 
 
-def _read(file: Path) -> ParitySamples:
+def score_sequences(arguments: argparse.Namespace) -> None:
+    """The log-probabilities of the lines of one file, by the model of `--model`.
+
+    Raises:
+        ConfigError: a file cannot be read or written, a line is not as it must be, or the model
+            gives no finite numbers.
+    """
+    source, target = Path(arguments.score[0]), Path(arguments.out)
+    if not target.absolute().parent.is_dir() or target.is_dir():
+        raise ConfigError(f"--out {target}: must be a file in a folder that exists")
+    max_tokens = arguments.max_tokens_per_micro_batch
+    sequences = list(_read(source, max_tokens))
+    policy = Policy.from_config(_configuration(arguments))
+    _require_vocabulary(source, sequences, policy)
+    logprobs = _score(sequences, policy, max_tokens) if sequences else []
+    for number, values in enumerate(logprobs, 1):
+        if not all(map(math.isfinite, values)):
+            raise ConfigError(f"{source}:{number}: the model's log-probabilities are not finite")
+    write_file(target, "".join(json.dumps({"logprobs": values}) + "\n" for values in logprobs))
+    how = "packed" if policy.network.is_packed else "unpacked"
+    print(f"scored {len(sequences)} sequences, {how}, in {arguments.dtype}: {target}")
+
+
+def _read_samples(file: Path) -> ParitySamples:
     try:
         data = file.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     return wire.decode(data, ParitySamples, max_bytes=len(data))
+
+
+def _configuration(arguments: argparse.Namespace) -> RunConfig:
+    """The learner's settings are those of a run, but for what the command line says."""
+    return RunConfig.model_validate(
+        {
+            "model": {"path": arguments.model},
+            "data": {"source": "addition"},
+            "generator": {"temperature": 1.0},
+            "learner": {"dtype": arguments.dtype},
+        }
+    )
+
+
+def _score(sequences: list[Trajectory], policy: Policy, max_tokens: int) -> list[list[float]]:
+    group = TrajectoryGroup(
+        group_id="score", prompt_index=0, environment="score", trajectories=tuple(sequences)
+    )
+    batch = TrainingBatch.of([group], policy_version=0)
+    shares_prompts = policy.shares_prompts
+    micro_batches = batch.pack(max_tokens, policy.device, shares_prompts=shares_prompts)
+    logprobs = policy.batch_logprobs(micro_batches, batch.sequences.num_tokens)
+    parts = logprobs.split(batch.sequences.lengths.tolist())
+    return [part.tolist() for part in parts]
+
+
+def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
+    """The sequences of the file, one a line.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not as it must be.
+    """
+    try:
+        lines = file.read_text().removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--score {file}: cannot be read: {error}") from error
+    for number, line in enumerate([] if lines == [""] else lines, 1):
+        where = f"{file}:{number}"
+        token_ids, is_response = _fields(where, line)
+        if len(token_ids) > max_tokens:
+            raise ConfigError(
+                f"{where}: token_ids has {len(token_ids)} tokens; "
+                f"--max-tokens-per-micro-batch is {max_tokens}"
+            )
+        mask = np.array(is_response, dtype=bool)
+        yield Trajectory(
+            token_ids=np.array(token_ids, dtype=np.int32),
+            response_mask=mask,
+            behavior_logprobs=np.zeros(len(mask), np.float32),
+            policy_versions=np.where(mask, 0, -1).astype(np.int32),
+            reward=0.0,
+            finish_reason=FinishReason.STOP,
+        )
+
+
+def _fields(where: str, line: str) -> tuple[list[int], list[bool]]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: is {_brief(fields)}; a line has {_names()}")
+    for name in sorted(fields.keys() - set(FIELDS)):
+        raise ConfigError(f"{where}: {name} is unknown; {did_you_mean(name, FIELDS)}")
+    for name in sorted(set(FIELDS) - fields.keys()):
+        raise ConfigError(f"{where}: {name} is missing; a line has {_names()}")
+    token_ids = _token_ids(where, fields["token_ids"])
+    return token_ids, _response_mask(where, fields["response_mask"], len(token_ids))
+
+
+def _token_ids(where: str, found: Any) -> list[int]:
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{where}: token_ids is {_brief(found)}; must be a list of ids")
+    for i, token_id in enumerate(found):
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            raise ConfigError(
+                f"{where}: token_ids[{i}] is {_brief(token_id)}; must be an integer, 0 or more"
+            )
+    return found
+
+
+def _response_mask(where: str, found: Any, num_tokens: int) -> list[bool]:
+    if not isinstance(found, list) or len(found) != num_tokens:
+        what = f"has {len(found)} entries" if isinstance(found, list) else f"is {_brief(found)}"
+        raise ConfigError(
+            f"{where}: response_mask {what}; must be a list as long as token_ids, {num_tokens}"
+        )
+    for i, entry in enumerate(found):
+        if entry not in (0, 1):
+            raise ConfigError(
+                f"{where}: response_mask[{i}] is {_brief(entry)}; must be true or false"
+            )
+    if found[0]:
+        raise ConfigError(
+            f"{where}: response_mask[0] is true; must be false, since no token before the first "
+            "predicts it"
+        )
+    return [bool(entry) for entry in found]
+
+
+def _require_vocabulary(file: Path, sequences: list[Trajectory], policy: Policy) -> None:
+    embeddings: Any = policy.model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    for number, sequence in enumerate(sequences, 1):
+        outside = np.flatnonzero(sequence.token_ids >= size)
+        if len(outside):
+            raise ConfigError(
+                f"{file}:{number}: token_ids[{outside[0]}] is {sequence.token_ids[outside[0]]}; "
+                f"the model has {size} tokens"
+            )
+
+
+def _names() -> str:
+    return " and ".join(FIELDS)
+
+
+def _brief(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -24,12 +24,12 @@ def call_for(
 ) -> str:
     """`call`, with the configuration of the run."""
     file = str(config.run.path / RESOLVED_FILE)
-    return call(command, *arguments, "--config", file, within_s=within_s)
+    return call(*command.split(), *arguments, "--config", file, within_s=within_s)
 
 
 def books_options(*, resume: bool, new: bool) -> tuple[str, ...]:
-    """Of `streamrl books` before a run, on a buffer server without a daemon of ours, which outlives
-    its runs: a new run is refused where the learner would be, before anything is started."""
+    """Of `streamrl buffer books` before a run, on a buffer server without a daemon of ours, which
+    outlives its runs: a new run is refused where the learner would be, before anything starts."""
     return () if resume else ("--forget",) if new else ("--require-none",)
 
 
@@ -39,7 +39,7 @@ def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
         ConfigError: the buffer server holds a run of this name.
     """
     if not config.buffer.has_daemon:
-        call_for(config, "books", *books_options(resume=resume, new=new))
+        call_for(config, "buffer books", *books_options(resume=resume, new=new))
 
 
 def write_books(config: RunConfig, *, is_stopped: bool) -> None:
@@ -47,7 +47,7 @@ def write_books(config: RunConfig, *, is_stopped: bool) -> None:
     stopped the run."""
     if not config.buffer.has_daemon:
         with contextlib.suppress(StreamRLError):
-            call_for(config, "books", within_s=STOPPED_S if is_stopped else None)
+            call_for(config, "buffer books", within_s=STOPPED_S if is_stopped else None)
 
 
 def make_missing_model(config: RunConfig, console: Console) -> None:

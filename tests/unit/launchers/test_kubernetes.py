@@ -125,7 +125,7 @@ def test_generators_can_be_scaled_and_have_not_the_secret_of_the_servers(capsys)
     assert one["command"][-2:] == ["--id", "$(POD_NAME)"]
     assert one["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     probe = one["readinessProbe"]["exec"]["command"]
-    assert probe[-1] == "streamrl healthy generator /etc/streamrl/config.yaml --id $POD_NAME"
+    assert probe[-1] == "streamrl status /etc/streamrl/config.yaml --probe generator --id $POD_NAME"
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["keys"]["secret"]["secretName"] == "example-client-keys"
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}

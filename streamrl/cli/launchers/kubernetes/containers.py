@@ -179,7 +179,7 @@ def _probes(config: RunConfig, role: HostRole) -> Document:
         return {}
     # A shell, since Kubernetes puts no variables into the command of a probe.
     name = " --id $POD_NAME" if role == "generator" else ""
-    probe = f"streamrl healthy {role} {CONFIG_FILE}{name}"
+    probe = f"streamrl status {CONFIG_FILE} --probe {role}{name}"
     return {
         "readinessProbe": {
             "exec": {"command": ["sh", "-c", probe]},

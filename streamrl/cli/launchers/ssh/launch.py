@@ -121,7 +121,7 @@ async def _run(
     try:
         if not plan.config.buffer.has_daemon:
             options = books_options(resume=arguments.resume, new=arguments.new)
-            await learner_host.call("books", *options)
+            await learner_host.call("buffer books", *options)
         children = _children(plan, links, view)
         stopped_by = await supervise(
             children,
@@ -133,7 +133,7 @@ async def _run(
         if not plan.config.buffer.has_daemon:
             with contextlib.suppress(StreamRLError, TimeoutError):
                 async with asyncio.timeout(None if stopped_by is None else STOPPED_S):
-                    await learner_host.call("books")
+                    await learner_host.call("buffer books")
         if plan.config.run.evaluate and stopped_by is None:
             with evaluation_may_fail():
                 await learner_host.call("evaluate")

@@ -40,8 +40,8 @@ class LearnerHost:
         """
         file = str(self._plan.config_file)
         start = Start(
-            name=command,
-            command=("streamrl", command, *arguments, "--config", file),
+            name=command.split()[-1],
+            command=("streamrl", *command.split(), *arguments, "--config", file),
             environment={**handed_on(self._plan.config), **self._learner.environment},
         )
         ended = await _unless_signaled(self._run(start))

@@ -1,4 +1,4 @@
-"""A live run in `streamrl top`, and its logs as JSON while a generator is killed."""
+"""A live run in `streamrl status --follow`, and its logs as JSON while a generator is killed."""
 
 import json
 import signal
@@ -20,9 +20,9 @@ def test_a_live_run_is_followed_to_its_end_and_every_line_of_its_logs_is_json(
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
     run = launch(*_set(*settings, reward), strict=False)
     run.until_step(5)
-    top = Terminal([STREAMRL, "top", str(run.folder)], rows=60, columns=150)
+    screen = Terminal([STREAMRL, "status", str(run.folder), "--follow"], rows=60, columns=150)
     try:
-        top.until(lambda text: "generator-0" in text and "step time" in text)
+        screen.until(lambda text: "generator-0" in text and "s a step: " in text)
         run.child("generator-0").send_signal(signal.SIGKILL)
         run.until(lambda: "was killed by SIGKILL" in run.log("generator-0"))
         run.until_step(len(run.lines) + 6)
@@ -30,15 +30,14 @@ def test_a_live_run_is_followed_to_its_end_and_every_line_of_its_logs_is_json(
         assert run.lines[-1]["generator/idle_frac"] > 0
         # Which of them it is depends on the machine.
         hints = ("limits the run", "limit the run", "keep up", "take turns")
-        top.until(lambda text: any(hint in text for hint in hints))
+        screen.until(lambda text: any(hint in text for hint in hints))
         run.process.send_signal(signal.SIGINT)
         run.end()
-        top.until(lambda text: "stopped at step" in text)
-        top.press("q")
-        assert top.end() == 0
-        assert is_put_back(top.output)
+        screen.until(lambda text: "stopped at step" in text)
+        assert screen.end() == 0
+        assert is_put_back(screen.output)
     finally:
-        top.kill()
+        screen.kill()
     for log in (run.folder / "logs").glob("*.log"):
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         assert {line["role"] for line in lines} == {log.stem}

@@ -40,7 +40,7 @@ def require_proc() -> None:
         ConfigError: this system has no /proc.
     """
     if not (PROC / "self" / "statm").exists():
-        raise ConfigError("streamrl soak reads /proc, which only Linux has")
+        raise ConfigError("a soak reads /proc, which only Linux has")
 
 
 def process_table() -> ProcessTable:

@@ -1,4 +1,4 @@
-"""What `streamrl chaos` does to a run, as planned from a seed.
+"""What `tests.research.chaos` does to a run, as planned from a seed.
 
     kill         SIGKILL to one daemon
     resume       SIGKILL to the learner, and on from an older checkpoint, as `run.resume` says
@@ -14,6 +14,7 @@ limit fails as one on a full disk does. Invariant: a plan is in steps, so one se
 any machine; a plan of kills alone does not depend on the other kinds.
 """
 
+import asyncio
 import contextlib
 import os
 import random
@@ -32,6 +33,7 @@ from streamrl.checkpoints.find import (
     version_of,
 )
 from streamrl.checkpoints.history import read_history
+from streamrl.cli.processes.command import executable
 from streamrl.errors import DamagedCheckpointError
 
 LEARNER = "learner"
@@ -175,3 +177,29 @@ def full_disk(run: Path, pid: int) -> Iterator[None]:
 
 def _files(checkpoint: Path) -> list[Path]:
     return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+NOT_ENDED = -1
+
+
+async def refused_start(arguments: Sequence[str], deadline_s: float) -> tuple[int, str]:
+    """Exit code and last line of `streamrl` with these arguments of a learner; NOT_ENDED for one
+    that still runs at the deadline."""
+    process = await asyncio.create_subprocess_exec(
+        *(executable(), *arguments, "--set", "run.resume=never"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            _, said = await process.communicate()
+    except TimeoutError:
+        return NOT_ENDED, f"it still runs after {deadline_s:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = said.decode(errors="replace").splitlines()
+    return process.returncode or 0, lines[-1] if lines else ""

@@ -1,21 +1,27 @@
-"""What a soak reads and writes down, and the trend of each reading.
+"""What a soak reads and writes down, the trend of each reading, and their table.
 
 `soak.jsonl` has one line per sample: the time, the process id of each role, and the values, named
 SUBJECT/READING, where the subject is a role or `run`. A process that was started again begins
-anew; of the lives that a role had, the longest is judged.
+anew; of the lives that a role had, the longest is judged. The table has a row for each reading that
+moved, and one line for the others.
 """
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from streamrl.cli.verification.growth import Bound, Trend, trend
-from streamrl.cli.verification.processes import FamilyReading
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tests.research.growth import Bound, Trend, trend
+from tests.research.processes import FamilyReading
 
 SOAK_FILE = "soak.jsonl"
 RUN = "run"
@@ -112,3 +118,39 @@ def _part(path: Path) -> str:
     if path.parts[0] in _FOLDERS:
         return path.parts[0]
     return "records" if path.suffix in _RECORDS else "other"
+
+
+WIDTH = 110
+_HEADERS = ("subject", "lives", "reading", "first", "last", "per minute", "10 % .. 90 %", "verdict")
+
+
+def soak_table(rows: Sequence[Row]) -> RenderableType:
+    """`first` and `last` are the medians of the first and the last quarter after the warm-up."""
+    table = Table(title="readings after the warm-up", box=None, width=WIDTH, pad_edge=False)
+    for header in _HEADERS:
+        is_name = header in ("subject", "reading", "verdict")
+        table.add_column(header, justify="left" if is_name else "right", no_wrap=True)
+    for row in rows:
+        if not _is_constant(row):
+            table.add_row(*_cells(row), style="red" if row.trend.grows else None)
+    constant = ", ".join(
+        f"{row.subject} {row.reading} {row.trend.first:.6g}" for row in rows if _is_constant(row)
+    )
+    return Group(table, Text(f"constant: {constant or 'none'}"))
+
+
+def _is_constant(row: Row) -> bool:
+    trend = row.trend
+    return trend.first == trend.last and trend.low == trend.high == 0
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    trend = row.trend
+    numbers = (trend.first, trend.last, trend.per_minute)
+    spread = f"{_number(trend.low)} .. {_number(trend.high)}"
+    cells = (row.subject, str(row.num_lives), row.reading, *map(_number, numbers))
+    return (*cells, spread, str(trend.verdict))
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{round(value, 3):.6g}"

@@ -1,4 +1,4 @@
-"""`streamrl books`: `books.json`, the last reading of a run's books, in its folder.
+"""`streamrl buffer books`: `books.json`, the last reading of a run's books, in its folder.
 
 The buffer daemon writes it as it ends. Where there is none (`redis://`), `streamrl launch` runs
 this command after the daemons have ended. It also runs it before a new run, so that a run does not

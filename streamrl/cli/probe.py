@@ -1,10 +1,10 @@
-"""`streamrl healthy ROLE RUN`: the probe of Docker, Kubernetes or a person for one daemon.
+"""`streamrl status RUN --probe ROLE`: the probe of Docker, Kubernetes or a person for one daemon.
 
     0  healthy        1  not, and why: one sentence
 
-A buffer answers by itself; a generator is healthy if its buffer has heard from it in time; a
-learner writes `learner.json` every second, whatever it computes. Imports no torch, and waits for
-the buffer ANSWER_S at most.
+It says nothing of the others. A buffer answers by itself; a generator is healthy if its buffer has
+heard from it in time; a learner writes `learner.json` every second, whatever it computes. Imports
+no torch, and waits for the buffer a few seconds at most.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from streamrl.types import BufferStats
 from streamrl.types.ranges import named_after_host
 
 
-def main(arguments: argparse.Namespace) -> int:
+def probe(arguments: argparse.Namespace) -> int:
+    """The exit code."""
     config = find_config(arguments.target)
-    fault = asyncio.run(_fault(config, arguments.role, arguments.id))
+    fault = asyncio.run(_fault(config, arguments.probe, arguments.id))
     print(fault or "healthy")
     return 1 if fault else 0
 

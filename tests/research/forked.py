@@ -1,8 +1,8 @@
 """Runs of an ablation in processes that are forked from one which has imported what they need.
 
 Imports take longer than a short run. Invariant: each run has a process of its own, which has done
-nothing but import before, and which ends with the ablation, however that ends. `streamrl ablate
---lag` calls this from a thread for each run at a time.
+nothing but import before, and which ends with the ablation, however that ends. `--lag` of
+an ablation calls this from a thread for each run at a time.
 """
 
 import multiprocessing
@@ -10,10 +10,10 @@ import os
 import threading
 from collections.abc import Sequence
 
-from streamrl.cli.ablation.lag import Lag
+from tests.research.lag import Lag
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["streamrl.cli.ablation.exact_lag"])
+_CONTEXT.set_forkserver_preload(["tests.research.exact_lag"])
 
 
 def exit_code_of(lag: Lag, source: str, overrides: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def exit_code_of(lag: Lag, source: str, overrides: Sequence[str]) -> int:
 
 
 def _run(lag: Lag, source: str, overrides: Sequence[str]) -> None:
-    from streamrl.cli.ablation.exact_lag import main
+    from tests.research.exact_lag import main
 
     threading.Thread(target=_end_with_the_ablation, daemon=True).start()
     main(lag, source, overrides)

@@ -1,4 +1,4 @@
-"""How old the groups of a step are, where an ablation sets that (`streamrl ablate --lag`)."""
+"""How old the groups of a step are, where an ablation sets that (`--lag`)."""
 
 from collections.abc import Sequence
 from enum import StrEnum

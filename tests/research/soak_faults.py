@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamrl.cli.verification.faults import victims
+from tests.research.faults import victims
 
 _FIRST_FAULT, _LAST_FAULT = 0.05, 0.85
 _LONGEST_FREEZE_S = 30.0

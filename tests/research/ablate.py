@@ -1,10 +1,10 @@
-"""`streamrl ablate`: one configuration under several values of settings, several seeds each.
+"""One configuration under several values of settings, several seeds each.
 
-    streamrl ablate configs/ablation/stale_bf16.yaml
+    PYTHONPATH=. python -m tests.research.ablate configs/ablation/stale_bf16.yaml
         --vary algorithm.rollout_is=metrics_only,token_is --seeds 0,1,2
 
 Every combination of what --vary and --variants vary is run, as a `streamrl launch` of its own under
-`run.folder`/`run.name`, or with --lag in one process each (see `streamrl.cli.ablation.exact_lag`);
+`run.folder`/`run.name`, or with --lag in one process each (see `tests.research.exact_lag`);
 complete runs are not repeated, so an ablation that was stopped continues when it is called again;
 one that was made with other settings is refused.
 Writes a table (`ablation.md`), of two axes a grid too, and `ablation.png`.
@@ -25,20 +25,42 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.cli.ablation.forked import exit_code_of
-from streamrl.cli.ablation.grid import grid, name_of
-from streamrl.cli.ablation.kept import require_made_like
-from streamrl.cli.ablation.lag import Lag
-from streamrl.cli.ablation.variants import axes
+from streamrl.cli.arguments import options
 from streamrl.cli.display.figure import drawn
 from streamrl.cli.display.numbers import metric_mean
 from streamrl.cli.processes.command import call, executable
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.rendering import values_of
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.run_folder import read_json
+from streamrl.run_folder import config_of, read_json
 from streamrl.tracking.jsonl import read_metrics
+from tests.research.forked import exit_code_of
+from tests.research.lag import LAG_FILE, Lag
+from tests.research.script import run_script
+from tests.research.variants import axes, grid, name_of
+
+# Ports are picked for each run, and a folder may be named in several ways.
+_OWN = ("run.folder", "run.name", "buffer.url", "weights.address")
+
+
+def require_made_like(config: RunConfig, lag: str | None) -> None:
+    """
+    Raises:
+        ConfigError: the run in the folder of `config` had other settings, or another --lag.
+    """
+    folder = config.run.path
+    file = folder / LAG_FILE
+    made = {**values_of(config_of(folder)), "--lag": file.read_text() if file.exists() else None}
+    asked = {**values_of(config), "--lag": lag}
+    for name in {**asked, **made}:
+        if name not in _OWN and made.get(name) != asked.get(name):
+            raise ConfigError(
+                f"{folder} is complete and was made with {name} {made.get(name)}, not "
+                f"{asked.get(name)}: choose another run.name, or remove the folder"
+            )
+
 
 _WINDOW = 10
 _ESS = "mismatch/rollout_is_eff_sample_size"
@@ -87,6 +109,34 @@ class Outcome:
     largest_staleness: int
     ess: float
     mismatch_kl: float
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ablate", description="compare one run per value of a setting and seed"
+    )
+    options.config(parser)
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=A,B,...",
+        help="a setting and its values; can be repeated, for every combination",
+    )
+    parser.add_argument(
+        "--variants", metavar="FILE", help="YAML file of named sets of settings, as another axis"
+    )
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default: 0,1,2")
+    parser.add_argument(
+        "--lag",
+        choices=("even", "uneven"),
+        help="run each in one process, with groups that are exactly buffer.max_staleness versions "
+        "old, or each of them 0 to twice as many; without, each is a launch",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="of --lag, so many at once; default: 1"
+    )
+    return parser
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -263,3 +313,7 @@ def _smooth(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
     return [
         _mean(lines[max(0, end - _WINDOW) : end], name) for end in range(_WINDOW, len(lines) + 1)
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(make_parser(), main))

@@ -2,8 +2,8 @@
 
 The engine samples the groups of a step with weights that the trainer had `buffer.max_staleness`
 versions before (`even`), or with those of, for each group, 0 to twice as many versions before
-(`uneven`); the first steps have only newer ones. `streamrl ablate --lag` calls `main` in a process
-for each run.
+(`uneven`); the first steps have only newer ones. `--lag` of an ablation calls `main` in a
+process for each run.
 
 Invariant: no daemon, buffer or clock takes part, so on CPUs with the same vector instructions the
 same settings give the same run, whatever else the machine does; where episodes have several turns,
@@ -31,7 +31,6 @@ from actors.evaluation import greedy_groups_of, scores_of
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.restore import load_trainer
-from streamrl.cli.ablation.lag import LAG_FILE, Lag
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.durable_files import write_file
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_of
@@ -39,6 +38,7 @@ from streamrl.metrics import staleness_metrics
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 from streamrl.types import GroupHeader, TrajectoryGroup
 from streamrl.weights.layout import layout_of, manifest_of
+from tests.research.lag import LAG_FILE, Lag
 
 QUIET_TURNS = 100
 T = TypeVar("T")

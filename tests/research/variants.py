@@ -1,15 +1,18 @@
-"""What an ablation varies: the values of settings, and named sets of settings from a file.
+"""What an ablation varies, and the table of two varied things.
 
     --vary algorithm.rollout_is=off,token_is     one axis, each value a variant
     --variants FILE                              one axis: {NAME: {section.key: value, ...}, ...}
 
 Invariant: an axis has at least one variant; with several axes every combination is run.
+The table has the final reward by row and column, and its share of the first cell, which is the
+reference, such as no correction at lag 0: on policy.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 
 import yaml
 
@@ -81,3 +84,26 @@ def _of_file(file: str) -> Axis:
             for name, settings in content.items()
         ),
     )
+
+
+def grid(axes: Sequence[Axis], rewards: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """The lines of the table; `rewards` are those of each seed, by the name of the combination."""
+    rows, columns = axes
+    reference = fmean(rewards[name_of(rows.variants[0].name, columns.variants[0].name)])
+    names = [column.name for column in columns.variants]
+    yield f"| final reward (spread), % of the first | {' | '.join(names)} |"
+    yield "|---" * (1 + len(names)) + "|"
+    for row in rows.variants:
+        cells = (_cell(rewards[name_of(row.name, name)], reference) for name in names)
+        yield f"| {row.name} | {' | '.join(cells)} |"
+
+
+def name_of(*names: str) -> str:
+    """Of a combination."""
+    return ", ".join(names)
+
+
+def _cell(rewards: Sequence[float], reference: float) -> str:
+    spread = stdev(rewards) if len(rewards) > 1 else 0.0
+    share = f"{100 * fmean(rewards) / reference:.0f} %" if reference else "-"
+    return f"{fmean(rewards):.3f} ({spread:.3f}), {share}"

@@ -1,11 +1,11 @@
-"""`streamrl chaos`: a launch with faults at random steps, and the audit of its run.
+"""A launch with faults at random steps, and the audit of its run.
 
-    streamrl chaos configs/quickstart.yaml --seed 1 --kills 20
-    streamrl chaos configs/quickstart.yaml --kills 3 --resumes 2 --damages 2 --full-disks 1
-    streamrl chaos configs/quickstart.yaml --removals 1 --losses 1 --fresh-starts 1
+    PYTHONPATH=. python -m tests.research.chaos configs/quickstart.yaml --seed 1 --kills 20
+    ... --kills 3 --resumes 2 --damages 2 --full-disks 1
+    ... --removals 1 --losses 1 --fresh-starts 1
 
-Runs what `streamrl launch --new` runs and injects what `streamrl.cli.verification.faults` plans
-from the seed; the supervisor restarts what was killed. Each step that the learner makes, also one
+Runs what `streamrl launch --new` runs and injects what `tests.research.faults` plans from the
+seed; the supervisor restarts what was killed. Each step that the learner makes, also one
 that a later fault undoes, is held against the bound on staleness. When the run has ended, it is
 audited as by `streamrl buffer audit`. Exit code 1 if anything is not in order.
 """
@@ -17,15 +17,23 @@ import json
 import os
 import random
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
 
+from streamrl.cli.arguments import options
+from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.verification.faults import (
+from streamrl.config import RunConfig
+from streamrl.config.loading.arguments import configuration
+from streamrl.durable_files import write_file
+from streamrl.errors import EXIT_CONFIG, ConfigError
+from streamrl.run_folder import prepare
+from tests.research.faults import (
     Fault,
     FaultKind,
     complete_checkpoints,
@@ -33,21 +41,43 @@ from streamrl.cli.verification.faults import (
     full_disk,
     older_checkpoint,
     plan,
+    refused_start,
     remove_all,
     remove_newest,
 )
-from streamrl.cli.verification.processes import family_of, process_table
-from streamrl.cli.verification.progress import Progress
-from streamrl.cli.verification.refused_start import refused_start
-from streamrl.cli.verification.run_audit import audit_run
-from streamrl.config import RunConfig
-from streamrl.config.loading.arguments import configuration
-from streamrl.durable_files import write_file
-from streamrl.errors import EXIT_CONFIG, ConfigError
-from streamrl.run_folder import prepare
+from tests.research.processes import family_of, process_table
+from tests.research.progress import Progress
+from tests.research.script import run_script
 
 _POLL_S = 0.02
 _DISK_FULL_S = 60.0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="chaos", description="kill daemons of a run at random steps, then audit the run"
+    )
+    options.config(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the plan of faults; default: 0")
+    for name, default, what in (
+        ("kills", 5, "daemons that are killed"),
+        ("resumes", 0, "times that the learner goes on from an older checkpoint"),
+        ("damages", 0, "times that the newest checkpoint is damaged"),
+        ("full-disks", 0, "times that the learner's disk is full for some steps"),
+        ("removals", 0, "times that the newest checkpoint is removed"),
+        ("losses", 0, "times that every checkpoint is removed"),
+        ("fresh-starts", 0, "learners that are started without --resume, and have to be refused"),
+    ):
+        help_text = f"{what}; default: {default}"
+        parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
+    parser.add_argument(
+        "--stall-timeout",
+        type=options.seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="time without a step after which the run has failed; default: 120",
+    )
+    return parser
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -233,3 +263,7 @@ def _signal_family(pid: int, number: signal.Signals) -> None:
 def _go_on_from_the_newest(child: Child) -> None:
     """Not from the checkpoint that an earlier fault named, which may be gone."""
     child.restart_arguments = (*child.arguments, "--resume")
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(make_parser(), main))

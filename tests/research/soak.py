@@ -1,13 +1,13 @@
-"""`streamrl soak`: hours of a run with faults, and whether anything in it grows without bound.
+"""Hours of a run with faults, and whether anything in it grows without bound.
 
-    streamrl soak configs/quickstart.yaml --minutes 480 --faults-per-hour 30
+    PYTHONPATH=. python -m tests.research.soak configs/quickstart.yaml --minutes 480
 
 Runs what `streamrl launch --new` runs, without an end. Daemons are killed (SIGKILL) and frozen
 (SIGSTOP) as the seed says, while memory, descriptors, threads and children of each, the run's
 folder, shared memory, the latency of a buffer call and the time of a step are read. At the end the
 learner is asked to stop and the run is audited. Exit code 1 if a reading grows
-(`streamrl.cli.verification.growth`), the audit finds a fault, or something is left behind:
-processes, shared memory, temporary files.
+(`tests.research.growth`), the audit finds a fault, or something is left behind: processes, shared
+memory, temporary files.
 
 The daemons get a folder of their own for temporary files; its name in their environment also tells
 which processes are the run's.
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,23 +30,12 @@ from pathlib import Path
 from rich.console import Console
 
 from buffers.connect import connect, try_stats
-from streamrl.cli.display.soak import WIDTH, soak_table
+from streamrl.cli.arguments import options
+from streamrl.cli.buffer.audit import RunAudit, audit_run
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S
 from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.verification import processes
-from streamrl.cli.verification.progress import Progress
-from streamrl.cli.verification.run_audit import RunAudit, audit_run
-from streamrl.cli.verification.soak_faults import Fault, freeze, plan
-from streamrl.cli.verification.soak_record import (
-    RUN,
-    SOAK_FILE,
-    Row,
-    disk_values,
-    process_values,
-    rows,
-)
 from streamrl.config import RunConfig
 from streamrl.config.loading.arguments import configuration
 from streamrl.durable_files import write_file
@@ -53,6 +43,20 @@ from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
+from tests.research import processes
+from tests.research.progress import Progress
+from tests.research.script import run_script
+from tests.research.soak_faults import Fault, freeze, plan
+from tests.research.soak_record import (
+    RUN,
+    SOAK_FILE,
+    WIDTH,
+    Row,
+    disk_values,
+    process_values,
+    rows,
+    soak_table,
+)
 
 _ENDLESS = 10**9
 _TEMPORARY = "TMPDIR"
@@ -62,6 +66,37 @@ _SHORTEST_INTERVAL_S, _LONGEST_INTERVAL_S = 0.25, 5.0
 # Steps that show that the run has recovered from the last fault.
 _LAST_STEPS = 2
 _ENDING_S = 5.0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="soak",
+        description="run for hours under faults, and see that nothing grows or is left behind",
+    )
+    options.config(parser)
+    parser.add_argument("--minutes", type=float, default=480.0, help="default: 480")
+    parser.add_argument(
+        "--faults-per-hour",
+        type=float,
+        default=30.0,
+        metavar="N",
+        help="daemons killed or frozen; default: 30",
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        metavar="SECONDS",
+        help="of each process, not judged; default: a third of the minutes",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the times and kinds of faults")
+    parser.add_argument(
+        "--stall-timeout",
+        type=options.seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="time without a step after which the run has failed; default: 120",
+    )
+    return parser
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -297,3 +332,7 @@ def _require_usable(arguments: argparse.Namespace) -> None:
         if value is not None and not least <= value < math.inf:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option}: was {value:g}; it must be >= {least:g}, and finite")
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(make_parser(), main))

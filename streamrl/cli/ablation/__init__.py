@@ -1,1 +1,0 @@
-"""`streamrl ablate`: what is varied, and the grid of two varied things."""

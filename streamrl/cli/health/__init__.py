@@ -1,1 +1,0 @@
-"""`streamrl healthy`: the probe of one daemon."""

@@ -1,1 +1,0 @@
-"""Proofs from a run's files and the buffer's events, and the faults they are tried with."""
