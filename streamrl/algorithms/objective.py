@@ -24,11 +24,6 @@ from streamrl.algorithms.losses import (
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.errors import ConfigError
 
-LOSS_TERMS = frozenset(
-    f"actor/{term}" for term in ("pg_loss", "kl_loss", "entropy_bonus", "sft_loss", "loss")
-)
-"""Metrics that are aggregated as the loss is; the others are means over tokens."""
-
 
 def require_algorithm(config: AlgorithmSettings) -> None:
     """Load what the configuration names, so that it is refused at start and not at a first step.
