@@ -3,7 +3,6 @@
 Invariant: metrics of the batch do not depend on how the batch was cut into parts.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +10,12 @@ import torch
 
 from learners.batch.training_batch import TrainingBatch, add_episode_sums, episode_means
 from learners.objective.targets import Targets
+from streamrl.metrics import Merge, Writer, find
 from streamrl.types.rollouts import ALIKE_WITHIN
 
 MASKED = "learner/num_masked_updates"
 """Updates that were not made, because no token contributed to the loss."""
-_EXTREME = re.compile("_(max|min)(_deviation)?$")
+_SKIPPED = {Writer.POLICY: "learner/skipped_update", Writer.CRITIC: "critic/skipped_update"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,9 @@ def of_batch(parts: Sequence[BatchPart]) -> dict[str, float]:
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the updates that were made, or over all where those lack a metric, such as one of
-    a staleness; counts are added up, and of extremes the largest or smallest is taken."""
+    """Of all updates of a step, as the catalogue says: sums of counts, and of extremes the largest
+    or smallest. Others are means over the updates that were made, or over all where those lack a
+    metric, such as one of a staleness."""
     names = dict.fromkeys(name for update in updates for name in update)
     return {
         **{name: _together(name, updates) for name in names},
@@ -74,16 +75,21 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
-    if "/num_" in name or name.endswith("/skipped_update"):
+    row = find(name)
+    if row.merge is Merge.SUM:
         return sum(update.get(name, 0.0) for update in updates)
-    skipped = "critic/skipped_update" if name.startswith("critic/") else "learner/skipped_update"
-    having = [update for update in updates if name in update]
+    skipped = _SKIPPED[row.writer]
+    having = [update for update in updates if name in update or row.absent is not None]
     trained = [update for update in having if not update[MASKED]]
     made = [update for update in trained if not update.get(skipped)]
-    values = [update[name] for update in made or trained or having]
-    if extreme := _EXTREME.search(name):
-        return max(values) if extreme[1] == "max" else min(values)
-    return sum(values) / len(values)
+    values = [update.get(name, row.absent or 0.0) for update in made or trained or having]
+    match row.merge:
+        case Merge.MAX:
+            return max(values)
+        case Merge.MIN:
+            return min(values)
+        case _:
+            return sum(values) / len(values)
 
 
 def of_work(parts: Sequence[BatchPart], max_tokens: int, update_s: float) -> dict[str, float]:

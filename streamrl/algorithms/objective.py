@@ -69,11 +69,6 @@ def weighed_logprobs(config: AlgorithmSettings, logprobs: Tensor, proximal: Tens
     return (logprobs if config.weighs_current_policy else proximal).detach()
 
 
-LOSS_TERMS = frozenset(
-    f"actor/{term}" for term in ("pg_loss", "kl_loss", "entropy_bonus", "sft_loss", "loss")
-)
-"""Metrics that are aggregated as the loss is; the others are means over tokens."""
-
 
 def require_algorithm(config: AlgorithmSettings) -> None:
     """Load what the configuration names, so that it is refused at start and not at a first step.

@@ -9,10 +9,10 @@ gradient of the larger batch.
 from dataclasses import dataclass
 
 from streamrl.algorithms.losses import BatchTotals, denominator
-from streamrl.algorithms.objective import LOSS_TERMS
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode
 from streamrl.config.algorithm.rewards import RewardShapingSettings
+from streamrl.metrics import Merge, find
 
 _ADVANTAGES = frozenset(
     {"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo", "opob"}
@@ -72,7 +72,7 @@ class Rescaling:
         )
 
     def of_metric(self, name: str) -> float:
-        return self.loss if name in LOSS_TERMS else self.mean
+        return self.loss if find(name).merge is Merge.LOSS else self.mean
 
 
 def _shapes_over_the_batch(config: RewardShapingSettings) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.rollout_is.statistics import SAFETY_BOUND, largest
+from streamrl.algorithms.rollout_is.statistics import SAFETY_BOUND, largest, smallest
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RejectionRule
 
@@ -26,20 +26,20 @@ class Rejection:
     keep: Tensor
     """[R] bool."""
     sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
+    extremes: dict[str, Tensor]
 
 
 def reject(log_ratio: Tensor, sequences: Sequences, rules: Iterable[RejectionRule]) -> Rejection:
     """Apply every rule to log_ratio [R] (float64, finite); names are verl's `rollout_rs_*`."""
     keep = torch.ones_like(log_ratio, dtype=torch.bool)
     sums: dict[str, Tensor] = {}
-    maxima: dict[str, Tensor] = {}
+    extremes: dict[str, Tensor] = {}
     for rule in rules:
         verdict = _judge(log_ratio, sequences, rule)
         keep = keep & verdict.keep
-        sums, maxima = sums | verdict.sums, maxima | verdict.maxima
+        sums, extremes = sums | verdict.sums, extremes | verdict.extremes
     together = _masked("rollout_rs", keep, sequences) if sums else {}
-    return Rejection(keep, sums | together, maxima)
+    return Rejection(keep, sums | together, extremes)
 
 
 def _judge(log_ratio: Tensor, sequences: Sequences, rule: RejectionRule) -> Rejection:
@@ -59,21 +59,23 @@ def _judge(log_ratio: Tensor, sequences: Sequences, rule: RejectionRule) -> Reje
     passes = (statistic >= lower) & (statistic <= upper)
     by_token = scope == "token"
     keep = passes if by_token else sequences.expand(passes)
-    counted = "token" if by_token else "sequence"
     name = f"rollout_rs_{rule.statistic}"
     sums = {
-        f"token/{name}_mean": (statistic if by_token else sequences.expand(statistic)).sum(),
-        f"{counted}/{name}_fraction_high": (statistic > upper).sum(),
-        f"{counted}/{name}_fraction_low": (statistic < lower).sum(),
+        f"mismatch/{name}_mean": (statistic if by_token else sequences.expand(statistic)).sum(),
+        f"mismatch/{name}_fraction_high": (statistic > upper).sum(),
+        f"mismatch/{name}_fraction_low": (statistic < lower).sum(),
     }
-    maxima = {f"{name}_max": largest(statistic), f"-{name}_min": largest(-statistic)}
-    return Rejection(keep, sums | _masked(name, keep, sequences), maxima)
+    extremes = {
+        f"mismatch/{name}_max": largest(statistic),
+        f"mismatch/{name}_min": smallest(statistic),
+    }
+    return Rejection(keep, sums | _masked(name, keep, sequences), extremes)
 
 
 def _masked(name: str, keep: Tensor, sequences: Sequences) -> dict[str, Tensor]:
     return {
-        f"token/{name}_masked_fraction": (~keep).sum(),
-        f"sequence/{name}_seq_masked_fraction": (sequences.sum(~keep) > 0).sum(),
+        f"mismatch/{name}_masked_fraction": (~keep).sum(),
+        f"mismatch/{name}_seq_masked_fraction": (sequences.sum(~keep) > 0).sum(),
     }
 
 

@@ -6,8 +6,8 @@ the whole (percentiles within half a percent, from a histogram of the log-ratio)
 
 Letters: B bins of the histogram, K sums, M maxima.
 
-The level is the unit that has one weight (`algorithm.rollout_is.level`). Of the sums of a shard, a
-key `token/x` is divided by the tokens of all shards, `sequence/x` by their sequences. Float64.
+The level is the unit that has one weight (`algorithm.rollout_is.level`). What a sum is divided by,
+and which extreme is kept, is what the catalogue (`streamrl.metrics`) says of its name. Float64.
 """
 
 import math
@@ -21,7 +21,9 @@ from torch import Tensor
 from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
-from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES
+from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
+from streamrl.metrics.metric import QUANTILES
+from streamrl.metrics.mismatch import WEIGHTS
 
 
 class WeightLevel:
@@ -63,7 +65,7 @@ SAFETY_BOUND = 20.0
 SEQUENCE_ESS = "mismatch/sequence_eff_sample_size"
 """ESS / B of the ratios of whole sequences, not bounded."""
 
-QUANTILES = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+_OF_WEIGHTS = frozenset(name for row in WEIGHTS for name in row.names())
 
 _BINS_PER_NAT = 100
 _NUM_BINS = int(2 * SAFETY_BOUND) * _BINS_PER_NAT + 1
@@ -75,14 +77,17 @@ Reduce = Callable[["RolloutISStatistics"], "RolloutISStatistics"]
 class RolloutISStatistics:
     """Sufficient statistics of one shard. All tensors are float64 on the shard's device.
 
-    `sum_names` say what a sum is divided by: `token/x` by the tokens, `sequence/x` by the
-    sequences. `max_names` with a leading minus hold the negated minimum.
+    Names are those of metrics. The extremes of the weights are their logarithms.
     """
 
+    counts: Tensor
+    """[3] tokens, sequences, and sequences that are not finite and in no other statistic."""
     sum_names: tuple[str, ...]
     sums: Tensor
     max_names: tuple[str, ...]
     maxima: Tensor
+    min_names: tuple[str, ...]
+    minima: Tensor
     bounded: Moments
     """Of the weights clamped to [L, U], over tokens: what std and effective sample size use."""
     applied: Moments
@@ -101,10 +106,13 @@ class RolloutISStatistics:
     def merge(self, other: "RolloutISStatistics") -> "RolloutISStatistics":
         """Statistics of both shards together; both must come from the same config."""
         return RolloutISStatistics(
+            counts=self.counts + other.counts,
             sum_names=self.sum_names,
             sums=self.sums + other.sums,
             max_names=self.max_names,
             maxima=torch.maximum(self.maxima, other.maxima),
+            min_names=self.min_names,
+            minima=torch.minimum(self.minima, other.minima),
             bounded=self.bounded.merge(other.bounded),
             applied=self.applied.merge(other.applied),
             applied_units=self.applied_units.merge(other.applied_units),
@@ -121,13 +129,16 @@ class RolloutISStatistics:
     def from_tensor(self, tensor: Tensor) -> "RolloutISStatistics":
         """Statistics of another shard of the same config, from its `to_tensor`."""
         sizes = [part.numel() for part in self._parts()]
-        sums, maxima, *moments, histogram, staleness = torch.split(tensor, sizes)
+        counts, sums, maxima, minima, *moments, histogram, staleness = torch.split(tensor, sizes)
         bounded, applied, applied_units, per_sequence, ratios = map(Moments.from_tensor, moments)
         return RolloutISStatistics(
+            counts=counts,
             sum_names=self.sum_names,
             sums=sums,
             max_names=self.max_names,
             maxima=maxima,
+            min_names=self.min_names,
+            minima=minima,
             bounded=bounded,
             applied=applied,
             applied_units=applied_units,
@@ -154,7 +165,7 @@ class RolloutISStatistics:
     def metrics(
         self, config: RolloutISSettings, percentiles: Tensor | None = None
     ) -> dict[str, float]:
-        """All metrics under their public names, prefix `mismatch/`.
+        """All metrics under their public names.
 
         Args:
             percentiles: [5] exact ones; by default they are read off the histogram.
@@ -162,57 +173,57 @@ class RolloutISStatistics:
         if percentiles is None:
             percentiles = weight_percentiles(_bin_centers(self.histogram.device), self.histogram)
         host = self.to_host()
-        return {
-            f"mismatch/{name}": float(value)
-            for name, value in host._named(config, percentiles.cpu()).items()
-        }
+        named = host._named(config, percentiles.cpu())
+        return {name: float(value) for name, value in named.items()}
 
     def _named(self, config: RolloutISSettings, percentiles: Tensor) -> dict[str, Tensor]:
-        sums = dict(zip(self.sum_names, self.sums, strict=True))
-        maxima = dict(zip(self.max_names, self.maxima, strict=True))
-        num_tokens, num_sequences = sums["num_tokens"], sums["num_sequences"]
-        seen = num_sequences + sums["num_nonfinite"]
-        nonfinite = {"nonfinite_sequence_fraction": sums["num_nonfinite"] / seen.clamp(min=1)}
+        num_tokens, num_sequences, num_nonfinite = self.counts
+        seen = num_sequences + num_nonfinite
+        nonfinite = {"mismatch/nonfinite_sequence_fraction": num_nonfinite / seen.clamp(min=1)}
         if num_tokens == 0:
             return nonfinite if seen else {}
-        ess = {"sequence_eff_sample_size": self.sequence_ratios.effective_sample_size}
-        means = {
-            name.split("/")[1]: value / (num_tokens if name.startswith("token/") else num_sequences)
-            for name, value in sums.items()
-            if "/" in name
+        divisors = {
+            Merge.TOKENS: num_tokens,
+            Merge.SEQUENCES: num_sequences,
+            Merge.LEVEL: num_sequences if config.level == "sequence" else num_tokens,
         }
-        extremes = {name.lstrip("-"): -v if name[0] == "-" else v for name, v in maxima.items()}
+        ess = {SEQUENCE_ESS: self.sequence_ratios.effective_sample_size}
+        sums = zip(self.sum_names, self.sums, strict=True)
+        means = {name: value / divisors[metric(name).merge] for name, value in sums}
+        extremes = dict(zip(self.max_names, self.maxima, strict=True))
+        extremes |= dict(zip(self.min_names, self.minima, strict=True))
         distribution = self._distribution(config, extremes, percentiles)
         named = nonfinite | ess | means | extremes | distribution
-        hidden = ("_", "rollout_is_") if config.threshold is None else ("_",)
-        return {k: v for k, v in named.items() if not k.startswith(hidden)} | self._by_staleness()
+        hidden = _OF_WEIGHTS if config.threshold is None else frozenset[str]()
+        return {k: v for k, v in named.items() if k not in hidden} | self._by_staleness()
 
     def _distribution(
         self, config: RolloutISSettings, extremes: dict[str, Tensor], percentiles: Tensor
     ) -> dict[str, Tensor]:
         """Spread of the weights."""
         floor = -SAFETY_BOUND if config.level == "token" else -torch.inf
-        seq_max, seq_min = extremes["_seq_max"], extremes["_seq_min"]
+        seq_max, seq_min = (
+            extremes[f"mismatch/rollout_is_seq_{which}"] for which in ("max", "min")
+        )
         deviation = torch.maximum((seq_max - 1).abs(), (seq_min - 1).abs())
+        log_max, log_min = extremes["mismatch/rollout_is_max"], extremes["mismatch/rollout_is_min"]
         named = dict(zip(QUANTILES, percentiles, strict=True))
         return {
-            "rollout_is_min": extremes["_log_min"].clamp(min=floor).exp(),
-            "rollout_is_max": extremes["_log_max"].clamp(max=SAFETY_BOUND).exp(),
-            "rollout_is_std": self.bounded.variance(ddof=0).sqrt(),
-            "rollout_is_eff_sample_size": self.bounded.effective_sample_size,
-            "rollout_is_applied_mean": self.applied.mean,
-            "rollout_is_applied_eff_sample_size": self.applied.effective_sample_size,
-            "rollout_is_seq_mean": self.per_sequence.mean,
-            "rollout_is_seq_std": self.per_sequence.variance(ddof=1).sqrt(),
-            "rollout_is_seq_max": seq_max,
-            "rollout_is_seq_min": seq_min,
-            "rollout_is_seq_max_deviation": deviation,
-        } | {f"rollout_is_{name}": value for name, value in named.items()}
+            "mismatch/rollout_is_min": log_min.clamp(min=floor).exp(),
+            "mismatch/rollout_is_max": log_max.clamp(max=SAFETY_BOUND).exp(),
+            "mismatch/rollout_is_std": self.bounded.variance(ddof=0).sqrt(),
+            "mismatch/rollout_is_eff_sample_size": self.bounded.effective_sample_size,
+            "mismatch/rollout_is_applied_mean": self.applied.mean,
+            "mismatch/rollout_is_applied_eff_sample_size": self.applied.effective_sample_size,
+            "mismatch/rollout_is_seq_mean": self.per_sequence.mean,
+            "mismatch/rollout_is_seq_std": self.per_sequence.variance(ddof=1).sqrt(),
+            "mismatch/rollout_is_seq_max_deviation": deviation,
+        } | {f"mismatch/rollout_is_{name}": value for name, value in named.items()}
 
     def _by_staleness(self) -> dict[str, Tensor]:
         """What lag costs: per bucket of staleness that holds tokens."""
         return {
-            f"staleness_{bucket}/{name}": value
+            f"mismatch/staleness_{bucket}/{name}": value
             for bucket, (count, first, second, kl, bounded) in zip(
                 STALENESS_BUCKETS, self.staleness, strict=True
             )
@@ -231,8 +242,10 @@ class RolloutISStatistics:
             *(self.per_sequence, self.sequence_ratios),
         )
         return [
+            self.counts,
             self.sums,
             self.maxima,
+            self.minima,
             *(m.to_tensor() for m in moments),
             self.histogram,
             self.staleness,
@@ -273,6 +286,11 @@ def largest(values: Tensor) -> Tensor:
     return values.max() if len(values) else values.new_tensor(-torch.inf)
 
 
+def smallest(values: Tensor) -> Tensor:
+    """Minimum as a scalar; infinity where there is nothing."""
+    return values.min() if len(values) else values.new_tensor(torch.inf)
+
+
 def _sort(values: Tensor) -> Tensor:
     """On a CPU in place by numpy, whose vectorized sort is twenty times faster than torch's."""
     if values.device.type != "cpu":
@@ -297,8 +315,8 @@ def veto(
     if count > 0:
         vetoed = sequences.sum(catastrophic) > 0
     return vetoed, {
-        "token/rollout_is_catastrophic_token_fraction": count,
-        "sequence/rollout_is_veto_fraction": vetoed.sum(),
+        "mismatch/rollout_is_catastrophic_token_fraction": count,
+        "mismatch/rollout_is_veto_fraction": vetoed.sum(),
     }
 
 
@@ -310,26 +328,22 @@ def mismatch_sums(
     sequences: Sequences,
 ) -> dict[str, Tensor]:
     """How far apart the two policies are, whatever is done about it. `ratio` [R] is exp(d)."""
-    num_tokens = torch.tensor(sequences.num_tokens, device=log_ratio.device)
     train = train_sums / sequences.lengths
     behind = -log_ratio_sums / sequences.lengths
     rollout = train + behind
     bound = SAFETY_BOUND
     return {
-        "num_tokens": num_tokens,
-        "num_sequences": torch.full_like(num_tokens, len(sequences)),
-        "num_nonfinite": torch.zeros_like(num_tokens),
-        "token/mismatch_kl": -log_ratio_sums.sum(),
-        "token/mismatch_k3_kl": (ratio - 1).sub_(log_ratio).sum(),
-        "token/chi2_token": ratio.clamp(max=math.exp(bound)).square_().sub_(1).sum(),
-        "sequence/chi2_seq": (2 * log_ratio_sums.clamp(-bound, bound)).expm1_().sum(),
-        "sequence/mismatch_training_ppl": finite_exp(-train).sum(),
-        "sequence/mismatch_training_log_ppl": -train.sum(),
-        "sequence/mismatch_rollout_ppl": finite_exp(-rollout).sum(),
-        "sequence/mismatch_rollout_log_ppl": -rollout.sum(),
-        "sequence/mismatch_log_ppl_diff": behind.sum(),
-        "sequence/mismatch_log_ppl_abs_diff": behind.abs().sum(),
-        "sequence/mismatch_ppl_ratio": finite_exp(behind).sum(),
+        "mismatch/mismatch_kl": -log_ratio_sums.sum(),
+        "mismatch/mismatch_k3_kl": (ratio - 1).sub_(log_ratio).sum(),
+        "mismatch/chi2_token": ratio.clamp(max=math.exp(bound)).square_().sub_(1).sum(),
+        "mismatch/chi2_seq": (2 * log_ratio_sums.clamp(-bound, bound)).expm1_().sum(),
+        "mismatch/mismatch_training_ppl": finite_exp(-train).sum(),
+        "mismatch/mismatch_training_log_ppl": -train.sum(),
+        "mismatch/mismatch_rollout_ppl": finite_exp(-rollout).sum(),
+        "mismatch/mismatch_rollout_log_ppl": -rollout.sum(),
+        "mismatch/mismatch_log_ppl_diff": behind.sum(),
+        "mismatch/mismatch_log_ppl_abs_diff": behind.abs().sum(),
+        "mismatch/mismatch_ppl_ratio": finite_exp(behind).sum(),
     }
 
 
@@ -346,24 +360,22 @@ def raw_sums(
     """
     lower, upper = config.lower, math.inf if config.threshold is None else config.threshold
     if config.level == "sequence":
-        scope = "sequence"
         high, low = (log_weights > math.log(upper)).sum(), (log_weights < _log(lower)).sum()
     else:
-        scope = "token"
         high, low = level.total(raw > upper), level.total(raw < lower)
     return {
-        "token/rollout_is_mean": level.total(raw),
-        f"{scope}/rollout_is_ratio_fraction_high": high,
-        f"{scope}/rollout_is_ratio_fraction_low": low,
-        "sequence/rollout_is_seq_fraction_high": (sequence_weights > upper).sum(),
-        "sequence/rollout_is_seq_fraction_low": (sequence_weights < lower).sum(),
+        "mismatch/rollout_is_mean": level.total(raw),
+        "mismatch/rollout_is_ratio_fraction_high": high,
+        "mismatch/rollout_is_ratio_fraction_low": low,
+        "mismatch/rollout_is_seq_fraction_high": (sequence_weights > upper).sum(),
+        "mismatch/rollout_is_seq_fraction_low": (sequence_weights < lower).sum(),
     }
 
 
 def clip_sums(changed: Tensor, level: WeightLevel) -> dict[str, Tensor]:
     return {
-        "token/rollout_is_clipped_fraction": level.total(changed),
-        "sequence/rollout_is_seq_clipped_fraction": (level.sequence_mean(changed) > 0).sum(),
+        "mismatch/rollout_is_clipped_fraction": level.total(changed),
+        "mismatch/rollout_is_seq_clipped_fraction": (level.sequence_mean(changed) > 0).sum(),
     }
 
 

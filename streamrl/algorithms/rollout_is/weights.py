@@ -35,12 +35,14 @@ from streamrl.algorithms.rollout_is.statistics import (
     log_ratio_histogram,
     mismatch_sums,
     raw_sums,
+    smallest,
     staleness_sums,
     veto,
     weight_percentiles,
 )
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
+from streamrl.metrics import Merge, metric
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +122,14 @@ def measure_shard(
     tokens = sequences.expand(finite)
     staleness = None if staleness is None else staleness[tokens]
     shard = _measure(log_ratio[tokens], *rows, measured, config, staleness, dtype)
-    names, sums_ = shard.statistics.sum_names, shard.statistics.sums.clone()
-    sums_[names.index("num_nonfinite")] = (~finite).sum()
+    counts = shard.statistics.counts.clone()
+    counts[2] = (~finite).sum()
     return replace(
         shard,
         weights=shard.weights.new_zeros(len(tokens)).masked_scatter_(tokens, shard.weights),
         keep=tokens.masked_scatter(tokens, shard.keep),
         vetoed=torch.zeros_like(tokens).masked_scatter_(tokens, shard.vetoed),
-        statistics=replace(shard.statistics, sums=sums_),
+        statistics=replace(shard.statistics, counts=counts),
     )
 
 
@@ -160,16 +162,20 @@ def _measure(
         | raw_sums(raw, log_weights, per_sequence, level, config)
         | veto_sums
         | (clip_sums(changed, level) if config.zeroes_outside else {})
-        | {"token/rollout_is_applied_zero_fraction": level.total(weights == 0)}
+        | {"mismatch/rollout_is_applied_zero_fraction": level.total(weights == 0)}
         | rejection.sums
     )
     behind = -log_ratio_sums / sequences.lengths
-    maxima = rejection.maxima | _maxima(behind, log_weights, per_sequence)
+    extremes = rejection.extremes | _extremes(behind, log_weights, per_sequence)
+    maxima, minima = (_merged_by(merge, extremes) for merge in (Merge.MAX, Merge.MIN))
     statistics = RolloutISStatistics(
+        counts=log_ratio.new_tensor([sequences.num_tokens, len(sequences), 0]).double(),
         sum_names=tuple(sums),
-        sums=torch.stack([value.double() for value in sums.values()]),
+        sums=_stacked(sums),
         max_names=tuple(maxima),
-        maxima=torch.stack([value.double() for value in maxima.values()]),
+        maxima=_stacked(maxima),
+        min_names=tuple(minima),
+        minima=_stacked(minima),
         bounded=Moments.of(clipped, level.counts),
         applied=Moments.of(weights, level.counts),
         applied_units=Moments.of(weights),
@@ -188,16 +194,24 @@ def _measure(
     )
 
 
-def _maxima(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
-    """Extremes, as `RolloutISStatistics.max_names` says."""
+def _extremes(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
+    """As `RolloutISStatistics` has them."""
     return {
-        "mismatch_log_ppl_diff_max": largest(behind),
-        "-mismatch_log_ppl_diff_min": largest(-behind),
-        "_log_max": largest(log_weights),
-        "-_log_min": largest(-log_weights),
-        "_seq_max": largest(per_sequence),
-        "-_seq_min": largest(-per_sequence),
+        "mismatch/mismatch_log_ppl_diff_max": largest(behind),
+        "mismatch/mismatch_log_ppl_diff_min": smallest(behind),
+        "mismatch/rollout_is_max": largest(log_weights),
+        "mismatch/rollout_is_min": smallest(log_weights),
+        "mismatch/rollout_is_seq_max": largest(per_sequence),
+        "mismatch/rollout_is_seq_min": smallest(per_sequence),
     }
+
+
+def _merged_by(merge: Merge, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if metric(name).merge is merge}
+
+
+def _stacked(values: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([value.double() for value in values.values()])
 
 
 _CPU_CHUNK_TOKENS = 1 << 16

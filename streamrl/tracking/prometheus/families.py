@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
+from streamrl.metrics import OWN, find
+
 Kind: TypeAlias = Literal["gauge", "counter", "sum", "histogram"]
 """`counter`: a running total already; `sum`: of a step, added up; `histogram`: so by bucket."""
 
@@ -251,7 +253,9 @@ def family_of(metric: str) -> Family:
             name = row.family.format(*(found.group(number) for number in sorted(unnamed)))
             labels = tuple(sorted(found.groupdict().items()))
             return Family(_name(name), row.kind, row.text, labels)
-    return Family(_name(metric), "gauge", f"{metric} of metrics.jsonl, of the last step.")
+    known = find(metric)
+    text = f"{metric} of metrics.jsonl, of the last step." if known is OWN else known.meaning
+    return Family(_name(metric), "gauge", text)
 
 
 def by_family(metrics: Mapping[str, float]) -> Iterator[tuple[Family, float]]:

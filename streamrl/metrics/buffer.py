@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from streamrl.metrics.metric import STALENESS_BUCKETS, STALENESS_EDGES
 from streamrl.types import (
     Books,
     BufferStats,
@@ -19,10 +20,6 @@ from streamrl.types import (
     ResponseLengths,
     length_distance,
 )
-
-STALENESS_EDGES = (0, 1, 2, 4, 8)
-"""The largest staleness of each bucket but the last one, which has no largest."""
-STALENESS_BUCKETS = ("0", "1", "2", "3_4", "5_8", "9_plus")
 
 
 def books_metrics(books: Books) -> dict[str, float]:
