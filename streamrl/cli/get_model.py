@@ -4,6 +4,8 @@
     OWNER/NAME      downloaded from the hub
     a GGUF file     read by transformers (extra: gguf) and written in float32: its quantized weights
                     become ordinary numbers, with the error that quantization made
+    --config        the small model that a configuration describes in `model.recipe`, made here, at
+                    `model.path`
 
 Invariant: the folder is written beside its place and renamed, so that it is complete or not there;
 a package's file is used only if it is, byte by byte, the one that was read when it was listed. What
@@ -13,6 +15,7 @@ is heavy is imported where it is used.
 import argparse
 import importlib.util
 import json
+import logging
 import shutil
 import struct
 import subprocess
@@ -26,6 +29,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.config import load_config
 from streamrl.errors import ConfigError, TransportError, did_you_mean
 from streamrl.model_folder import ModelFolder
 
@@ -57,7 +61,15 @@ _LEFT_OUT = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.pth", "onnx/*",
 
 
 def main(arguments: argparse.Namespace) -> int:
-    model: str = arguments.model
+    """
+    Raises:
+        ConfigError: what is given is no model, or does not go together.
+    """
+    model: str | None = arguments.model
+    if model is None:
+        return _make(arguments)
+    if arguments.config or arguments.overrides:
+        raise ConfigError("MODEL: is got as it is; --config and --set go without one")
     write = writer_of(model)
     folder = Path(arguments.output or Path("models", _name(model)))
     if folder.exists():
@@ -89,6 +101,26 @@ def writer_of(model: str) -> Writer:
         f"MODEL: there is no file, folder or known model {model!r}; "
         f"{did_you_mean(model, PACKAGED)}; a name of the hub has the form OWNER/NAME"
     )
+
+
+def _make(arguments: argparse.Namespace) -> int:
+    """Make the model of `model.recipe`, unless there is one at `model.path`."""
+    if not arguments.config or arguments.output:
+        raise ConfigError(
+            "give MODEL, or --config CONFIG alone: its model.recipe is made at its model.path"
+        )
+    config = load_config(arguments.config, arguments.overrides).config
+    if Path(config.model.path).exists():
+        print(f"{config.model.path} exists already")
+        return 0
+    from transformers.utils.logging import disable_progress_bar
+
+    from actors.make_model import make_model
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    disable_progress_bar()
+    make_model(config)
+    return 0
 
 
 def describe(folder: Path) -> str:

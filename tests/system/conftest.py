@@ -60,11 +60,11 @@ weights: {{address: "tcp://127.0.0.1:0", deadline_s: 8}}
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once, by `streamrl make-model` in this process, which has imported torch."""
+    """Made once, in this process, which has imported torch."""
     folder = tmp_path_factory.mktemp("model")
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(folder=folder, model=folder / "model"))
-    assert main(["make-model", str(config)]) == 0
+    assert main(["get-model", "--config", str(config)]) == 0
     return folder / "model"
 
 

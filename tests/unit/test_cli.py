@@ -118,7 +118,7 @@ GROUPS = {
     "run": [
         *("launch", "doctor", "check", "plan", "buffer", "generator", "learner", "torchrun"),
         "validator",
-        *("make-model", "get-model", "new", "keys new"),
+        *("get-model", "new", "keys new"),
     ],
     "look": [
         *("status", "top", "healthy", "watch", "report", "samples", "generators"),

