@@ -103,10 +103,10 @@ async def _generate(
 def require_model(config: RunConfig) -> None:
     """
     Raises:
-        ConfigError: the model is made locally, by `streamrl make-model`, and has not been made.
+        ConfigError: the model of `model.recipe` has not been made.
     """
     if config.model.recipe is not None and not Path(config.model.path).exists():
         raise ConfigError(
-            f"model.path: there is no {config.model.path}; run `streamrl make-model` with this "
-            "configuration first"
+            f"model.path: there is no {config.model.path}; `streamrl get-model --config "
+            "CONFIG` makes it of model.recipe"
         )

@@ -1,7 +1,10 @@
-"""A small Llama or Qwen2.5-VL with a character tokenizer, warm-started on the run's task.
+"""A small model, warm-started on the run's task: the one that `model.recipe` describes.
 
-No network and no GPU: the model is made from `model.recipe` and trained on prompts with known
-answers until some of its answers are right, so that reinforcement learning has a reward to raise.
+No network and no GPU: an untrained model (`model.recipe.architecture`) is trained on prompts with
+known answers until some of its answers are right, so that reinforcement learning has a reward to
+raise.
+
+Invariant: the folder at `model.path` is complete or not there.
 """
 
 import itertools
@@ -14,24 +17,25 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLForConditionalGeneration,
 )
 
 from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer
-from actors.rendering.vision import PromptVision
-from actors.vision_recipe import SPECIAL, TEMPLATE, image_processor, vision_config
+from actors.rendering.vision import PromptVision, load_media
 from streamrl.config import RunConfig
-from streamrl.config.model import RecipeSettings
+from streamrl.config.model import LLAMA, ModelSettings, RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
+from streamrl.model_folder import ModelFolder
 from streamrl.types import Media
-from streamrl.vision.patches import PatchReader
-from streamrl.vision.places import Placeholders
+from streamrl.user_code import attributed_to, load_user_code
+from streamrl.vision.families import load_pretrained
 from streamrl.vision.tower import VisionTower
 
 log = logging.getLogger(__name__)
@@ -48,7 +52,8 @@ def make_model(config: RunConfig) -> None:
     """Make the model of `model.recipe` and save it, complete or not at all, at `model.path`.
 
     Raises:
-        ConfigError: there is no recipe, or the prompts use characters outside its alphabet.
+        ConfigError: there is no recipe, its architecture cannot be made, or the prompts use
+            characters outside its alphabet.
     """
     recipe = config.model.recipe
     if recipe is None:
@@ -56,17 +61,34 @@ def make_model(config: RunConfig) -> None:
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
     torch.manual_seed(config.run.seed)
-    student = Student.make(config, recipe)
-    model = student.model
-    num_parameters = sum(p.numel() for p in model.parameters())
-    log.info("a %s of %.2f M parameters", model.config.model_type, num_parameters / 1e6)
-    accuracy = _warm_start(student, _examples(config, recipe), recipe)
-    log.info("warm start ends: %.2f of sampled answers are right", accuracy)
     path = Path(config.model.path)
     unfinished = path.with_name(path.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    student.save(unfinished)
-    unfinished.rename(path)
+    try:
+        unfinished.mkdir(parents=True)
+        _write_untrained(unfinished, recipe, config.max_model_len)
+        student = Student.of(unfinished, config)
+        accuracy = _warm_start(student, _examples(config, recipe), recipe)
+        log.info("warm start ends: %.2f of sampled answers are right", accuracy)
+        student.model.save_pretrained(unfinished)
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_untrained(folder: Path, recipe: RecipeSettings, max_model_len: int) -> None:
+    """The model with random weights, and its tokenizer."""
+    if recipe.architecture == LLAMA:
+        tokenizer = make_tokenizer(recipe.alphabet)
+        tokenizer.save_pretrained(folder)
+        LlamaForCausalLM(_llama(recipe, max_model_len, tokenizer)).save_pretrained(folder)
+        return
+    setting = "model.recipe.architecture"
+    write = load_user_code(setting, recipe.architecture)
+    with attributed_to(f"{setting}: {recipe.architecture}"):
+        write(folder, recipe, max_model_len)
+    if not ModelFolder(folder, setting).has_weights:
+        raise ConfigError(f"{setting}: {recipe.architecture} wrote no model into the folder")
 
 
 def _examples(config: RunConfig, recipe: RecipeSettings) -> PromptSource:
@@ -94,7 +116,7 @@ def make_tokenizer(alphabet: str, special: Sequence[str] = ()) -> PreTrainedToke
     )
 
 
-def _architecture(
+def _llama(
     recipe: RecipeSettings, max_model_len: int, tokenizer: PreTrainedTokenizerFast
 ) -> LlamaConfig:
     return LlamaConfig(
@@ -118,25 +140,20 @@ class Student:
     """The model that is made, with what reads its prompts."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
-    tower: VisionTower | None = None
+    tower: VisionTower | None
 
     @classmethod
-    def make(cls, config: RunConfig, recipe: RecipeSettings) -> "Student":
-        longest = config.max_model_len
+    def of(cls, folder: Path, config: RunConfig) -> "Student":
+        path = str(folder)
+        model = load_pretrained(path, dtype=torch.float32, trust_remote_code=False).train()
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        vision = PromptVision.of(ModelSettings(path=path))
         # What a run's prompts are cut to does not hold for what the model is warm-started on.
         data = config.data.model_copy(update={"max_prompt_length": _ANY_LENGTH})
-        if not recipe.vision:
-            tokenizer = make_tokenizer(recipe.alphabet)
-            model = LlamaForCausalLM(_architecture(recipe, longest, tokenizer))
-            return cls(model, tokenizer, ChatRenderer(tokenizer, data))
-        tokenizer = make_tokenizer(recipe.alphabet, SPECIAL)
-        tokenizer.chat_template = TEMPLATE
-        seeing = Qwen2_5_VLForConditionalGeneration(vision_config(recipe, longest, tokenizer))
-        vision = PromptVision(PatchReader(image_processor()), Placeholders.of(seeing.config))
-        renderer = ChatRenderer(tokenizer, data, vision)
-        return cls(seeing, tokenizer, renderer, VisionTower(seeing, vision.reader))
+        tower = None if vision is None else VisionTower(model, vision.reader)
+        return cls(model, tokenizer, ChatRenderer(tokenizer, data, vision), tower)
 
     def logits(self, batch: "Examples") -> torch.Tensor:
         """[B, T, V] behind each token but the last."""
@@ -144,12 +161,6 @@ class Student:
         inputs = {"input_ids": read} if self.tower is None else self.tower.inputs(read, batch.media)
         logits: torch.Tensor = self.model(**inputs).logits
         return logits
-
-    def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        if self.tower is not None:
-            image_processor().save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,8 @@ class Examples:
 def _warm_start(student: Student, prompts: PromptSource, recipe: RecipeSettings) -> float:
     """Supervised steps until enough sampled answers are right; returns the share that is."""
     model = student.model
+    num_parameters = sum(p.numel() for p in model.parameters())
+    log.info("a %s of %.2f M parameters", model.config.model_type, num_parameters / 1e6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / _WARM_UP, total_iters=_WARM_UP)
     batches = _batches(prompts, student, recipe.batch_size)
@@ -189,7 +202,7 @@ def _warm_start(student: Student, prompts: PromptSource, recipe: RecipeSettings)
 def _batches(prompts: PromptSource, student: Student, batch_size: int) -> Iterator[Examples]:
     tokenizer, renderer = student.tokenizer, student.renderer
     for first in itertools.count(_FIRST_PROMPT, batch_size):
-        rows = [prompts[prompt_index] for prompt_index in range(first, first + batch_size)]
+        rows = [load_media(prompts[number]) for number in range(first, first + batch_size)]
         asked = [renderer.encode(row) for row in rows]
         answers = [[*tokenizer(row.answer)["input_ids"], tokenizer.eos_token_id] for row in rows]
         unknown = tokenizer.unk_token_id

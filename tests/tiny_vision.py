@@ -1,4 +1,5 @@
-"""A Qwen2.5-VL small enough to be made in milliseconds, with its tokenizer and image processor."""
+"""A Qwen2.5-VL small enough to be made in milliseconds, with its tokenizer and image processor:
+that of the recipe `colors`."""
 
 import io
 from pathlib import Path
@@ -9,24 +10,31 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from actors.make_model import make_tokenizer
-from actors.vision_recipe import SPECIAL, TEMPLATE, image_processor, vision_config
 from streamrl.config.model import RecipeSettings
 from streamrl.types import Media
+from streamrl.user_code import load_user_code
 from streamrl.vision.patches import PatchReader
+from tests.documents import ROOT
 
+COLORS = ROOT / "configs" / "recipes" / "colors"
+config_of, image_processor, tokenizer_of = (
+    load_user_code("model.recipe.architecture", f"{COLORS / 'tiny_qwen.py'}:{name}")
+    for name in ("config_of", "image_processor", "tokenizer_of")
+)
 RECIPE = RecipeSettings(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, alphabet="abcdefgh?"
 )
-TOKENIZER = make_tokenizer(RECIPE.alphabet, SPECIAL)
-TOKENIZER.chat_template = TEMPLATE
-START, END, IMAGE, VIDEO = (TOKENIZER.convert_tokens_to_ids(token) for token in SPECIAL)
+TOKENIZER = tokenizer_of(RECIPE)
+START, END, IMAGE, VIDEO = (
+    TOKENIZER.convert_tokens_to_ids(f"<|{name}|>")
+    for name in ("vision_start", "vision_end", "image_pad", "video_pad")
+)
 
 
 def make_qwen(seed: int = 0) -> Any:
     """With weights so large that log-probabilities depend on all that a token may see."""
     torch.manual_seed(seed)
-    config = vision_config(RECIPE, 512, TOKENIZER)
+    config = config_of(RECIPE, 512, TOKENIZER)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -38,18 +38,6 @@ class SingleTurn:
         """There is nothing to close."""
 
 
-def _calculator() -> Make:
-    from actors.environments.tasks.calculator import calculator
-
-    return calculator
-
-
-def _file_search() -> Make:
-    from actors.environments.tasks.file_search import file_search
-
-    return file_search
-
-
 def _agent() -> Make:
     from actors.gateway.start import UnservedAgent
 
@@ -85,8 +73,6 @@ BUILT_IN: Mapping[str, Callable[[], Make]] = {
     "single_turn": lambda: SingleTurn,
     "agent": _agent,
     TOOLS: lambda: ToolEnvironment,
-    "calculator": _calculator,
-    "file_search": _file_search,
     "frozen_lake": _frozen_lake,
     "sokoban": _sokoban,
 }
@@ -94,6 +80,8 @@ BY_ID: Mapping[str, Callable[[], Make]] = {
     "gymnasium": _gymnasium,
     "textarena": _textarena,
 }
+_IN_RECIPES = frozenset({"calculator", "file_search"})
+"""Environments of earlier releases; the recipe of that name has it, or a run like it."""
 _EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers"}
 
 
@@ -125,6 +113,11 @@ def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> 
 
 
 def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
+    if entry.environment in _IN_RECIPES:
+        raise ConfigError(
+            f"{entry.setting}: was {kind!r}; it is in its recipe: `streamrl new FOLDER --recipe "
+            f"{kind}`"
+        )
     loads = BUILT_IN if own_id is None else BY_ID
     if kind not in loads or own_id == "":
         known = (*BUILT_IN, *(f"{name}:ID" for name in BY_ID))

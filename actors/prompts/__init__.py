@@ -134,6 +134,10 @@ def _open_task(
         if any(reward.reward == "task" for reward in rewards):
             check_scorer(own_name)
         return ReasoningGymPrompts(own_name, kwargs, run_seed)
+    if path == "colors":
+        raise ConfigError(
+            f"{setting}: was 'colors'; it is in its recipe: `streamrl new FOLDER --recipe colors`"
+        )
     if path not in TASKS:
         suffixes = ", ".join(SUFFIXES)
         raise ConfigError(

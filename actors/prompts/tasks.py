@@ -3,9 +3,9 @@
 Invariant: a prompt is a pure function of (seed, prompt index), one that is held out of its index
 alone, and it never appears in training. A new task is a function and a line in `TASKS`.
 
-`colors` is one for a vision-language model. `LevelPrompts`: the prompts of an environment that
-makes up its own task are nothing but the seed of a level. A level of training is a pure function of
-(seed, prompt index), a held-out one of its index alone, and no seed is both.
+`LevelPrompts`: the prompts of an environment that makes up its own task are nothing but the seed of
+a level. A level of training is a pure function of (seed, prompt index), a held-out one of its index
+alone, and no seed is both.
 """
 
 import inspect
@@ -16,40 +16,10 @@ import numpy as np
 
 from actors.prompts.seeds import seed_of
 from streamrl.errors import ConfigError, did_you_mean
-from streamrl.interfaces import Message, Prompt
-from streamrl.types import Media
+from streamrl.interfaces import Prompt
 from streamrl.user_code import attributed_to
-from streamrl.vision.pixels import encode_png, pillow
 
-COLORS = {
-    "r": (220, 30, 30),
-    "g": (30, 180, 60),
-    "b": (40, 60, 220),
-    "y": (230, 220, 40),
-    "w": (240, 240, 240),
-    "k": (20, 20, 20),
-}
-"""By the letter that is the answer."""
-
-
-def colors(
-    rng: np.random.Generator, *, largest: int = 48, noise: float = 20.0
-) -> tuple[tuple[Message, ...], str]:
-    """A noisy image of a random size up to `largest` pixels a side, and the first letter of its
-    color (k for black)."""
-    name = list(COLORS)[int(rng.integers(len(COLORS)))]
-    height, width = (int(side) for side in rng.integers(16, largest + 1, 2))
-    pixels = np.array(COLORS[name]) + rng.normal(0.0, noise, (height, width, 3))
-    image = pillow("data.source colors").fromarray(pixels.clip(0, 255).astype(np.uint8))
-    parts: list[dict[str, Any]] = [
-        {"type": "image", "image": Media.image(encode_png(image))},
-        {"type": "text", "text": "?"},
-    ]
-    return ({"role": "user", "content": parts},), name
-
-
-Content = str | tuple[Message, ...]
-Task = Callable[..., tuple[Content, str]]
+Task = Callable[..., tuple[str, str]]
 _HELD_OUT = 2**31
 _MAX_DRAWS = 1000
 
@@ -86,7 +56,6 @@ def sort(
 
 TASKS: dict[str, Task] = {
     "addition": addition,
-    "colors": colors,
     "copy": copy,
     "reverse": reverse,
     "sort": sort,
@@ -125,12 +94,12 @@ class TaskPrompts:
         self._draw = _bound(name, kwargs)
         self._kwargs, self._seed = dict(kwargs), seed
         numbers = range(num_held_out)
-        self._kept_out = frozenset(_key(own[i].content) for own in held_out for i in numbers)
+        self._kept_out = frozenset(own[i].content for own in held_out for i in numbers)
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         for attempt in range(_MAX_DRAWS):
             content, answer = self._draw([self._seed, prompt_index, attempt])
-            if _key(content) not in self._kept_out:
+            if content not in self._kept_out:
                 return Prompt(content, answer)
         raise ConfigError(
             f"data.num_eval_prompts: {len(self._kept_out)} prompts held out leave hardly any to "
@@ -138,7 +107,7 @@ class TaskPrompts:
         )
 
 
-def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[Content, str]]:
+def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[str, str]]:
     """Draws a prompt of the task and its answer from a seed of several parts."""
     task, own = TASKS[name], dict(kwargs)
     allowed = [p for p in inspect.signature(task).parameters if p != "rng"]
@@ -147,17 +116,12 @@ def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tu
             hint = did_you_mean(key, allowed)
             raise ConfigError(f"data.source_kwargs: {name} has no argument {key!r}; {hint}")
 
-    def draw(seed: Sequence[int]) -> tuple[Content, str]:
+    def draw(seed: Sequence[int]) -> tuple[str, str]:
         return task(np.random.default_rng(seed), **own)
 
     with attributed_to(f"data.source_kwargs: {name} with {own}"):
         draw([0])
     return draw
-
-
-def _key(content: Content) -> str:
-    """Equal for equal contents; an image stands in it by the hash of its bytes."""
-    return content if isinstance(content, str) else repr(content)
 
 
 def _digits(rng: np.random.Generator, shortest: int, longest: int, tail: float) -> str:

@@ -357,8 +357,8 @@ class GeneratorSettings(Section):
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
     """What answers the policy, turn by turn: single_turn, tools (see `tools`), frozen_lake,
-    sokoban, calculator, file_search, gymnasium:ID, textarena:ID, or PATH.py:CLASS; or what calls
-    the policy: agent (see `agent`). Several environments stand in `environments`."""
+    sokoban, gymnasium:ID, textarena:ID, or PATH.py:CLASS; or what calls the policy: agent (see
+    `agent`). Several environments stand in `environments`."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
     agent: AgentSettings = AgentSettings()

@@ -2,14 +2,28 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from streamrl.config.section import LearningRate, NotNegative, Positive, Probability, Section
+from streamrl.user_code import check_user_code, is_user_code
+
+LLAMA = "llama"
+
+
+def _architecture(name: str) -> str:
+    if name != LLAMA and not is_user_code(name):
+        raise ValueError(f"was {name!r}; it must be llama or code of your own, PATH.py:NAME")
+    if name != LLAMA:
+        check_user_code(name)
+    return name
 
 
 class RecipeSettings(Section):
-    """A small Llama, or Qwen2.5-VL, and its character tokenizer, made locally and warm-started
-    (make-model)."""
+    """A small model and its character tokenizer, made locally and warm-started."""
+
+    architecture: Annotated[str, AfterValidator(_architecture)] = LLAMA
+    """The untrained model: llama, or PATH.py:NAME, a function that is called with a folder, these
+    settings and the longest sequence, and writes a model and its tokenizer into the folder."""
 
     hidden_size: Positive = 128
     """Width of the residual stream."""
@@ -19,8 +33,6 @@ class RecipeSettings(Section):
     """Decoder layers."""
     num_heads: Positive = 4
     """Attention heads."""
-    vision: bool = False
-    """Make a Qwen2.5-VL, with a vision tower of the same width, instead of a Llama."""
     alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
     """Characters of the tokenizer; one token each."""
     warm_start_source: str | None = None
@@ -47,7 +59,7 @@ class ModelSettings(Section):
     trust_remote_code: bool = False
     """Allow models that bring their own code."""
     recipe: RecipeSettings | None = None
-    """How `streamrl make-model` makes the model when `path` does not exist."""
+    """What a launch, or `streamrl get-model --config`, makes where `path` does not exist."""
 
     @property
     def tokenizer_path(self) -> str:

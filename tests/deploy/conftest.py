@@ -17,5 +17,5 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     with network(folder, "desk", "a", "b", "c") as machines:
         desk = machines.hosts["desk"]
         (desk.home / "run.yaml").write_text(CONFIG.format(folder="runs", model="models/copy"))
-        desk.run(STREAMRL, "make-model", "run.yaml")
+        desk.run(STREAMRL, "get-model", "--config", "run.yaml")
         yield machines

@@ -106,7 +106,7 @@ def _configure(machine: Machine) -> None:
     machine("chown", "streamrl:streamrl", "/var/lib/streamrl")
     machine(STREAMRL, "keys", "new", "/etc/streamrl/keys")
     machine("chown", "-R", "streamrl:streamrl", "/etc/streamrl/keys")
-    _as_the_user(machine, "make-model", "--config", "/etc/streamrl/run.yaml")
+    _as_the_user(machine, "get-model", "--config", "/etc/streamrl/run.yaml")
 
 
 def _as_the_user(machine: Machine, *words: str) -> str:

@@ -113,7 +113,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         text = text.replace("127.0.0.1:0", f"127.0.0.1:{free_port()}", 1)
     config = tmp_path / "run.yaml"
     config.write_text(text)
-    assert main(["make-model", str(config)]) == 0
+    assert main(["get-model", "--config", str(config)]) == 0
     made = Run(config)
     yield made
     started = [*made.generators.values(), *([made.launched.process] if made.launched else [])]

@@ -266,7 +266,7 @@ def _make_model(config: RunConfig) -> None:
         config.run.path.mkdir(parents=True, exist_ok=True)
         file = config.run.path / "config.yaml"
         write_file(file, to_yaml(config))
-        call("make-model", "--config", str(file))
+        call("get-model", "--config", str(file))
 
 
 def _launch(run: Run, source: str) -> int:

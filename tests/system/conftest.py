@@ -66,11 +66,11 @@ def script(name: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once, by `streamrl make-model` in this process, which has imported torch."""
+    """Made once, in this process, which has imported torch."""
     folder = tmp_path_factory.mktemp("model")
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(folder=folder, model=folder / "model"))
-    assert main(["make-model", str(config)]) == 0
+    assert main(["get-model", "--config", str(config)]) == 0
     return folder / "model"
 
 

@@ -26,7 +26,7 @@ SCRIPTS = "PYTHONPATH=. .venv/bin/python -m tests.research."
 RUN_BY = {
     "make quickstart": "make",
     "make test": "make",
-    "streamrl make-model --config configs/quickstart.yaml": "daemons",
+    "streamrl get-model --config configs/quickstart.yaml": "daemons",
     "streamrl generator --config configs/quickstart.yaml --id mine": "daemons",
     "streamrl learner --config configs/quickstart.yaml": "daemons",
     "streamrl buffer --config configs/quickstart.yaml": "daemons",
@@ -71,7 +71,7 @@ RUN_BY = {
     "streamrl replay runs/quickstart": "test_replay.py",
     "streamrl replay runs/quickstart --set algorithm.rollout_is=m2po "
     "--set learner.optimizer.lr=5e-5": "test_replay.py",
-    "streamrl launch configs/recipes/colors/config.yaml": "test_vision.py",
+    "cd configs/recipes/colors": "test_vision.py",
     "python prompts.py": "first",
     "streamrl check first.yaml": "first",
     "streamrl launch first.yaml --new": "first",
@@ -123,8 +123,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_model(environment: None) -> None:
-    """The model as `streamrl make-model` makes it, in this process, which has imported torch."""
-    assert main(["make-model", "configs/quickstart.yaml"]) == 0
+    """The model of the recipe, made, in this process, which has imported torch."""
+    assert main(["get-model", "--config", "configs/quickstart.yaml"]) == 0
 
 
 def test_every_command_of_the_documents_is_run_by_a_test():

@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 from streamrl.cli.main import main
 from tests.system.test_launch import assert_books_close
 
-RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "colors" / "config.yaml"
+RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "colors"
 NUM_STEPS = 40
 
 
 @pytest.mark.long
-def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path):
+def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path, monkeypatch):
+    monkeypatch.chdir(RECIPE)
     model = tmp_path / "model"
     # Synchronous, so that every token's log-probability can be compared with the learner's.
     overrides = (
@@ -27,7 +28,9 @@ def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path):
         "buffer.url=zmq://127.0.0.1:0",
         "weights.address=tcp://127.0.0.1:0",
     )
-    run = launch(*(word for value in overrides for word in ("--set", value)), file=RECIPE)
+    run = launch(
+        *(word for value in overrides for word in ("--set", value)), file=Path("config.yaml")
+    )
     assert run.end() == 0, run.output
     rewards = [line["reward/mean"] for line in run.lines]
     assert len(rewards) == NUM_STEPS

@@ -90,7 +90,7 @@ def test_float32_agrees_bfloat16_less_and_a_threshold_between_them_refuses_one(
 
 
 def test_a_learner_with_other_weights_is_refused(config_file: str, tmp_path: Path, capsys):
-    assert main(["make-model", config_file]) == 0
+    assert main(["get-model", "--config", config_file]) == 0
     other = tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():

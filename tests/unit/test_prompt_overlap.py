@@ -20,6 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import EnvironmentContext, Prompt
+from tests.documents import ROOT
 from tests.unit.test_generator import FakeEngine
 
 RUN_SEEDS = (0, 1, 2, 2**31 - 1, 2**31, 2**40)
@@ -144,14 +145,15 @@ def test_a_source_of_the_users_own_is_held_out_with_a_seed_of_its_own(tmp_path):
     assert open_held_out(data)[0].content == "2147483647:0"
 
 
-LEVELS = ("frozen_lake", "sokoban", "calculator", "file_search")
+LEVELS = ("frozen_lake", "sokoban")
+FILE_SEARCH = f"{ROOT}/configs/recipes/file_search/file_search.py:FileSearch"
 
 
 def test_every_environment_that_makes_up_its_levels_is_counted_here():
     assert set(BUILT_IN) - {"single_turn", "agent", "tools"} == set(LEVELS)
 
 
-@pytest.mark.parametrize("environment", LEVELS)
+@pytest.mark.parametrize("environment", [*LEVELS, FILE_SEARCH])
 async def test_levels_repeat_by_chance_alone(environment):
     config = RunConfig.model_validate(
         {
@@ -177,7 +179,8 @@ async def opening(config: RunConfig, renderer: ChatRenderer, prompt: Prompt) -> 
     observation = await environment.start(EnvironmentContext(prompt, (), renderer))
     await environment.close()
     tokens = list(observation.token_ids)
-    return f"{observation.messages}{tokens}{getattr(environment, '_answer', '')}"
+    own = getattr(environment, "_environment", None)
+    return f"{observation.messages}{tokens}{getattr(own, 'answer', '')}"
 
 
 def test_a_group_without_a_level_of_its_own_is_held_out_with_another_seed():

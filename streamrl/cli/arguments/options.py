@@ -111,10 +111,14 @@ def new_from_recipe(parser: ArgumentParser) -> None:
 def get_model(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODEL",
         help="smollm2-135m, a name of the Hugging Face hub, a folder or a GGUF file",
     )
     parser.add_argument("--output", metavar="FOLDER", help="a new folder; default: models/NAME")
+    help_text = "instead of MODEL: make the model of its model.recipe, as a launch does"
+    parser.add_argument("--config", metavar="CONFIG", help=help_text)
+    overrides(parser)
 
 
 def buffer(parser: ArgumentParser) -> None:

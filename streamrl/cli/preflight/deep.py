@@ -51,7 +51,7 @@ def sample_one_group(config: RunConfig) -> int:
     """
     disable_progress_bar()
     if config.model.recipe is not None and not Path(config.model.path).exists():
-        print(f"making {config.model.path} (streamrl make-model)", file=sys.stderr)
+        print(f"making {config.model.path} of model.recipe", file=sys.stderr)
         make_model(config)
     require_algorithm(config.algorithm)
     try:

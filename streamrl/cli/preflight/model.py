@@ -6,15 +6,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError
+from functools import partial
 from os import environ
 from pathlib import Path
 from threading import Thread
 
-from streamrl.cli.models.packages import PACKAGED
-from streamrl.cli.preflight.findings import Finding, fact, problem, warning
+from streamrl.cli.get_model import PACKAGED
+from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.model_folder import ModelFolder, local_folder
+from streamrl.user_code import find_user_code, is_user_code
 
 HUB_S = 5.0
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -29,6 +31,9 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
                 f"model.recipe.hidden_size: was {recipe.hidden_size}, which "
                 f"model.recipe.num_heads {recipe.num_heads} do not divide"
             )
+        if is_user_code(recipe.architecture):
+            setting = "model.recipe.architecture"
+            yield from refusal(partial(find_user_code, setting, recipe.architecture))
         yield _makeable(Path(path))
         return
     folder = find_folder("model.path", path)

@@ -53,8 +53,8 @@ def write_books(config: RunConfig, *, is_stopped: bool) -> None:
 def make_missing_model(config: RunConfig, console: Console) -> None:
     """That of `model.recipe`, here."""
     if config.model.recipe is not None and not Path(config.model.path).exists():
-        console.print(f"making {config.model.path} (streamrl make-model)")
-        call_for(config, "make-model")
+        console.print(f"making {config.model.path} of model.recipe")
+        call_for(config, "get-model")
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def write_configuration(plan: Plan, mode: Mode) -> Path:
 def make_model(config: RunConfig, path: Path) -> None:
     """Before the launch, so that no run pays for it."""
     if not Path(config.model.path).exists():
-        streamrl("make-model", str(path), "--set", "learner.num_threads=1")
+        streamrl("get-model", "--config", str(path), "--set", "learner.num_threads=1")
 
 
 def streamrl(*arguments: str) -> None:

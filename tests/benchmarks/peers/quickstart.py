@@ -58,7 +58,7 @@ def main() -> None:
             overrides = [*overrides, f"run.max_steps={arguments.steps}"]
         config = load_config(QUICKSTART, overrides).config
         subprocess.run(
-            [STREAMRL, "make-model", str(QUICKSTART), *as_options(overrides)], check=True
+            [STREAMRL, "get-model", "--config", str(QUICKSTART), *as_options(overrides)], check=True
         )
         for number in range(arguments.rounds):
             for line in (trl(config, folder, python), ours(folder, overrides, number)):

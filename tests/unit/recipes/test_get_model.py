@@ -86,6 +86,40 @@ def test_gguf_becomes_a_folder_that_computes_the_same(folder, capsys, model):
     assert AutoTokenizer.from_pretrained("made").chat_template == CHAT_TEMPLATE
 
 
+def test_the_model_of_a_configuration_is_made_where_there_is_none(folder, capsys):
+    Path("run.yaml").write_text(
+        "model: {path: made, recipe: {hidden_size: 8, intermediate_size: 8, num_layers: 1}}\n"
+        "data: {source: copy, source_kwargs: {max_length: 3}}\n"
+    )
+    command = ["get-model", "--config", "run.yaml", "--set", "model.recipe.warm_start_steps=0"]
+    assert main(command) == 0
+    assert AutoModelForCausalLM.from_pretrained("made").config.hidden_size == 8
+    assert main(command) == 0
+    assert capsys.readouterr().out.endswith("made exists already\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "give MODEL, or --config CONFIG"),
+        (("--config", "run.yaml", "--output", "here"), "is made at its model.path"),
+        (("tiny", "--set", "run.seed=1"), "MODEL: is got as it is; --config and --set go without"),
+        (("--config", "run.yaml"), "model.path: there is no made, and no model.recipe"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(folder, capsys, words, sentence):
+    Path("run.yaml").write_text("model: {path: made}\ndata: {source: copy}\n")
+    assert main(["get-model", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_make_model_says_where_it_went(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["make-model", "run.yaml"])
+    assert ended.value.code == 2
+    assert "it is `streamrl get-model --config CONFIG`" in capsys.readouterr().err
+
+
 def test_a_run_without_its_model_is_told_how_to_get_it(folder, capsys):
     assert main(["new", "sums", "--recipe", "sums"]) == 0
     os.chdir("sums")

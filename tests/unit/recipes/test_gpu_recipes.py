@@ -53,6 +53,11 @@ def test_one_gpu_is_shared_by_learner_engine_and_validator(tmp_path, model, gib)
     assert set(seats(plan)) == {"learner", "generator-0", "validator"}
 
 
+def test_one_gpu_is_shared_by_learner_and_engine_of_the_tools(tmp_path):
+    plan = make_plan(with_model("file_search", tmp_path), one_host(1, 80))
+    assert seats(plan) == {"learner": ("here", (0,)), "generator-0": ("here", (0,))}
+
+
 def test_eight_gpus_are_four_ranks_and_four_generators(tmp_path):
     plan = make_plan(with_model("gsm8k_8gpus", tmp_path), one_host(8, 80))
     generators = {f"generator-{i}": ("here", (4 + i,)) for i in range(4)}

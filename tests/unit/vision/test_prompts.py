@@ -28,7 +28,7 @@ def settings(source: Path, **overrides: object) -> DataSettings:
 
 
 def renderer(**overrides: object) -> ChatRenderer:
-    data = DataSettings(source="colors", **overrides)
+    data = DataSettings(source="addition", **overrides)
     vision = PromptVision(reader(), Placeholders.of(make_qwen().config))
     return ChatRenderer(TOKENIZER, data, vision)
 
@@ -127,7 +127,7 @@ def test_an_image_is_not_cut(truncation):
 
 
 def test_a_model_that_sees_none_is_named():
-    blind = ChatRenderer(TOKENIZER, DataSettings(source="colors"))
+    blind = ChatRenderer(TOKENIZER, DataSettings(source="addition"))
     with pytest.raises(ConfigError, match=r"^model\.path: row 1 has images, and the model sees"):
         blind.encode(prompt_of(picture(DATA)))
 

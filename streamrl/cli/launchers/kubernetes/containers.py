@@ -193,7 +193,7 @@ def _init_containers(config: RunConfig, role: HostRole, container: Document) -> 
     """A model that is made here is made once, by the first pod of the learner."""
     if role != "learner" or config.model.recipe is None:
         return {}
-    make = ["streamrl", "make-model", "--config", str(CONFIG_FILE)]
+    make = ["streamrl", "get-model", "--config", str(CONFIG_FILE)]
     kept = ("image", "workingDir", "env", "securityContext", "volumeMounts")
     is_there = f"test -e {shlex.quote(config.model.path)}"
     return {

@@ -172,6 +172,6 @@ def _make_model(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Here, from where the hosts get it."""
     if config.model.recipe is None or Path(config.model.path).exists():
         return
-    print(f"making {config.model.path} (streamrl make-model)", flush=True)
+    print(f"making {config.model.path} of model.recipe", flush=True)
     settings = [word for text in arguments.overrides for word in ("--set", text)]
-    call("make-model", "--config", config_file(arguments), *settings)
+    call("get-model", "--config", config_file(arguments), *settings)

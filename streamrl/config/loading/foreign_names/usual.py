@@ -9,6 +9,7 @@ USUAL = {
     # The model, the data, the reward.
     "model.name": "model.path",
     "model.id": "model.path",
+    "recipe.vision": "(the recipe colors makes a Qwen2.5-VL by model.recipe.architecture)",
     "model_name": "model.path",
     "model_path": "model.path",
     "lora": "learner.lora",

@@ -1,14 +1,16 @@
-"""A small Qwen2.5-VL with what its folder needs beside weights: special tokens, a chat template, an
-image processor. Made locally by `model.recipe.vision`, see make_model.py.
+"""A small Qwen2.5-VL with what its folder needs beside weights: a tokenizer of characters with the
+special tokens of images, a chat template, an image processor.
 
 Images are small: PATCH pixels a side of a patch, of which four are one token.
 """
 
-from typing import Any
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
 
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2VLImageProcessorPil
-
-from streamrl.config.model import RecipeSettings
+from actors.make_model import make_tokenizer
 
 PATCH = 8
 MERGE = 2
@@ -26,13 +28,26 @@ TEMPLATE = (
 )
 
 
-def vision_config(
-    recipe: RecipeSettings, max_model_len: int, tokenizer: PreTrainedTokenizerFast
-) -> Qwen2_5_VLConfig:
+def write(folder, recipe, max_model_len):
+    """The untrained model of `model.recipe`: its numbers are the section's, with their defaults."""
+    tokenizer = tokenizer_of(recipe)
+    config = config_of(recipe, max_model_len, tokenizer)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    image_processor().save_pretrained(folder)
+
+
+def tokenizer_of(recipe):
+    tokenizer = make_tokenizer(recipe.alphabet, SPECIAL)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def config_of(recipe, max_model_len, tokenizer):
     """The architecture; the vision tower is as wide as the text model."""
     width, heads = recipe.hidden_size, recipe.num_heads
     half = width // heads // 2
-    text: dict[str, Any] = {
+    text = {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
         "intermediate_size": recipe.intermediate_size,
@@ -74,7 +89,7 @@ def vision_config(
     )
 
 
-def image_processor() -> Qwen2VLImageProcessorPil:
+def image_processor():
     """Of images from one token up to 64."""
     side = PATCH * MERGE
     return Qwen2VLImageProcessorPil(

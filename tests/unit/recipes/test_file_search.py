@@ -1,4 +1,4 @@
-"""Questions that are answered with tools: the calls, the answer, and its reward."""
+"""`configs/recipes/file_search`: the calls, the answer, and its reward."""
 
 import json
 import re
@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from actors.environments import make_environment
-from actors.environments.tasks.question import QuestionEnvironment
+from actors.environments.user import UserEnvironment
 from streamrl.errors import ConfigError
 from streamrl.interfaces import EnvironmentContext, Message, Prompt
 from streamrl.types import Completion, FinishReason
+from tests.documents import ROOT
 from tests.unit.environments.test_games import entry
+
+ENVIRONMENT = f"{ROOT}/configs/recipes/file_search/file_search.py:FileSearch"
 
 
 class CallRenderer:
@@ -32,7 +35,7 @@ class CallRenderer:
         return {"role": "assistant", "content": "", "tool_calls": [{"function": said}]}
 
 
-async def step(environment: QuestionEnvironment, said: object):
+async def step(environment: UserEnvironment, said: object):
     ids = np.array([*map(ord, json.dumps(said))], np.int32)
     completion = Completion(
         token_ids=ids,
@@ -43,51 +46,42 @@ async def step(environment: QuestionEnvironment, said: object):
     return await environment.step(completion)
 
 
-async def call(environment: QuestionEnvironment, name: str, **arguments: str) -> str:
+async def call(environment: UserEnvironment, name: str, **arguments: str) -> str:
     transition = await step(environment, {"name": name, "arguments": arguments})
     assert (transition.done, transition.num_tool_calls) == (False, 1)
     (message,) = transition.observation.messages
     return str(message["content"])
 
 
-async def asked(name: str, seed: int, **kwargs: object) -> tuple[QuestionEnvironment, str]:
-    environment = make_environment(entry(name, **kwargs))
+async def asked(seed: int) -> tuple[UserEnvironment, str]:
+    environment = make_environment(entry(ENVIRONMENT))
     context = EnvironmentContext(Prompt("", "", {"seed": seed}), (), CallRenderer())
     observation = await environment.start(context)
     return environment, str(observation.messages[0]["content"])
 
 
-@pytest.mark.parametrize("seed", range(5))
-async def test_an_expression_is_computed_with_the_calculator(seed):
-    environment, question = await asked("calculator", seed, num_terms=4)
-    expression = re.search(r"What is (.*)\?", question)[1]
-    value = await call(environment, "calculator", expression=expression)
-    assert int(value) == eval(expression)
-    transition = await step(environment, f"It is {value}.")
-    assert (transition.done, transition.reward) == (True, 1.0)
-    assert transition.metrics["success"] == 1.0
-    assert transition.metrics["tool/calculator/num_calls"] == 1
-
-
 async def test_a_wrong_answer_has_no_reward():
-    environment, _ = await asked("calculator", 1)
+    environment, _ = await asked(1)
     transition = await step(environment, "It is 1.")
     assert (transition.done, transition.reward, transition.metrics["success"]) == (True, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_a_locker_is_found_in_two_searches(seed):
-    environment, question = await asked("file_search", seed)
+    environment, question = await asked(seed)
     who = re.search(r"the parcel that (.*) waits for", question)[1]
     parcel = re.search(r"waits for parcel (\d+)", await call(environment, "search", text=who))[1]
     hits = await call(environment, "search", text=f"Parcel {parcel} ")
     file, locker = re.fullmatch(r"(\S+): Parcel \d+ lies in locker (\d+)\.", hits).groups()
     assert f"locker {locker}" in await call(environment, "read", file=file)
-    assert (await step(environment, f"Locker {locker}")).reward == 1.0
+    transition = await step(environment, f"Locker {locker}")
+    assert (transition.done, transition.reward) == (True, 1.0)
+    assert transition.metrics["success"] == 1.0
+    assert transition.metrics["tool/search/num_calls"] == 2
 
 
 async def test_searches_that_find_nothing_or_are_wrong_are_answered():
-    environment, _ = await asked("file_search", 0)
+    environment, _ = await asked(0)
     assert await call(environment, "search", text="zebra") == "no line contains it"
     assert await call(environment, "read", file="none.txt") == "error: there is no file 'none.txt'"
     assert (await call(environment, "search", words="a")).startswith("error: the one argument is")
@@ -95,18 +89,24 @@ async def test_searches_that_find_nothing_or_are_wrong_are_answered():
 
 
 async def test_the_seed_is_the_question():
-    questions = [(await asked("file_search", seed))[1] for seed in (1, 1, 2)]
+    questions = [(await asked(seed))[1] for seed in (1, 1, 2)]
     assert questions[0] == questions[1] != questions[2]
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "sentence"),
+    ("kwargs", "sentence"),
     [
-        ("calculator", {"num_terms": 1}, "num_terms 1"),
-        ("file_search", {"num_people": 1}, "num_people was 1; 2 to 132"),
-        ("calculator", {"max": 1}, "calculator takes no 'max'; .*max_number"),
+        ({"num_people": 1}, "num_people was 1; 2 to 132"),
+        ({"num_peeple": 2}, "takes no 'num_peeple'; .*num_people"),
     ],
 )
-def test_bad_arguments_are_refused(name, kwargs, sentence):
+def test_bad_arguments_are_refused(kwargs, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        make_environment(entry(name, **kwargs))
+        make_environment(entry(ENVIRONMENT, **kwargs))
+
+
+@pytest.mark.parametrize("name", ["calculator", "file_search"])
+def test_what_was_built_in_says_where_it_is(name):
+    sentence = f"^generator.environment: was '{name}'; .*--recipe {name}"
+    with pytest.raises(ConfigError, match=sentence):
+        make_environment(entry(name))

