@@ -51,12 +51,9 @@ that names the setting, the value and what is allowed. So is what
 def _migration() -> str:
     introduction = """# Names from verl, ROLL, TRL and prime-rl
 
-Settings and features of other systems and what they are here. A configuration that uses one
-of these names is refused with the name that it has here: `streamrl check FILE` names all of them at
-once. Names of metrics are shared: what verl logs under `mismatch/` has the
-[same name here](importance-sampling.md#metrics).
-
-Names of verl and ROLL by what became of them:
+What settings and features of other systems are here. A configuration that uses one of these names
+is refused with the name that it has here: `streamrl check FILE` names all at once. Names of metrics
+are shared: what verl logs under `mismatch/` has the [same name](importance-sampling.md#metrics).
 
 """
     found = [entry._replace(here=_here(entry.here)) for entry in coverage.entries()]
@@ -69,9 +66,13 @@ Names of verl and ROLL by what became of them:
 
 
 def _names_table(system: str, names: Mapping[str, str]) -> str:
+    shared: dict[str, list[str]] = {}
+    for name, setting in names.items():
+        shared.setdefault(setting, []).append(f"`{name}`")
     rows = "".join(
-        f"| `{name}` | {'no setting: ' * setting.startswith('(')}{_here(setting).strip('()')} |\n"
-        for name, setting in names.items()
+        f"| {', '.join(known)} | "
+        f"{'no setting: ' * setting.startswith('(')}{_here(setting).strip('()')} |\n"
+        for setting, known in shared.items()
     )
     return f"## {system}\n\n| in {system} | here |\n|---|---|\n{rows}"
 
