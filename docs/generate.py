@@ -35,14 +35,12 @@ file. A value is taken from the first of these that has it:
 1. `--set learner.optimizer.lr=3e-6` on the command line;
 2. the environment, `STREAMRL__LEARNER__OPTIMIZER__LR=3e-6`;
 3. the file;
-4. the default in the tables below.
+4. the default in the tables below, with what is allowed in parentheses.
 
 `streamrl check FILE` prints every value and where it came from. An unknown key, a value out of
-range and two settings that contradict each other are refused before anything starts, in a sentence
-that names the setting, the value and what is allowed. So is what
-[cannot start on this machine](operating.md#before-a-run). Values are read by the rules of YAML 1.2:
-`3e-6` is a number and `on` is text. A password is
-[kept out of all that is written](buffer.md#passwords).
+range and two settings that contradict each other are refused in a sentence that names the setting,
+the value and what is allowed; so is what [cannot start on this machine](operating.md#before-a-run).
+Values are read by the rules of YAML 1.2: `3e-6` is a number and `on` is text.
 
 """
     return _NOTICE + introduction + "\n".join(reference.sections(RunConfig))

@@ -1,9 +1,8 @@
 """The configuration reference as Markdown, read from the pydantic models.
 
-Invariant: every field of every section stands in it, with its values, default and meaning; those of
-a section in two places stand at the first, and the second names it. Below a section whose record
-another setting chooses, such as `loss_config`, stands what each record adds. A null default says by
-itself that null is allowed.
+Invariant: every field of every section stands in it, with its default, what is allowed, and its
+meaning; those of a section in two places stand at the first, and the second names it. Below a
+section whose record another setting chooses, such as `loss_config`, stands what each record adds.
 """
 
 import types
@@ -19,7 +18,7 @@ from pydantic.fields import FieldInfo
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS, AdvantageSettings
 from streamrl.config.algorithm.losses import LOSS_SETTINGS, LossSettings
 
-_TITLES, _RULE = "| setting | values | default | meaning |\n", "|---|---|---|---|\n"
+_TITLES, _RULE = "| setting | default | meaning |\n", "|---|---|---|\n"
 _RECORDS: Mapping[type[BaseModel], Mapping[str, type[BaseModel]]] = {
     AdvantageSettings: ADVANTAGE_SETTINGS,
     LossSettings: LOSS_SETTINGS,
@@ -31,7 +30,7 @@ _BOUNDS = {
     annotated_types.Le: ("le", "≤"),
 }
 _NAMES: dict[Any, str] = {
-    bool: "true, false",
+    bool: "true or false",
     str: "text",
     int: "integer",
     float: "number",
@@ -126,11 +125,19 @@ def _row(name: str, field: FieldInfo) -> str:
     meaning = _cell(field.description or "")
     if nested and not meaning:
         meaning = _cell((nested[0].__doc__ or "").split("\n\n")[0]) or "A section of its own."
-    default = _default(field)
-    kinds = [kind for kind in _types(field.annotation) if (kind, default) != ("null", "`null`")]
+    return f"| `{name}` | {_default(field)}{_values(field)} | {meaning} |\n"
+
+
+def _values(field: FieldInfo) -> str:
+    """What is allowed, in parentheses, but for what the default shows by itself."""
+    shown = {bool: {"true or false"}, str: {"text"}, type(None): {"null"}}
+    said = shown.get(type(field.default), set())
+    kinds = [kind for kind in dict.fromkeys(_types(field.annotation)) if kind not in said]
     ranges = dict.fromkeys(_ranges(field.annotation, tuple(field.metadata)))
-    values = ", ".join((" or ".join(dict.fromkeys(kinds)), *ranges))
-    return f"| `{name}` | {values} | {default} | {meaning} |\n"
+    if kinds == ["null"]:
+        kinds = ["or null"]
+    values = ", ".join((*filter(None, [" or ".join(kinds)]), *ranges))
+    return f" ({values})" if values else ""
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
