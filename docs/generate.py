@@ -35,7 +35,10 @@ file. A value is taken from the first of these that has it:
 1. `--set learner.optimizer.lr=3e-6` on the command line;
 2. the environment, `STREAMRL__LEARNER__OPTIMIZER__LR=3e-6`;
 3. the file;
-4. the default in the tables below, with what is allowed in parentheses.
+4. the default in the tables below.
+
+What is allowed stands behind a default in parentheses, but for what the default shows: `1` is an
+integer, `1.0` any number.
 
 `streamrl check FILE` prints every value and where it came from. An unknown key, a value out of
 range and two settings that contradict each other are refused in a sentence that names the setting,

@@ -130,7 +130,13 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     """What is allowed, in parentheses, but for what the default shows by itself."""
-    shown = {bool: {"true or false"}, str: {"text"}, type(None): {"null"}}
+    shown: dict[type, set[str]] = {
+        bool: {"true or false"},
+        int: {"integer"},
+        float: {"number"},
+        str: {"text"},
+        type(None): {"null"},
+    }
     said = shown.get(type(field.default), set())
     kinds = [kind for kind in dict.fromkeys(_types(field.annotation)) if kind not in said]
     ranges = dict.fromkeys(_ranges(field.annotation, tuple(field.metadata)))
