@@ -71,7 +71,7 @@ def tables(system: str, found: Iterable[Entry]) -> Iterator[str]:
         for entry in members:
             names.setdefault((entry.status, entry.here, entry.note), []).append(entry.name)
         rows = "".join(_row(shared, *what) for what, shared in names.items())
-        yield f"### {section} ({system})\n\n| in {system} | here | note |\n|---|---|---|\n{rows}"
+        yield f"### {section} ({system})\n\n| in {system} | here |\n|---|---|\n{rows}"
 
 
 def _count(found: Iterable[Entry], system: str, status: str) -> int:
@@ -81,4 +81,5 @@ def _count(found: Iterable[Entry], system: str, status: str) -> int:
 def _row(names: list[str], status: str, here: str, note: str) -> str:
     shown = ", ".join(name if " " in name else f"`{name}`" for name in names)
     what = _PREFIXES.get(status, "") + here.strip("()")
-    return f"| {shown} | {what} | {'in part: ' * (status == 'partly')}{note} |\n"
+    limits = f"; {'in part: ' * (status == 'partly')}{note}" if note else ""
+    return f"| {shown} | {what}{limits} |\n"

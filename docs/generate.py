@@ -44,12 +44,13 @@ file. A value is taken from the first of these that has it:
 3. the file;
 4. the default in the tables below.
 
+What is allowed stands behind a default in parentheses, but for what the default shows: `1` is an
+integer, `1.0` any number.
+
 `streamrl check FILE` prints every value and where it came from. An unknown key, a value out of
-range and two settings that contradict each other are refused before anything starts, in a sentence
-that names the setting, the value and what is allowed. So is what
-[cannot start on this machine](operating.md#before-a-run). Values are read by the rules of YAML 1.2:
-`3e-6` is a number and `on` is text. A password is
-[kept out of all that is written](buffer.md#passwords).
+range and two settings that contradict each other are refused in a sentence that names the setting,
+the value and what is allowed; so is what [cannot start on this machine](operating.md#before-a-run).
+Values are read by the rules of YAML 1.2: `3e-6` is a number and `on` is text.
 
 """
     return _NOTICE + introduction + "\n".join(reference.sections(RunConfig))
@@ -102,12 +103,9 @@ def _shown(row: Metric) -> str:
 def _migration() -> str:
     introduction = """# Names from verl, ROLL, TRL and prime-rl
 
-Settings and features of other systems and what they are here. A configuration that uses one
-of these names is refused with the name that it has here: `streamrl check FILE` names all of them at
-once. Names of metrics are shared: what verl logs under `mismatch/` has the
-[same name here](importance-sampling.md#metrics).
-
-Names of verl and ROLL by what became of them:
+What settings and features of other systems are here. A configuration that uses one of these names
+is refused with the name that it has here: `streamrl check FILE` names all at once. Names of metrics
+are shared: what verl logs under `mismatch/` has the [same name](importance-sampling.md#metrics).
 
 """
     found = [entry._replace(here=_here(entry.here)) for entry in coverage.entries()]
@@ -120,9 +118,13 @@ Names of verl and ROLL by what became of them:
 
 
 def _names_table(system: str, names: Mapping[str, str]) -> str:
+    shared: dict[str, list[str]] = {}
+    for name, setting in names.items():
+        shared.setdefault(setting, []).append(f"`{name}`")
     rows = "".join(
-        f"| `{name}` | {'no setting: ' * setting.startswith('(')}{_here(setting).strip('()')} |\n"
-        for name, setting in names.items()
+        f"| {', '.join(known)} | "
+        f"{'no setting: ' * setting.startswith('(')}{_here(setting).strip('()')} |\n"
+        for setting, known in shared.items()
     )
     return f"## {system}\n\n| in {system} | here |\n|---|---|\n{rows}"
 

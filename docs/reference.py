@@ -1,7 +1,8 @@
 """The configuration reference as Markdown, read from the pydantic models.
 
-Invariant: every field of every section stands in it, with its type, default, range and meaning. A
-section whose record another setting chooses, such as `loss_config`, has a heading for each record.
+Invariant: every field of every section stands in it, with its default, what is allowed, and its
+meaning; those of a section in two places stand at the first, and the second names it. Below a
+section whose record another setting chooses, such as `loss_config`, stands what each record adds.
 """
 
 import types
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS, AdvantageSettings
 from streamrl.config.algorithm.losses import LOSS_SETTINGS, LossSettings
 
-_HEADER = "| setting | type | default | range | meaning |\n|---|---|---|---|---|\n"
+_TITLES, _RULE = "| setting | default | meaning |\n", "|---|---|---|\n"
 _RECORDS: Mapping[type[BaseModel], Mapping[str, type[BaseModel]]] = {
     AdvantageSettings: ADVANTAGE_SETTINGS,
     LossSettings: LOSS_SETTINGS,
@@ -39,16 +40,24 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def sections(model: type[BaseModel], path: str = "") -> Iterator[str]:
-    """One Markdown section for the model, then those of the models in its fields, in order."""
+def sections(model: type[BaseModel]) -> Iterator[str]:
+    """The Markdown sections of the models in its fields, each before those in its own, in order."""
+    yield from _sections(model, "", {})
+
+
+def _sections(
+    model: type[BaseModel], path: str, written: dict[type[BaseModel], str]
+) -> Iterator[str]:
+    if model in written:
+        yield f"{_heading(path)}\n\nAs [`{written[model]}`](#{_anchor(written[model])}).\n"
+        return
     if path:
+        written[model] = path
         yield _section(model, path, dict(model.model_fields))
-    for choice, record in _choices(model):
-        own = {n: f for n, f in record.model_fields.items() if n not in model.model_fields}
-        if own:
-            yield _section(record, f"{path}, {choice}", own)
+    if model in _RECORDS:
+        yield _choices(model)
     for here, inner in _nested(model, path):
-        yield from sections(inner, here)
+        yield from _sections(inner, here, written)
 
 
 def settings(model: type[BaseModel], path: str = "") -> Iterator[str]:
@@ -75,21 +84,40 @@ def _is_list(annotation: Any) -> bool:
     return any(map(_is_list, get_args(annotation)))
 
 
-def _choices(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The records that a name beside the section chooses from, each with the names that do."""
-    for record in dict.fromkeys(_RECORDS.get(model, {}).values()):
-        names = [name for name, chosen in _RECORDS[model].items() if chosen is record]
-        yield " and ".join(names), record
+def _choices(model: type[BaseModel]) -> str:
+    """What the records that a name beside the section chooses add to it; equal rows are one."""
+    names: dict[type[BaseModel], list[str]] = {}
+    for name, record in _RECORDS[model].items():
+        if record.model_fields.keys() - model.model_fields.keys():
+            names.setdefault(record, []).append(name)
+    rows: dict[str, list[str]] = {}
+    for record, chosen in names.items():
+        for name, field in record.model_fields.items():
+            if name not in model.model_fields:
+                rows.setdefault(_row(name, field), []).extend(chosen)
+    said = "".join(f"- {_summary(record).strip()}\n" for record in names)
+    table = "".join(f"| {', '.join(chosen)} {row}" for row, chosen in rows.items())
+    return f"{said}\n| of {_TITLES}|---{_RULE}{table}"
 
 
 def _section(model: type[BaseModel], path: str, fields: Mapping[str, FieldInfo]) -> str:
-    setting, _, choice = path.partition(", ")
-    depth = min(4, setting.replace("[]", "").count(".") + 2 + bool(choice))
-    summary = " ".join((model.__doc__ or "").split()).removeprefix(f"{choice}: ")
+    summary = _summary(model)
     rows = "".join(_row(name, field) for name, field in fields.items())
-    title = f"`{setting}`, {choice}" if choice else f"`{setting}`"
-    paragraphs = [f"{'#' * depth} {title}", *([summary] if summary else []), _HEADER + rows]
-    return "\n\n".join(paragraphs)
+    return "\n\n".join([_heading(path), *([summary] if summary else []), _TITLES + _RULE + rows])
+
+
+def _summary(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _heading(path: str) -> str:
+    depth = min(4, path.replace("[]", "").count(".") + 2)
+    return f"{'#' * depth} `{path}`"
+
+
+def _anchor(path: str) -> str:
+    """Of the heading, as Markdown makes it."""
+    return path.replace(".", "").replace("[]", "")
 
 
 def _row(name: str, field: FieldInfo) -> str:
@@ -97,14 +125,25 @@ def _row(name: str, field: FieldInfo) -> str:
     meaning = _cell(field.description or "")
     if nested and not meaning:
         meaning = _cell((nested[0].__doc__ or "").split("\n\n")[0]) or "A section of its own."
-    cells = (
-        f"`{name}`",
-        " or ".join(dict.fromkeys(_types(field.annotation))),
-        _default(field),
-        ", ".join(dict.fromkeys(_ranges(field.annotation, tuple(field.metadata)))),
-        meaning,
-    )
-    return f"| {' | '.join(cells)} |\n"
+    return f"| `{name}` | {_default(field)}{_values(field)} | {meaning} |\n"
+
+
+def _values(field: FieldInfo) -> str:
+    """What is allowed, in parentheses, but for what the default shows by itself."""
+    shown: dict[type, set[str]] = {
+        bool: {"true or false"},
+        int: {"integer"},
+        float: {"number"},
+        str: {"text"},
+        type(None): {"null"},
+    }
+    said = shown.get(type(field.default), set())
+    kinds = [kind for kind in dict.fromkeys(_types(field.annotation)) if kind not in said]
+    ranges = dict.fromkeys(_ranges(field.annotation, tuple(field.metadata)))
+    if kinds == ["null"]:
+        kinds = ["or null"]
+    values = ", ".join((*filter(None, [" or ".join(kinds)]), *ranges))
+    return f" ({values})" if values else ""
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -35,14 +35,13 @@ class BufferSettings(Section):
     before the host where there are users; or memory://."""
     password_file: Path | None = None
     """File that holds the password of redis://, unless STREAMRL_REDIS_PASSWORD in the environment
-    does. A password is written nowhere: one in `url` is left out of the run's config.yaml."""
+    does. A password is written nowhere."""
     max_staleness: NotNegative = 2
     """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
     overdue: Literal["wait", "train", "drop"] = "wait"
-    """What happens to a group that others overtake until it would be too old: `wait`, the learner
-    waits for it, and `max_staleness` is exact; `train`, it is trained as old as it is, and
-    `max_staleness` bounds only how far generators run ahead; `drop`, it is dropped, which trains
-    fewer long responses than were sampled."""
+    """A group that others overtake until it would be too old: `wait`, the learner waits for it;
+    `train`, it is trained as old as it is, and `max_staleness` bounds only how far generators run
+    ahead; `drop`, which trains fewer long responses than were sampled."""
     lease_ttl_s: Seconds = 30.0
     """A generator that sends no heartbeat for this long, at least 1 s, loses its leases. It sends
     four in this time, and one a second at least."""

@@ -61,8 +61,8 @@ class ClusterSettings(Section):
     hosts: tuple[HostSettings, ...] = ()
     """The machines, in the order in which they are filled."""
     on_host_failure: Literal["stop", "continue"] = "continue"
-    """What `streamrl launch` does when a host fails that has only generators: end the run, or go on
-    with the others. A host with the learner or the buffer always ends the run."""
+    """When a host fails that has only generators: end the run, or go on with the others. A host
+    with the learner or the buffer always ends it."""
     folder: Path = Path(".")
     """Working folder of the run's processes on every host; where it is relative, to the home
     folder of a host reached by ssh."""
@@ -70,8 +70,7 @@ class ClusterSettings(Section):
     """Python of StreamRL on hosts that are reached by ssh; empty: the one at this machine's path if
     the host has it, else the first `python3` of its PATH."""
     silence_s: Annotated[float, Field(ge=10, le=900)] = 120.0
-    """How long a host may be cut off from the launching machine. Then it ends its processes by
-    itself, and `streamrl launch` takes it for failed."""
+    """How long a host may be cut off from the launching machine before both give up."""
     first_port: Annotated[int, Field(ge=1024, le=65_000)] = 29_600
     """Ports that the plan gives to buffer, weights and ranks are counted from here."""
     start_s: Seconds = 300.0

@@ -49,9 +49,8 @@ class RewardSettings(Section):
     retries: NotNegative | None = None
     """Further tries of a call that fails. Null: 3 for a reward behind a URL, else 0."""
     isolation: Literal["thread", "process"] | None = None
-    """Where a function that is not async runs. A process can be ended when it hangs and cannot harm
-    the generator; rows and answers must then be plain data. Null: `process` for `math`, else
-    `thread`."""
+    """Where a function that is not async runs. A process can be ended when it hangs; rows must then
+    be plain data. Null: `process` for `math`, else `thread`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -106,11 +105,11 @@ class SourceSettings(Section):
     path: str
     """What `data.source` names as a string."""
     weight: _WEIGHT | None = None
-    """Share of the prompts, in proportion to the other weights. If none has a weight, the rows of
-    all are one file; if some have, the others weigh 1."""
+    """Share of the prompts. If none has a weight, the rows of all are one file; if some have, the
+    others weigh 1."""
     name: str = ""
-    """Put into the column `data.data_source_key` of each row. Empty: the column as it is, or the
-    file's name without its suffix where the source has no such column."""
+    """Put into the column `data.data_source_key` of each row. Empty: the column as it is, else the
+    file's name."""
     subset: str | None = None
     """Configuration of a data set of the hub."""
     split: str | None = None
@@ -147,10 +146,10 @@ class DataSettings(Section):
     """Prompts, how they are rendered, and what scores the responses."""
 
     source: Sources
-    """A file (.jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet) or a pattern of files such as
-    train/*.parquet, a folder that the library datasets has saved, datasets:NAME of the Hugging Face
-    hub, the name of a procedural task (addition, reverse, copy, sort), reasoning_gym:NAME,
-    PATH.py:NAME, or `environment`: it makes up its own levels. Or a list of these, or records."""
+    """A file (.jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet) or pattern of files, a folder
+    of the library datasets, datasets:NAME of the hub, a procedural task (addition, reverse, copy,
+    sort), reasoning_gym:NAME, PATH.py:NAME, or `environment`, which makes up levels. Or a list of
+    these, or records."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a procedural task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: Sources | None = None
@@ -162,29 +161,29 @@ class DataSettings(Section):
     """Column of the prompt: a string, or a list of chat messages. A dot reaches into a record."""
     prompt_template: PromptTemplate | None = None
     """Jinja that makes the prompt from the columns of a row, instead of `prompt_key`: a text, or a
-    list of messages with a role and a content each."""
+    list of messages."""
     answer_key: str | None = "answer"
     """Column of the reference answer, such as reward_model.ground_truth; null for none."""
     image_key: str | None = None
-    """Column of a file with the images of a row, a list: paths relative to the file, base64 data:
-    URLs, or {bytes, path} as parquet files of `datasets` have them. Each <image> in a prompt's text
-    is the place of one; without, they stand before it."""
+    """Column with the images of a row, a list: paths relative to the file, base64 data: URLs, or
+    {bytes, path}. Each <image> in a prompt's text is the place of one; without, they stand before
+    it."""
     video_key: str | None = None
     """The same for videos, each the list of its frames; <video> is the place of one."""
     chat_template: Literal["native", "none"] | Path = "native"
     """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
     a path names a Jinja file."""
     tool_parser: str = "auto"
-    """How a completion writes its tool calls: hermes, qwen3_coder, llama3 or mistral, or a file
-    PATH.json with a response template of transformers; `auto` takes the tokenizer's own, or the one
-    of these that the chat template is written for."""
+    """How a completion writes its tool calls: hermes, qwen3_coder, llama3, mistral, or PATH.json, a
+    response template of transformers; `auto`: the tokenizer's own, or the one that the chat
+    template is written for."""
     system_prompt: str | None = None
     """Put in front of prompts that are strings."""
     max_prompt_length: Positive = 1024
     """Longest prompt, in tokens."""
     truncation: Literal["error", "left", "right", "drop", "filter"] = "error"
-    """What happens to longer ones: refuse, cut that side, drop the prompt when its turn comes
-    (counted), or filter the rows of files before the first prompt is sampled."""
+    """Longer ones: refuse, cut that side, drop when their turn comes (counted), or filter the rows
+    of files before the first prompt is sampled."""
     filter_workers: Positive = 1
     """Processes that filter the rows; the result is kept in the run's folder."""
     shuffle: bool = True

@@ -21,17 +21,17 @@ class ServerSettings(Section):
     section: ClassVar[str]
 
     url: str | tuple[str, ...] | None = None
-    """http://host:port of a server that is up already, or a list of servers of one model that share
-    the generator's requests; null: this generator starts its own. Generators of one run may name
-    the same server, by the same address."""
+    """http://host:port of a server that is up already, or a list of servers of one model; null:
+    this generator starts its own. Generators of one run may name the same server, by the same
+    address."""
     api_key_variable: str | None = None
     """Environment variable that holds the key which the server at `url` asks for; keys don't belong
     into files."""
     start_timeout_s: Seconds = 600.0
     """How long a server may take to come up."""
     retry_timeout_s: Seconds = 30.0
-    """A server that makes no connection is tried again for so long, then the generator ends; one
-    that is busy for so long fails the request."""
+    """A server that makes no connection for so long ends the generator; one that is busy for so
+    long fails the request."""
 
     @field_validator("url")
     @classmethod
@@ -130,8 +130,8 @@ class SglangSettings(ServerSettings):
     """Requests in flight at an update: go on with the new weights, or begin anew."""
     recompute_kv: bool = True
     """With keep: compute the KV cache of requests in flight again with the new weights. Without,
-    the pause is shorter, their later tokens are sampled from a mixture of versions, and a server
-    elsewhere has to be started with --disable-overlap-schedule."""
+    their later tokens are sampled from a mixture of versions, and a server elsewhere needs
+    --disable-overlap-schedule."""
     reach_host: str | None = None
     """This machine's address as SGLang's processes reach it for weights; null: the one on the route
     to the server."""
@@ -204,8 +204,9 @@ class AgentSettings(Section):
     """PATH.py:FUNCTION(task, base_url, api_key), called once for each episode in the generator's
     process; it returns the reward, or nothing."""
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
-    """A command line, started once for each episode. {prompt}, or any column of the prompt's row
-    in braces, stands for its text. Without `function` and `command`, agents ask for their tasks."""
+    """A command line, started once for each episode; {prompt}, or any column of the row in braces,
+    stands for its text. Without
+    it and `function`, agents ask for their tasks."""
     max_agents: Positive = 64
     """Functions or commands that run at a time; the episodes of others wait."""
     host: str = "127.0.0.1"
@@ -217,8 +218,8 @@ class AgentSettings(Section):
     silence_s: Seconds = 600.0
     """An agent that asks for nothing for so long has disappeared: its group fails."""
     request_sampling: Literal["override", "refuse"] = "override"
-    """What becomes of a request with another temperature, top_p or top_k than the run's: it is
-    sampled with the run's, or refused."""
+    """A request with another temperature, top_p or top_k than the run's is sampled with the run's,
+    or refused."""
     max_request_bytes: Positive = 16 * 2**20
     """Largest body of a request."""
 
@@ -274,15 +275,14 @@ class EpisodeSettings(Section):
     max_turns: Positive | None = None
     """Completions of an episode; one that goes on after them ends as truncated. Unset: no limit."""
     turn_deadline_s: Seconds | None = None
-    """A turn that takes longer, in the engine and in the environment together, ends its episode as
-    truncated, with the tokens that it has. Unset: `group_deadline_s`."""
+    """A turn that takes longer, engine and environment together, ends its episode as truncated.
+    Unset: `group_deadline_s`."""
     truncated: Literal["keep", "drop"] = "keep"
-    """Siblings that a limit cut: keep them, and algorithm.reward.truncated says what the learner
-    does; or leave them out of their group. A group with fewer than two others is then dropped, as
-    filtered."""
+    """Siblings that a limit cut: keep them for `algorithm.reward.truncated`, or leave them out; a
+    group with fewer than two others is then dropped, as filtered."""
     max_in_flight: Positive | None = None
     """Episodes of one generator at a time, those that wait for their environment included. Unset:
-    as many as the engine has slots for, and what waits does not count."""
+    as many as fill the engine's slots."""
 
 
 class OversampleSettings(Section):
@@ -292,8 +292,7 @@ class OversampleSettings(Section):
     """Siblings beyond `group_size`; 0 is none."""
     keep: Literal["each_reward", "first_finished"] = "each_reward"
     """`each_reward` waits for all and keeps the first of each reward, then the second of each, in
-    the order in which they were begun, which says nothing about their lengths. `first_finished`
-    cancels the others, which are the long ones."""
+    the order in which they began. `first_finished` cancels the others, which are the long ones."""
 
 
 class CallLimits(Section):
@@ -356,9 +355,8 @@ class GeneratorSettings(Section):
     engine: str = "hf"
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
-    """What answers the policy, turn by turn: single_turn, tools (see `tools`), frozen_lake,
-    sokoban, gymnasium:ID, textarena:ID, or PATH.py:CLASS; or what calls the policy: agent (see
-    `agent`). Several environments stand in `environments`."""
+    """What answers the policy: single_turn, tools, frozen_lake, sokoban, gymnasium:ID,
+    textarena:ID, PATH.py:CLASS; or what calls it: agent. Several stand in `environments`."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
     agent: AgentSettings = AgentSettings()
@@ -399,8 +397,8 @@ class GeneratorSettings(Section):
     num_threads: NotNegative = 0
     """CPU threads of one generator; 0 leaves torch's choice."""
     group_deadline_s: Seconds = 3600.0
-    """An episode that takes longer ends as truncated, with the tokens that it has; the reward of
-    a group has the same time again. The default is 32,768 tokens at 9 tokens/s."""
+    """An episode that takes longer ends as truncated, with the tokens that it has; the reward of a
+    group has the same time again."""
     episode: EpisodeSettings = EpisodeSettings()
     """Limits of an episode of several turns."""
     drain_s: Seconds = 5.0

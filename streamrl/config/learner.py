@@ -30,8 +30,8 @@ class CheckpointSettings(Section):
     keep_best: NotNegative = 0
     """Complete checkpoints kept besides them, those with the best mean of `best_by`."""
     best_by: str = "reward/mean"
-    """Metric of `metrics.jsonl`, whose mean over the steps since the checkpoint before counts; or
-    one of a validation, such as validation/mean@1, of the checkpoint's own version."""
+    """Metric of `metrics.jsonl`, as mean over the steps since the checkpoint before; or one of a
+    validation, such as validation/mean@1, of the checkpoint's own version."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which mean of `best_by` is the best."""
     contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = (
@@ -40,12 +40,11 @@ class CheckpointSettings(Section):
         "extra",
         "hf_model",
     )
-    """What is saved: parameters; AdamW's state; random generators, KL controller and running
-    moments of rewards; and the policy as a Hugging Face folder, which `streamrl evaluate` needs."""
+    """Parameters; AdamW's state; random generators, KL controller and running moments of rewards;
+    the policy as a Hugging Face folder, which `streamrl evaluate` needs."""
     load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
-    """What is loaded of the checkpoint that the run goes on from; null is all that `contents`
-    names. Where `run.resume` names one, of that one alone: what the run saves later is loaded
-    whole."""
+    """What is loaded of the checkpoint that the run goes on from, or of the one that `run.resume`
+    names alone; null: all of `contents`."""
 
     @property
     def is_best_validated(self) -> bool:
@@ -79,8 +78,8 @@ class LoraSettings(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the adapter's inputs, in passes with gradient."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What generators are sent: all parameters with the adapter in them, or the adapter alone,
-    which they merge into the model of `model.path`: fewer bytes, and one more copy in memory."""
+    """Generators are sent all parameters with the adapter in them, or the adapter alone, which they
+    merge: fewer bytes, one more copy in memory."""
 
 
 class ForwardPassSettings(Section):
@@ -99,8 +98,7 @@ class OffloadSettings(Section):
     """What waits in the host's memory instead of the GPU's: less memory, more time."""
 
     parameters: bool = False
-    """Parameters, gradients and optimizer state of all roles: layers are copied to the GPU as they
-    are computed, and the CPU makes the update."""
+    """Parameters, gradients and optimizer state of all roles; the CPU makes the update."""
     optimizer: bool = False
     """The optimizer's state, but for the update."""
     activations: bool = False
@@ -283,8 +281,8 @@ class LearnerSettings(Section):
     updates_per_batch: Positive = 1
     """Optimizer updates in one pass over a batch, each on a mini-batch of whole groups."""
     max_tokens_per_micro_batch: Positive = 8192
-    """Tokens (prompt and response) of one forward and backward pass; those of a prompt that is
-    computed once for several trajectories count once."""
+    """Tokens (prompt and response) of one forward and backward pass; a prompt that trajectories
+    share counts once."""
     max_tokens_per_forward_pass: ForwardPassSettings = ForwardPassSettings()
     """The same for passes without gradient, by role."""
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -313,8 +311,8 @@ class LearnerSettings(Section):
     """What one device computes in `dtype` at most, in 10^12 operations per second, for
     `learner/mfu`; unset: known for common GPUs."""
     sum_each_micro_batch: bool = True
-    """Sum gradients over the ranks after every micro-batch; false: once an update, after the last,
-    which is less traffic and costs each rank the memory of a whole float32 gradient."""
+    """Sum gradients over the ranks after every micro-batch; false: once an update, which is less
+    traffic and costs each rank a whole float32 gradient."""
     compile: bool = False
     """Compile the decoder's layers by torch.compile: faster passes after a slow first one."""
     gradient_checkpointing: bool = False

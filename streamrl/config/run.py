@@ -22,18 +22,18 @@ class RunSettings(Section):
     max_steps: Positive = 100
     """Steps until the run ends."""
     total_epochs: Annotated[float, Field(gt=0)] | None = None
-    """The same in passes over the rows of `data.source`, a file: `max_steps` becomes rows x epochs
-    / `learner.groups_per_step`, rounded down. If both are given, the smaller one ends the run."""
+    """The same in passes over the rows of `data.source`, a file. If both are given, the smaller one
+    ends the run."""
     seed: NotNegative = 0
     """Seed of the prompt stream, of sampling and of initialization."""
     resume: Literal["never", "auto"] | Path = "never"
-    """`auto` goes on from the newest complete checkpoint of the run, if there is one; a path names
-    the checkpoint, of this run or of another one. Newer ones of the run are kept in abandoned/."""
+    """`auto` goes on from the newest complete checkpoint, if there is one; a path names one, of
+    this run or another. Newer ones are kept in abandoned/."""
     evaluate: bool = True
     """Whether `streamrl launch` scores the final checkpoint on held-out prompts."""
     stall_s: Seconds = 300.0
-    """A step that waits or computes longer is reported with its cause: in the learner's log, again
-    each time the wait has doubled, and by `streamrl status`."""
+    """A step that waits or computes longer is reported with its cause, in the learner's log and by
+    `streamrl status`."""
     max_restarts: NotNegative = 5
     """Times that `streamrl launch` starts a failed process again within `restart_window_s`; further
     failures end the run."""
@@ -41,15 +41,14 @@ class RunSettings(Section):
     """Restarts longer ago are not counted, except those since which the run has made no new
     step."""
     stop_s: Annotated[float, Field(ge=10)] = 20.0
-    """Time from a first SIGTERM or Ctrl-C to the end of every process of a launch. A daemon that
-    has not ended 8 s before that is ended by force, and steps in no checkpoint are trained again:
-    raise it for a model whose step and save take longer, and give whatever sends the signal more
-    than that. It is `generator.drain_s` and 15 s at least."""
+    """Time from a first SIGTERM or Ctrl-C to the end of every process of a launch; a daemon that
+    has not ended 8 s before is ended by force. Raise it for a model whose step and save take
+    longer. It is `generator.drain_s` and 15 s at least."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the daemons write to their logs."""
     log_format: Literal["text", "json"] = "text"
-    """`json`: every line of a log is one object with time, level, role, pid, logger, message and,
-    where there is one, the traceback as exception."""
+    """`json`: every line of a log is one object with time, level, role, pid, logger, message and
+    exception."""
 
     @property
     def path(self) -> Path:

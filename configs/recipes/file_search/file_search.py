@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.rewards.builtin import extract_number
+from actors.rewards.answers import answered_number
 from actors.tools.environment import ToolEnvironment
 from actors.tools.tool import ToolError
 from actors.tools.toolset import Toolset
@@ -45,7 +45,7 @@ class FileSearch:
         if not transition.done:
             return transition
         message = self.context.renderer.parse(completion.token_ids.tolist())
-        is_right = float(extract_number(str(message.get("content") or "")) == self.answer)
+        is_right = float(answered_number(str(message.get("content") or "")) == self.answer)
         metrics = {**transition.metrics, "success": is_right}
         return replace(transition, reward=is_right, metrics=metrics)
 

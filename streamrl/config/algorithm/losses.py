@@ -101,8 +101,8 @@ class DppoSettings(LossSettings):
     clip_ratio_c: float | None = Field(default=3.0, gt=1)
     """Largest weight of a token, its ratio to the proximal policy; null for no bound."""
     divergence_topk: int = Field(default=0, ge=0)
-    """Likeliest tokens of the behavior policy whose probabilities are compared one by one, beside
-    the sampled one; all others count as one token. 0 compares the sampled token with all others."""
+    """Likeliest tokens of the behavior policy that are compared one by one, beside the sampled one;
+    all others count as one token."""
 
 
 class VespoSettings(LossSettings):

@@ -15,7 +15,7 @@ ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
         "rollout_is": {"scale_lr": True},
     }
 }
-"""By name, fields of the section `algorithm`; docs/lag.md has the measurements."""
+"""By name, fields of the section `algorithm`; docs/importance-sampling.md has what they keep."""
 DEFAULT_PRESET: Final = "stream"
 CHOICES: Final = ("advantage", "advantage_config", "loss", "loss_config", "proximal", "rollout_is")
 """What a preset stands for."""

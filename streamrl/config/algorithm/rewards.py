@@ -47,9 +47,8 @@ class RewardShapingSettings(Section):
     format_penalty: float = Field(default=0.0, ge=0)
     """Subtracted per turn that the environment could not parse."""
     truncated: Literal["train", "mask", "penalize"] = "train"
-    """Trajectories that max_new_tokens, max_model_len, group_deadline_s or a limit of
-    generator.episode cut: train on them, mask them in the loss (their rewards still count for the
-    siblings' advantages), or penalize them."""
+    """Trajectories that a limit cut: train on them, mask them in the loss (their rewards still
+    count for the siblings' advantages), or penalize them."""
     truncated_penalty: float | None = Field(default=None, gt=0)
     """Subtracted from the reward of a truncated trajectory; needed by truncated penalize."""
     agentic: AgenticNormalizationSettings | None = None
@@ -63,8 +62,8 @@ class RewardShapingSettings(Section):
     length: LengthRewardSettings | None = None
     """Punishment of overlong responses; null for none."""
     placement: Literal["episode", "turn"] = "episode"
-    """Where the reward stands before it is discounted: all of it at the last token of the episode,
-    or what the environment gave for a turn at that turn's end, and the rest at the last token."""
+    """Where the reward stands before it is discounted: at the last token of the episode, or what
+    the environment gave for a turn at that turn's end."""
     whiten: bool = False
     """Standardize token rewards over the batch before the return."""
     difficulty_low: float | None = None

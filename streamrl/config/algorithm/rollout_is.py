@@ -86,9 +86,8 @@ class RolloutISSettings(Section):
     rejection: tuple[RejectionRule, ...] = ()
     """Tests that all must pass for a token to stay in the loss; independent of the weights."""
     second_moment: float | None = Field(default=None, gt=0)
-    """Of the tokens whose update moves the policy further from the behavior policy, mask those with
-    the largest log-ratios until the mean square of the others' is at most this (M2PO); 0.04 is
-    usual, null is off."""
+    """Of the harmful tokens, mask those with the largest log-ratios until the mean square of the
+    others' is at most this (M2PO); 0.04 is usual, null is off."""
     scale_lr: bool = False
     """Multiply the learning rate of an update by sqrt(ESS / B), from the ratios of its B sequences
     (VCPO)."""

@@ -275,11 +275,10 @@ class AlgorithmSettings(Section):
     pf_ppo: PfPpoSettings | None = None
     """Resampling of trajectories by reward; null for none."""
     preset: Literal["stream"] | None = DEFAULT_PRESET
-    """Settings that were measured together. They go before the defaults of this section, and what
-    is given beside the name goes before them: stream is advantage opob, loss vespo, proximal
-    behavior and rollout_is.scale_lr, for trajectories that are several versions old. A name from
-    --set or the environment replaces what the file says of these. It is null where advantage, loss,
-    their _config, proximal or rollout_is is given and it is not."""
+    """stream is advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr, for
+    trajectories that are several versions old; what is given beside the name goes before it. A name
+    from --set or the environment replaces what the file says of these. It is null where advantage,
+    loss, their _config, proximal or rollout_is is given and it is not."""
 
     @model_validator(mode="before")
     @classmethod

@@ -18,7 +18,7 @@ class Attempt(NamedTuple):
 
 UNSEEN = "out of sight"
 
-TITLES = ("a program tries to", "with namespaces", "with Landlock")
+TITLES = ("with namespaces", "with Landlock", "a program tries to")
 
 ATTEMPTS = (
     Attempt("signal a process: `kill`", "os.kill(pid, 0)", UNSEEN),
@@ -172,7 +172,10 @@ print(json.dumps({"user": os.getuid(), "outcomes": [outcome(code) for code in at
 
 
 def table() -> str:
-    """The rows in Markdown."""
+    """The attempts by what comes of them, in Markdown."""
+    tried: dict[tuple[str, str], list[str]] = {}
+    for attempt in ATTEMPTS:
+        tried.setdefault((attempt.namespaces, attempt.landlock), []).append(attempt.what)
     rows = [TITLES, ("---",) * 3]
-    rows += [(a.what, a.namespaces, a.landlock) for a in ATTEMPTS]
+    rows += [(*outcome, "; ".join(attempts)) for outcome, attempts in tried.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
