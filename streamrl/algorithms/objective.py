@@ -69,7 +69,6 @@ def weighed_logprobs(config: AlgorithmSettings, logprobs: Tensor, proximal: Tens
     return (logprobs if config.weighs_current_policy else proximal).detach()
 
 
-
 def require_algorithm(config: AlgorithmSettings) -> None:
     """Load what the configuration names, so that it is refused at start and not at a first step.
 
