@@ -12,7 +12,7 @@ from redis import Redis
 
 from buffers.ledger.entries import Event
 from buffers.redis.events import forget, read_events, read_snapshot
-from streamrl.cli import books
+from streamrl.cli.buffer import books
 from streamrl.config import load_config
 from streamrl.errors import (
     ConfigError,

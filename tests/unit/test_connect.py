@@ -13,7 +13,7 @@ from buffers.redis.buffer import RedisBuffer
 from buffers.redis.connection import namespace
 from buffers.redis.topology import open_client, redacted
 from buffers.zmq.client import ZmqBuffer
-from streamrl.cli import books
+from streamrl.cli.buffer import books
 from streamrl.cli.processes.daemons import make_children
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError

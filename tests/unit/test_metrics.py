@@ -13,7 +13,7 @@ import torch
 
 from actors.validation.scores import PromptResult, scores
 from actors.validation.validator import _length_metrics
-from learners.batch import TrainingBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights

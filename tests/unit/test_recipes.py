@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.recipes.new import recipes
+from streamrl.cli.new import recipes
 from streamrl.config import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from rich.console import Console
 from learners.samples import MOST_WAITING, SampleWriter, StepSamples
 from streamrl.cli.main import main
 from streamrl.cli.page.write import write_page
-from streamrl.cli.samples.render import rendered
+from streamrl.cli.samples import rendered
 from streamrl.config import to_yaml
 from streamrl.samples import Message, Sample, sample_of
 from streamrl.samples.files import (

@@ -66,7 +66,7 @@ _RUN = {
         options.get_model,
     ),
     "new": Command(
-        "streamrl.cli.recipes.new:main",
+        "streamrl.cli.new:main",
         "copy a recipe into a folder of your own, to start from",
         options.new_from_recipe,
     ),
@@ -87,7 +87,7 @@ _LOOK = {
         options.report,
     ),
     "samples": Command(
-        "streamrl.cli.samples.command:main",
+        "streamrl.cli.samples:main",
         "read what the policy wrote, and its rewards",
         samples,
     ),
@@ -116,7 +116,7 @@ _USE = {
         options.parity,
     ),
     "replay": Command(
-        "streamrl.cli.replay.command:main",
+        "streamrl.cli.replay:main",
         "train what a run has recorded again, by its own settings or by others",
         options.replay,
     ),

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from streamrl.cli.buffer.target import open_running
-from streamrl.cli.display.books import books_rows
 from streamrl.cli.display.generators import print_generators
+from streamrl.cli.display.numbers import books_rows
 from streamrl.types import BufferStats
 
 

@@ -1,1 +1,1 @@
-"""What commands print alike: books, generators, numbers, the summary of a run."""
+"""What commands print alike: numbers, generators, status and summary of a run, its live view."""

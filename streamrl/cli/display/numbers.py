@@ -1,7 +1,9 @@
-"""Numbers of a run's metrics, and how they are printed."""
+"""Numbers of a run's metrics and of its books, and how they are printed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from streamrl.types import Books
 
 _LARGEST = 1e100
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -102,3 +104,20 @@ def averaged(values: Sequence[float], most: int) -> list[float]:
     size = max(1, -(-len(values) // most))
     parts = (values[i : i + size] for i in range(0, len(values), size))
     return [sum(part) / len(part) for part in parts]
+
+
+_COLUMNS = ("leased", "buffered", "taken", "trained", "acknowledged")
+
+
+def books_rows(books: Books) -> list[tuple[str, str]]:
+    """Name and value of each line: an equation, and whether it holds."""
+    columns = ((name, getattr(books, name)) for name in _COLUMNS)
+    parts = " + ".join(f"{count} {name}" for name, count in columns if count)
+    reasons = ", ".join(f"{reason} {count}" for reason, count in books.dropped.items())
+    total = sum(books.dropped.values())
+    dropped = f" + {total} dropped ({reasons})" if total else ""
+    return [("groups", f"{books.granted} leased = {parts}{dropped}"), ("", balance(books))]
+
+
+def balance(books: Books) -> str:
+    return "the books close" if books.balanced else "THE BOOKS DO NOT CLOSE"

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from buffers.connect import try_stats
 from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder, require_url
-from streamrl.cli.display.books import balance, books_rows
-from streamrl.cli.display.numbers import numbers_of, wait_shares
+from streamrl.cli.display.numbers import balance, books_rows, numbers_of, wait_shares
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose, pending

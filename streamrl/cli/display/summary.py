@@ -8,8 +8,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.cli.display.books import books_rows
-from streamrl.cli.display.numbers import duration, metric_mean, rate, reward_change, short, steps_s
+from streamrl.cli.display.numbers import (
+    books_rows,
+    duration,
+    metric_mean,
+    rate,
+    reward_change,
+    short,
+    steps_s,
+)
 from streamrl.config import RunConfig
 from streamrl.diagnosis.scaling import scaling_hint
 from streamrl.run_folder import read_books, read_json, read_learner, read_restarts

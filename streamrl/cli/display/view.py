@@ -29,7 +29,7 @@ from streamrl.cli.display.numbers import (
 )
 from streamrl.cli.display.summary import held_out_reward, validation_text
 from streamrl.cli.processes.child import Child
-from streamrl.cli.samples.render import rendered
+from streamrl.cli.samples import rendered
 from streamrl.config import RunConfig
 from streamrl.diagnosis.outcome import age
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S

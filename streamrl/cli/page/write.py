@@ -17,7 +17,7 @@ from typing import Any
 from streamrl.cli.display.summary import summary_rows, validation_text
 from streamrl.cli.page.events import read_events
 from streamrl.cli.page.series import as_series, read_points
-from streamrl.cli.samples.render import facts
+from streamrl.cli.samples import facts
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
 from streamrl.samples.files import newest_first, read_samples, validation_files

@@ -8,7 +8,7 @@ import pytest
 
 from actors.prompts import open_prompts
 from actors.rewards.builtin import numeric_answer
-from streamrl.cli.recipes.new import recipes
+from streamrl.cli.new import recipes
 from streamrl.config import RunConfig, load_config
 from streamrl.interfaces import Episode
 from streamrl.placement.assign import make_plan

@@ -1,1 +1,0 @@
-"""`streamrl replay`: a recorded run, trained again."""

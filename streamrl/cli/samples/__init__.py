@@ -1,1 +1,0 @@
-"""`streamrl samples`: what the policy writes, sample by sample."""
