@@ -81,7 +81,7 @@ BY_ID: Mapping[str, Callable[[], Make]] = {
     "textarena": _textarena,
 }
 _IN_RECIPES = frozenset({"calculator", "file_search"})
-"""Environments of earlier releases; the recipe of that name has it, or a run like it."""
+"""Environments of earlier releases, each with a recipe of its name."""
 _EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers"}
 
 
@@ -115,8 +115,8 @@ def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> 
 def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
     if entry.environment in _IN_RECIPES:
         raise ConfigError(
-            f"{entry.setting}: was {kind!r}; it is in its recipe: `streamrl new FOLDER --recipe "
-            f"{kind}`"
+            f"{entry.setting}: was {kind!r}, which is not built in any more; `streamrl new FOLDER "
+            f"--recipe {kind}` writes a run like it"
         )
     loads = BUILT_IN if own_id is None else BY_ID
     if kind not in loads or own_id == "":

@@ -10,6 +10,7 @@ from actors.make_model import make_model
 from actors.prompts import open_held_out, open_prompts
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media
+from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
@@ -71,6 +72,20 @@ def test_a_maker_that_makes_nothing_is_refused(monkeypatch, tmp_path, architectu
     with pytest.raises(ConfigError, match=sentence):
         make_model(load_config("run.yaml", environment={}).config)
     assert not list(Path().glob("made*"))
+
+
+def test_a_check_finds_that_there_is_no_such_maker_without_running_the_file(
+    monkeypatch, tmp_path, capsys
+):
+    (tmp_path / "maker.py").write_text("raise SystemExit('was run')\n\n\ndef write(): ...\n")
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: made, recipe: {architecture: maker.py:rite}}\ndata: {source: copy}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "run.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "model.recipe.architecture: maker.py has no function 'rite'" in error
+    assert "was run" not in error
 
 
 def test_what_the_recipe_has_now_is_named_where_it_was(tmp_path):

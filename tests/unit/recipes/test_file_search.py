@@ -107,6 +107,6 @@ def test_bad_arguments_are_refused(kwargs, sentence):
 
 @pytest.mark.parametrize("name", ["calculator", "file_search"])
 def test_what_was_built_in_says_where_it_is(name):
-    sentence = f"^generator.environment: was '{name}'; .*--recipe {name}"
+    sentence = f"^generator.environment: was '{name}', .*--recipe {name}"
     with pytest.raises(ConfigError, match=sentence):
         make_environment(entry(name))
