@@ -53,13 +53,24 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.lines and not arguments.follow:
         raise ConfigError("--lines: is for --follow")
     if arguments.probe is not None:
+        _require_folder(arguments.target, "--probe")
         return probe(arguments)
     if not arguments.follow:
         return _print(asyncio.run(read_status(arguments.target)), as_record=arguments.json)
     if arguments.lines or not sys.stdout.isatty():
+        _require_folder(arguments.target, "--follow in lines")
         return _print_lines(find_run(arguments.target))
     asyncio.run(_follow(_Followed(arguments.target), arguments.interval))
     return 0
+
+
+def _require_folder(target: str, option: str) -> None:
+    """
+    Raises:
+        ConfigError: a URL is given.
+    """
+    if "://" in target:
+        raise ConfigError(f"{target}: {option} reads a run's folder: give that, or its config.yaml")
 
 
 def _print(status: RunStatus, *, as_record: bool) -> int:

@@ -188,7 +188,10 @@ def test_a_url_that_nobody_answers_is_a_reading(capsys):
     found = record(capsys, "zmq://127.0.0.1:9")
     assert found["findings"][0]["cause"] == "buffer_unreachable"
     assert "! nothing listens at zmq://127.0.0.1:9" in drawn(_Followed("zmq://127.0.0.1:9"))
-    assert main(["status", "redis://h", "--follow"]) == 2
+    capsys.readouterr()
+    for options in (["--probe", "buffer"], ["--follow", "--lines"]):
+        assert main(["status", "zmq://127.0.0.1:9", *options]) == 2
+        assert "reads a run's folder: give that, or its config.yaml" in capsys.readouterr().err
 
 
 def test_options_that_need_follow_say_so(tmp_path, capsys):
