@@ -1,4 +1,4 @@
-"""Calls of the user's functions, rewards and tools, in threads that end with the process.
+"""Calls of the user's functions (rewards, tools, agents) in threads that end with the process.
 
 A call that never returns costs who waits for it and its thread, and nothing else; in the event
 loop's own few threads it would first hold up weight updates and in the end the exit. A thread

@@ -10,7 +10,8 @@ closed, however they ended.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,14 +98,25 @@ class MixedRunner:
         """As `GroupRunner.run`."""
         return await self.of(lease.prompt_index).run(lease, progress)
 
-    async def run_first(self, num_prompts: int, purpose: str, max_num_seqs: int) -> FirstGroups:
-        """A group of each of the first prompts, with no buffer behind them. Waits for the engine.
+    async def run_first(
+        self,
+        num_prompts: int,
+        purpose: str,
+        max_num_seqs: int,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> FirstGroups:
+        """A group of each of the first prompts, with no buffer behind them: what validations and
+        evaluations are made of. Waits for the engine.
+
+        Args:
+            on_done: called as each prompt is finished.
 
         Raises:
             RolloutError: every prompt that is not too long failed.
         """
         # An episode's deadline counts from its begin, so few wait in the engine: as many as run.
-        room = asyncio.Semaphore(2 * max_num_seqs)
+        largest = max(runner.group_size for runner in self.runners.values())
+        room = asyncio.Semaphore(math.ceil(2 * max_num_seqs / largest))
 
         async def outcome(prompt_index: int) -> TrajectoryGroup | RolloutError | None:
             async with room:
@@ -114,6 +126,8 @@ class MixedRunner:
                     return None
                 except RolloutError as error:
                     return error
+                finally:
+                    on_done()
 
         outcomes = await asyncio.gather(*map(outcome, range(num_prompts)))
         groups = tuple(one for one in outcomes if isinstance(one, TrajectoryGroup))

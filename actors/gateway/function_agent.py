@@ -1,4 +1,4 @@
-"""`generator.agent.function`: the user's function plays an episode in a thread of its own.
+"""`generator.agent.function`: the user's function plays an episode in a thread.
 
 Invariant: whatever it does to its thread, the generator's event loop goes on.
 """
@@ -6,13 +6,12 @@ Invariant: whatever it does to its thread, the generator's event loop goes on.
 import asyncio
 import contextlib
 import inspect
-import threading
-from concurrent.futures import Future
 from typing import Any
 
 from actors.gateway.agent import AgentResult
 from actors.gateway.apis.requests import Json
 from actors.gateway.open_episodes import OpenEpisode
+from actors.threads import Threads
 from streamrl.errors import RolloutError
 from streamrl.user_code import attributed_to, is_finite_number, load_user_code
 
@@ -27,6 +26,7 @@ class FunctionAgent:
     def __init__(self, name: str) -> None:
         self._name = name
         self._function = load_user_code("generator.agent.function", name)
+        self._threads = Threads(f"agent {name}")
 
     async def run(self, episode: OpenEpisode, task: Json) -> AgentResult:
         """Waits for the function. Canceling cancels one that is `async`; another one goes on, and
@@ -37,10 +37,8 @@ class FunctionAgent:
         """
         episode.take(f"agent {self._name}")
         call = _Call(self._name, self._function, task)
-        # Threads of a pool would be waited for when the process ends, and an agent may hang.
-        threading.Thread(target=call.run, daemon=True).start()
         try:
-            returned = await asyncio.wrap_future(call.outcome)
+            returned = await self._threads.run(call.run)
         finally:
             call.cancel()
         if returned is not None and not is_finite_number(returned):
@@ -54,21 +52,19 @@ class _Call:
     """One call; `run` is for its thread, the rest for the event loop."""
 
     def __init__(self, name: str, function: Any, task: Json) -> None:
-        self.outcome: Future[Any] = Future()
         self._name = name
         self._function = function
         self._task = task
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[Any] | None = None
 
-    def run(self) -> None:
-        """Sets the outcome."""
-        if not self.outcome.set_running_or_notify_cancel():
-            return
-        try:
-            self.outcome.set_result(self._called())
-        except (RolloutError, asyncio.CancelledError) as error:
-            self.outcome.set_exception(error)
+    def run(self) -> Any:
+        """What the function returned."""
+        task = dict(self._task)
+        with attributed_to(f"agent {self._name}", RolloutError):
+            returned = self._function(task, task["base_url"], task["api_key"])
+            is_async = inspect.isawaitable(returned)
+            return asyncio.run(self._awaited(returned)) if is_async else returned
 
     def cancel(self) -> None:
         """No effect on a call that is over, or that cannot be canceled."""
@@ -77,13 +73,6 @@ class _Call:
             # The loop is closed once the call is over.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(running.cancel)
-
-    def _called(self) -> Any:
-        task = dict(self._task)
-        with attributed_to(f"agent {self._name}", RolloutError):
-            returned = self._function(task, task["base_url"], task["api_key"])
-            is_async = inspect.isawaitable(returned)
-            return asyncio.run(self._awaited(returned)) if is_async else returned
 
     async def _awaited(self, returned: Any) -> Any:
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()

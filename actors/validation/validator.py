@@ -13,20 +13,17 @@ training is admitted as without it. What a kill interrupts is begun anew with th
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import structs
 
 from actors.engines.targets import weight_locality
-from actors.episodes.rollout import unbuffered_lease
 from actors.episodes.runner import MixedRunner
-from actors.rendering.renderer import PromptTooLongError
 from actors.validation.scores import PREFIX, PromptResult, answer_of, scores
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.interfaces import Prompt
 from streamrl.samples.files import validation_file, write_validation
 from streamrl.samples.record import Decode, Sample, sample_of
 from streamrl.types import (
@@ -40,16 +37,6 @@ from streamrl.types import (
 from streamrl.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PromptOutcome:
-    """What came of one prompt; without a result it was too long, or it failed."""
-
-    result: PromptResult | None = None
-    samples: tuple[Sample, ...] = ()
-    trajectories: tuple[Trajectory, ...] = ()
-    failure: RolloutError | None = None
 
 
 class Validator:
@@ -80,8 +67,6 @@ class Validator:
         self.on_status: Callable[[ValidatorStatus], None] = lambda _: None
         """Called with each change of what it does."""
         self._loaded: asyncio.Queue[WeightUpdate] = asyncio.Queue()
-        num_groups = math.ceil(config.generator.max_num_seqs / self._settings.num_samples)
-        self._room = asyncio.Semaphore(num_groups)
         self._receiver = WeightReceiver(
             config.weights.address,
             name,
@@ -112,28 +97,29 @@ class Validator:
         """
         start_s = time.monotonic()
         log.info("validating version %d on %d prompts", policy_version, self._num_prompts)
-        numbers = range(self._num_prompts)
-        outcomes = await asyncio.gather(*(self._outcome(policy_version, n) for n in numbers))
-        results = [outcome.result for outcome in outcomes if outcome.result is not None]
-        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        if not results:
-            raise (
-                failures[0]
-                if failures
-                else RolloutError(
-                    "validation: none of the held-out prompts fits into data.max_prompt_length"
-                )
+        first = await self._runner.run_first(
+            self._num_prompts, "validation", self._config.generator.max_num_seqs, self._note_done
+        )
+        if not first.groups:
+            raise RolloutError(
+                "validation: none of the held-out prompts fits into data.max_prompt_length"
             )
-        if failures:
-            log.warning("%d prompts failed, the first: %s", len(failures), failures[0])
+        results: list[PromptResult] = []
+        samples: list[Sample] = []
+        for group in first.groups:
+            prompt = self._runner.stream[group.prompt_index]
+            results.append(self._result(prompt, group))
+            samples += self._samples(policy_version, prompt, group)
+            # What is decoded takes a while, and the receiver has to answer.
+            await asyncio.sleep(0)
         metrics = {
             **scores(results, self._settings.num_samples, self._settings.pass_reward),
-            **_length_metrics([t for outcome in outcomes for t in outcome.trajectories]),
-            f"{PREFIX}/num_failed": float(len(failures)),
-            f"{PREFIX}/num_too_long": float(len(outcomes) - len(results) - len(failures)),
+            **_length_metrics([t for group in first.groups for t in group.trajectories]),
+            f"{PREFIX}/num_failed": float(first.num_failed),
+            f"{PREFIX}/num_too_long": float(first.num_too_long),
             f"{PREFIX}/time_s": time.monotonic() - start_s,
         }
-        self._write(policy_version, [sample for o in outcomes for sample in o.samples])
+        self._write(policy_version, samples)
         log.info("version %d: %s", policy_version, _sentence(metrics))
         return ValidationReport(
             policy_version=policy_version, learner_id=learner_id, metrics=tuple(metrics.items())
@@ -162,47 +148,41 @@ class Validator:
         self._loaded.put_nowait(update)
         return report
 
-    async def _outcome(self, policy_version: int, number: int) -> PromptOutcome:
-        """Waits for room in the engine, the responses and the reward."""
-        async with self._room:
-            try:
-                group = await self._runner.run(unbuffered_lease("validation", number))
-            except PromptTooLongError:
-                return PromptOutcome()
-            except RolloutError as error:
-                return PromptOutcome(failure=error)
-            finally:
-                self._set(num_done=self._status.num_done + 1)
-        return self._scored(policy_version, number, group)
+    def _note_done(self) -> None:
+        self._set(num_done=self._status.num_done + 1)
 
-    def _scored(self, policy_version: int, number: int, group: TrajectoryGroup) -> PromptOutcome:
-        prompt, data = self._runner.stream[number], self._runner.stream.entry_at(number).data
+    def _result(self, prompt: Prompt, group: TrajectoryGroup) -> PromptResult:
+        number = group.prompt_index
+        read = answer_of([r.reward for r in self._runner.stream.entry_at(number).data.all_rewards])
+        last = [segments[-1] for segments in _episodes(group)]
+        return PromptResult(
+            data_source=self._source(prompt),
+            rewards=tuple(trajectory.reward for trajectory in last),
+            answers=tuple(read(self._response(number, trajectory)) for trajectory in last),
+        )
+
+    def _samples(
+        self, policy_version: int, prompt: Prompt, group: TrajectoryGroup
+    ) -> Iterator[Sample]:
+        for i, segments in enumerate(_episodes(group)):
+            for trajectory in segments:
+                yield sample_of(
+                    trajectory,
+                    self._decode,
+                    step=policy_version,
+                    prompt_index=group.prompt_index,
+                    sibling=i,
+                    environment=group.environment,
+                    data_source=self._source(prompt),
+                    answer=prompt.answer,
+                )
+
+    def _source(self, prompt: Prompt) -> str:
+        """Its data source; where its row has none, its environment if there are several."""
         source = prompt.row.get("data_source")
         if source is None and self._config.environments:
             source = prompt.environment
-        source = "" if source is None else str(source)[:64]
-        read = answer_of([reward.reward for reward in data.all_rewards])
-        episodes = _episodes(group)
-        samples = tuple(
-            sample_of(
-                trajectory,
-                self._decode,
-                step=policy_version,
-                prompt_index=number,
-                sibling=i,
-                environment=group.environment,
-                data_source=source,
-                answer=prompt.answer,
-            )
-            for i, segments in enumerate(episodes)
-            for trajectory in segments
-        )
-        result = PromptResult(
-            data_source=source,
-            rewards=tuple(segments[-1].reward for segments in episodes),
-            answers=tuple(read(self._response(number, segments[-1])) for segments in episodes),
-        )
-        return PromptOutcome(result, samples, group.trajectories)
+        return "" if source is None else str(source)[:64]
 
     def _response(self, number: int, trajectory: Trajectory) -> str:
         """The last turn of the policy, as the reward reads it."""

@@ -67,8 +67,8 @@ class WeightLoader:
         self._attempt = 0
         self._reports = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._report_key = serve_with_new_key(self._reports)
-        port = self._reports.bind_to_random_port(f"tcp://{address}")
-        self._report_to = f"tcp://{address}:{port}"
+        self._reports.bind(f"tcp://{address}:0")
+        self._report_to = self._reports.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def configure(self, settings: VllmSettings) -> None:
         """Sets how to pause."""
