@@ -205,7 +205,7 @@ def _fetch(buffer: TrajectoryBuffer, shutdown: Shutdown) -> FetchGroups:
 
 def _load(config: RunConfig, place: RankPlace) -> tuple[Trainer, LearnerState, LearnerStart]:
     """From the checkpoint that `run.resume` means, or from `model.path`."""
-    start = choose(config)
+    start = choose(config.run)
     trainer, state = load_trainer(config, start.checkpoint, place.mesh, place.data)
     if start.checkpoint:
         require_steps_left(start.checkpoint, config.run.max_steps)

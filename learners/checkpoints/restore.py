@@ -36,6 +36,7 @@ from streamrl.checkpoints.find import (
 )
 from streamrl.checkpoints.history import History, continued, finished, new_history, read_history
 from streamrl.config import RunConfig
+from streamrl.config.run import RunSettings
 from streamrl.errors import ConfigError
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
@@ -61,20 +62,20 @@ class LearnerStart:
         return 0 if self.checkpoint is None else self.checkpoint.policy_version
 
 
-def choose(config: RunConfig) -> LearnerStart:
+def choose(run: RunSettings) -> LearnerStart:
     """What `run.resume` means. Nothing is changed.
 
     Raises:
         ConfigError: a path was given and holds no checkpoint, or none of the run's is complete.
         DamagedCheckpointError: a path was given and its checkpoint is damaged.
     """
-    match config.run.resume:
+    match run.resume:
         case "never":
-            return LearnerStart(None, new_history(), "run.resume is never", config.run.path)
+            return LearnerStart(None, new_history(), "run.resume is never", run.path)
         case "auto":
-            return _newest(config.run.path)
+            return _newest(run.path)
         case path:
-            return _named(config.run.path, Path(path))
+            return _named(run.path, Path(path))
 
 
 def resumed(config: RunConfig) -> RunConfig:

@@ -50,7 +50,7 @@ def configure(run: Path, model: Path) -> RunConfig:
 def main(run: Path, model: Path, last_step: int) -> None:
     torch.set_num_threads(1)
     config = configure(run, model)
-    start = choose(config)
+    start = choose(config.run)
     critic = Critic.from_config(config)
     trainer = Trainer(config, Policy.from_config(config), Policy.from_config(config), critic)
     state = LearnerState()

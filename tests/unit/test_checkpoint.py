@@ -139,7 +139,7 @@ def test_the_newest_are_kept_and_half_written_ones_are_not_seen(tmp_path):
         path = save(config, trainer, LearnerState(version))
     folder = config.run.path / "checkpoints"
     (folder / ".step-00000011.unfinished").mkdir()
-    start = choose(config)
+    start = choose(config.run)
     assert start.checkpoint is not None
     assert (start.checkpoint.path, start.policy_version) == (path, 10)
     assert names(config) == ["step-00000002", "step-00000010"]
@@ -201,12 +201,12 @@ def test_a_learner_that_was_taken_over_writes_into_no_other_checkpoint(tmp_path,
 def test_where_to_resume_from(tmp_path):
     config = make_run(tmp_path)
     path = save(config, make_trainer(config), LearnerState(3))
-    assert choose(config).checkpoint is None
-    named = choose(make_run(tmp_path, resume=str(path))).checkpoint
+    assert choose(config.run).checkpoint is None
+    named = choose(make_run(tmp_path, resume=str(path)).run).checkpoint
     assert named is not None
     assert named.path == path
     with pytest.raises(ConfigError, match=r"run\.resume: .*nowhere is no checkpoint"):
-        choose(make_run(tmp_path, resume=str(tmp_path / "nowhere")))
+        choose(make_run(tmp_path, resume=str(tmp_path / "nowhere")).run)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 5_000, 60_000])
@@ -268,7 +268,7 @@ def test_the_next_older_complete_checkpoint_is_taken_with_a_warning(
     config = two_checkpoints.model_copy(update={"run": run})
     newer, older = (path_of(config, version) for version in (20, 10))
     DAMAGES[damage](newer / file)
-    start = choose(config)
+    start = choose(config.run)
     assert start.checkpoint is not None
     assert start.checkpoint.path == older
     (record,) = caplog.records
@@ -278,7 +278,7 @@ def test_the_next_older_complete_checkpoint_is_taken_with_a_warning(
     )
     run = config.run.model_copy(update={"resume": newer})
     with pytest.raises(DamagedCheckpointError, match=f"{newer.name} is damaged: {file} "):
-        choose(config.model_copy(update={"run": run}))
+        choose(run)
 
 
 def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
@@ -309,7 +309,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_by_itself(t
         (path / "model.safetensors").write_bytes(b"")
     sentence = r"no checkpoint of .* is complete: .*00002.*00001.*--new"
     with pytest.raises(ConfigError, match=sentence):
-        choose(config)
+        choose(config.run)
 
 
 def test_an_evaluation_takes_the_checkpoint_that_the_run_goes_on_from(tmp_path, caplog):
@@ -366,7 +366,7 @@ def test_a_history_that_cannot_be_read_is_named(tmp_path):
     save(config, make_trainer(config), LearnerState(1))
     (config.run.path / "checkpoints" / "history.json").write_bytes(b"{")
     with pytest.raises(ConfigError, match=r"run\.resume: .*history\.json cannot be read"):
-        choose(config)
+        choose(config.run)
     assert read_history(tmp_path) is None
 
 

@@ -34,7 +34,7 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, best_is, best)
 def test_the_mean_of_a_metric_is_of_the_steps_since_the_checkpoint_before(tmp_path, caplog):
     config = make_run(tmp_path, checkpoint={"keep_best": 1, "best_by": "reward/mena"})
     settings = config.learner.checkpoint.model_copy(update={"best_by": "reward/mean"})
-    records = RunRecords(config, choose(config))
+    records = RunRecords(config, choose(config.run))
     records.begin()
     trainer = make_trainer(config)
     records.log(1, [GroupHeader.of(make_group(0))], {"reward/mean": 0.5})
@@ -93,7 +93,7 @@ def test_what_is_loaded_of_a_named_checkpoint_is_not_said_of_later_ones(tmp_path
     trainer.step(make_batch())
     named = save(base, trainer, LearnerState(7, BOOKS))
     config = make_run(tmp_path, resume=str(named), checkpoint={"load_contents": ["model"]})
-    records = RunRecords(config, choose(config))
+    records = RunRecords(config, choose(config.run))
     records.begin()
     later = records.save(trainer, LearnerState(8, BOOKS)).result()
     records.close()
@@ -142,7 +142,7 @@ def test_the_best_checkpoint_by_validation_is_kept_and_one_that_is_being_validat
     learner = config.learner.model_copy(update={"checkpoint": checkpoint})
     config = config.model_copy(update={"learner": learner})
     validating = {30}
-    records = RunRecords(config, choose(config), lambda: validating)
+    records = RunRecords(config, choose(config.run), lambda: validating)
     records.begin()
     trainer = make_trainer(config)
     for version, mean in ((10, 0.2), (20, 0.1), (30, None), (40, None)):
@@ -155,7 +155,7 @@ def test_the_best_checkpoint_by_validation_is_kept_and_one_that_is_being_validat
     records.save(trainer, LearnerState(50)).result()
     records.close()
     assert names(config) == [f"step-{version:08d}" for version in (30, 50)]
-    again = RunRecords(config, choose(resumed_config(config)))
+    again = RunRecords(config, choose(resumed_config(config).run))
     again.begin()
     again.close()
     assert again.validated[30] == {best_by: 0.9}

@@ -60,7 +60,7 @@ async def fetch(_: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
 def train(config: RunConfig, last: int, saved: Sequence[int], sizes: Sequence[int] = (5,)) -> None:
     """As a learner that starts from the newest checkpoint and is killed after version `last`: what
     it has not saved is not flushed, and nothing is closed."""
-    start = choose(config)
+    start = choose(config.run)
     trainer, state = load_trainer(config, start.checkpoint)
     recorder = Recorder(config, start.history)
     records = RunRecords(config, start, recorder=recorder)
@@ -120,7 +120,7 @@ def test_steps_that_are_not_of_the_history_are_forgotten(tmp_path):
     """By a learner that does not record, too, and by one that goes on from another run."""
     config = configure(tmp_path, {})
     train(config, last=4, saved=[2])
-    silent = RunRecords(config, choose(config))
+    silent = RunRecords(config, choose(config.run))
     silent.begin()
     silent.close()
     assert sorted(record.recorded_steps(config.run.path)) == [1, 2]
@@ -128,7 +128,7 @@ def test_steps_that_are_not_of_the_history_are_forgotten(tmp_path):
     other = configure(tmp_path / "other", {})
     train(other, last=1, saved=[1])
     named = config.run.model_copy(update={"resume": str(path_of(other.run.path, 1))})
-    records = RunRecords(config, choose(config.model_copy(update={"run": named})))
+    records = RunRecords(config, choose(named))
     records.begin()
     records.close()
     assert not record.recorded_steps(config.run.path)

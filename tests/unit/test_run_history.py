@@ -68,7 +68,7 @@ class LearnerProcess:
     """What a learner does to its folder and to the ledger, without training."""
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
-        start = choose(config)
+        start = choose(config.run)
         self.records, self.ledger, self.trainer = RunRecords(config, start), ledger, FakeTrainer()
         self.version = start.policy_version
         books = start.checkpoint.books if start.checkpoint else LearnerState().books

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-import learners.batch.packing as packing
+from learners.batch import packing
 from learners.batch.packing import longest_first, owners, pack
 from streamrl.errors import ConfigError
 
