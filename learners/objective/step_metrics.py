@@ -15,7 +15,6 @@ from streamrl.types.rollouts import ALIKE_WITHIN
 
 MASKED = "learner/num_masked_updates"
 """Updates that were not made, because no token contributed to the loss."""
-_SKIPPED = {Writer.POLICY: "learner/skipped_update", Writer.CRITIC: "critic/skipped_update"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,8 @@ def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     row = find(name)
     if row.merge is Merge.SUM:
         return sum(update.get(name, 0.0) for update in updates)
-    skipped = _SKIPPED[row.writer]
+    is_of_critic = row.writer is Writer.CRITIC
+    skipped = "critic/skipped_update" if is_of_critic else "learner/skipped_update"
     having = [update for update in updates if name in update or row.absent is not None]
     trained = [update for update in having if not update[MASKED]]
     made = [update for update in trained if not update.get(skipped)]

@@ -3,6 +3,7 @@
 Invariant: a name has one row. Of rows with open placeholders the first that fits counts.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -22,8 +23,9 @@ def _exact() -> Mapping[str, Metric]:
         ValueError: a name has two rows.
     """
     named = [(name, row) for row in CATALOGUE if not row.is_open for name in row.names()]
-    if twice := {name for name, _ in named if sum(name == other for other, _ in named) > 1}:
-        raise ValueError(f"metrics: two rows have {', '.join(sorted(twice))}")
+    counts = Counter(name for name, _ in named)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise ValueError(f"metrics: two rows have {', '.join(twice)}")
     return dict(named)
 
 

@@ -12,7 +12,7 @@ def _of_learner(name: str, unit: Unit, merge: Merge, meaning: str) -> Metric:
 
 
 _BUFFER = (
-    _of_buffer("buffer/granted", "leases", "Leases granted so far: the sum of what follows."),
+    _of_buffer("buffer/granted", "leases", "Leases granted so far: the sum of the states below."),
     _of_buffer("buffer/leased", "groups", "Groups that generators sample."),
     _of_buffer("buffer/buffered", "groups", "Groups that wait to be trained."),
     _of_buffer("buffer/taken", "groups", "Groups that the learner trains."),

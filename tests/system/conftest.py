@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from streamrl.cli.main import main
+from streamrl.metrics import OWN, find
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 
@@ -98,7 +99,11 @@ class RunFolder:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        return read_metrics(self.folder / "metrics.jsonl")
+        """Of metrics.jsonl; no run of these tests has metrics of its own beside the catalogue's."""
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        names = {name for line in lines for name in line} - {"step"}
+        assert not [name for name in names if find(name) is OWN]
+        return lines
 
     @property
     def books(self) -> dict[str, Any]:
