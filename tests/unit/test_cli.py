@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from streamrl.checkpoints.find import require_steps_to_launch
-from streamrl.cli.arguments.commands import COMMANDS
+from streamrl.cli.arguments.commands import COMMANDS, GONE
 from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
 from streamrl.cli.display.view import headline, read_wait, render
@@ -116,7 +116,7 @@ def test_import_and_help_cost_little_more_than_python_itself():
 
 GROUPS = {
     "run": [
-        *("launch", "doctor", "check", "plan", "buffer", "generator", "learner", "torchrun"),
+        *("launch", "check", "plan", "buffer", "generator", "learner", "torchrun"),
         "validator",
         *("make-model", "get-model", "new", "keys new"),
     ],
@@ -166,6 +166,15 @@ def test_an_unknown_command_is_named_with_the_nearest(capsys):
     assert "no command 'lunch': did you mean 'launch'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", GONE)
+def test_a_command_that_is_gone_says_where_it_went(capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "configs/quickstart.yaml"])
+    assert ended.value.code == 2
+    assert f"streamrl: error: {name} {GONE[name]}" in capsys.readouterr().err
+    assert name not in COMMANDS
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -173,6 +182,7 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == "streamrl 0.2.0\n"
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_check_prints_the_resolved_configuration(capsys):
     assert main(["check", QUICKSTART, "--set", "run.seed=5"]) == 0
     printed = capsys.readouterr().out
@@ -180,10 +190,13 @@ def test_check_prints_the_resolved_configuration(capsys):
     assert "# --set run.seed" in printed
 
 
+@pytest.mark.usefixtures("torch_is_known")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["check"], "give one configuration file"),
+        (["plan"], "give one configuration file"),
+        (["check", "--deep"], "give one configuration file"),
+        (["check", "--set", "run.seed=1"], "give one configuration file"),
         (["check", QUICKSTART, "--config", QUICKSTART], "give one configuration file"),
         (["check", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["check", QUICKSTART, "--set", "run.sed=1"], "did you mean 'seed'?"),
@@ -216,7 +229,7 @@ def test_the_exit_code_is_that_of_the_errors_kind(monkeypatch, capsys, error, co
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr("streamrl.cli.check.main", fail)
+    monkeypatch.setattr("streamrl.cli.check.command.main", fail)
     assert main(["check", QUICKSTART]) == code
     assert capsys.readouterr().err == printed
 

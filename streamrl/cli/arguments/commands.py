@@ -4,7 +4,7 @@ Invariant: an entry is a name, so this table imports no command.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from streamrl.cli.arguments import options
@@ -29,19 +29,14 @@ _RUN = {
         "run everything that a configuration needs, here or on other machines",
         launch,
     ),
-    "doctor": Command(
-        "streamrl.cli.doctor.command:main",
-        "what is wrong with this machine, and how to mend it",
-        options.doctor,
-    ),
     "check": Command(
-        "streamrl.cli.check:main",
-        "whether a run can start, and the source of each value of its configuration",
+        "streamrl.cli.check.command:main",
+        "what is wrong with this machine, and whether a run can start on it",
         options.check,
     ),
     "plan": Command(
-        "streamrl.cli.plans.command:main",
-        "what a launch would start: hosts, GPUs, memory and commands",
+        "streamrl.cli.plan:main",
+        "what a launch would start: hosts, GPUs and commands",
         plan,
     ),
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
@@ -210,3 +205,8 @@ _VERIFY = {
 
 GROUPS = {"run": _RUN, "look": _LOOK, "operate": _OPERATE, "verify": _VERIFY}
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+GONE: Mapping[str, str] = {
+    "doctor": "is `streamrl check` now: of this machine, or with CONFIG of a run on it, too",
+}
+"""Commands of earlier versions, with what took their place."""

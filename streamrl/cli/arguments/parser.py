@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from streamrl import __version__
-from streamrl.cli.arguments.commands import COMMANDS, GROUPS
+from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS
 from streamrl.errors import did_you_mean
 
 _WIDTH = max(len(name) for name in COMMANDS) + 2
@@ -19,6 +19,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser()
     words = _joined(arguments)
+    if words and words[0] in GONE:
+        parser.error(f"{words[0]} {GONE[words[0]]}")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"no command {words[0]!r}: {did_you_mean(words[0], COMMANDS)}")
     return parser.parse_args(words)

@@ -86,6 +86,7 @@ def test_gguf_becomes_a_folder_that_computes_the_same(folder, capsys, model):
     assert AutoTokenizer.from_pretrained("made").chat_template == CHAT_TEMPLATE
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_a_run_without_its_model_is_told_how_to_get_it(folder, capsys):
     assert main(["new", "sums", "--recipe", "sums"]) == 0
     os.chdir("sums")
