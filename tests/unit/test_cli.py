@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from rich.console import Console, RenderableType
 
 from streamrl.checkpoints.find import require_steps_to_launch
@@ -171,7 +172,7 @@ def test_a_command_that_is_gone_says_where_it_went(capsys, name):
     with pytest.raises(SystemExit) as ended:
         main([name, "configs/quickstart.yaml"])
     assert ended.value.code == 2
-    assert f"streamrl: error: {name} {GONE[name]}" in capsys.readouterr().err
+    assert f"streamrl: error: {name} is gone: {GONE[name]}" in capsys.readouterr().err
     assert name not in COMMANDS
 
 
@@ -188,6 +189,8 @@ def test_check_prints_the_resolved_configuration(capsys):
     printed = capsys.readouterr().out
     assert "seed: 5" in printed
     assert "# --set run.seed" in printed
+    assert "\n#   ok       data.source: reverse" in printed
+    assert yaml.safe_load(printed)["run"]["seed"] == 5
 
 
 @pytest.mark.usefixtures("torch_is_known")

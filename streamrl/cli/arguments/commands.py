@@ -207,6 +207,6 @@ GROUPS = {"run": _RUN, "look": _LOOK, "operate": _OPERATE, "verify": _VERIFY}
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 GONE: Mapping[str, str] = {
-    "doctor": "is `streamrl check` now: of this machine, or with CONFIG of a run on it, too",
+    "doctor": "`streamrl check` says what is wrong with this machine, with CONFIG also with a run",
 }
-"""Commands of earlier versions, with what took their place."""
+"""Commands of earlier versions, each with the sentence that says where it went."""

@@ -20,7 +20,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     words = _joined(arguments)
     if words and words[0] in GONE:
-        parser.error(f"{words[0]} {GONE[words[0]]}")
+        parser.error(f"{words[0]} is gone: {GONE[words[0]]}")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"no command {words[0]!r}: {did_you_mean(words[0], COMMANDS)}")
     return parser.parse_args(words)

@@ -9,7 +9,7 @@ function that yields findings, and a line in `_OF_RUN` or `machine_findings`. St
 run and imports no torch; `--deep` samples one group, with the model.
 
 Invariant: what keeps a run from starting goes to standard error, in the words in which `streamrl
-launch` refuses it; all else to standard output.
+launch` refuses it; all else to standard output, which is YAML where it has the configuration.
 """
 
 import argparse
@@ -74,7 +74,10 @@ _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "
 def main(arguments: argparse.Namespace) -> int:
     if _is_of_machine(arguments):
         found = list(machine_findings(RunSettings().folder))
-        _show(found, arguments)
+        if arguments.json:
+            _print_json(found)
+        else:
+            _print(found, is_brief=arguments.quiet)
         return _exit_code(found)
     arguments = with_hosts(arguments)
     loaded, refused = load_usable(config_file(arguments), arguments.overrides)
@@ -86,15 +89,17 @@ def main(arguments: argparse.Namespace) -> int:
         *machine_findings(loaded.config.run.path, buffer.has_daemon and buffer.journal),
         *run_findings(loaded, refused),
     ]
-    problems = refusals(found)
     if arguments.json:
-        _show(found, arguments)
+        _print_json(found)
         return _exit_code(found)
-    if not (problems or arguments.quiet or arguments.deep):
-        print(render(loaded), end="\n\n")
-    _show([finding for finding in found if not _refuses(finding)], arguments)
-    if problems:
+    if problems := refusals(found):
+        _print([finding for finding in found if not _refuses(finding)], is_brief=True)
         raise ConfigError("\n".join(problems))
+    if arguments.quiet or arguments.deep:
+        _print(found, is_brief=True)
+    else:
+        print(render(loaded))
+        _print(found, prefix="# ")
     if arguments.deep:
         from streamrl.cli.check.deep import sample_one_group
 
@@ -169,28 +174,39 @@ def _is_of_machine(arguments: argparse.Namespace) -> bool:
     return not any(given)
 
 
-def _show(found: Sequence[Finding], arguments: argparse.Namespace) -> None:
-    """By area, or all as JSON."""
-    if arguments.json:
-        print(json.dumps(msgspec.to_builtins(found)))
-        return
-    is_brief = arguments.quiet or arguments.deep
+def _print_json(found: Sequence[Finding]) -> None:
+    print(json.dumps(msgspec.to_builtins(found)))
+
+
+def _print(found: Sequence[Finding], *, is_brief: bool = False, prefix: str = "") -> None:
+    """By area; `is_brief` leaves out what is in order. The prefix makes comments of all lines."""
     shown = [f for f in found if not (is_brief and f.severity is Severity.OK)]
     console = Console(soft_wrap=True, highlight=False)
     with console.capture() as captured:
         for area in Area:
-            _print_area(console, area, [finding for finding in shown if finding.area is area])
+            for line in _lines(area, [finding for finding in shown if finding.area is area]):
+                console.print(Text(prefix).append_text(line))
         if not is_brief:
-            count = [finding.severity for finding in found].count
-            console.print(f"{count(Severity.PROBLEM)} problems, {count(Severity.WARNING)} warnings")
+            console.print(f"{prefix}{_counted(found)}")
+    # Not the console's own printing, which does not tell that the reader has gone.
     print(captured.get(), end="")
 
 
-def _print_area(console: Console, area: Area, found: Sequence[Finding]) -> None:
+def _lines(area: Area, found: Sequence[Finding]) -> Iterator[Text]:
     if found:
-        console.print(f"{area}:")
+        yield Text(area)
     for finding in found:
         severity = (f"  {finding.severity:<8} ", _STYLES[finding.severity])
-        console.print(Text.assemble(severity, str(finding)))
+        yield Text.assemble(severity, str(finding))
         if finding.remedy:
-            console.print(Text(f"           -> {finding.remedy}"))
+            yield Text(f"           -> {finding.remedy}")
+
+
+def _counted(found: Sequence[Finding]) -> str:
+    """
+    >>> _counted([])
+    '0 problems, 0 warnings'
+    """
+    names = [str(finding.severity) for finding in found]
+    counts = {name: names.count(name) for name in (Severity.PROBLEM, Severity.WARNING)}
+    return ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts.items())

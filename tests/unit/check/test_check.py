@@ -591,6 +591,7 @@ def test_all_problems_are_listed_at_once_with_their_places(folder, capsys):
     assert main(["check", "run.yaml", *arguments]) == 2
     output = capsys.readouterr()
     assert "max_steps" not in output.out
+    assert "  ok " not in output.out
     lines = output.err.removeprefix("streamrl check: ").splitlines()
     starts = ("run.max_stepz", "buffer.url", "model.path", "data.reward", "learner.device")
     assert [line.partition(":")[0] for line in lines] == list(starts)
