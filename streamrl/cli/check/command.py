@@ -49,7 +49,7 @@ from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.loading.arguments import config_file, configuration
 from streamrl.config.loading.load import load_usable
 from streamrl.config.run import RunSettings
-from streamrl.errors import ConfigError
+from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
 from streamrl.findings import CONFIGURATION, Area, Finding, Severity
 
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
@@ -149,8 +149,9 @@ def _refuses(finding: Finding) -> bool:
 
 def _exit_code(found: Sequence[Finding]) -> int:
     if any(map(_refuses, found)):
-        return 2
-    return 1 if any(finding.severity is Severity.PROBLEM for finding in found) else 0
+        return EXIT_CONFIG
+    is_broken = any(finding.severity is Severity.PROBLEM for finding in found)
+    return EXIT_CRASHED if is_broken else 0
 
 
 def _of_run(loaded: LoadedConfig) -> Iterator[Finding]:
