@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from streamrl.cli.doctor.machine import read_machine
+from streamrl.cli.check.machine import read_machine
 
 ROOT = Path(__file__).parents[1]
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))

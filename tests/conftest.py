@@ -64,6 +64,15 @@ def pytest_runtest_setup() -> None:
         pytest.skip("the time for this run of the tests is over")
 
 
+@pytest.fixture
+def torch_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`streamrl check` in this process, without the seconds in which another one imports torch."""
+    from streamrl.cli.check import command
+    from streamrl.cli.check.packages import TorchFacts
+
+    monkeypatch.setattr(command, "ask_torch", lambda: TorchFacts("2.13.0"))
+
+
 def pytest_collection_finish() -> None:
     """All is imported that stays: full collections of it took a fifth of the time to get here."""
     gc.freeze()

@@ -10,13 +10,13 @@ import asyncio
 from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
+from streamrl.cli.check.before_launch import require_startable
 from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import chosen, launcher, require_launcher, starts_here
 from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.cli.parity.compare import require_parity
-from streamrl.cli.plans.command import print_plan
-from streamrl.cli.preflight.child import require_startable
+from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
 from streamrl.cli.processes.run_commands import (
     call_for,

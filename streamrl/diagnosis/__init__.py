@@ -8,34 +8,30 @@ needs and has not yet is `pending`, and it is healthy if there is neither. A new
 of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
 """
 
-from msgspec import Struct
-
 from streamrl.diagnosis import presence
 from streamrl.diagnosis.causes import CAUSES
 from streamrl.diagnosis.due import lasting_wait
 from streamrl.diagnosis.reading import Reading
+from streamrl.findings import Area, Finding
 
 __all__ = ["Finding", "Reading", "diagnose", "pending", "waits_for"]
 
 
-class Finding(Struct, frozen=True):
-    """`cause` is a name in `CAUSES`, for programs; `sentence` is for people."""
-
-    cause: str
-    sentence: str
-
-
 def diagnose(reading: Reading) -> tuple[Finding, ...]:
-    """What is wrong, in the order of `CAUSES`; () if nothing is."""
+    """What is wrong, in the order of `CAUSES`, which name the causes; () if nothing is."""
     return tuple(
-        Finding(cause, sentence) for cause, find in CAUSES.items() for sentence in find(reading)
+        Area.RUN.problem(sentence, cause=cause)
+        for cause, find in CAUSES.items()
+        for sentence in find(reading)
     )
 
 
 def pending(reading: Reading) -> tuple[Finding, ...]:
     """What the run needs and has not, for no longer than a start takes or since a person has said
     so; () if all is there."""
-    return tuple(Finding(cause, sentence) for cause, sentence in presence.pending(reading))
+    return tuple(
+        Area.RUN.warning(sentence, cause=cause) for cause, sentence in presence.pending(reading)
+    )
 
 
 def waits_for(reading: Reading) -> str:

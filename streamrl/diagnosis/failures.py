@@ -22,7 +22,7 @@ def _malformed(stats: BufferStats) -> Iterator[str]:
     if num_malformed := stats.books.dropped.get(DropReason.MALFORMED, 0):
         yield (
             f"{num_malformed} of {stats.books.ended} groups were refused as malformed (see "
-            "quarantine/ in the run's folder, and streamrl doctor)"
+            "quarantine/ in the run's folder, and streamrl check)"
         )
 
 

@@ -8,6 +8,7 @@ and sizes tell.
 from collections.abc import Iterator, Sequence
 
 from streamrl.config import RunConfig
+from streamrl.findings import CONFIGURATION, Finding
 from streamrl.placement.commands import Commands, with_addresses
 from streamrl.placement.memory import Fit, ModelShape
 from streamrl.placement.plan import Host, Plan, PlannedProcess
@@ -22,8 +23,8 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
         resume: whether the learner goes on from its newest checkpoint.
 
     Raises:
-        ConfigError: a process has no place or does not fit into the memory of its GPU, or hosts
-            could not reach each other.
+        ConfigError: a process has no place, or hosts could not reach each other.
+        DoesNotFitError: a process does not fit into the memory of its GPU.
     """
     placed = seats(config, hosts)
     count = sum(seat.role == "generator" for seat in placed)
@@ -36,7 +37,7 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
     return Plan(config, tuple(hosts), processes, (*fit.warnings(), *_idle(hosts, processes)))
 
 
-def _idle(hosts: Sequence[Host], processes: Sequence[PlannedProcess]) -> Iterator[str]:
+def _idle(hosts: Sequence[Host], processes: Sequence[PlannedProcess]) -> Iterator[Finding]:
     """That GPUs are left which nothing uses."""
     used = {(process.host, index) for process in processes for index in process.devices}
     uses_cpu = any(process.role != "buffer" and not process.devices for process in processes)
@@ -44,7 +45,7 @@ def _idle(hosts: Sequence[Host], processes: Sequence[PlannedProcess]) -> Iterato
         left = [d.index for d in host.devices if (host.name, d.index) not in used]
         if left and not uses_cpu:
             where = "here" if host.name == "here" else f"of {host.name}"
-            yield (
+            yield CONFIGURATION.warning(
                 f"generator.count: nothing uses GPU {', '.join(map(str, left))} {where}; more "
                 "generators or learner.num_ranks would"
             )

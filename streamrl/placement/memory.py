@@ -46,6 +46,7 @@ from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import RecipeSettings
 from streamrl.errors import ConfigError
+from streamrl.findings import MEMORY, Finding
 from streamrl.model_folder import local_folder
 from streamrl.placement.plan import Device, Host, MemoryPart, Need, gib
 from streamrl.placement.seats import Seat, pipeline_parallel_size, tensor_parallel_size
@@ -401,6 +402,10 @@ _SETTINGS: Mapping[HostRole, str] = {
 }
 
 
+class DoesNotFitError(ConfigError):
+    """A GPU has certainly less memory than the processes on it need."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """Of all seats of a run on the GPUs of its hosts; `shape` is None for a model that is not
@@ -431,20 +436,20 @@ class Fit:
     def require(self) -> None:
         """
         Raises:
-            ConfigError: what a GPU has to hold is certainly more than it has.
+            DoesNotFitError: what a GPU has to hold is certainly more than it has.
         """
         for host, device, sharing in self._devices:
             needs = [(seat, self._least(seat, index, device)) for seat, index in sharing]
             if device.memory_bytes and sum(least for _, least in needs) > device.memory_bytes:
-                raise ConfigError(self._refusal(host, device, sharing))
+                raise DoesNotFitError(self._refusal(host, device, sharing))
 
-    def warnings(self) -> Iterator[str]:
+    def warnings(self) -> Iterator[Finding]:
         """What may not fit, by the estimate."""
         for host, device, sharing in self._devices:
             total = sum(self._likely(seat, index, device) for seat, index in sharing)
             if total > device.memory_bytes > 0:
                 who = "; ".join(self._described(seat, index) for seat, index in sharing)
-                yield (
+                yield MEMORY.warning(
                     f"{_SETTINGS[sharing[0][0].role]}: {_place(host, device)} may have too little "
                     f"memory, {gib(device.memory_bytes)} for about {gib(total)}: {who}"
                 )

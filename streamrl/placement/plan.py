@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from streamrl.config import RunConfig
 from streamrl.config.cluster import HostRole
+from streamrl.findings import Finding
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -135,14 +136,14 @@ class Plan:
     """All processes of a run, in the order in which they start.
 
     `config` has the addresses and sizes of the plan (`buffer.url`, `weights.address`, the engines'
-    memory) and is the file that every process gets. `notes` are sentences for the person who
+    memory) and is the file that every process gets. `notes` are warnings for the person who
     starts it: GPUs that nothing uses, memory that may not be enough.
     """
 
     config: RunConfig
     hosts: tuple[Host, ...]
     processes: tuple[PlannedProcess, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Finding, ...] = ()
 
     @property
     def config_file(self) -> Path:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamrl.cli.doctor.machine import read_machine
+from streamrl.cli.check.machine import read_machine
 from streamrl.config import load_config
 from streamrl.errors import EXIT_UNREACHABLE
 from tests.documents import ROOT

@@ -282,7 +282,7 @@ import sys
 from streamrl.cli.main import main
 from streamrl.cli.processes import command
 command.executable = lambda: {file!r}
-import streamrl.cli.check as check
+from streamrl.cli.check import command as check
 check.main = lambda arguments: print("output:", command.call("evaluate", "it")) or 0
 sys.exit(main(["check", "unused"]))
 """

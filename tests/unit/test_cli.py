@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from rich.console import Console, RenderableType
 
 from streamrl.checkpoints.find import require_steps_to_launch
@@ -173,6 +174,15 @@ def test_an_unknown_command_is_named_with_the_nearest(capsys):
     assert "no command 'lunch': did you mean 'launch'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", GONE)
+def test_a_command_that_is_gone_says_where_it_went(capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "configs/quickstart.yaml"])
+    assert ended.value.code == 2
+    assert f"streamrl: error: {name} is gone: {GONE[name]}" in capsys.readouterr().err
+    assert name not in COMMANDS
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -180,17 +190,23 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == "streamrl 0.2.0\n"
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_check_prints_the_resolved_configuration(capsys):
     assert main(["check", QUICKSTART, "--set", "run.seed=5"]) == 0
     printed = capsys.readouterr().out
     assert "seed: 5" in printed
     assert "# --set run.seed" in printed
+    assert "\n#   ok       data.source: reverse" in printed
+    assert yaml.safe_load(printed)["run"]["seed"] == 5
 
 
+@pytest.mark.usefixtures("torch_is_known")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["check"], "give one configuration file"),
+        (["plan"], "give one configuration file"),
+        (["check", "--deep"], "give one configuration file"),
+        (["check", "--set", "run.seed=1"], "give one configuration file"),
         (["check", QUICKSTART, "--config", QUICKSTART], "give one configuration file"),
         (["check", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["check", QUICKSTART, "--set", "run.sed=1"], "did you mean 'seed'?"),
@@ -223,7 +239,7 @@ def test_the_exit_code_is_that_of_the_errors_kind(monkeypatch, capsys, error, co
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr("streamrl.cli.check.main", fail)
+    monkeypatch.setattr("streamrl.cli.check.command.main", fail)
     assert main(["check", QUICKSTART]) == code
     assert capsys.readouterr().err == printed
 

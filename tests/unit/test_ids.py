@@ -49,6 +49,7 @@ def test_a_generator_with_another_name_than_an_id_writes_nothing(tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("torch_is_known")
 @pytest.mark.parametrize("value", ["../up", "a/b", "a" * 129, ".hidden"])
 def test_a_run_is_named_by_an_id(capsys, value):
     assert main(["check", QUICKSTART, "--set", f"run.name={value}"]) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy import install
-from streamrl.cli.doctor.packages import SGLANG, TESTED
+from streamrl.cli.check.packages import SGLANG, TESTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "pyproject.toml"

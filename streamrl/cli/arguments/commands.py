@@ -30,19 +30,14 @@ _RUN = {
         "run everything that a configuration needs, here or on other machines",
         launch,
     ),
-    "doctor": Command(
-        "streamrl.cli.doctor.command:main",
-        "what is wrong with this machine, and how to mend it",
-        options.doctor,
-    ),
     "check": Command(
-        "streamrl.cli.check:main",
-        "whether a run can start, and the source of each value of its configuration",
+        "streamrl.cli.check.command:main",
+        "what is wrong with this machine, and whether a run can start on it",
         options.check,
     ),
     "plan": Command(
-        "streamrl.cli.plans.command:main",
-        "what a launch would start: hosts, GPUs, memory and commands",
+        "streamrl.cli.plan:main",
+        "what a launch would start: hosts, GPUs and commands",
         plan,
     ),
     "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
@@ -161,6 +156,7 @@ _VERBS = {
 GROUPS = {"run": _RUN, "look": _LOOK, "use": _USE}
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()} | _VERBS
 GONE: Mapping[str, str] = {
+    "doctor": "`streamrl check` says what is wrong with this machine, with CONFIG also with a run",
     "top": "`streamrl status RUN --follow` is the live screen",
     "watch": "`streamrl status RUN --follow --lines` prints the progress as lines",
     "healthy": "`streamrl status RUN --probe ROLE` is the probe of one daemon",

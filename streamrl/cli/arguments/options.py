@@ -12,10 +12,17 @@ def config(parser: ArgumentParser) -> None:
 
 
 def check(parser: ArgumentParser) -> None:
-    config(parser)
     parser.add_argument(
+        "file", nargs="?", metavar="CONFIG", help="YAML file of a run; without, the machine alone"
+    )
+    parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
+    overrides(parser)
+    hosts(parser)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
         "--deep", action="store_true", help="sample one group with the model, score and print it"
     )
+    json_output(output)
     parser.add_argument(
         "--quiet", action="store_true", help="print problems and warnings, not the configuration"
     )
@@ -238,7 +245,7 @@ def resume(parser: _ActionsContainer) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
 
 
-def json_output(parser: ArgumentParser) -> None:
+def json_output(parser: _ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -318,12 +325,16 @@ def _kubernetes(parser: ArgumentParser) -> None:
 
 def plan(parser: ArgumentParser) -> None:
     config(parser)
+    hosts(parser)
+    json_output(parser)
+
+
+def hosts(parser: _ActionsContainer) -> None:
     parser.add_argument(
         "--hosts",
         metavar="[USER@]HOST[:DEVICES],...",
         help="the machines of the run; short for cluster.hosts",
     )
-    json_output(parser)
 
 
 def samples(parser: ArgumentParser) -> None:
@@ -388,8 +399,3 @@ def status(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--id", help="with --probe generator: its id, where {host} is the host's name"
     )
-
-
-def doctor(parser: ArgumentParser) -> None:
-    config(parser)
-    json_output(parser)

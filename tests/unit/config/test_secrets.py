@@ -93,6 +93,7 @@ def test_a_password_that_is_not_there_is_named(file, settings, sentence):
         _ = buffer.secret_url
 
 
+@pytest.mark.usefixtures("torch_is_known")
 @pytest.mark.parametrize(
     "override",
     [

@@ -15,6 +15,7 @@ from learners.policy.sharding import checkpoint_layers
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError
+from streamrl.findings import MEMORY, Severity
 from streamrl.model_folder import ModelFolder
 from streamrl.placement.assign import make_plan
 from streamrl.placement.memory import (
@@ -218,7 +219,8 @@ def test_what_may_not_fit_is_noted(folder):
     learner = {"num_ranks": 8, "groups_per_step": 8, "max_tokens_per_micro_batch": 65_536}
     config = with_model(folder, learner=learner, weights={"dtype": "bfloat16"})
     (note, *_) = make_plan(config, one_host(9, 80)).notes
-    assert note.startswith(
+    assert (note.area, note.severity) == (MEMORY, Severity.WARNING)
+    assert note.sentence.startswith(
         "learner.device: GPU 0 here may have too little memory, 80 GiB for about"
     )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.cli.plans.command import print_plan
+from streamrl.cli.plan import print_plan
 from streamrl.cli.processes import child
 from streamrl.cli.processes.daemons import make_children
 from streamrl.errors import ConfigError
@@ -253,7 +253,7 @@ def test_hosts_with_generators_of_their_own_get_so_many():
 
 def test_gpus_that_nothing_uses_are_noted():
     (note,) = make_plan(configured(), one_host(4)).notes
-    assert note.startswith("generator.count: nothing uses GPU 2, 3 here")
+    assert note.sentence.startswith("generator.count: nothing uses GPU 2, 3 here")
 
 
 REFUSED = [

@@ -120,6 +120,7 @@ def test_make_model_says_where_it_went(capsys):
     assert "it is `streamrl get-model --config CONFIG`" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_a_run_without_its_model_is_told_how_to_get_it(folder, capsys):
     assert main(["new", "sums", "--recipe", "sums"]) == 0
     os.chdir("sums")

@@ -30,7 +30,7 @@ from streamrl.cli.launchers.ssh.hosts import (
 from streamrl.cli.launchers.ssh.learner_host import LearnerHost
 from streamrl.cli.launchers.ssh.link import HostLink
 from streamrl.cli.launchers.ssh.secrets import handed_on, with_keys, write_secrets
-from streamrl.cli.plans.command import print_plan
+from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S, supervise
 from streamrl.cli.processes.planned import planned_children
@@ -98,7 +98,7 @@ async def _launch(
         prepare(plan.config, resume=arguments.resume, new=arguments.new, binds=False)
         write_secrets(given)
         for note in plan.notes:
-            view.print(f"note: {note}")
+            view.print(f"note: {note.sentence}")
         make_ready(plan, links, resume=arguments.resume)
         return await _run(plan, links, view, arguments)
     finally:

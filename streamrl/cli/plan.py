@@ -1,5 +1,7 @@
 """`streamrl plan`: what a launch would start, on which hosts, GPUs and ports. Starts nothing.
 
+Whether it fits, `streamrl check` says.
+
 Invariant: what is printed is what a launch starts, but for ports given as 0 on one machine, which
 are chosen when it starts. It is text for a person, or JSON for a program.
 """
@@ -37,14 +39,13 @@ def tables(plan: Plan) -> Iterator[str]:
 
 
 def as_json(plan: Plan) -> str:
-    """Processes with all that a launcher starts them with; addresses, hosts and notes."""
+    """Processes with all that a launcher starts them with; addresses and hosts."""
     content = {
         "config_file": str(plan.config_file),
         "buffer_url": plan.config.buffer.url,
         "weights_address": plan.config.weights.address,
         "hosts": [_host(host) for host in plan.hosts],
         "processes": [_process(process) for process in plan.processes],
-        "notes": list(plan.notes),
     }
     return json.dumps(content, indent=2)
 
@@ -66,9 +67,6 @@ def _lines(plan: Plan, process: PlannedProcess) -> Iterator[str]:
     devices = ", ".join(map(str, process.devices))
     plural = "s" if len(process.devices) > 1 else ""
     yield f"  {process.name:<14}{f'GPU{plural} {devices}' if devices else 'CPU'}{ranks}"
-    if process.memory is not None:
-        each = " on each" if plural else ""
-        yield f"    about {gib(process.memory.num_bytes)}{each}: {process.memory.describe()}"
     variables = (f"{name}={shlex.quote(value)}" for name, value in process.environment.items())
     yield f"    {' '.join((*variables, shlex.join(process.command)))}"
 
@@ -84,15 +82,12 @@ def _host(host: Host) -> dict[str, Any]:
 
 
 def _process(process: PlannedProcess) -> dict[str, Any]:
-    memory = process.memory
-    parts = {part.name: part.num_bytes for part in memory.parts} if memory else None
     return {
         "name": process.name,
         "role": process.role,
         "host": process.host,
         "devices": list(process.devices),
         "num_ranks": process.num_ranks,
-        "memory_bytes": parts,
         "environment": dict(process.environment),
         "command": list(process.command),
         "restart_command": list(process.restart_command),
@@ -107,12 +102,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def print_plan(plan: Plan, *, is_json: bool = False) -> None:
-    """A table for each host and the notes of the plan, or JSON."""
+    """A table for each host, or JSON."""
     if is_json:
         print(as_json(plan))
         return
     console = Console(soft_wrap=True, highlight=False)
     for part in tables(plan):
         console.print(part, markup=False, emoji=False)
-    for note in plan.notes:
-        console.print(f"note: {note}", markup=False)

@@ -6,29 +6,29 @@ from typing import Any
 import pytest
 
 from actors.sandbox import isolation as isolations
-from streamrl.cli.doctor.findings import Level
-from streamrl.cli.doctor.sandbox import check_sandbox as check_machine
-from streamrl.cli.preflight import machine
-from streamrl.cli.preflight.findings import Kind
+from streamrl.cli.check import data
+from streamrl.cli.check.data import check_sandbox
+from streamrl.cli.check.machine import check_isolation
 from streamrl.config import RunConfig
+from streamrl.findings import Severity
 
 NOTHING = {"namespaces": "not permitted", "landlock": "too old"}
 
 
 def found(
     tmp_path: Path, *, isolation: str | None = None, user: str = "tool"
-) -> list[tuple[Kind, str]]:
+) -> list[tuple[Severity, str]]:
     kwargs: dict[str, Any] = {} if isolation is None else {"isolation": isolation}
-    data: dict[str, Any] = {"source": "copy"}
+    rows: dict[str, Any] = {"source": "copy"}
     generator: dict[str, Any] = {}
     environments: list[dict[str, Any]] = []
     match user:
         case "tool":
             generator = {"environment": "tools", "tools": [{"tool": "python", "kwargs": kwargs}]}
         case "reward":
-            data |= {"reward": "code", "reward_kwargs": kwargs}
+            rows |= {"reward": "code", "reward_kwargs": kwargs}
         case "rewards":
-            data |= {"rewards": ["length", {"reward": "code", "kwargs": kwargs}]}
+            rows |= {"rewards": ["length", {"reward": "code", "kwargs": kwargs}]}
         case "entry":
             own = {"reward": "code", "reward_kwargs": kwargs}
             environments = [{"name": "a", "environment": "single_turn", **own}]
@@ -36,28 +36,33 @@ def found(
         {
             "run": {"name": "run", "folder": tmp_path, "evaluate": False},
             "model": {"path": "model"},
-            "data": data,
+            "data": rows,
             "generator": generator,
             "environments": environments,
         }
     )
-    return [(finding.kind, finding.sentence) for finding in machine.check_sandbox(config)]
+    return [(finding.severity, finding.sentence) for finding in check_sandbox(config)]
 
 
 def lacks(monkeypatch: pytest.MonkeyPatch, reasons: dict[str, str]) -> None:
-    for module in (isolations, machine):
+    for module in (isolations, data):
         monkeypatch.setattr(module, "why_not", lambda kind: reasons.get(kind, ""))
 
 
 @pytest.mark.parametrize(
-    ("reasons", "isolation", "kind", "said"),
+    ("reasons", "isolation", "severity", "said"),
     [
-        ({}, None, Kind.FACT, "programs have namespaces of their own"),
-        ({"namespaces": "not permitted"}, None, Kind.WARNING, "(no namespaces: not permitted)"),
-        ({}, "landlock", Kind.FACT, "programs are held by Landlock"),
-        ({"namespaces": "not permitted"}, "namespaces", Kind.PROBLEM, "namespaces: not permitted"),
-        (NOTHING, "auto", Kind.PROBLEM, "(namespaces: not permitted; landlock: too old)"),
-        (NOTHING, "none", Kind.WARNING, "with the files, processes and network of this user"),
+        ({}, None, Severity.OK, "programs have namespaces of their own"),
+        ({"namespaces": "not permitted"}, None, Severity.WARNING, "(no namespaces: not permitted)"),
+        ({}, "landlock", Severity.OK, "programs are held by Landlock"),
+        (
+            {"namespaces": "not permitted"},
+            "namespaces",
+            Severity.PROBLEM,
+            "namespaces: not permitted",
+        ),
+        (NOTHING, "auto", Severity.PROBLEM, "(namespaces: not permitted; landlock: too old)"),
+        (NOTHING, "none", Severity.WARNING, "with the files, processes and network of this user"),
     ],
 )
 def test_what_programs_get_is_said(
@@ -65,12 +70,12 @@ def test_what_programs_get_is_said(
     monkeypatch: pytest.MonkeyPatch,
     reasons: dict[str, str],
     isolation: str | None,
-    kind: Kind,
+    severity: Severity,
     said: str,
 ) -> None:
     lacks(monkeypatch, reasons)
-    ((found_kind, sentence),) = found(tmp_path, isolation=isolation)
-    assert found_kind is kind
+    ((found_severity, sentence),) = found(tmp_path, isolation=isolation)
+    assert found_severity is severity
     assert sentence.startswith("generator.tools: python: ")
     assert said in sentence
 
@@ -87,11 +92,11 @@ def test_the_reward_code_needs_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str, place: str
 ) -> None:
     lacks(monkeypatch, NOTHING)
-    ((kind, sentence),) = found(tmp_path, user=user)
-    assert kind is Kind.PROBLEM
+    ((severity, sentence),) = found(tmp_path, user=user)
+    assert severity is Severity.PROBLEM
     assert sentence.startswith(f"{place}this machine cannot keep code that a model wrote apart")
-    ((kind, _),) = found(tmp_path, user=user, isolation="none")
-    assert kind is Kind.WARNING
+    ((severity, _),) = found(tmp_path, user=user, isolation="none")
+    assert severity is Severity.WARNING
 
 
 def test_a_run_without_programs_asks_for_nothing(
@@ -102,16 +107,16 @@ def test_a_run_without_programs_asks_for_nothing(
 
 
 @pytest.mark.parametrize(
-    ("reasons", "level"),
+    ("reasons", "severity"),
     [
-        ({"namespaces": "", "landlock": "too old"}, Level.OK),
-        ({"namespaces": "not permitted", "landlock": ""}, Level.OK),
-        (NOTHING, Level.WARN),
+        ({"namespaces": "", "landlock": "too old"}, Severity.OK),
+        ({"namespaces": "not permitted", "landlock": ""}, Severity.OK),
+        (NOTHING, Severity.WARNING),
     ],
 )
-def test_the_doctor_says_what_a_machine_has(reasons: Any, level: Level) -> None:
-    (finding,) = check_machine(reasons)
-    assert finding.level is level
+def test_it_says_what_a_machine_has(reasons: Any, severity: Severity) -> None:
+    (finding,) = check_isolation(reasons)
+    assert finding.severity is severity
     assert (
         all(reason in finding.sentence for reason in reasons.values()) or not reasons["namespaces"]
     )

@@ -36,9 +36,12 @@ def test_what_a_users_file_starts_is_not_waited_for_and_ends_with_the_check(
     )
     start_s = time.monotonic()
     # A fork of a process with threads may hang, and pytest may have some.
-    code = "import sys; from streamrl.cli.preflight import child; print(child._run(sys.argv[1:]))"
+    code = (
+        "import sys; from streamrl.cli.check import before_launch; "
+        "print(before_launch._run(sys.argv[1], []))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code, "check", "--quiet", str(config)],
+        [sys.executable, "-c", code, str(config)],
         capture_output=True,
         text=True,
     )

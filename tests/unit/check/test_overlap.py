@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.preflight.data import check_prompts
+from streamrl.cli.check.data import check_prompts
 from streamrl.config import RunConfig
 
 OWN = """

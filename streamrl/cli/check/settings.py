@@ -1,22 +1,24 @@
-"""Deadlines below what they wait for, and bytes above the memory that is to hold them.
+"""Deadlines below what they wait for, sizes that do not go together, folders that are not writable.
 
-Invariant: refused is only what cannot work. The speed of a copy and the memory are this machine's;
+Invariant: refused is only what cannot work. The speed of a copy is this machine's;
 no network and no device of another machine is faster than `_GPU_BYTES_PER_S`.
 
 Warned of is what can work and often will not (groups that do not fit, leases that are short), and a
 setting that was given and cannot act in this run, since nothing else tells.
 """
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from streamrl.cli.doctor.machine import read_machine
-from streamrl.cli.preflight.findings import Finding, fact, problem, warning
+from streamrl.checkpoints.find import is_checkpoint, is_taken
 from streamrl.config import RunConfig
-from streamrl.config.addresses import is_loopback
+from streamrl.findings import CONFIGURATION, Finding
 from streamrl.placement.devices import torch_has_cuda
 from streamrl.placement.memory import ModelShape
 
@@ -28,18 +30,18 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
     largest = config.group_bytes(longest, num_kept=config.generator.top_k)
     if largest > buffer.max_group_bytes:
         fitting = buffer.max_group_bytes * longest // largest
-        yield warning(
+        yield CONFIGURATION.warning(
             f"buffer.max_group_bytes: {buffer.max_group_bytes} refuses groups whose trajectories "
             f"have more than about {fitting} tokens each, and generator.max_model_len allows "
             f"{longest}; set {largest + largest // 8}"
         )
     if buffer.lease_ttl_s < _SAFE_LEASE_S:
-        yield warning(
+        yield CONFIGURATION.warning(
             f"buffer.lease_ttl_s: {buffer.lease_ttl_s:g} s: a generator that pauses for so long "
             "loses its groups"
         )
     yield from _long_trajectories(config)
-    yield fact(f"buffer.max_group_bytes: a group has at most {largest / 1e6:.3g} MB")
+    yield CONFIGURATION.ok(f"buffer.max_group_bytes: a group has at most {largest / 1e6:.3g} MB")
 
 
 def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
@@ -47,7 +49,7 @@ def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
     limit = config.learner.max_tokens_per_micro_batch
     environments = {entry.environment for entry in config.entries}
     if environments != {"single_turn"} and config.max_model_len > limit:
-        yield warning(
+        yield CONFIGURATION.warning(
             f"learner.max_tokens_per_micro_batch: was {limit}, and generator.max_model_len allows "
             f"trajectories of {config.max_model_len} tokens: those above the limit are trained "
             "each in a micro-batch of its own, which needs more memory"
@@ -58,20 +60,20 @@ def check_effects(config: RunConfig) -> Iterator[Finding]:
     """Settings that nothing reads beside the others of this configuration."""
     generator, reward = config.generator, config.algorithm.reward
     if generator.device != "auto" and generator.engine != "hf" and not generator.vllm.url:
-        yield problem(
+        yield CONFIGURATION.problem(
             f"generator.device: was {generator.device!r}, and {generator.engine} takes the devices "
             "that it finds; CUDA_VISIBLE_DEVICES limits them"
         )
     environments = {entry.environment for entry in config.entries}
     if reward.format_penalty and environments == {"single_turn"}:
-        yield problem(
+        yield CONFIGURATION.problem(
             f"algorithm.reward.format_penalty: was {reward.format_penalty:g}, and environment "
             "single_turn has no form that a turn could break, so it counts no invalid turns; the "
             "others do"
         )
     is_alone = len(config.entries) == 1
     if is_alone and reward.agentic is not None and reward.agentic.grouping == "inductive":
-        yield problem(
+        yield CONFIGURATION.problem(
             "algorithm.reward.agentic.grouping: was 'inductive', which compares the episodes of "
             "one environment, and this run has one: batch does the same"
         )
@@ -88,8 +90,6 @@ def check_limits(config: RunConfig) -> Iterator[Finding]:
     """Copies some memory to learn how fast that is."""
     yield from _check_update(config)
     yield from _check_deadlines(config)
-    if _buffers_here(config):
-        yield from _check_memory(config)
 
 
 def _check_update(config: RunConfig) -> Iterator[Finding]:
@@ -106,17 +106,17 @@ def _check_update(config: RunConfig) -> Iterator[Finding]:
         "generator answers"
     )
     if given < needed:
-        yield problem(
+        yield CONFIGURATION.problem(
             f"weights.deadline_s: was {given:g} s, and {takes}, and each hop has a part of the "
             f"deadline; it must be at least {needed:.2g}, and {_round(10 * needed):g} leaves room"
         )
     elif given < 4 * needed:
-        yield warning(
+        yield CONFIGURATION.warning(
             f"weights.deadline_s: was {given:g} s, and {takes}: generators that take "
             f"{given / needed:.2g} times as long are left out of updates"
         )
     else:
-        yield fact(f"weights.deadline_s: {takes}")
+        yield CONFIGURATION.ok(f"weights.deadline_s: {takes}")
 
 
 def _update_s(config: RunConfig, copy_s: float) -> float:
@@ -154,49 +154,9 @@ def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
         shortest.append(("cluster.start_s", cluster.start_s, 1.0, "a connection to a host takes"))
     for name, given, needed, what in shortest:
         if given < needed:
-            yield problem(
+            yield CONFIGURATION.problem(
                 f"{name}: was {given:g} s, and {what} longer; it must be at least {needed:g}"
             )
-
-
-def _check_memory(config: RunConfig) -> Iterator[Finding]:
-    """What the buffer holds, and its batches."""
-    memory = _memory()
-    if not memory:
-        return
-    buffer, num_groups = config.buffer, config.learner.groups_per_step
-    has = f"this machine has {memory / 2**30:.3g} GiB of memory"
-    if buffer.max_group_bytes > memory:
-        yield problem(
-            f"buffer.max_group_bytes: was {buffer.max_group_bytes}, and {has}, which no group may "
-            f"exceed; it must be at most {memory}"
-        )
-    smallest = config.group_bytes(1 + max(1, config.generator.min_new_tokens))
-    if num_groups * smallest > memory:
-        yield problem(
-            f"learner.groups_per_step: was {num_groups}, and no batch can be filled: the smallest "
-            f"group has {smallest} bytes, and {has}, where at most {memory // smallest} are "
-            "admitted"
-        )
-    kv_bytes = config.generator.vllm.kv_cache_memory_bytes
-    is_on_cpu = config.generator.engine == "vllm" and not torch_has_cuda()
-    if is_on_cpu and kv_bytes is not None and kv_bytes > memory:
-        yield problem(
-            f"generator.vllm.kv_cache_memory_bytes: was {kv_bytes}, and {has}; it must be at most "
-            f"{memory}"
-        )
-
-
-def _buffers_here(config: RunConfig) -> bool:
-    """Whether groups are held in this machine's memory."""
-    buffer = config.buffer
-    return not config.cluster.hosts and buffer.has_daemon and is_loopback(buffer.url)
-
-
-def _memory() -> int:
-    """What processes here may have together, in bytes; 0 if that is not known."""
-    machine = read_machine()
-    return min(machine.memory, machine.memory_limit or machine.memory)
 
 
 def _update_bytes(config: RunConfig) -> int:
@@ -223,3 +183,28 @@ def memory_bytes_per_s() -> float:
 def _round(seconds: float) -> float:
     """Up to a whole second."""
     return float(-(-seconds // 1))
+
+
+def check_folder(config: RunConfig) -> Iterator[Finding]:
+    """Whether the run's folder can be made and written, by writing beside it."""
+    folder = config.run.path
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        yield CONFIGURATION.problem(f"run.folder: {existing} is a file, so {folder} cannot be made")
+        return
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        yield CONFIGURATION.problem(f"run.folder: cannot write to {existing}: {error.strerror}")
+        return
+    status = os.statvfs(existing)
+    num_bytes = status.f_bavail * status.f_frsize
+    yield from _check_resume(config)
+    yield CONFIGURATION.ok(f"run.folder: {folder} can be written, {num_bytes / 1e9:.3g} GB free")
+
+
+def _check_resume(config: RunConfig) -> Iterator[Finding]:
+    path = config.run.resume
+    if isinstance(path, Path) and not (is_checkpoint(path) or is_taken(config.run.path, path)):
+        yield CONFIGURATION.problem(f"run.resume: {path} is no checkpoint (it has no state.json)")

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.preflight import data
-from streamrl.cli.preflight.findings import Kind
+from streamrl.cli.check.data import check_tools
 from streamrl.config import RunConfig
+from streamrl.findings import Severity
 
 
-def found(tmp_path: Path, **generator: Any) -> list[tuple[Kind, str]]:
+def found(tmp_path: Path, **generator: Any) -> list[tuple[Severity, str]]:
     config = RunConfig.model_validate(
         {
             "run": {"name": "run", "folder": tmp_path, "evaluate": False},
@@ -19,7 +19,7 @@ def found(tmp_path: Path, **generator: Any) -> list[tuple[Kind, str]]:
             "generator": generator,
         }
     )
-    return [(finding.kind, finding.sentence) for finding in data.check_tools(config)]
+    return [(finding.severity, finding.sentence) for finding in check_tools(config)]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def found(tmp_path: Path, **generator: Any) -> list[tuple[Kind, str]]:
 def test_what_cannot_act_is_a_problem(
     tmp_path: Path, generator: dict[str, Any], sentence: str
 ) -> None:
-    kind, said = found(tmp_path, **generator)[0]
-    assert kind is Kind.PROBLEM
+    severity, said = found(tmp_path, **generator)[0]
+    assert severity is Severity.PROBLEM
     assert said.startswith(sentence)

@@ -1,4 +1,5 @@
-"""Whether prompts, reward, environment and algorithm can be loaded, by the daemons' own look-ups.
+"""Whether prompts, reward, environment, tools and algorithm can be loaded, by the daemons' own
+look-ups, and how far the programs that a model writes are kept apart.
 
 Runs the user's files, as the generators do; those of `algorithm` are read and not run, since they
 import torch.
@@ -9,11 +10,13 @@ as the generators make them.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, get_args
+
+from msgspec.structs import replace
 
 from actors.environments import make_environment
 from actors.environments.stream import shares
@@ -24,14 +27,15 @@ from actors.prompts.rows import PromptRows
 from actors.prompts.tasks import TASKS
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row
+from actors.sandbox.isolation import Isolation, IsolationChoice, choose, why_not
 from actors.tools.environment import TOOLS
 from actors.tools.toolset import make_sources
-from streamrl.cli.preflight.findings import Finding, fact, problem, refusal, warning
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import has_rows, shown
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.findings import DATA, Finding
 from streamrl.interfaces import Prompt, PromptSource
 from streamrl.model_folder import local_folder
 from streamrl.user_code import attributed_to, find_user_code, is_finite_number, is_user_code
@@ -51,14 +55,14 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
             if (key := _key(prompt)) in by_content:
                 trained.setdefault(key, prompt)
     except ConfigError as error:
-        yield problem(str(error))
+        yield DATA.problem(str(error))
         return
     if not trained:
         return
     count = sum(_key(prompt) in trained for prompt in held_out)
     key, example = next(iter(trained.items()))
     places = " and ".join(p.origin for p in (example, by_content[key]) if p.origin)
-    yield warning(
+    yield DATA.warning(
         f"data.eval_source: {count} of the {len(held_out)} held-out prompts are also in "
         f"data.source, such as {shown(example.content)}{f' ({places})' if places else ''}: their "
         "scores tell nothing about new prompts"
@@ -88,12 +92,14 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
     given = [name for name in ("tools", "mcp_servers") if getattr(generator, name)]
     is_used = any(entry.environment == TOOLS for entry in config.entries)
     if is_used and not given:
-        yield problem("generator.tools: environment tools has none, and no generator.mcp_servers")
+        yield DATA.problem(
+            "generator.tools: environment tools has none, and no generator.mcp_servers"
+        )
     if given and not is_used:
-        yield problem(
+        yield DATA.problem(
             f"generator.{given[0]}: nothing reads them; generator.environment: tools does"
         )
-    yield from refusal(lambda: make_sources(generator))
+    yield from DATA.refusal(lambda: make_sources(generator))
 
 
 _GYM = "reasoning_gym:"
@@ -102,30 +108,30 @@ _GYM = "reasoning_gym:"
 def check_user_code(config: RunConfig) -> Iterator[Finding]:
     """Reward, environment, loss and advantage."""
     for entry in config.entries:
-        yield from _placed(entry, refusal(partial(make_reward, entry.data)))
-        yield from refusal(partial(make_environment, entry))
+        yield from _placed(entry, DATA.refusal(partial(make_reward, entry.data)))
+        yield from DATA.refusal(partial(make_environment, entry))
     for field, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
     ):
         if is_user_code(name):
-            yield from refusal(partial(find_user_code, field, name))
+            yield from DATA.refusal(partial(find_user_code, field, name))
     for entry in config.entries:
         rewards = " + ".join(reward.reward for reward in entry.data.all_rewards)
         looked_at = f"data.reward: {rewards}; {entry.setting}: {entry.environment}"
-        yield from _placed(entry, iter([fact(looked_at)]))
+        yield from _placed(entry, iter([DATA.ok(looked_at)]))
 
 
 def check_prompts(config: RunConfig) -> Iterator[Finding]:
     """The prompts of training, those held out if they are scored, the template."""
     template = config.data.chat_template
     if isinstance(template, Path):
-        yield from refusal(partial(_read, "data.chat_template", template))
+        yield from DATA.refusal(partial(_read, "data.chat_template", template))
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
         yield from _placed(entry, _check_source(own))
     if config.environments:
-        yield from refusal(partial(shares, config))
+        yield from DATA.refusal(partial(shares, config))
 
 
 def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -151,22 +157,22 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
         prompts = open_prompts(config.data, config.run.seed)
         first = prompts[0]
     except ConfigError as error:
-        yield problem(str(error))
+        yield DATA.problem(str(error))
         return
     yield from _check_first(config, first)
     yield from _check_gold(config, prompts)
     yield from _check_alphabet(config, prompts)
     yield from _check_lengths(config, prompts)
     if (size := _size(prompts)) is None:
-        yield fact(f"data.source: {_sources(config)}, such as {_shown(first)}")
+        yield DATA.ok(f"data.source: {_sources(config)}, such as {_shown(first)}")
         return
     num_prompts = config.learner.groups_per_step
     if num_prompts > size:
-        yield warning(
+        yield DATA.warning(
             f"learner.groups_per_step: {num_prompts} is more than the {size} prompts of "
             f"{_sources(config)}: a step trains the same prompt {num_prompts / size:.3g} times"
         )
-    yield fact(f"data.source: {_sources(config)}: {size} prompts, such as {_shown(first)}")
+    yield DATA.ok(f"data.source: {_sources(config)}: {size} prompts, such as {_shown(first)}")
 
 
 def _sources(config: RunConfig) -> str:
@@ -183,12 +189,12 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
     except ConfigError as error:
         off = "validation.every: 0" if config.validation.every else "run.evaluate: false"
         hint = f"; or set {off}" if config.data.eval_source is None else ""
-        yield problem(f"{error}{hint}")
+        yield DATA.problem(f"{error}{hint}")
         return
     num_sources = len(config.data.eval_sources or config.data.sources)
     size, wanted = num_held_out(config.data, held_out), config.data.num_eval_prompts * num_sources
     if wanted > size:
-        yield fact(
+        yield DATA.ok(
             f"data.num_eval_prompts: {_listed(config.data.eval_sources)} has {size}, not {wanted}"
         )
     yield from check_overlap(config.data, held_out)
@@ -199,14 +205,14 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
     data = config.data
     rewards = {reward.reward for reward in data.all_rewards if not reward.data_source}
     if "task" in rewards and "dataset" not in prompt.row:
-        yield problem(
+        yield DATA.problem(
             "data.reward: task is the scorer of reasoning_gym, and data.source "
             f"{_sources(config)} has none; use exact_match, numeric_answer, regex or "
             "PATH.py:FUNCTION"
         )
     weighs, difficulty = config.algorithm.sample_weight.difficulty, prompt.row.get("difficulty")
     if weighs and not is_finite_number(difficulty):
-        yield problem(
+        yield DATA.problem(
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"
         )
@@ -215,7 +221,7 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
     tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
     has_none = tokenizer is not None and not tokenizer.has_chat_template
     if data.chat_template == "none" or (data.chat_template == "native" and has_none):
-        yield problem(
+        yield DATA.problem(
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
             "which the tokenizer has no chat template; name a Jinja file"
         )
@@ -227,7 +233,7 @@ def _check_gold(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
     try:
         rows = [prompts[i] for i in range(min(known or _SCORED, _SCORED))]
     except ConfigError as error:
-        yield problem(str(error))
+        yield DATA.problem(str(error))
         return
     for i, reward in enumerate(data.all_rewards):
         field = f"data.rewards.{i}" if data.rewards else "data.reward"
@@ -242,7 +248,7 @@ def _check_gold(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
             continue
         of_all = f"{len(refused)} of the first {len(own)} rows" if len(own) > 1 else "the first row"
         sentence = f"{field}: {reward.reward} cannot score {of_all}; {refused[0]}"
-        yield (problem if len(refused) == len(own) else warning)(sentence)
+        yield (DATA.problem if len(refused) == len(own) else DATA.warning)(sentence)
 
 
 def _refused(reward: RewardSettings, rows: Sequence[Prompt], kwargs_field: str) -> Iterator[str]:
@@ -267,7 +273,7 @@ def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Findin
         return
     used = {c for i in range(_SCANNED) for text in _texts(prompts[i]) for c in text}
     if lacking := "".join(sorted(used - set(recipe.alphabet))):
-        yield problem(f"model.recipe.alphabet: lacks {lacking!r}, which prompts have")
+        yield DATA.problem(f"model.recipe.alphabet: lacks {lacking!r}, which prompts have")
 
 
 def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
@@ -282,7 +288,7 @@ def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding
     longest = max(range(len(scanned)), key=lengths.__getitem__)
     if lengths[longest] > data.max_prompt_length:
         origin = scanned[longest].origin
-        yield problem(
+        yield DATA.problem(
             f"data.max_prompt_length: was {data.max_prompt_length}, and a prompt has "
             f"{lengths[longest]} tokens ({origin or _shown(scanned[longest])}); data.truncation "
             "left, right, drop or filter would take it"
@@ -317,17 +323,19 @@ def _texts(prompt: Prompt) -> list[str]:
 def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
     """By its files: the package takes seconds to import."""
     if any(reward.reward == "task" and not reward.data_source for reward in data.all_rewards):
-        yield from refusal(partial(check_scorer, name))
+        yield from DATA.refusal(partial(check_scorer, name))
     spec = find_spec("reasoning_gym")
     if spec is None or spec.origin is None:
-        yield problem("data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'")
+        yield DATA.problem(
+            "data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'"
+        )
         return
     sources = (file.read_text(encoding="utf-8") for file in Path(spec.origin).parent.rglob("*.py"))
     known = {found for text in sources for found in _GYM_NAME.findall(text)}
     if known and name not in known:
         hint = did_you_mean(name, known)
-        yield problem(f"data.source: reasoning_gym has no {name!r}; {hint}")
-    yield fact(f"data.source: reasoning_gym's {name}, which is not loaded here")
+        yield DATA.problem(f"data.source: reasoning_gym has no {name!r}; {hint}")
+    yield DATA.ok(f"data.source: reasoning_gym's {name}, which is not loaded here")
 
 
 _GYM_NAME = re.compile(r"""DATASET_NAME\s*=\s*["'](\w+)["']""")
@@ -349,3 +357,46 @@ def _size(prompts: PromptSource) -> int | None:
 def _shown(prompt: Prompt) -> str:
     text = repr(prompt.content)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_HELD = {
+    "namespaces": "programs have namespaces of their own",
+    "landlock": "programs are held by Landlock and a filter of system calls; they can start no "
+    "processes, and what they write to their folder is not bounded together",
+    "none": "isolation is none: programs that a model wrote run with the files, processes and "
+    "network of this user in reach",
+}
+
+
+def check_sandbox(config: RunConfig) -> Iterator[Finding]:
+    """Runs one or two programs where the run has the reward `code` or the tool `python`."""
+    known: tuple[IsolationChoice, ...] = get_args(IsolationChoice)
+    for place, kwargs in _users(config):
+        # What it was if it is none of them is said where the arguments are checked.
+        for wanted in (name for name in known if name == kwargs.get("isolation", "auto")):
+            try:
+                yield _isolated(place, wanted, choose(wanted))
+            except ConfigError as error:
+                yield DATA.problem(f"{place}: {error}")
+
+
+def _isolated(place: str, wanted: IsolationChoice, isolation: Isolation) -> Finding:
+    sentence = f"{place}: {_HELD[isolation]}"
+    if isolation == "none":
+        return DATA.warning(sentence)
+    if isolation == "landlock" and wanted == "auto":
+        return DATA.warning(f"{sentence} (no namespaces: {why_not('namespaces')})")
+    return DATA.ok(sentence)
+
+
+def _users(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The settings that start programs, each with its arguments."""
+    for entry in config.entries:
+        alone = f"{entry.place}reward" if entry.place else "data.reward"
+        name = f"{entry.place}data.rewards" if entry.data.rewards else alone
+        for reward in entry.data.all_rewards:
+            if reward.reward == "code":
+                yield f"{name}: code", reward.kwargs
+    for tool in config.generator.tools:
+        if tool.tool == "python":
+            yield "generator.tools: python", tool.kwargs

@@ -1,0 +1,213 @@
+"""`streamrl check [CONFIG]`: what is wrong with this machine, and whether a run can start on it.
+
+    0  no problem, maybe warnings
+    1  the machine has a problem
+    2  the run cannot start, or the configuration cannot be read
+
+Without a configuration it looks at the machine alone, with one at all there is. A check is a
+function that yields findings, and a line in `_OF_RUN` or `machine_findings`. Starts nothing of the
+run and imports no torch; `--deep` samples one group, with the model.
+
+Invariant: what keeps a run from starting goes to standard error, in the words in which `streamrl
+launch` refuses it; all else to standard output, which is YAML where it has the configuration.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from streamrl.cli.check.data import check_prompts, check_sandbox, check_tools, check_user_code
+from streamrl.cli.check.devices import check_devices, check_host_memory
+from streamrl.cli.check.machine import (
+    CHECKS,
+    ask_sandbox,
+    check_disk,
+    check_isolation,
+    read_disk,
+    read_machine,
+)
+from streamrl.cli.check.model import check_model
+from streamrl.cli.check.network import check_addresses, check_secrets, check_servers
+from streamrl.cli.check.packages import (
+    ask_torch,
+    check_extras,
+    check_packages,
+    check_torch,
+    driver_gpus,
+    needed_packages,
+)
+from streamrl.cli.check.settings import check_effects, check_folder, check_limits, check_sizes
+from streamrl.cli.launchers.hosts import with_hosts
+from streamrl.config import LoadedConfig, RunConfig, render
+from streamrl.config.loading.arguments import config_file, configuration
+from streamrl.config.loading.load import load_usable
+from streamrl.config.run import RunSettings
+from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
+from streamrl.findings import CONFIGURATION, Area, Finding, Severity
+
+_OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
+    check_model,
+    check_prompts,
+    check_effects,
+    check_user_code,
+    check_tools,
+    check_sandbox,
+    check_extras,
+    check_devices,
+    check_folder,
+    check_addresses,
+    check_servers,
+    check_sizes,
+    check_limits,
+    check_host_memory,
+)
+_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if _is_of_machine(arguments):
+        found = list(machine_findings(RunSettings().folder))
+        if arguments.json:
+            _print_json(found)
+        else:
+            _print(found, is_brief=arguments.quiet)
+        return _exit_code(found)
+    arguments = with_hosts(arguments)
+    loaded, refused = load_usable(config_file(arguments), arguments.overrides)
+    if loaded is None:
+        assert refused is not None, "something is wrong with a configuration that is not usable"
+        raise refused
+    buffer = loaded.config.buffer
+    found = [
+        *machine_findings(loaded.config.run.path, buffer.has_daemon and buffer.journal),
+        *run_findings(loaded, refused),
+    ]
+    if arguments.json:
+        _print_json(found)
+        return _exit_code(found)
+    if problems := refusals(found):
+        _print([finding for finding in found if not _refuses(finding)], is_brief=True)
+        raise ConfigError("\n".join(problems))
+    if arguments.quiet or arguments.deep:
+        _print(found, is_brief=True)
+    else:
+        print(render(loaded))
+        _print(found, prefix="# ")
+    if arguments.deep:
+        from streamrl.cli.check.deep import sample_one_group
+
+        return sample_one_group(configuration(arguments).config)
+    return _exit_code(found)
+
+
+def machine_findings(folder: Path | str, has_journal: bool = True) -> Iterator[Finding]:
+    """Of this machine; `folder` is a run's, `has_journal` where its buffer keeps one there. Waits
+    for a process that imports torch, and for two programs."""
+    machine = read_machine()
+    for check in CHECKS:
+        yield from check(machine)
+    yield from check_packages(needed_packages())
+    yield from check_torch(ask_torch(), driver_gpus())
+    yield from check_isolation(ask_sandbox())
+    yield from check_disk(read_disk(Path(folder)), has_journal=has_journal)
+
+
+def machine_problems(folder: Path) -> Iterator[Finding]:
+    """What can be said of the machine at once: packages outside their range, and a full disk."""
+    core = [package for package in needed_packages() if not package.extra]
+    found = (*check_packages(core), *check_disk(read_disk(folder)))
+    return (finding for finding in found if finding.severity is Severity.PROBLEM)
+
+
+def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> list[Finding]:
+    """Of the run; `refused` is what its configuration was refused for. Each is there once, with the
+    place of its setting.
+
+    Runs the user's files, whose output goes to standard error.
+    """
+    lines = () if refused is None else str(refused).splitlines()
+    with contextlib.redirect_stdout(sys.stderr):
+        found = [_located(finding, loaded) for finding in _of_run(loaded)]
+    return list(dict.fromkeys([*map(CONFIGURATION.problem, lines), *found]))
+
+
+def refusals(found: Sequence[Finding]) -> list[str]:
+    """The sentences of what keeps the run from starting."""
+    return [str(finding) for finding in found if _refuses(finding)]
+
+
+def _refuses(finding: Finding) -> bool:
+    return finding.severity is Severity.PROBLEM and finding.area is not Area.MACHINE
+
+
+def _exit_code(found: Sequence[Finding]) -> int:
+    if any(map(_refuses, found)):
+        return EXIT_CONFIG
+    is_broken = any(finding.severity is Severity.PROBLEM for finding in found)
+    return EXIT_CRASHED if is_broken else 0
+
+
+def _of_run(loaded: LoadedConfig) -> Iterator[Finding]:
+    for check in _OF_RUN:
+        try:
+            yield from check(loaded.config)
+        except ConfigError as error:
+            yield CONFIGURATION.problem(str(error))
+    yield from check_secrets(loaded.config, loaded.origins.get("buffer.url"))
+
+
+def _located(finding: Finding, loaded: LoadedConfig) -> Finding:
+    if finding.severity is Severity.OK:
+        return finding
+    return msgspec.structs.replace(finding, where=loaded.origins.get(finding.cause, ""))
+
+
+def _is_of_machine(arguments: argparse.Namespace) -> bool:
+    """Whether nothing is given that is about a run."""
+    given = (arguments.file, arguments.config, arguments.overrides, arguments.hosts, arguments.deep)
+    return not any(given)
+
+
+def _print_json(found: Sequence[Finding]) -> None:
+    print(json.dumps(msgspec.to_builtins(found)))
+
+
+def _print(found: Sequence[Finding], *, is_brief: bool = False, prefix: str = "") -> None:
+    """By area; `is_brief` leaves out what is in order. The prefix makes comments of all lines."""
+    shown = [f for f in found if not (is_brief and f.severity is Severity.OK)]
+    console = Console(soft_wrap=True, highlight=False)
+    with console.capture() as captured:
+        for area in Area:
+            for line in _lines(area, [finding for finding in shown if finding.area is area]):
+                console.print(Text(prefix).append_text(line))
+        if not is_brief:
+            console.print(f"{prefix}{_counted(found)}")
+    # Not the console's own printing, which does not tell that the reader has gone.
+    print(captured.get(), end="")
+
+
+def _lines(area: Area, found: Sequence[Finding]) -> Iterator[Text]:
+    if found:
+        yield Text(area)
+    for finding in found:
+        severity = (f"  {finding.severity:<8} ", _STYLES[finding.severity])
+        yield Text.assemble(severity, str(finding))
+        if finding.remedy:
+            yield Text(f"           -> {finding.remedy}")
+
+
+def _counted(found: Sequence[Finding]) -> str:
+    """
+    >>> _counted([])
+    '0 problems, 0 warnings'
+    """
+    names = [str(finding.severity) for finding in found]
+    counts = {name: names.count(name) for name in (Severity.PROBLEM, Severity.WARNING)}
+    return ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts.items())

@@ -1,0 +1,465 @@
+"""This machine: what the kernel says of it, whether its limits and its disk leave room for a run,
+and how far it keeps apart the programs that a model wrote.
+
+Invariant: facts are read from the kernel's files, and from nothing that can hang; reading never
+fails, and what this kernel does not say is None, 0 or empty. A check is a function of its facts.
+"""
+
+import ctypes
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from actors.sandbox.isolation import KINDS, Isolation, why_not
+from streamrl.findings import MACHINE, Finding
+
+_NUM_TIMEX_BYTES, _TIME_ERROR = 208, 5
+_BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})
+_CONTAINERS = {"docker": ".dockerenv", "podman": "run/.containerenv"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`cores` may be used by this process, `cpu_quota` is that of its control group in cores;
+    limits are those of this process, None for none. Sizes are bytes."""
+
+    python: tuple[int, int, int] = (3, 11, 0)
+    system: str = "Linux"
+    cores: int = 1
+    cpu_quota: float | None = None
+    memory: int = 0
+    memory_limit: int | None = None
+    shm: int = 0
+    shm_free: int = 0
+    max_files: int | None = None
+    hard_max_files: int | None = None
+    max_locked: int | None = None
+    max_processes: int | None = None
+    threads_max: int | None = None
+    cpu_flags: frozenset[str] = frozenset()
+    container: str = ""
+    ptrace_scope: int | None = None
+    overcommit: int | None = None
+    is_clock_synchronized: bool | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lacks_bfloat16(self) -> bool:
+        """Whether torch multiplies bfloat16 without oneDNN here: about ten times slower than
+        float32. False if that is not known."""
+        return bool(self.cpu_flags) and not self.cpu_flags & _BFLOAT16_FLAGS
+
+
+def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> Machine:
+    """`root` is where the kernel's files are, for tests."""
+    shm, shm_free = _shm(root / "dev/shm")
+    environment = dict(os.environ) if environment is None else environment
+    version = platform.python_version_tuple()
+    return Machine(
+        python=(int(version[0]), int(version[1]), 0),
+        system=platform.system(),
+        cores=_num_cores(),
+        cpu_quota=_cpu_quota(root),
+        memory=_memory(root),
+        memory_limit=_memory_limit(root),
+        shm=shm,
+        shm_free=shm_free,
+        max_files=_limit("RLIMIT_NOFILE", 0),
+        hard_max_files=_limit("RLIMIT_NOFILE", 1),
+        max_locked=_limit("RLIMIT_MEMLOCK", 0),
+        max_processes=_limit("RLIMIT_NPROC", 0),
+        threads_max=_number(root / "sys/fs/cgroup/pids.max"),
+        cpu_flags=_cpu_flags(root),
+        container=_container(root, environment),
+        ptrace_scope=_number(root / "proc/sys/kernel/yama/ptrace_scope"),
+        overcommit=_number(root / "proc/sys/vm/overcommit_memory"),
+        is_clock_synchronized=_is_clock_synchronized(),
+        environment=environment,
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_quota(root: Path) -> float | None:
+    quota, _, period = _text(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
+    if not quota:
+        old = root / "sys/fs/cgroup/cpu"
+        quota = _text(old / "cpu.cfs_quota_us").strip()
+        period = _text(old / "cpu.cfs_period_us").strip()
+    if not (quota.isdigit() and period.isdigit() and int(period)):
+        return None
+    return int(quota) / int(period)
+
+
+def _memory(root: Path) -> int:
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        kib = value.split()[:1]
+        if name == "MemTotal" and kib and kib[0].isdigit():
+            return int(kib[0]) * 1024
+    return 0
+
+
+def _memory_limit(root: Path) -> int | None:
+    new = _number(root / "sys/fs/cgroup/memory.max")
+    return new or _number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def _shm(path: Path) -> tuple[int, int]:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _limit(name: str, place: int) -> int | None:
+    number = getattr(resource, name, None)
+    if number is None:
+        return None
+    value = resource.getrlimit(number)[place]
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _cpu_flags(root: Path) -> frozenset[str]:
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(flags.split())
+    return frozenset()
+
+
+def _container(root: Path, environment: Mapping[str, str]) -> str:
+    """Its kind; "" where none is recognized."""
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        return "kubernetes"
+    found = (kind for kind, file in _CONTAINERS.items() if (root / file).exists())
+    return next(found, environment.get("container", ""))
+
+
+def _is_clock_synchronized() -> bool | None:
+    """What the kernel knows of it, from adjtimex(2), which changes nothing with no mode."""
+    try:
+        adjtimex = ctypes.CDLL(None).adjtimex
+    except (OSError, AttributeError):
+        return None
+    state = int(adjtimex(ctypes.create_string_buffer(_NUM_TIMEX_BYTES)))
+    return None if state < 0 else state != _TIME_ERROR
+
+
+_FEW_FILES, _MANY_FILES = 1024, 65_536
+_FEW_PROCESSES = 4096
+_FEW_LOCKED = 64 * 2**20
+_SMALL_SHM = 512 * 2**20
+_SMALL_MEMORY = 4 * 2**30
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def check_python(machine: Machine) -> Iterator[Finding]:
+    major, minor, _ = machine.python
+    version = f"Python {major}.{minor} on {machine.system}"
+    if machine.python < (3, 11, 0):
+        yield MACHINE.problem(
+            version, "StreamRL needs Python 3.11 or newer: install it", cause="python"
+        )
+    elif machine.system != "Linux":
+        remedy = "run it on Linux, which is what it is tested on"
+        yield MACHINE.warning(f"{version}: only Linux is tested", remedy, cause="python")
+    else:
+        yield MACHINE.ok(version, cause="python")
+
+
+def check_open_files(machine: Machine) -> Iterator[Finding]:
+    """A daemon has sockets for each peer and files for each thread of an engine."""
+    limit, hard = machine.max_files, machine.hard_max_files
+    sentence = f"{limit or 'any number of'} open files a process"
+    most = "the hard limit" if hard is None else str(min(hard, _MANY_FILES))
+    if limit is not None and limit < _FEW_FILES:
+        yield MACHINE.problem(sentence, f"ulimit -n {most}", cause="open files")
+    elif limit is not None and limit <= _FEW_FILES:
+        yield MACHINE.warning(
+            f"{sentence} are few for many generators", f"ulimit -n {most}", cause="open files"
+        )
+    else:
+        yield MACHINE.ok(sentence, cause="open files")
+
+
+def check_locked_memory(machine: Machine) -> Iterator[Finding]:
+    limit = machine.max_locked
+    if limit is None or limit >= _FEW_LOCKED:
+        yield MACHINE.ok(f"{_mib(limit)} can be locked", cause="locked memory")
+        return
+    yield MACHINE.warning(
+        f"{_mib(limit)} of memory can be locked, which InfiniBand and pinned buffers need more of",
+        "ulimit -l unlimited, or --ulimit memlock=-1 for a container; Ethernet needs none",
+        cause="locked memory",
+    )
+
+
+def check_processes(machine: Machine) -> Iterator[Finding]:
+    """Threads count as processes, and an engine has hundreds."""
+    limits = (machine.max_processes, machine.threads_max)
+    limit = min((number for number in limits if number is not None), default=None)
+    if limit is not None and limit < _FEW_PROCESSES:
+        remedy = "ulimit -u 65536, or --pids-limit -1 for a container"
+        yield MACHINE.warning(f"{limit} processes and threads are few", remedy, cause="processes")
+    else:
+        yield MACHINE.ok(f"{limit or 'any number of'} processes and threads", cause="processes")
+
+
+def check_shared_memory(machine: Machine) -> Iterator[Finding]:
+    """NCCL and the workers of an engine use it; weights for this machine do not."""
+    size, free = machine.shm, machine.shm_free
+    sentence = f"/dev/shm has {_mib(size)}, {_mib(free)} of it free"
+    remedy = "docker run --shm-size 8g or --ipc host; on a host: mount -o remount,size=8G /dev/shm"
+    if not size:
+        yield MACHINE.warning("there is no /dev/shm", remedy, cause="shared memory")
+    elif free < _SMALL_SHM:
+        yield MACHINE.warning(
+            f"{sentence}: NCCL and the workers of an engine need more",
+            remedy,
+            cause="shared memory",
+        )
+    else:
+        yield MACHINE.ok(sentence, cause="shared memory")
+
+
+def check_memory(machine: Machine) -> Iterator[Finding]:
+    limit = machine.memory_limit
+    is_limited = limit is not None and 0 < limit < machine.memory
+    memory = limit if is_limited and limit is not None else machine.memory
+    whose = "the control group's limit" if is_limited else "this machine's"
+    sentence = f"{_mib(memory)} of memory, {whose}"
+    if memory and memory < _SMALL_MEMORY:
+        yield MACHINE.warning(
+            sentence, "give it 4 GiB or more: a daemon with torch takes about 1", cause="memory"
+        )
+    else:
+        yield MACHINE.ok(sentence, cause="memory")
+
+
+def check_cores(machine: Machine) -> Iterator[Finding]:
+    """A quota does not show in the number of cores, by which libraries choose their threads."""
+    cores, quota = machine.cores, machine.cpu_quota
+    if quota is not None and quota < cores:
+        yield MACHINE.warning(
+            f"{cores} cores are visible, the control group's quota is {quota:g}: libraries start "
+            "a thread a core and are throttled",
+            f"docker run --cpuset-cpus instead of --cpus, or OMP_NUM_THREADS={max(1, int(quota))} "
+            "and learner.num_threads, generator.num_threads",
+            cause="cores",
+        )
+    else:
+        yield MACHINE.ok(f"{cores} cores", cause="cores")
+
+
+def check_threads(machine: Machine) -> Iterator[Finding]:
+    """`streamrl launch` shares the cores out where nothing is set; a value set is kept."""
+    values = {name: machine.environment[name] for name in _THREADS if name in machine.environment}
+    shown = ", ".join(f"{name}={value}" for name, value in values.items())
+    many = [
+        name for name, value in values.items() if value.isdigit() and int(value) > machine.cores
+    ]
+    if many:
+        sentence = f"{shown}, and there are {machine.cores} cores"
+        yield MACHINE.warning(
+            sentence, f"unset {' '.join(many)}: launch shares the cores out", cause="threads"
+        )
+    else:
+        yield MACHINE.ok(
+            shown or "OMP_NUM_THREADS is not set: launch shares the cores out", cause="threads"
+        )
+
+
+def check_cpu(machine: Machine) -> Iterator[Finding]:
+    flags = machine.cpu_flags
+    known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
+    found = [name for name in known if name in flags]
+    if flags and not found:
+        remedy = "train on GPUs, or on a processor with AVX2 or newer"
+        yield MACHINE.warning(
+            "the processor has neither AVX2 nor AVX-512 nor AMX", remedy, cause="cpu"
+        )
+    else:
+        yield MACHINE.ok(f"the processor has {', '.join(found) or 'unknown features'}", cause="cpu")
+
+
+def check_container(machine: Machine) -> Iterator[Finding]:
+    kind = machine.container
+    yield MACHINE.ok(
+        f"inside a container ({kind})" if kind else "no container is recognized", cause="container"
+    )
+
+
+def check_kernel(machine: Machine) -> Iterator[Finding]:
+    """What copies between the processes of one machine need of the kernel."""
+    scope = machine.ptrace_scope
+    if scope is not None and scope >= 2:
+        yield MACHINE.warning(
+            f"kernel.yama.ptrace_scope is {scope}: processes cannot read each other's memory, and "
+            "NCCL and gloo copy through sockets instead; py-spy works as root alone",
+            "sysctl kernel.yama.ptrace_scope=1, or --cap-add SYS_PTRACE for a container",
+            cause="kernel",
+        )
+    if machine.overcommit == 2:
+        yield MACHINE.warning(
+            "vm.overcommit_memory is 2: torch and CUDA reserve more memory than they use, and fail",
+            "sysctl vm.overcommit_memory=0",
+            cause="kernel",
+        )
+    if (scope or 0) < 2 and machine.overcommit != 2:
+        yield MACHINE.ok("no setting of the kernel is in the way", cause="kernel")
+
+
+def check_clock(machine: Machine) -> Iterator[Finding]:
+    """Of several hosts each one checks its own; leases are on the buffer's clock alone."""
+    if machine.is_clock_synchronized is False:
+        yield MACHINE.warning(
+            "the kernel's clock is not synchronized: times of logs and metrics of several hosts do "
+            "not compare",
+            "run chronyd or systemd-timesyncd on every host (a virtual machine may take its host's "
+            "clock); no lease depends on it",
+            cause="clock",
+        )
+    else:
+        known = machine.is_clock_synchronized
+        yield MACHINE.ok(
+            "the kernel's clock is synchronized" if known else "is not known here", cause="clock"
+        )
+
+
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+    check_python,
+    check_cores,
+    check_threads,
+    check_cpu,
+    check_memory,
+    check_shared_memory,
+    check_open_files,
+    check_processes,
+    check_locked_memory,
+    check_container,
+    check_kernel,
+    check_clock,
+)
+
+
+def _mib(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "any amount"
+    gib = num_bytes / 2**30
+    return f"{gib:.3g} GiB" if gib >= 1 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+FEW_BYTES, TIGHT_BYTES = 200 * 2**20, 10 * 2**30
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "beegfs", "gpfs", "ceph")
+_VOLATILE = ("tmpfs", "ramfs")
+
+
+class Disk(NamedTuple):
+    """Where a folder is, or will be made; `file_system` is "" where it is not known."""
+
+    folder: Path
+    free: int
+    file_system: str
+
+
+def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
+    """Of the nearest folder above that exists."""
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    try:
+        status = os.statvfs(existing)
+        free = status.f_bavail * status.f_frsize
+    except OSError:
+        free = 0
+    return Disk(existing, free, _file_system(existing.resolve(), mounts))
+
+
+def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
+    """`has_journal`: the buffer keeps one in the folder."""
+    sentence = f"{disk.folder} has {disk.free / 2**30:.3g} GiB free"
+    remedy = "free some, or set run.folder to another disk"
+    if disk.free < FEW_BYTES:
+        yield MACHINE.problem(sentence, remedy, cause="disk")
+    elif disk.free < TIGHT_BYTES:
+        yield MACHINE.warning(f"{sentence}, which a few checkpoints fill", remedy, cause="disk")
+    else:
+        yield MACHINE.ok(sentence, cause="disk")
+    kind = disk.file_system
+    if kind in _NETWORK and has_journal:
+        yield MACHINE.warning(
+            f"{disk.folder} is on {kind}, where the locks of the buffer's journal (SQLite) are not "
+            "to be trusted",
+            "set run.folder to a local disk for the buffer's host, or use buffer.url redis://",
+            cause="file system",
+        )
+    elif kind in _VOLATILE:
+        sentence = f"{disk.folder} is on {kind}: a restart of the machine loses the run"
+        yield MACHINE.warning(sentence, "set run.folder to a disk", cause="file system")
+    else:
+        yield MACHINE.ok(
+            f"{disk.folder} is on {kind or 'an unknown file system'}", cause="file system"
+        )
+
+
+def _file_system(path: Path, mounts: Path) -> str:
+    """That of the innermost mount above the path."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    best, found = -1, ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        words, kinds = before.split(), after.split()
+        if len(words) < 5 or not kinds:
+            continue
+        place = Path(words[4].replace("\\040", " "))
+        if path.is_relative_to(place) and len(place.parts) >= best:
+            best, found = len(place.parts), kinds[0]
+    return found
+
+
+_REMEDY = (
+    "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1), or use a kernel with "
+    "Landlock (5.13, boot option lsm=landlock,...) and a container engine that lets it through"
+)
+
+
+def ask_sandbox() -> Mapping[Isolation, str]:
+    """What the machine lacks for each isolation. Waits for two programs."""
+    return {kind: why_not(kind) for kind in KINDS}
+
+
+def check_isolation(lacks: Mapping[Isolation, str]) -> Iterator[Finding]:
+    """`lacks`: of `ask_sandbox`."""
+    reasons = "; ".join(f"{kind}: {reason}" for kind, reason in lacks.items() if reason)
+    if not lacks["namespaces"]:
+        yield MACHINE.ok("programs that a model wrote get namespaces of their own", cause="sandbox")
+    elif not lacks["landlock"]:
+        yield MACHINE.ok(
+            f"programs that a model wrote are held by Landlock ({reasons})", cause="sandbox"
+        )
+    else:
+        sentence = f"nothing here keeps programs that a model wrote apart ({reasons})"
+        yield MACHINE.warning(sentence, _REMEDY, cause="sandbox")

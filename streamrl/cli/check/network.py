@@ -1,0 +1,311 @@
+"""Whether addresses can be listened at, keys be read and servers be reached, and whether the Redis
+of a run keeps what it is given.
+
+Nothing here waits longer than ANSWER_S for one connection, and REDIS_S for an answer of Redis.
+"""
+
+import asyncio
+import errno
+import socket
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from buffers.connect import connect
+from streamrl.config import RunConfig
+from streamrl.config.addresses import bound_socket, host_of, places_of, port_of
+from streamrl.config.secrets import REDIS_PASSWORD
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.findings import CONFIGURATION, MACHINE, Finding
+
+ANSWER_S = 0.8
+_REDIS_PORTS = {"redis+sentinel": 26379}
+
+
+def check_addresses(config: RunConfig) -> Iterator[Finding]:
+    """Where the buffer and the learner listen; on another machine that is found out there."""
+    url, address = config.buffer.url, config.weights.address
+    if url.startswith("memory://"):
+        yield CONFIGURATION.problem(
+            f"buffer.url: was {url!r}, which lives in one process, and a run has several; use "
+            "zmq://127.0.0.1:0 or redis://HOST"
+        )
+    if config.buffer.has_daemon:
+        yield from check_listening("buffer.url", url)
+    yield from check_listening("weights.address", address)
+    if config.buffer.curve is not None:
+        yield from _check_keys(config.buffer.curve)
+    yield CONFIGURATION.ok(f"buffer.url: {url}; weights.address: {address}")
+
+
+def check_servers(config: RunConfig) -> Iterator[Finding]:
+    """Redis and an inference server elsewhere. Waits ANSWER_S for each."""
+    if config.buffer.url.startswith("redi"):
+        yield from _check_redis(config)
+    for url in config.generator.urls:
+        host, port = next(places_of(url))
+        default = 443 if url.startswith("https") else 80
+        if reason := _unreachable(host, int(port or default)):
+            setting = f"generator.{config.generator.engine}"
+            yield CONFIGURATION.warning(
+                f"{setting}.url: {url} does not answer ({reason}); generators wait for it for "
+                f"{setting}.start_timeout_s"
+            )
+
+
+def check_secrets(config: RunConfig, origin: str | None) -> Iterator[Finding]:
+    """Where the password of Redis is kept. `origin` is the place of buffer.url."""
+    buffer = config.buffer
+    if buffer.password_of_url and origin is not None and not origin.startswith("environment"):
+        reader = (
+            "other users of this machine" if origin.startswith("--set") else "readers of a file"
+        )
+        yield CONFIGURATION.warning(
+            f"buffer.url: holds a password, which {reader} can see; it is written nowhere else. "
+            f"Give it as {REDIS_PASSWORD} in the environment, or as buffer.password_file"
+        )
+    if buffer.password_file is not None:
+        yield from _check_private("buffer.password_file", buffer.password_file)
+
+
+def check_listening(setting: str, address: str) -> Iterator[Finding]:
+    host, port = host_of(address), port_of(address)
+    try:
+        bound_socket(host, port).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            yield CONFIGURATION.warning(f"{setting}: {address} is in use; is another run using it?")
+        elif error.errno == errno.EACCES:
+            yield CONFIGURATION.problem(
+                f"{setting}: {address} may not be used by this user: {error.strerror}"
+            )
+        else:
+            yield CONFIGURATION.warning(
+                f"{setting}: {address} is not this machine's: {error.strerror}"
+            )
+
+
+def _check_keys(folder: Path) -> Iterator[Finding]:
+    if not folder.is_dir():
+        yield CONFIGURATION.problem(
+            f"buffer.curve: there is no folder {folder}; `streamrl keys new` makes it"
+        )
+        return
+    for name in ("server.public", "client.public", "client.secret", "server.secret"):
+        try:
+            key = (folder / name).read_bytes().strip()
+        except OSError as error:
+            # Generators do not need it, and should not have it.
+            kind = CONFIGURATION.warning if name == "server.secret" else CONFIGURATION.problem
+            yield kind(
+                f"buffer.curve: cannot read {folder / name} ({error.strerror}); `streamrl keys "
+                "new FOLDER` makes the keys"
+            )
+            continue
+        if len(key) != 40:
+            yield CONFIGURATION.problem(
+                f"buffer.curve: {folder / name} holds no key of 40 characters"
+            )
+        if name.endswith("secret"):
+            yield from _check_private("buffer.curve", folder / name)
+
+
+def _check_private(setting: str, file: Path) -> Iterator[Finding]:
+    try:
+        mode = file.stat().st_mode & 0o777
+    except OSError as error:
+        yield CONFIGURATION.problem(f"{setting}: cannot read {file}: {error.strerror}")
+        return
+    if mode & 0o077:
+        yield CONFIGURATION.warning(
+            f"{setting}: {file} has mode {mode:04o}, so that other users can read it: chmod 600"
+        )
+
+
+def _check_redis(config: RunConfig) -> Iterator[Finding]:
+    if found := list(CONFIGURATION.refusal(lambda: config.buffer.secret_url)):
+        yield from found
+        return
+    url = config.buffer.url
+    default = _REDIS_PORTS.get(url.partition("://")[0], 6379)
+    reasons = [_unreachable(host, int(port or default)) for host, port in places_of(url)]
+    if all(reasons):
+        remedy = "start it, and see whether buffer.url and the firewall are right"
+        yield MACHINE.problem(f"buffer.url: no Redis answers at {url}: {reasons[0]}", remedy)
+        return
+    limits = config.buffer.model_copy(update={"deadline_s": ANSWER_S})
+    try:
+        asyncio.run(_ask_buffer(config.model_copy(update={"buffer": limits})))
+    except ConfigError as error:
+        yield CONFIGURATION.problem(str(error))
+        return
+    except (StreamRLError, ImportError, TimeoutError) as error:
+        yield CONFIGURATION.warning(f"buffer.url: {url} does not answer as a buffer yet: {error}")
+    yield from check_redis(ask_redis(config), url)
+
+
+async def _ask_buffer(config: RunConfig) -> None:
+    buffer = connect(config)
+    try:
+        async with asyncio.timeout(2 * ANSWER_S):
+            await buffer.stats()
+    finally:
+        await buffer.close()
+
+
+def _unreachable(host: str, port: int) -> str:
+    """Why no connection is made; "" if one is. Waits ANSWER_S."""
+    try:
+        with socket.create_connection((host, port), ANSWER_S):
+            return ""
+    except ConnectionRefusedError:
+        return "nothing listens there"
+    except socket.gaierror:
+        return "the host is unknown"
+    except OSError as error:
+        return str(error)
+
+
+REDIS_S = 2.0
+SKEW_S = 1.0
+
+
+class RedisFacts(Struct, frozen=True):
+    """`skew_s` is how far its clock is ahead of this machine's; `maxmemory` is 0 for no limit."""
+
+    version: str = ""
+    is_aof: bool = False
+    fsync: str = ""
+    aof_error: str = ""
+    policy: str = ""
+    maxmemory: int = 0
+    used_memory: int = 0
+    skew_s: float = 0.0
+
+
+def ask_redis(config: RunConfig) -> RedisFacts | str:
+    """The facts of the server that `buffer.url` names, or why there are none."""
+    if find_spec("redis") is None:
+        return "the package redis is not installed: pip install 'streamrl[redis]'"
+    from redis.exceptions import RedisError
+
+    try:
+        return asyncio.run(_ask(config.buffer.secret_url))
+    except (RedisError, OSError, TimeoutError, ConfigError) as error:
+        return str(error) or type(error).__name__
+
+
+def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
+    """`url` is shown, so it has no password."""
+    if isinstance(facts, str):
+        remedy = "start it, and see whether buffer.url, firewall and password are right"
+        yield MACHINE.problem(f"{url} does not answer: {facts}", remedy, cause="redis")
+        return
+    yield MACHINE.ok(f"{url} answers: Redis {facts.version}", cause="redis")
+    yield from _check_persistence(facts)
+    yield from _check_memory(facts)
+    yield from check_skew(facts.skew_s)
+
+
+def check_skew(skew_s: float) -> Iterator[Finding]:
+    if abs(skew_s) >= SKEW_S:
+        yield MACHINE.warning(
+            f"the clock of Redis is {abs(skew_s):.3g} s {'ahead' if skew_s > 0 else 'behind'}: "
+            "times of logs and metrics do not compare",
+            "run chronyd or systemd-timesyncd on both hosts, and streamrl check on each",
+            cause="clock skew",
+        )
+    else:
+        yield MACHINE.ok(
+            f"the clock of Redis is {abs(skew_s) * 1000:.0f} ms away", cause="clock skew"
+        )
+
+
+def _check_persistence(facts: RedisFacts) -> Iterator[Finding]:
+    if facts.aof_error:
+        sentence = f"its last write of the append-only file failed: {facts.aof_error}"
+        yield MACHINE.problem(
+            sentence, "free disk space on the host of Redis", cause="redis persistence"
+        )
+    elif not facts.is_aof:
+        yield MACHINE.problem(
+            "it keeps no append-only file: a restart loses the groups since the last snapshot",
+            "redis-cli CONFIG SET appendonly yes, and appendonly yes in its configuration",
+            cause="redis persistence",
+        )
+    elif facts.fsync == "no":
+        yield MACHINE.warning(
+            "appendfsync is no: a crash of its machine loses what the kernel has not written",
+            "redis-cli CONFIG SET appendfsync everysec",
+            cause="redis persistence",
+        )
+    else:
+        yield MACHINE.ok(
+            f"append-only file, appendfsync {facts.fsync or 'unknown'}", cause="redis persistence"
+        )
+
+
+def _check_memory(facts: RedisFacts) -> Iterator[Finding]:
+    if facts.maxmemory and facts.policy not in ("noeviction", ""):
+        yield MACHINE.problem(
+            f"maxmemory-policy is {facts.policy}: a full Redis would evict the run's groups",
+            "redis-cli CONFIG SET maxmemory-policy noeviction",
+            cause="redis memory",
+        )
+    elif facts.maxmemory and facts.used_memory > 0.8 * facts.maxmemory:
+        sentence = f"{facts.used_memory / 2**20:.0f} of {facts.maxmemory / 2**20:.0f} MiB are used"
+        yield MACHINE.warning(
+            sentence, "raise maxmemory, or delete runs that have ended", cause="redis memory"
+        )
+    else:
+        limit = f"{facts.maxmemory / 2**20:.0f} MiB" if facts.maxmemory else "no limit"
+        yield MACHINE.ok(
+            f"maxmemory: {limit}, {facts.policy or 'noeviction'}", cause="redis memory"
+        )
+
+
+async def _ask(url: str) -> RedisFacts:
+    from buffers.redis.topology import RedisTopology
+
+    topology = RedisTopology(url)
+    client: Any = topology.client
+    try:
+        async with asyncio.timeout(2 * REDIS_S):
+            start_s = time.time()
+            seconds, microseconds = await client.time()
+            middle_s = (start_s + time.time()) / 2
+            found = await client.info()
+            fsync = await _fsync(client)
+    finally:
+        await topology.close()
+    error = found.get("aof_last_write_status", "ok")
+    return RedisFacts(
+        version=str(found.get("redis_version", "")),
+        is_aof=bool(found.get("aof_enabled")),
+        fsync=fsync,
+        aof_error="" if error == "ok" else str(error),
+        policy=str(found.get("maxmemory_policy", "")),
+        maxmemory=int(found.get("maxmemory", 0)),
+        used_memory=int(found.get("used_memory", 0)),
+        skew_s=seconds + microseconds / 1e6 - middle_s,
+    )
+
+
+async def _fsync(client: Any) -> str:
+    """ "" where the user may not read the server's configuration."""
+    from redis.exceptions import ResponseError
+
+    try:
+        found = await client.config_get("appendfsync")
+    except ResponseError:
+        return ""
+    values = {_text(name): _text(value) for name, value in found.items()}
+    return values.get("appendfsync", "")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

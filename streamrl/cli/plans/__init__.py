@@ -1,1 +1,0 @@
-"""`streamrl plan`, and the same view for `streamrl launch --dry-run`."""

@@ -1,1 +1,0 @@
-"""`streamrl check`: whether a run can start as it is configured."""

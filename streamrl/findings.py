@@ -1,0 +1,90 @@
+"""What a look at something finds: that it is in order, a warning, or a problem, in a sentence.
+
+`streamrl check` finds so before a run and `streamrl.diagnosis` while there is one.
+
+Invariant: a sentence about a setting begins with its name, which is the cause where none is given.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+
+from msgspec import Struct
+
+from streamrl.errors import ConfigError
+
+_SETTING = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+
+
+class Severity(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class Finding(Struct, frozen=True):
+    """`cause` is a name for programs: a setting, a part of the machine, or why a run stalls.
+
+    `where` is the place where the setting was given; `remedy` is "" where nothing is to be done, or
+    where the sentence has it.
+    """
+
+    area: "Area"
+    severity: Severity
+    cause: str
+    sentence: str
+    where: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """The sentence, with the place."""
+        return f"{self.sentence} ({self.where})" if self.where else self.sentence
+
+
+class Area(StrEnum):
+    """What a finding is about: this machine and the servers that a run uses; the model's files;
+    prompts, rewards and tools; settings; memory of host and GPUs; a run that goes on."""
+
+    MACHINE = "machine"
+    CONFIGURATION = "configuration"
+    MODEL = "model"
+    DATA = "data"
+    MEMORY = "memory"
+    RUN = "run"
+
+    def ok(self, sentence: str, *, cause: str = "") -> Finding:
+        return Finding(self, Severity.OK, cause or _setting(sentence), sentence)
+
+    def warning(self, sentence: str, remedy: str = "", *, cause: str = "") -> Finding:
+        name = cause or _setting(sentence)
+        return Finding(self, Severity.WARNING, name, sentence, remedy=remedy)
+
+    def problem(self, sentence: str, remedy: str = "", *, cause: str = "") -> Finding:
+        name = cause or _setting(sentence)
+        return Finding(self, Severity.PROBLEM, name, sentence, remedy=remedy)
+
+    def refusal(self, look_up: Callable[[], object]) -> Iterator[Finding]:
+        """The problem for which a daemon's own look-up refuses; none if it succeeds."""
+        try:
+            look_up()
+        except ConfigError as error:
+            yield self.problem(str(error))
+
+
+def _setting(sentence: str) -> str:
+    """The setting that the sentence begins with; "" if it begins with none.
+
+    >>> _setting("run.folder: cannot write to /proc"), _setting("8 cores")
+    ('run.folder', '')
+    """
+    found = _SETTING.match(sentence)
+    return found[0] if found else ""
+
+
+CONFIGURATION, DATA, MACHINE, MEMORY, MODEL = (
+    Area.CONFIGURATION,
+    Area.DATA,
+    Area.MACHINE,
+    Area.MEMORY,
+    Area.MODEL,
+)

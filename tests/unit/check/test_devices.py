@@ -1,0 +1,72 @@
+"""What `streamrl check` says of the memory of a run's processes: the planner's own model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.check import devices
+from streamrl.cli.plan import print_plan
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.findings import MEMORY, Finding, Severity
+from streamrl.placement.assign import make_plan
+from streamrl.placement.plan import Host
+from tests.unit.placement.plans import configured, one_host
+
+SHAPE = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return configured(model={"path": str(tmp_path)})
+
+
+def of_memory(
+    config: RunConfig, hosts: tuple[Host, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[Finding]:
+    monkeypatch.setattr(devices, "hosts_of", lambda _: hosts)
+    return [finding for finding in devices.check_devices(config) if finding.area is MEMORY]
+
+
+def test_each_process_on_a_gpu_is_said_with_what_it_needs(config, monkeypatch):
+    learner, generator = of_memory(config, one_host(2, 80), monkeypatch)
+    assert {learner.severity, generator.severity} == {Severity.OK}
+    assert learner.sentence.startswith("learner needs about ")
+    assert "GiB on GPU 0 here: " in learner.sentence
+    assert "optimizer " in learner.sentence
+    assert "KV cache of one sequence" in generator.sentence
+    assert (learner.cause, generator.cause) == ("learner", "generator-0")
+
+
+def test_what_may_not_fit_is_a_warning_and_what_cannot_a_problem(config, monkeypatch):
+    plan = make_plan(config, one_host(2))
+    need = plan.processes[1].memory
+    assert need is not None
+    tight = -(-need.certain_bytes // 2**30)
+    assert tight * 2**30 < need.num_bytes
+    (warning, *needs) = of_memory(config, one_host(2, tight), monkeypatch)
+    assert (warning.severity, warning.cause) == (Severity.WARNING, "learner.device")
+    assert [f.cause for f in needs if f.severity is Severity.OK] == ["learner", "generator-0"]
+    (problem,) = of_memory(config, one_host(2, tight - 1), monkeypatch)
+    assert (problem.severity, problem.cause) == (Severity.PROBLEM, "learner.device")
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(config, one_host(2, tight - 1))
+    assert str(refusal.value) == problem.sentence, "a launch refuses it in the same words"
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_plan_has_what_a_launch_starts_and_says_nothing_of_memory(config, capsys, is_json):
+    print_plan(make_plan(config, one_host(4, 80)), is_json=is_json)
+    printed = capsys.readouterr().out
+    assert "streamrl" in printed
+    assert "learner" in printed
+    for part in ("optimizer", "KV cache", "nothing uses", "needs"):
+        assert part not in printed
