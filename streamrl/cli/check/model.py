@@ -33,7 +33,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
             )
         if is_user_code(recipe.architecture):
             setting = "model.recipe.architecture"
-            yield from refusal(partial(find_user_code, setting, recipe.architecture))
+            yield from MODEL.refusal(partial(find_user_code, setting, recipe.architecture))
         yield _makeable(Path(path))
         return
     folder = find_folder("model.path", path)
