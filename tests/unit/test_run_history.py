@@ -338,6 +338,20 @@ def test_a_run_whose_checkpoints_are_removed_goes_on_and_its_audit_is_in_order(
         assert check_folder(config.run.path, kept, 20, GROUPS_PER_STEP).faults == ()
 
 
+def test_a_buffer_that_is_lost_after_a_checkpoint_was_forgets_why_the_books_count_twice(tmp_path):
+    ledger, _ = make_ledger()
+    config = make_run(tmp_path)
+    run_to(LearnerProcess(config, ledger), 10)
+    remove_newest(config.run.path)
+    run_to(LearnerProcess(config, ledger), 10)
+    # Nothing is set aside: the checkpoint that is gone on from is the newest.
+    ledger, events = make_ledger()
+    learner = LearnerProcess(config, ledger)
+    run_to(learner, 12)
+    assert ledger.books().acknowledged + ledger.books().trained > 12 * GROUPS_PER_STEP
+    assert check_folder(config.run.path, audit(events), None, GROUPS_PER_STEP).faults == ()
+
+
 @pytest.mark.parametrize("has_lines", [True, False])
 def test_a_run_may_start_from_a_checkpoint_of_another_run(tmp_path, has_lines):
     other_ledger, _ = make_ledger()

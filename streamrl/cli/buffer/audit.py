@@ -208,8 +208,13 @@ def _count_faults(books: Books, num_trained: int, *, is_exact: bool) -> Iterator
 
 
 def _may_count_twice(books: Books, events: EventAudit | None) -> bool:
-    """Whether the buffer has freed groups of a checkpoint that is gone, and nowhere abandoned."""
-    return books.learner_term > 1 if events is None else bool(events.num_reopened)
+    """Whether the buffer has freed groups of a checkpoint that is gone, and nowhere abandoned.
+
+    The events of a buffer that was lost and got its state from books do not say what was before.
+    """
+    if events is None or events.contained or any(p.by_books for p in events.prompts.values()):
+        return books.learner_term > 1
+    return bool(events.num_reopened)
 
 
 def _dropped_for_good(books: Books) -> int:
