@@ -15,7 +15,7 @@ from actors.rewards.code.harness import is_installed
 from actors.rewards.code.programs import Program, outcome_of, program_of, solution_of
 from actors.rewards.code.python_tests import PythonTest, beginning
 from actors.rewards.code.tests import ProgramTest, Test, read_tests
-from actors.rewards.remote.requests import Service, ServiceSettings
+from actors.rewards.remote.http import Service, ServiceSettings
 from actors.sandbox.isolation import IsolationChoice
 from actors.sandbox.limits import SandboxLimits
 from actors.sandbox.sandbox import Sandbox

@@ -13,7 +13,7 @@ from msgspec import Struct
 from pydantic import AfterValidator, Field
 
 from actors.rewards.forms import conversation, ground_truth
-from actors.rewards.remote.requests import Service, ServiceSettings
+from actors.rewards.remote.http import Service, ServiceSettings
 from streamrl.config.section import Positive
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode
