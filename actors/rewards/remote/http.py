@@ -1,5 +1,5 @@
-"""Services behind a URL: requests of a reward to one, and the reward `http`, which posts the episodes
-of a prompt, all siblings in one request.
+"""Services behind a URL: requests of a reward to one, and the reward `http`, which posts episodes,
+all siblings of a prompt in one request.
 
 Invariant: a service that stays away fails its groups, named.
 """
