@@ -1,21 +1,40 @@
 """Which parts of an engine receive weights, each by itself: the engine, or each of its servers.
 
-Called by `actors.generator`, which runs a `WeightReceiver` for each.
+Called by `actors.generator`, which runs a `WeightReceiver` for each. Where a part receives decides
+by which route its weights come: not always in this process, and not always on the GPU that samples.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from actors.engines.served.open import server_id
 from actors.engines.served.replicas import ReplicatedEngine
-from actors.locality import weight_locality
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.interfaces import Engine
-from streamrl.types import LoadReport, WeightUpdate
+from streamrl.types import LoadReport, Locality, WeightUpdate
+from streamrl.weights.locality import locality_of
 from streamrl.weights.receiver import Holding, WeightReceiver
 
-Load = Callable[[WeightUpdate], Awaitable[LoadReport]]
+
+def weight_locality(generator: GeneratorSettings) -> Locality:
+    """By `generator.engine`; that of the engine's workers if they run on this machine."""
+    device = generator.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    match generator.engine:
+        case "sglang":
+            # The relay receives into this process's host memory.
+            return locality_of("cpu")
+        case "vllm" if generator.vllm.url:
+            return Locality(device_type=torch.device(device).type)
+        case _:
+            return locality_of(device, generator.num_ranks)
+
+
+OnUpdate = Callable[[WeightUpdate], Awaitable[LoadReport]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +42,7 @@ class WeightTarget:
     """`name` follows the generator's id; `server` is the inference server's, "" without one.
     `is_spare` says whether the engine has other parts to sample with."""
 
-    load: Load
+    load_weights: OnUpdate
     name: str = ""
     server: str = ""
     holding: Callable[[], Holding] = lambda: Holding.KEPT
@@ -47,14 +66,14 @@ def weight_targets(engine: Engine, generator: GeneratorSettings) -> Sequence[Wei
 
 
 def receiver_of(
-    target: WeightTarget, config: RunConfig, generator_id: str, load: Load
+    target: WeightTarget, config: RunConfig, generator_id: str, on_update: OnUpdate
 ) -> WeightReceiver:
-    """That of one part; `load` loads into it."""
+    """That of one part; `on_update` loads into it."""
     generator = config.generator
     return WeightReceiver(
         config.weights.address,
         generator_id + target.name,
-        load,
+        on_update,
         locality=weight_locality(generator),
         num_ranks=generator.num_ranks,
         has_weights=not generator.lacks_weights,

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from actors.engines.targets import weight_locality
 from actors.environments.runner import MixedRunner
 from actors.episodes.rollout import unbuffered_lease
-from actors.locality import weight_locality
 from actors.rendering.renderer import PromptTooLongError
 from actors.validation.scores import PREFIX, PromptResult, answer_of, scores
 from streamrl.config import RunConfig
@@ -85,7 +85,7 @@ class Validator:
         self._receiver = WeightReceiver(
             config.weights.address,
             name,
-            self._load,
+            self._load_weights,
             locality=weight_locality(config.generator),
             num_ranks=config.generator.num_ranks,
             has_weights=self._has_first,
@@ -146,7 +146,7 @@ class Validator:
         self._set(is_busy=False, next_version=next_version, report=report)
         self._receiver.say_hello()
 
-    async def _load(self, update: WeightUpdate) -> LoadReport:
+    async def _load_weights(self, update: WeightUpdate) -> LoadReport:
         """
         Raises:
             WeightTransferError: the engine did not load it, or a version is being validated.
