@@ -59,12 +59,14 @@ class Peer(Struct, frozen=True):
     def num_failures(self) -> int:
         return self.num_misses + FREE_MISSES * self.num_late
 
-    def back_with(self, hello: Hello, now_s: float) -> "Peer":
-        """One that was fenced, perhaps in a load, and says with its Hello what has come of that."""
+    def heard(self, address: bytes, hello: Hello, now_s: float) -> "Peer":
+        """With its next Hello, which may say that it has loaded what it was too late with."""
+        peer = structs.replace(self, address=address, hello=hello, seen_s=now_s)
         had = (self.hello.policy_version, self.hello.learner_id)
-        if hello.is_loading or had == (hello.policy_version, hello.learner_id):
-            return self
-        return structs.replace(self, has_loaded=True, took_s=now_s - self.asked_s)
+        has_other = had != (hello.policy_version, hello.learner_id) != (0, NO_LEARNER)
+        if not self.num_late or not has_other:
+            return peer
+        return structs.replace(peer, has_loaded=True, took_s=now_s - self.asked_s)
 
     def late(self, now_s: float) -> "Peer":
         """It has exceeded a deadline. Once may be a pause; after that it is left out for as long as
@@ -148,9 +150,7 @@ class Membership:
         if known is not None:
             self._names.pop(known.address, None)
         if known is not None and is_same:
-            if hello.receiver_id in self._fenced:
-                known = known.back_with(hello, self._clock())
-            peer = structs.replace(known, address=address, hello=hello, seen_s=self._clock())
+            peer = known.heard(address, hello, self._clock())
         if hello.is_loading and known is None:
             return True
         self._names[address] = peer.name
