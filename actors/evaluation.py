@@ -143,7 +143,7 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
     layout = Layout(manifest_of(parameters), weights.bucket_bytes)
     is_loaded = asyncio.Event()
 
-    async def load(update: WeightUpdate) -> LoadReport:
+    async def load_weights(update: WeightUpdate) -> LoadReport:
         report = await engine.load_weights(update)
         is_loaded.set()
         return report
@@ -155,7 +155,7 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
         receiver = WeightReceiver(
             sender.address,
             "evaluation",
-            load,
+            load_weights,
             locality=weight_locality(config.generator),
             num_ranks=config.generator.num_ranks,
             has_weights=False,

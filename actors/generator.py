@@ -101,7 +101,7 @@ class Generator:
         """Runs until stopped. An error in any of the loops ends the generator."""
         targets = weight_targets(self._engine, self._config.generator)
         receivers = [
-            receiver_of(target, self._config, self._id, partial(self._load, target))
+            receiver_of(target, self._config, self._id, partial(self._load_weights, target))
             for target in targets
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -212,9 +212,9 @@ class Generator:
                 raise
             await self._buffer.put(lease_id, group)
 
-    async def _load(self, target: WeightTarget, update: WeightUpdate) -> LoadReport:
+    async def _load_weights(self, target: WeightTarget, update: WeightUpdate) -> LoadReport:
         try:
-            report = await target.load(update)
+            report = await target.load_weights(update)
         except WeightTransferError:
             if not target.is_spare():
                 self._version_gate.on_load_failed()

@@ -21,8 +21,8 @@ from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, FilesEndpoint, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.transports.files import write_whole
+from streamrl.weights.transports.shared_memory import SendBuffers
 from tests.ports import free_port
 from tests.tiny_model import EOS, make_llama, make_tokenizer
 

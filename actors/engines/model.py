@@ -14,7 +14,7 @@ from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.types import TensorSpec
 from streamrl.vision.families import auto_model, has_vision
 from streamrl.vision.places import Placeholders
-from streamrl.weights.codecs import lora
+from streamrl.weights import lora
 
 
 def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:

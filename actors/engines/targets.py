@@ -1,9 +1,7 @@
 """Which parts of an engine receive weights, each by itself: the engine, or each of its servers.
 
-Called by `actors.generator`, which runs a `WeightReceiver` for each.
-
-`weight_locality`: where they are received, which decides by which transport they come. Not always
-in this process, and not always on the GPU that samples.
+Called by `actors.generator`, which runs a `WeightReceiver` for each. Where a part receives decides
+by which route its weights come: not always in this process, and not always on the GPU that samples.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,7 +34,7 @@ def weight_locality(generator: GeneratorSettings) -> Locality:
             return locality_of(device, generator.num_ranks)
 
 
-Load = Callable[[WeightUpdate], Awaitable[LoadReport]]
+OnUpdate = Callable[[WeightUpdate], Awaitable[LoadReport]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class WeightTarget:
     """`name` follows the generator's id; `server` is the inference server's, "" without one.
     `is_spare` says whether the engine has other parts to sample with."""
 
-    load: Load
+    load_weights: OnUpdate
     name: str = ""
     server: str = ""
     holding: Callable[[], Holding] = lambda: Holding.KEPT
@@ -68,14 +66,14 @@ def weight_targets(engine: Engine, generator: GeneratorSettings) -> Sequence[Wei
 
 
 def receiver_of(
-    target: WeightTarget, config: RunConfig, generator_id: str, load: Load
+    target: WeightTarget, config: RunConfig, generator_id: str, on_update: OnUpdate
 ) -> WeightReceiver:
-    """That of one part; `load` loads into it."""
+    """That of one part; `on_update` loads into it."""
     generator = config.generator
     return WeightReceiver(
         config.weights.address,
         generator_id + target.name,
-        load,
+        on_update,
         locality=weight_locality(generator),
         num_ranks=generator.num_ranks,
         has_weights=not generator.lacks_weights,

@@ -20,7 +20,7 @@ import torch
 from actors.engines.model import Shapes, require_same_parameters
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 from streamrl.vision.families import load_pretrained
-from streamrl.weights.codecs import lora
+from streamrl.weights import lora
 
 
 class StagedWeights:
@@ -101,7 +101,7 @@ class UpdatableEngine(ABC):
         require_same_parameters(update.manifest, self._shapes)
         await self._receive(update)
         received = perf_counter()
-        pause_s = await self._load(update, partial(self._on_loaded, update))
+        pause_s = await self._apply(update, partial(self._on_loaded, update))
         self._pause_s += pause_s
         return LoadReport(
             transfer_s=received - start, load_s=perf_counter() - received, pause_s=pause_s
@@ -109,16 +109,16 @@ class UpdatableEngine(ABC):
 
     @abstractmethod
     async def _receive(self, update: WeightUpdate) -> None:
-        """Gets the update to where `_load` finds it.
+        """Gets the update to where `_apply` finds it.
 
         Raises:
             WeightTransferError: it did not arrive.
         """
 
     @abstractmethod
-    async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Loads what was received and calls `on_loaded` before sampling goes on. Returns the
-        seconds in which nothing was sampled."""
+    async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+        """Makes what was received the model's weights, and calls `on_loaded` before sampling goes
+        on. Returns the seconds in which nothing was sampled."""
 
     def _on_loaded(self, update: WeightUpdate) -> None:
         self._policy_version, self._learner_id = update.policy_version, update.learner_id

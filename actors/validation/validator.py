@@ -70,7 +70,7 @@ class Validator:
         self._receiver = WeightReceiver(
             config.weights.address,
             name,
-            self._load,
+            self._load_weights,
             locality=weight_locality(config.generator),
             num_ranks=config.generator.num_ranks,
             has_weights=self._has_first,
@@ -132,7 +132,7 @@ class Validator:
         self._set(is_busy=False, next_version=next_version, report=report)
         self._receiver.say_hello()
 
-    async def _load(self, update: WeightUpdate) -> LoadReport:
+    async def _load_weights(self, update: WeightUpdate) -> LoadReport:
         """
         Raises:
             WeightTransferError: the engine did not load it, or a version is being validated.

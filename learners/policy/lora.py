@@ -23,7 +23,7 @@ from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.vision.families import load_pretrained
-from streamrl.weights.codecs import lora
+from streamrl.weights import lora
 
 ADAPTER = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -154,7 +154,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
 
 class Factors(Mapping[str, torch.Tensor]):
-    """The adapter as the weight channel sends it, whole, see `streamrl.weights.codecs.lora`."""
+    """The adapter as the weight channel sends it, whole, see `streamrl.weights.lora`."""
 
     def __init__(self, model: PreTrainedModel, whole: Whole = full) -> None:
         self._whole = whole

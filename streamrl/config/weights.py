@@ -36,8 +36,8 @@ class WeightSettings(Section):
     """With delta: differences until everyone gets a whole file again; who lacks the version before
     gets one at once."""
     verify: bool = False
-    """Compare a keyed checksum of every tensor in shared memory and NCCL broadcasts too (files and
-    gloo broadcasts always carry them); a difference fails the load, and the old weights stay."""
+    """Compare a keyed checksum of every tensor by every route (files, and gloo broadcasts between
+    machines, always carry them); a difference fails the load, and the old weights stay."""
     deadline_s: Seconds = 30.0
     """Longest wait for one hop of an update; who exceeds it is left out until it catches up."""
 

@@ -14,7 +14,7 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.types import TensorSpec
-from streamrl.weights.codecs import float8
+from streamrl.weights import float8
 
 _ALIGNMENT = 64
 

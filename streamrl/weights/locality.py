@@ -1,9 +1,10 @@
 """The locality of a process: where weights are sent from or received.
 
-A sender compares it with each receiver's to decide who can share its memory.
+A sender compares it with each receiver's: who can share its memory, and who a broadcast by NCCL.
 """
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -42,3 +43,18 @@ def this_host() -> str:
 def gpu_uuid(index: int) -> str:
     """Identifies the GPU; an index depends on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def can_share(sender: Locality, receiver: Locality) -> bool:
+    """Whether the receiver can map the memory that the sender's buffers are in."""
+    if not sender.host or sender.host != receiver.host:
+        return False
+    return sender.device_type == "cpu" or (bool(sender.gpus) and sender.gpus == receiver.gpus)
+
+
+def backend_among(localities: list[Locality]) -> Literal["gloo", "nccl"]:
+    """Unknown GPUs count as different ones, as those of other machines are."""
+    gpus = [gpu for locality in localities for gpu in locality.gpus]
+    are_different = len(set(gpus)) == len(gpus)
+    on_gpus = all(locality.device_type == "cuda" for locality in localities)
+    return "nccl" if on_gpus and are_different else "gloo"

@@ -2,10 +2,10 @@
 
 A broadcast fails for all its members together. Members that do not even answer are fenced: left out
 until they report again, and the others try once more together. If everybody answered, the culprit
-is unknown, so those it failed for are halved into groups of their own, until a bad one is alone; a
-group that succeeds joins the others again. One that fails to load update after update is asked less
-and less often. One that exceeds the deadline time after time is left out for as long as the others
-have waited for it, then longer, up to LATE_FACTOR times that; where there is nobody else it is not.
+is unknown, so each that it failed for is sent the version alone, until that has succeeded. One that
+fails to load update after update is asked less and less often. One that exceeds the deadline time
+after time is left out for as long as the others have waited for it, then longer, up to LATE_FACTOR
+times that; where there is nobody else it is not.
 
 Invariant: nobody is waited for twice without having reported in between. A receiver is bound to one
 connection, and a connection to one receiver: another one gets the name only with the session's
@@ -15,7 +15,6 @@ secret, or when the name has been silent. Runs in one event loop; the deadlines 
 clock.
 """
 
-import itertools
 import logging
 import math
 import time
@@ -33,20 +32,12 @@ LATE_FACTOR = 8
 """The others wait for a late receiver in one part of this many and one of their time at most."""
 
 
-class Asked(Struct, frozen=True):
-    """A message that a receiver was sent; `policy_version` is None for an announcement."""
-
-    attempt: int
-    policy_version: int | None
-    time_s: float
-
-
 class Peer(Struct, frozen=True):
     """A receiver as the sender knows it: its connection, its last Hello, and how it did since.
 
-    `num_late` are the deadlines that it exceeded one after the other, and `took_s` is how long the
-    last version took that it loaded after one, 0 if it has not; until `left_out_until_s` the others
-    go on without it.
+    `asked_s` is when it was sent the last message. `num_late` are the deadlines that it exceeded
+    one after the other, and `took_s` is how long the last version took that it loaded after one, 0
+    if it has not; until `left_out_until_s` the others go on without it.
     """
 
     address: bytes
@@ -55,7 +46,7 @@ class Peer(Struct, frozen=True):
     has_loaded: bool = False
     num_misses: int = 0
     asked_again_s: float = 0.0
-    asked: Asked | None = None
+    asked_s: float = 0.0
     num_late: int = 0
     took_s: float = 0.0
     left_out_until_s: float = 0.0
@@ -68,22 +59,21 @@ class Peer(Struct, frozen=True):
     def num_failures(self) -> int:
         return self.num_misses + FREE_MISSES * self.num_late
 
-    def with_version(self, version: int, learner_id: str) -> "Peer":
-        """As the next Hello of the receiver, which has loaded this, will say."""
-        hello = structs.replace(
-            self.hello, policy_version=version, learner_id=learner_id, is_loading=False
-        )
-        if hello.validator is not None:
-            hello = structs.replace(hello, validator=structs.replace(hello.validator, is_busy=True))
-        return structs.replace(self, hello=hello, has_loaded=True)
+    def heard(self, address: bytes, hello: Hello, now_s: float) -> "Peer":
+        """With its next Hello, which may say that it has loaded what it was too late with."""
+        peer = structs.replace(self, address=address, hello=hello, seen_s=now_s)
+        had = (self.hello.policy_version, self.hello.learner_id)
+        has_other = had != (hello.policy_version, hello.learner_id) != (0, NO_LEARNER)
+        if not self.num_late or not has_other:
+            return peer
+        return structs.replace(peer, has_loaded=True, took_s=now_s - self.asked_s)
 
     def late(self, now_s: float) -> "Peer":
         """It has exceeded a deadline. Once may be a pause; after that it is left out for as long as
         it was waited for, and twice as long each time."""
         num_late = self.num_late + 1
-        waited_s = 0.0 if self.asked is None else now_s - self.asked.time_s
         factor = 0 if num_late == 1 else min(LATE_FACTOR, 2 ** (num_late - 2))
-        until_s = now_s + min(MAX_WAIT_S, factor * waited_s)
+        until_s = now_s + min(MAX_WAIT_S, factor * (now_s - self.asked_s))
         return structs.replace(self, num_late=num_late, left_out_until_s=until_s)
 
     def missed(self, now_s: float) -> "Peer":
@@ -136,7 +126,7 @@ class Membership:
         self._peers: dict[str, Peer] = {}
         self._fenced: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
-        self._group_of: dict[str, str] = {}
+        self._alone: frozenset[str] = frozenset()
         self.num_fenced = 0
         self.is_last_version = False
         """Whether validators are sent the newest version, too, however early it comes."""
@@ -160,7 +150,7 @@ class Membership:
         if known is not None:
             self._names.pop(known.address, None)
         if known is not None and is_same:
-            peer = structs.replace(known, address=address, hello=hello, seen_s=self._clock())
+            peer = known.heard(address, hello, self._clock())
         if hello.is_loading and known is None:
             return True
         self._names[address] = peer.name
@@ -176,38 +166,32 @@ class Membership:
             if peer := peers.pop(name, None):
                 self._names.pop(peer.address, None)
 
-    def on_asked(self, names: Iterable[str], attempt: int, version: int | None) -> None:
-        """These were sent a message with this number: a version, or an announcement."""
-        asked = Asked(attempt, version, self._clock())
+    def on_asked(self, names: Iterable[str]) -> None:
+        """These were sent a message, which they are to answer."""
         for name in names:
             if peer := self._peers.get(name):
-                self._peers[name] = structs.replace(peer, asked=asked)
+                self._peers[name] = structs.replace(peer, asked_s=self._clock())
 
     def on_loaded(self, name: str, version: int) -> None:
         """The receiver has this version, as its next Hello will confirm."""
         if peer := self._peers.get(name):
+            validator = peer.hello.validator
             self._peers[name] = structs.replace(
-                peer.with_version(version, self._learner_id),
+                peer,
+                hello=structs.replace(
+                    peer.hello,
+                    policy_version=version,
+                    learner_id=self._learner_id,
+                    is_loading=False,
+                    validator=validator and structs.replace(validator, is_busy=True),
+                ),
+                has_loaded=True,
                 num_misses=0,
                 asked_again_s=0.0,
                 num_late=0,
                 took_s=0.0,
                 left_out_until_s=0.0,
             )
-
-    def on_late(self, name: str, attempt: int) -> Hello | None:
-        """The receiver has loaded what it was asked last, after the deadline: it has that version,
-        and is fenced no more. Its Hello as it is by now; None if it was asked something else."""
-        peer = self._known(name)
-        if peer is None or peer.asked is None or peer.asked.attempt != attempt:
-            return None
-        if peer.asked.policy_version is None:
-            return None
-        loaded = peer.with_version(peer.asked.policy_version, self._learner_id)
-        peer = structs.replace(loaded, took_s=self._clock() - peer.asked.time_s)
-        self._fenced.pop(name, None)
-        self._peers[name] = peer
-        return peer.hello
 
     def on_failed(self, name: str) -> None:
         """The receiver has answered, and has not loaded what it was sent."""
@@ -293,23 +277,20 @@ class Membership:
         return [(peer, peer.asked_again_s - now_s) for peer in failing]
 
     def groups(self, peers: Iterable[Peer]) -> list[list[Peer]]:
-        """The peers by broadcast group; the group without failures comes first."""
-        keyed = sorted(peers, key=lambda peer: (self._group_of.get(peer.name, ""), peer.name))
-        by_group = itertools.groupby(keyed, lambda peer: self._group_of.get(peer.name, ""))
-        return [list(members) for _, members in by_group]
+        """The peers by broadcast group: those without failures together, then each other alone."""
+        peers = sorted(peers, key=lambda peer: peer.name)
+        together = [peer for peer in peers if peer.name not in self._alone]
+        alone = [[peer] for peer in peers if peer.name in self._alone]
+        return [together, *alone] if together else alone
 
     def regroup(self, loaded: set[str], failed: set[str], silent: set[str]) -> bool:
         """Decide who tries again with whom after a broadcast; whether to try at once.
 
         One that failed all by itself waits for its next Hello.
         """
-        names = sorted(failed)
-        halves = (names,) if silent else (names[::2], names[1::2])
-        together = loaded | failed | silent
-        self._group_of = {
-            **{name: group for name, group in self._group_of.items() if name not in together},
-            **({} if silent else {name: half[0] for half in halves for name in half}),
-        }
+        self._alone -= loaded | failed | silent
+        if not silent:
+            self._alone |= failed
         return bool(failed) and (bool(silent) or len(failed) > 1)
 
     def _known(self, name: str) -> Peer | None:
@@ -355,4 +336,4 @@ class Membership:
         for peer in dead:
             if not self._is_alive(peer):
                 self.on_leave(peer.name)
-                self._group_of.pop(peer.name, None)
+                self._alone -= {peer.name}

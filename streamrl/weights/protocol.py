@@ -12,7 +12,7 @@ A broadcast needs all its receivers at once, so the sender announces it, and onl
 Ready in time take part. Files and shared memory are read by each receiver in its own time.
 
 A joiner, a receiver that missed an update and one that outlived its learner are the same case: they
-have another version, so the next round is for them. A receiver that exceeds a deadline is fenced:
+have another version, so the next update is for them. A receiver that exceeds a deadline is fenced:
 left out until its next Hello that finds it idle.
 
 Receivers on one inference server say so in their Hellos. One of them is sent the version; once it

@@ -53,7 +53,7 @@ class Holding(Enum):
 
 
 class WeightReceiver:
-    """Runs in the generator's event loop. `load` receives and loads a version off the loop's
+    """Runs in the generator's event loop. `on_update` receives and loads a version off the loop's
     thread, in the processes at `locality`, which have `num_ranks` ranks. Without
     `has_weights` it is sent version 0, too. `server` is the inference server that receives, if
     other receivers may load for it, and `holding` says what has become of what was loaded.
@@ -64,7 +64,7 @@ class WeightReceiver:
         self,
         address: str,
         receiver_id: str,
-        load: Callable[[WeightUpdate], Awaitable[LoadReport]],
+        on_update: Callable[[WeightUpdate], Awaitable[LoadReport]],
         *,
         locality: Locality = UNKNOWN_LOCALITY,
         num_ranks: int = 1,
@@ -74,7 +74,7 @@ class WeightReceiver:
         validator: ValidatorStatus | None = None,
         curve: Path | None = None,
     ) -> None:
-        self._load = load
+        self._on_update = on_update
         learner_id = "" if has_weights else NO_LEARNER
         session = secrets.token_hex(16)
         self._hello = Hello(
@@ -167,13 +167,15 @@ class WeightReceiver:
                 is_loading=False,
             )
             await self._send(Loaded(name, attempt, report))
+            # A sender that waits for the answer no longer learns by it what is here.
+            self.say_hello()
 
     async def _load_in_time(self, update: WeightUpdate) -> LoadReport:
         """Waits for the engine, LOAD_S at most; with one that hangs, or gives up without a word,
         the process must end, or it would sample with old weights for good."""
         try:
             async with asyncio.timeout(LOAD_S) as deadline:
-                return await self._load(update)
+                return await self._on_update(update)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

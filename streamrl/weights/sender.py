@@ -1,25 +1,60 @@
-"""The learner's end of the weight protocol: it keeps every live receiver at the newest version.
+"""The learner's end of the weight protocol: who gets a version by which route, and who has it.
 
-Nobody waits for a slow receiver: the learner copies its parameters into a send buffer and goes on,
-a round (`streamrl.weights.rounds`) is for those that answer in time, and one that misses it is in
-the next one.
+An update is for every live receiver that lacks the newest version. It waits for those that answer
+in time; a receiver that misses it is in the next one. One that dies or freezes is fenced
+(`streamrl.weights.membership`), and a broadcast that it broke is tried once more without it. A
+receiver that reads a file answers while later updates go on without it.
 
-Waits for a published version or a Hello; each starts a round if some receiver is outdated.
+Invariant: the learner waits for nobody: it copies a version into a send buffer and goes on. One
+update at a time, which waits for one answer at a time from each receiver. Every wait has a
+deadline, a part of `weights.deadline_s`: for a broadcast 1/4 until all are ready, 1/4 if it hangs,
+3/8 to find out who is alive after that; for a read of shared memory 1/2; for one of a file all of
+it, outside the update.
 """
 
 import asyncio
+import logging
+import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
 from streamrl.config.weights import WeightSettings
-from streamrl.types import ValidationReport, ValidatorStatus
+from streamrl.errors import WeightTransferError
+from streamrl.types import (
+    Endpoint,
+    FilesEndpoint,
+    HeldEndpoint,
+    ValidationReport,
+    ValidatorStatus,
+    WeightUpdate,
+)
 from streamrl.weights.layout import Layout
-from streamrl.weights.rounds import Rounds
-from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.locality import locality_of
+from streamrl.weights.membership import Membership, Peer
+from streamrl.weights.protocol import Failed, Hello, Loaded
+from streamrl.weights.routes import Routes
+from streamrl.weights.sender_socket import SenderSocket
+from streamrl.weights.transports.broadcast import BroadcastSender
+from streamrl.weights.transports.checksums import version_key
+from streamrl.weights.transports.files import FileSender, version_name
+from streamrl.weights.transports.shared_memory import SendBuffers, Written
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Names of the receivers that loaded a version, failed to, or did not answer in time."""
+
+    loaded: set[str]
+    failed: set[str]
+    silent: set[str]
 
 
 class WeightSender:
@@ -39,13 +74,24 @@ class WeightSender:
         curve: Path | None = None,
         learner_id: str = "",
     ) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._learner_id = learner_id or uuid.uuid4().hex[:12]
+        self._secret = secrets.token_bytes(32)
         self._changed = asyncio.Event()
         self._buffers = SendBuffers(layout, device)
-        learner_id = learner_id or uuid.uuid4().hex[:12]
-        asked = self._changed.set
-        self._rounds = Rounds(settings, self._buffers, device, folder, asked, curve, learner_id)
+        shares = self._buffers.exported is not None
+        self._routes = Routes(settings, locality_of(device), shares=shares)
+        self._membership = Membership(self._learner_id)
+        self._socket = SenderSocket(settings.address, self._membership, self._on_hello, curve)
+        self.address = self._socket.address
+        host = urlsplit(self.address).hostname or "127.0.0.1"
+        self._broadcast = BroadcastSender(settings, host, device)
+        self._files = FileSender(settings, layout, folder, self._learner_id, self._secret)
+        self._num_failed = 0
         self._snapshot_s: float | None = None
-        self.address = self._rounds.socket.address
+        self._timings: Mapping[str, float] = {}
+        self._on_report: Callable[[ValidationReport], None] = lambda _: None
 
     def snapshot(self, parameters: Mapping[str, torch.Tensor], policy_version: int) -> None:
         """Copy the parameters into a send buffer; the caller must not change them meanwhile."""
@@ -57,49 +103,230 @@ class WeightSender:
         """From now on the newest snapshot is the version that receivers should have."""
         self._changed.set()
 
+    def send_last(self) -> None:
+        """The newest snapshot is the last version of the run, which validators get in any case."""
+        self._membership.is_last_version = True
+        self._changed.set()
+
     def handle_reports(self, on_report: Callable[[ValidationReport], None]) -> None:
         """Call it with each report of a validation of this learner's versions, again with each
         Hello of the validator."""
-        self._rounds.on_report = on_report
+        self._on_report = on_report
 
-    def send_last(self) -> None:
-        """The newest snapshot is the last version of the run, which validators get in any case."""
-        self._rounds.send_last()
+    def gauges(self) -> dict[str, float]:
+        """Seconds of the last snapshot and of each hop of the last update, how many receivers are
+        alive, how many times one has been fenced, how many loads have failed, and how many messages
+        were refused."""
+        snapshot = {} if self._snapshot_s is None else {"snapshot_s": self._snapshot_s}
+        return {
+            **snapshot,
+            **self._timings,
+            "num_receivers": float(
+                sum(p.hello.validator is None for p in self._membership.alive())
+            ),
+            "num_fenced": float(self._membership.num_fenced),
+            "num_failed_loads": float(self._num_failed),
+            **self._socket.gauges(),
+        }
 
     def validators(self) -> dict[str, ValidatorStatus]:
         """What each validator that is alive does, by its name."""
-        return self._rounds.validators()
+        alive = {peer.name: peer.hello.validator for peer in self._membership.alive()}
+        return {name: status for name, status in alive.items() if status is not None}
 
     def validating(self) -> dict[int, ValidatorStatus]:
         """The versions of this learner that are being validated."""
-        return self._rounds.validating()
-
-    def gauges(self) -> dict[str, float]:
-        """Seconds of the last snapshot, and the gauges of `Rounds`."""
-        snapshot = {} if self._snapshot_s is None else {"snapshot_s": self._snapshot_s}
-        return {**snapshot, **self._rounds.gauges()}
+        alive = {
+            self._membership.version_of(p): p.hello.validator for p in self._membership.alive()
+        }
+        return {v: status for v, status in alive.items() if v >= 0 and status and status.is_busy}
 
     def behind(self) -> tuple[str, ...]:
         """Receivers that have not answered the last message to them, late already or not."""
-        return self._rounds.behind()
+        return tuple(sorted(self._socket.unanswered() | self._membership.fenced))
 
     def left_out(self) -> tuple[str, ...]:
-        """A sentence for each receiver that updates do not reach, or not in time."""
-        return self._rounds.left_out()
+        """A sentence for each receiver that updates do not reach, or not in time: why, for how long
+        others go on without it, and what helps."""
+        deadline_s = self._settings.deadline_s
+        late, failing = self._membership.late(), self._membership.failing()
+        return (
+            *(peer.late_sentence(wait_s, deadline_s) for peer, wait_s in late),
+            *(peer.failing_sentence(wait_s) for peer, wait_s in failing),
+        )
 
     async def run(self) -> None:
         """Until cancelled: handle the receivers' messages, and send them the published version."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._rounds.socket.receive())
-            tasks.create_task(self._run_rounds(tasks))
+            tasks.create_task(self._socket.receive())
+            tasks.create_task(self._send_versions(tasks))
 
     def close(self) -> None:
-        self._rounds.close()
+        self._broadcast.close()
+        self._files.close()
+        self._socket.close()
 
-    async def _run_rounds(self, tasks: asyncio.TaskGroup) -> None:
+    async def _send_versions(self, tasks: asyncio.TaskGroup) -> None:
+        """Waits for a published version, a Hello, or what else may call for an update."""
         while True:
             await self._changed.wait()
             self._changed.clear()
             with self._buffers.reading() as held:
                 if held is not None:
-                    await self._rounds.run(held, tasks)
+                    await self._update(held, tasks)
+
+    async def _update(self, held: Written, tasks: asyncio.TaskGroup) -> None:
+        """Send the version to everybody who lacks it; waits for all but those that read files."""
+        asked = self._socket.asked()
+        outdated = self._membership.outdated(held.policy_version)
+        peers, informed = self._membership.by_server(
+            [peer for peer in outdated if peer.name not in asked], held.policy_version, asked
+        )
+        if not (peers or informed):
+            return
+        by_route = self._routes.split(peers)
+        self._note(ready_wait_s=0.0)
+        async with asyncio.TaskGroup() as sending:
+            sending.create_task(self._share(by_route["shared memory"], held))
+            sending.create_task(self._send_broadcasts(by_route["broadcast"], held))
+            sending.create_task(self._inform(informed, held.policy_version))
+        await self._send_files(by_route["file"], held, tasks)
+
+    def _on_hello(self, hello: Hello) -> None:
+        report = None if hello.validator is None else hello.validator.report
+        # Version 0, of no learner, is the model folder's.
+        if report is not None and report.learner_id in (self._learner_id, ""):
+            self._on_report(report)
+        self._changed.set()
+
+    async def _inform(self, peers: Sequence[Peer], version: int) -> None:
+        """Tell those whose inference server has the version from another one. Waits for the
+        answers, or for the deadline."""
+        if peers:
+            attempt = await self._transfer(dict.fromkeys(peers, HeldEndpoint()), version)
+            await self._conclude(peers, attempt, version, self._settings.deadline_s / 4)
+
+    async def _share(self, peers: Sequence[Peer], held: Written) -> None:
+        """All read at once, each at its own pace; waits for the slowest, or for the deadline."""
+        if not peers:
+            return
+        start = time.perf_counter()
+        key = self._key(held.policy_version) if self._settings.verify else None
+        endpoint = await asyncio.to_thread(self._buffers.endpoint, held, key)
+        attempt = await self._transfer(dict.fromkeys(peers, endpoint), held.policy_version)
+        self._note(transfer_s=time.perf_counter() - start)
+        wait_s = self._settings.deadline_s / 2
+        outcome = await self._conclude(peers, attempt, held.policy_version, wait_s)
+        if self._routes.on_shared_answers(peers, outcome.failed):
+            self._changed.set()
+
+    async def _send_broadcasts(self, peers: Sequence[Peer], held: Written) -> None:
+        """To those that are ready in time, a group after the other."""
+        if not peers:
+            return
+        start = time.perf_counter()
+        attempt = await self._socket.ask(dict.fromkeys(peers))
+        answers = await self._socket.answers(attempt, self._settings.deadline_s / 4)
+        self._note(ready_wait_s=time.perf_counter() - start)
+        self._membership.fence(peer for peer in peers if peer.name not in answers)
+        for group in self._membership.groups(peer for peer in peers if peer.name in answers):
+            await self._send_broadcast(group, held)
+
+    async def _send_broadcast(self, peers: Sequence[Peer], held: Written) -> None:
+        by_session = {peer.hello.session: peer.hello.num_ranks for peer in peers}
+        backend = self._routes.backend(peers)
+        verify = self._routes.verifies(peers, backend)
+        endpoints = self._broadcast.endpoints(by_session, backend, verify=verify)
+        start, version = time.perf_counter(), held.policy_version
+        by_peer = {peer: endpoints[peer.hello.session] for peer in peers}
+        attempt = await self._transfer(by_peer, version)
+        wait_s = self._settings.deadline_s / 2
+        try:
+            first = by_peer[peers[0]]
+            key = self._key(version)
+            await asyncio.to_thread(self._broadcast.send, first, self._layout, held.data, key)
+        except WeightTransferError as error:
+            log.warning("version %d did not reach every receiver: %s", version, error)
+            # A receiver that is not to blame may notice only at the deadline of its own call.
+            wait_s *= 3 / 4
+        self._note(transfer_s=time.perf_counter() - start)
+        outcome = await self._conclude(peers, attempt, version, wait_s)
+        if self._membership.regroup(outcome.loaded, outcome.failed, outcome.silent):
+            self._changed.set()
+
+    async def _send_files(
+        self, peers: Sequence[Peer], held: Written, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Waits for the file system; a receiver's answer is waited for in a task of its own."""
+        if not peers:
+            return
+        endpoints = await self._write_files(peers, held)
+        for peer in peers:
+            if peer.name in endpoints:
+                attempt = await self._transfer({peer: endpoints[peer.name]}, held.policy_version)
+                tasks.create_task(self._conclude_file(peer, attempt, held.policy_version))
+
+    async def _write_files(self, peers: Sequence[Peer], held: Written) -> dict[str, FilesEndpoint]:
+        """Each receiver's file by name; {} if none can be written: the next Hello tries again."""
+        start = time.perf_counter()
+        versions = {peer.name: self._membership.version_of(peer) for peer in peers}
+        endpoints = await self._files.offer(held.policy_version, held.data, versions)
+        self._note(transfer_s=time.perf_counter() - start)
+        return endpoints
+
+    async def _conclude_file(self, peer: Peer, attempt: int, version: int) -> None:
+        """Updates leave this receiver out until it has answered."""
+        outcome = await self._conclude([peer], attempt, version, self._settings.deadline_s)
+        await asyncio.to_thread(self._files.on_answers, outcome.loaded, outcome.failed)
+        if outcome.loaded:
+            # A version may have been published since.
+            self._changed.set()
+        self._routes.on_file_answers([peer], outcome.loaded)
+
+    async def _transfer(self, endpoints: Mapping[Peer, Endpoint], version: int) -> int:
+        updates = {
+            peer: WeightUpdate(
+                policy_version=version,
+                learner_id=self._learner_id,
+                manifest=self._layout.manifest,
+                endpoint=endpoint,
+                key=self._key(version),
+            )
+            for peer, endpoint in endpoints.items()
+        }
+        return await self._socket.ask(updates)
+
+    async def _conclude(
+        self, peers: Sequence[Peer], attempt: int, version: int, wait_s: float
+    ) -> _Outcome:
+        """Note who loaded the version, and fence who did not answer within `wait_s`."""
+        answers = await self._socket.answers(attempt, wait_s)
+        silent = [peer for peer in peers if peer.name not in answers]
+        self._membership.fence(silent)
+        reports = {name: a.report for name, a in answers.items() if isinstance(a, Loaded)}
+        for name, answer in answers.items():
+            if isinstance(answer, Failed):
+                self._num_failed += 1
+                self._membership.on_failed(name)
+                log.warning("%s did not load version %d: %s", name, version, answer.reason)
+        for name in reports:
+            self._membership.on_loaded(name, version)
+        if any(peer.hello.server for peer in peers if peer.name in reports):
+            # Now the others on these servers can be told.
+            self._changed.set()
+        if reports:
+            self._routes.on_loaded()
+            self._note(
+                receive_s=max(report.transfer_s for report in reports.values()),
+                load_s=max(report.load_s for report in reports.values()),
+                pause_s=max(report.pause_s for report in reports.values()),
+            )
+        failed = answers.keys() - reports.keys()
+        return _Outcome(set(reports), failed, {peer.name for peer in silent})
+
+    def _key(self, version: int) -> bytes:
+        """Of the version's checksums; it is announced and written nowhere."""
+        return version_key(self._secret, version_name(self._learner_id, version))
+
+    def _note(self, **timings: float) -> None:
+        self._timings = {**self._timings, **timings}

@@ -1,25 +1,22 @@
 """The messages of the learner's end: announcements and transfers, and the answers to them.
 
+A connection to the weight port has a budget of messages, which refills with time. A refused message
+costs as much as REFUSED_COST others, a message above the budget is dropped unread and costs too: a
+connection that goes on is ignored until it has been quiet.
+
 Invariant: every answer is waited for with a deadline, and one from a process that has ended or was
 replaced is not waited for. No message ends the learner or costs it more than READING_SHARE of its
-time: what is malformed, or in the name of another connection's receiver, is refused and counted
-(`streamrl.weights.sender_socket`), and senders that go on wait in their own queues.
-
-How much each connection to the weight port may send, and what was refused.
-
-A connection has a budget of messages, which refills with time. A refused message costs as much as
-REFUSED_COST others, a message above the budget is dropped unread and costs too: a connection that
-goes on is ignored until it has been quiet.
-
-Invariant: one connection has at most BURST + MESSAGES_PER_S * seconds of its messages decoded. What
-is kept of connections is bounded; the one that was silent for longest is forgotten.
+time: what is malformed, or in the name of another connection's receiver, is refused and counted,
+and senders that go on wait in their own queues. One connection has at most BURST + MESSAGES_PER_S *
+seconds of its messages decoded. What is kept of connections is bounded; the one that was silent for
+longest is forgotten.
 """
 
 import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,21 +133,17 @@ class SenderSocket:
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    async def announce(self, peers: Iterable[Peer]) -> int:
-        """Send Announce to the peers; the attempt, for `answers`."""
+    async def ask(self, updates: Mapping[Peer, WeightUpdate | None]) -> int:
+        """Send each peer the Transfer of its update, or an Announce where that is to follow; the
+        attempt, for `answers`."""
         self._attempt += 1
-        messages = dict.fromkeys(peers, Announce(self._attempt))
-        self._membership.on_asked([peer.name for peer in messages], self._attempt, None)
-        await self._send(messages)
-        return self._attempt
-
-    async def transfer(self, updates: Mapping[Peer, WeightUpdate]) -> int:
-        """Send each peer its Transfer; the attempt, for `answers`."""
-        self._attempt += 1
+        attempt, loop = self._attempt, asyncio.get_running_loop()
+        self._asked[attempt] = {peer.name: loop.create_future() for peer in updates}
+        self._membership.on_asked(self._asked[attempt])
         for peer, update in updates.items():
-            self._membership.on_asked([peer.name], self._attempt, update.policy_version)
-        await self._send({peer: Transfer(self._attempt, u) for peer, u in updates.items()})
-        return self._attempt
+            message: FromSender = Transfer(attempt, update) if update else Announce(attempt)
+            await self._socket.send_multipart([peer.address, wire.encode(message)])
+        return attempt
 
     async def answers(self, attempt: int, wait_s: float) -> dict[str, Answer]:
         """The answers by name of the receiver. Waits until all have arrived, `wait_s` at most."""
@@ -221,15 +214,9 @@ class SenderSocket:
             case Ready(name, attempt) | Loaded(name, attempt) | Failed(name, attempt):
                 if self._is_of(address, name):
                     answer = self._asked.get(attempt, {}).get(name)
+                    # A late one is ignored: the Hello after it says what the receiver has.
                     if answer is not None and not answer.done():
                         answer.set_result(message)
-                    elif answer is None and isinstance(message, Loaded):
-                        self._on_late(name, attempt)
-
-    def _on_late(self, name: str, attempt: int) -> None:
-        """The deadline is over, and the version has arrived all the same."""
-        if hello := self._membership.on_late(name, attempt):
-            self._on_hello(hello)
 
     def _is_of(self, address: bytes, name: str) -> bool:
         """Whether the connection is the receiver's; False if there is no such receiver."""
@@ -237,12 +224,6 @@ class SenderSocket:
         if bound is not None and bound != address:
             raise WeightTransferError(f"{name!r} is bound to another connection")
         return bound is not None
-
-    async def _send(self, messages: Mapping[Peer, FromSender]) -> None:
-        loop = asyncio.get_running_loop()
-        self._asked[self._attempt] = {peer.name: loop.create_future() for peer in messages}
-        for peer, message in messages.items():
-            await self._socket.send_multipart([peer.address, wire.encode(message)])
 
     def _expect_no_answer(self, name: str) -> None:
         """The process that was asked has ended."""

@@ -120,8 +120,7 @@ async def follow(address: str, name: str, device: str, weights: Weights) -> None
 
 
 def stage(weights: Weights, transfer: TransferReceiver, update: WeightUpdate) -> None:
-    for name, tensor in transfer.tensors(update, weights.landing(update.manifest)):
-        weights.stage(name, tensor)
+    weights.stage(transfer.tensors(update, weights.landing(update.manifest)))
 
 
 def take_part(bare: Any, weights: Weights) -> None:

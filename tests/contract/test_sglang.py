@@ -129,7 +129,7 @@ def test_the_likeliest_of_a_truncated_distribution_are_those_of_its_mask():
 
 async def test_an_update_without_a_group_changes_nothing(stand_in, engine, tmp_path, monkeypatch):
     before = await engine.generate([9], GREEDY)
-    relay = engine._server._relay
+    relay = engine._server.updates
     monkeypatch.setattr(relay._store, "port", free_port())
     monkeypatch.setattr(relay, "_timeout_s", 0.5)
     update = update_to(make_model(seed=1), 1, tmp_path / "one.safetensors")

@@ -70,7 +70,7 @@ class ReloadedEngine(HfEngine):
 
     def reload(self, weights: Weights, policy_version: int) -> None:
         self._weights.landing(manifest_of(weights))
-        self._weights.stage_all(weights.items())
+        self._weights.stage(weights.items())
         self._weights.swap()
         self._policy_version = policy_version
 

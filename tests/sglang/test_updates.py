@@ -150,7 +150,7 @@ async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
 
 async def test_a_refused_bucket_ends_the_engine_and_nobody_waits(engine, tmp_path, monkeypatch):
     """SGLang takes buckets only within a session; the sender is at its broadcast by then."""
-    relay = engine._server._relay
+    relay = engine._server.updates
     send = relay._http.send
 
     async def without_session(path: str, body: Any, **options: Any) -> None:

@@ -158,7 +158,7 @@ async def test_a_load_that_is_canceled_from_inside_ends_the_generator():
     receiver = WeightReceiver("tcp://127.0.0.1:9", "g", canceled)
     with pytest.raises(RuntimeError, match="canceled its load of version 7"):
         await receiver._load_in_time(UPDATE)
-    receiver._load = endless
+    receiver._on_update = endless
     loading = asyncio.create_task(receiver._load_in_time(UPDATE))
     await begun.wait()
     loading.cancel()

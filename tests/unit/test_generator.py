@@ -435,7 +435,7 @@ async def test_with_the_weights_of_another_learner_nothing_is_leased_and_nothing
         run.engine.open.set()
         await run.until(lambda: run.books.buffered == 3)
         assert run.books.granted == 4
-        await generator._load(WeightTarget(generator._engine.load_weights), update(1))
+        await generator._load_weights(WeightTarget(generator._engine.load_weights), update(1))
         assert generator._engine.learner_id == "h"
         assert run.books.granted == 4, "the buffer's learner is another one still"
         await run.learner.attach(1, None, "h")
@@ -451,7 +451,7 @@ async def test_a_lease_that_has_not_begun_waits_for_the_learners_weights():
     assert granted[0].min_policy_version == 0
     async with run.generating() as generator:
         await run.until(lambda: run.state.registry.statuses != ())
-        await generator._load(WeightTarget(generator._engine.load_weights), update(1))
+        await generator._load_weights(WeightTarget(generator._engine.load_weights), update(1))
         generator._version_gate.on_learner_version(1, "new")
         async with asyncio.TaskGroup() as tasks:
             await generator._begin(granted[0], tasks)
@@ -476,10 +476,10 @@ async def test_a_generator_that_joins_late_leases_nothing_before_it_has_caught_u
     async with run.generating() as generator:
         await run.until(lambda: bool(run.state.registry))
         assert (await run.learner.stats()).generators[0].is_catching_up
-        await generator._load(WeightTarget(generator._engine.load_weights), update(2))
+        await generator._load_weights(WeightTarget(generator._engine.load_weights), update(2))
         await asyncio.sleep(0.2)
         assert run.books.granted == 0
-        await generator._load(WeightTarget(generator._engine.load_weights), update(3))
+        await generator._load_weights(WeightTarget(generator._engine.load_weights), update(3))
         await run.until(lambda: run.books.buffered == 4)
         await run.until(lambda: not run.state.registry.statuses[0].is_catching_up)
 
@@ -490,7 +490,7 @@ async def test_a_generator_whose_update_failed_leases_nothing_before_it_has_caug
     async with run.generating() as generator:
         await run.until(lambda: run.books.buffered == 4)
         with pytest.raises(WeightTransferError):
-            await generator._load(
+            await generator._load_weights(
                 WeightTarget(generator._engine.load_weights), update(1, "unreadable")
             )
         headers = (await run.learner.take(2, 0, 1.0)).headers
@@ -503,7 +503,7 @@ async def test_a_generator_whose_update_failed_leases_nothing_before_it_has_caug
         assert run.books.dropped == {DropReason.RELEASED: num_returned}
         await run.until(lambda: run.state.registry.statuses[0].is_catching_up)
         assert (run.books.leased, run.books.granted) == (0, 4 + num_returned)
-        await generator._load(WeightTarget(generator._engine.load_weights), update(1))
+        await generator._load_weights(WeightTarget(generator._engine.load_weights), update(1))
         await run.until(lambda: run.books.buffered == 4)
 
 
@@ -722,7 +722,7 @@ async def test_what_has_not_begun_is_given_back_if_the_learners_weights_do_not_a
             await generator._begin(lease, tasks)
             generator._version_gate.on_learner_version(1, "new")
             with pytest.raises(WeightTransferError):
-                await generator._load(
+                await generator._load_weights(
                     WeightTarget(generator._engine.load_weights), update(1, "unreadable")
                 )
             assert not generator._groups["other/0"].has_begun

@@ -21,7 +21,7 @@ from learners.policy.lora import (
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, WeightTransferError
-from streamrl.weights.codecs import lora
+from streamrl.weights import lora
 from streamrl.weights.layout import manifest_of
 from tests.tiny_model import make_llama, save_llama
 
@@ -104,8 +104,7 @@ def test_an_engine_merges_factors_into_the_model_that_it_started_with():
         model = adapted(make_llama(), seed=seed)
         factors = Factors(model)
         assert spare.landing(manifest_of(factors)) is None
-        for name, tensor in lora.merged(factors.items(), spare.base):
-            spare.stage(name, tensor)
+        spare.stage(factors.items())
         spare.swap()
         assert torch.allclose(own(IDS).logits, model(IDS).logits, atol=1e-4)
 

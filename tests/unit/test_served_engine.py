@@ -70,6 +70,7 @@ class FakeServer:
         self.is_gone = False
         self.is_own = True
         self.labels = Labels("me")
+        self.updates = self
         self.held = ""
         self.loaded: list[int] = []
         self.num_refusals = 0
@@ -97,10 +98,10 @@ class FakeServer:
 
     async def receive(self, update: WeightUpdate) -> None: ...
 
-    async def load(
-        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
+    async def load_in_pause(
+        self, label: str, on_loaded: Callable[[], None], require_current: Check
     ) -> float:
-        self.loaded.append(update.policy_version)
+        self.loaded.append(self.labels.version(label))
         require_current()
         if self.at_load is not None:
             self.at_load.set_result(aborted(3))

@@ -353,7 +353,7 @@ async def test_a_load_that_fails_in_its_pause_costs_the_server_and_not_the_engin
     async def broken(*_: object) -> float:
         raise ConnectionLostError("reset")
 
-    fleet.servers[0].load = broken  # type: ignore[method-assign]
+    fleet.servers[0].load_in_pause = broken  # type: ignore[method-assign]
     with pytest.raises(WeightTransferError, match="reset"):
         await fleet.engine.replicas[0].load_weights(update(2))
     await until(lambda: fleet.engine.replicas[0].holding() is not Holding.KEPT)

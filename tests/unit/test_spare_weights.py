@@ -1,5 +1,7 @@
 """The second set of parameters of the HF engine: received in place, or cast on the way."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -17,12 +19,15 @@ def update(spare: SpareWeights, source: torch.nn.Module) -> bool:
     named = dict(source.named_parameters())
     layout = Layout(manifest_of(named), 1)
     landing = spare.landing(layout.manifest)
-    for slot in layout.slots:
-        tensor = named[slot.spec.name].detach()
-        if landing is not None:
-            view = slot.read(slot.of(landing))
-            tensor = view.copy_(tensor)
-        spare.stage(slot.spec.name, tensor)
+
+    def received() -> Iterator[tuple[str, torch.Tensor]]:
+        for slot in layout.slots:
+            tensor = named[slot.spec.name].detach()
+            if landing is not None:
+                tensor = slot.read(slot.of(landing)).copy_(tensor)
+            yield slot.spec.name, tensor
+
+    spare.stage(received())
     return landing is not None
 
 

@@ -39,7 +39,7 @@ class Recorder(UpdatableEngine):
             raise WeightTransferError("lost")
         await asyncio.sleep(0.01)
 
-    async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+    async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
         self.steps.append(("load", self.policy_version))
         on_loaded()
         self.steps.append(("resume", self.policy_version))

@@ -3,7 +3,7 @@
 import msgspec
 import zmq
 
-from actors.engines.vllm.receiver import UpdateInfo, WeightReceiver
+from actors.engines.vllm.receiver import UpdateInfo, WorkerReceiver
 from actors.engines.vllm.weights import WorkerReport
 from streamrl.curve import serve_with_new_key
 from tests.ports import free_port
@@ -11,7 +11,7 @@ from tests.ports import free_port
 
 def test_a_report_reaches_a_reader_that_is_late_and_takes_no_other():
     address = f"tcp://127.0.0.1:{free_port()}"
-    worker = WeightReceiver.__new__(WeightReceiver)
+    worker = WorkerReceiver.__new__(WorkerReceiver)
     with zmq.Context() as context, context.socket(zmq.PULL) as reader:
         key = serve_with_new_key(reader)
         with context.socket(zmq.PUSH) as stranger:

@@ -210,9 +210,9 @@ class HfEngine(UpdatableEngine):
 
     def _stage(self, update: WeightUpdate) -> None:
         landing = self._weights.landing(update.manifest)
-        self._weights.stage_all(self._transfer.tensors(update, landing))
+        self._weights.stage(self._transfer.tensors(update, landing))
 
-    async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+    async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
         """Waits for the decoding thread to swap between two steps; its end unblocks, too."""
         swapped: asyncio.Future[float] = self._loop.create_future()
 

@@ -14,7 +14,7 @@ import torch
 
 from streamrl.errors import WeightTransferError
 from streamrl.types import TensorSpec
-from streamrl.weights.codecs import lora
+from streamrl.weights import lora
 from streamrl.weights.layout import Layout, dtype_name
 
 
@@ -79,17 +79,14 @@ class SpareWeights:
             for name, p in ((name, self._active[name]) for name in names)
         )
 
-    def stage_all(self, received: lora.Tensors) -> None:
-        """Keeps the tensors of an update for the next swap, factors merged into their matrices."""
-        for name, tensor in lora.merged(received, self.base):
-            self.stage(name, tensor)
-
-    def stage(self, name: str, tensor: torch.Tensor) -> None:
-        """Keeps the tensor, cast to the engine's precision, for the next swap."""
+    def stage(self, received: lora.Tensors) -> None:
+        """Keeps the tensors of an update for the next swap, in the engine's precision, factors
+        merged into their matrices."""
         assert self._spare is not None, "landing() was called"
-        view = self._spare.views[name]
-        if tensor.data_ptr() != view.data_ptr():
-            view.copy_(tensor)
+        for name, tensor in lora.merged(received, self.base):
+            view = self._spare.views[name]
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor)
 
     def swap(self) -> None:
         """Makes the staged set active, and the active one the next staging area."""

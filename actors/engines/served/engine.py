@@ -176,8 +176,8 @@ class ServedEngine(UpdatableEngine):
         self._raise_if_over()
         await self._weights.receive(update)
 
-    async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        return await self._weights.load(update, on_loaded)
+    async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+        return await self._weights.apply(update, on_loaded)
 
     async def _complete(self, request: ServedRequest, stop: asyncio.Event) -> Completion:
         """Sends the request until it has an answer: with pause_mode abort, an update makes requests

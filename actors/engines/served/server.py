@@ -144,6 +144,32 @@ class VersionSpan(Struct, frozen=True):
     end: Position
 
 
+class ServerUpdates(Protocol):
+    """How the weights of a server change, an update at a time."""
+
+    async def receive(self, update: WeightUpdate) -> None:
+        """Gets the update to where `load_in_pause` finds it, while sampling goes on.
+
+        Raises:
+            WeightTransferError, RefusedError, ConnectionLostError: it did not arrive; the server's
+                weights are unchanged.
+        """
+        ...
+
+    async def load_in_pause(
+        self, label: str, on_loaded: Callable[[], None], require_current: Check
+    ) -> float:
+        """Loads what was received, under this label; returns the seconds in which nothing was
+        sampled.
+
+        `on_loaded` is called before sampling goes on, `require_current` before each step that
+        changes the server; it raises if another generator may be loading there. After an error
+        other than WeightTransferError the server stays paused: its weights may be partly old,
+        partly new.
+        """
+        ...
+
+
 class Server(Protocol):
     """A server that is up and checked. Without `labels.is_shared` it holds the weights of the
     model's folder; else what it has got, from this generator or another one of the run."""
@@ -151,6 +177,11 @@ class Server(Protocol):
     name: str
     """The library and the server's address, for messages."""
     labels: Labels
+
+    @property
+    def updates(self) -> ServerUpdates:
+        """What gets updates into the server."""
+        ...
 
     async def sample(self, request: ServedRequest) -> Completion:
         """The completion; `FinishReason.ABORT` with what was sampled, if an update or `abort` has
@@ -169,27 +200,6 @@ class Server(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """Ends the request, if the server has it; `sample` gets the answer."""
-        ...
-
-    async def receive(self, update: WeightUpdate) -> None:
-        """Gets the update to where `load` finds it, while sampling goes on.
-
-        Raises:
-            WeightTransferError, RefusedError, ConnectionLostError: it did not arrive; the server's
-                weights are unchanged.
-        """
-        ...
-
-    async def load(
-        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
-    ) -> float:
-        """Loads what was received; returns the seconds in which nothing was sampled.
-
-        `on_loaded` is called before sampling goes on, `require_current` before each step that
-        changes the server; it raises if another generator may be loading there. After an error
-        other than WeightTransferError the server stays paused: its weights may be partly old,
-        partly new.
-        """
         ...
 
     async def readings(self) -> Mapping[str, float]:

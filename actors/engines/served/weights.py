@@ -95,14 +95,15 @@ class ServerWeights:
             if isinstance(update.endpoint, HeldEndpoint):
                 await self._require_held(update)
             else:
-                await self._server.receive(update)
+                await self._server.updates.receive(update)
         except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
             raise WeightTransferError(
                 f"{self._server.name} did not take an update: {error}"
             ) from error
 
-    async def load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Loads what was received; returns the seconds in which nothing was sampled.
+    async def apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+        """Has the server load what was received, or notes that it has; returns the seconds in which
+        nothing was sampled.
 
         Also if the server's label is that version's: whoever loaded it may have been killed before
         sampling went on.
@@ -120,7 +121,8 @@ class ServerWeights:
         try:
             async with Standstill() as standstill:
                 check = standstill.require_none if self.is_shared else lambda: None
-                return await self._server.load(update, loaded, check)
+                label = self._server.labels.label_of(update)
+                return await self._server.updates.load_in_pause(label, loaded, check)
         except RefusedError as error:
             raise TransportError(f"{self._server.name} did not load an update: {error}") from error
         finally:

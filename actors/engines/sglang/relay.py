@@ -83,7 +83,7 @@ class Relay:
         unblock."""
         await asyncio.to_thread(self._stage, update)
 
-    async def load(
+    async def load_in_pause(
         self, label: str, on_loaded: Callable[[], None], require_current: Callable[[], None]
     ) -> float:
         """Sends on what was received; returns the seconds in which nothing was sampled.

@@ -17,7 +17,7 @@ top-p counts the probabilities of all tokens, where HF and vLLM count those that
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import (
     ABORT_S,
     UNLABELED,
-    Check,
     Labels,
     ServedRequest,
     completion,
@@ -65,7 +64,7 @@ from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine
-from streamrl.types import Completion, WeightUpdate
+from streamrl.types import Completion
 from streamrl.weights.transports.groups import address_towards
 
 GAUGES: Names = {
@@ -91,7 +90,7 @@ class SglangServer:
     ) -> None:
         self.name = f"SGLang at {http.url}"
         self._http = http
-        self._relay = relay
+        self.updates = relay
         self.labels = labels
         self._is_deterministic = is_deterministic
         self._request_timeout_s = request_timeout_s
@@ -118,20 +117,11 @@ class SglangServer:
     async def label(self) -> str:
         return (await self._http.get("/model_info", ModelInfo)).weight_version
 
-    async def receive(self, update: WeightUpdate) -> None:
-        await self._relay.receive(update)
-
-    async def load(
-        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
-    ) -> float:
-        label = self.labels.label_of(update)
-        return await self._relay.load(label, on_loaded, require_current)
-
     async def readings(self) -> Mapping[str, float]:
         return readings(await self._http.text("/metrics"), GAUGES)
 
     async def close(self) -> None:
-        await self._relay.close()
+        await self.updates.close()
         await self._http.close()
 
 

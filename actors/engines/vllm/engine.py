@@ -310,12 +310,12 @@ class VllmEngine(UpdatableEngine):
     async def _receive(self, update: WeightUpdate) -> None:
         await self._loader.receive(update)
 
-    async def _load(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
+    async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
         self._may_submit.clear()
         try:
             if self._loader.keeps_old_kv:
                 await self._llm.abort([i for i, h in self._submitted.items() if h.num_tokens == 0])
-            return await self._loader.load(str(update.policy_version), on_loaded)
+            return await self._loader.load_in_pause(str(update.policy_version), on_loaded)
         finally:
             self._may_submit.set()
 

@@ -56,7 +56,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     report_key: str = ""
 
 
-class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One per worker; vLLM calls every method in the worker's main thread."""
 
     init_info_cls: ClassVar[type[InitInfo]] = InitInfo

@@ -8,7 +8,7 @@ Invariant: a server that was not started as `serve_command` says is refused, wit
 """
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from actors.engines.candidates import most_asked, num_asked
@@ -16,7 +16,7 @@ from actors.engines.model import ModelFacts
 from actors.engines.served.http import Http, Names, RefusedError, readings, retry_lost
 from actors.engines.served.open import host_of, open_urls, request_timeout_s, require_length
 from actors.engines.served.process import has_gpu
-from actors.engines.served.server import ABORT_S, UNLABELED, Check, Labels, ServedRequest
+from actors.engines.served.server import ABORT_S, UNLABELED, Labels, ServedRequest
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.messages import (
     GenerateTokensResponse,
@@ -30,7 +30,7 @@ from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
-from streamrl.types import Completion, WeightUpdate
+from streamrl.types import Completion
 from streamrl.weights.transports.groups import address_towards
 
 GENERATE = "/inference/v1/generate"
@@ -55,7 +55,7 @@ class VllmServer:
     ) -> None:
         self.name = f"vLLM at {http.url}"
         self._http = http
-        self._loader = loader
+        self.updates = loader
         self.labels = labels
         self._request_timeout_s = request_timeout_s
 
@@ -76,20 +76,11 @@ class VllmServer:
     async def label(self) -> str:
         return (await self._http.get("/weight_info", WeightInfo)).weight_version
 
-    async def receive(self, update: WeightUpdate) -> None:
-        await self._loader.receive(update)
-
-    async def load(
-        self, update: WeightUpdate, on_loaded: Callable[[], None], require_current: Check
-    ) -> float:
-        label = self.labels.label_of(update)
-        return await self._loader.load(label, on_loaded, require_current)
-
     async def readings(self) -> Mapping[str, float]:
         return readings(await self._http.text("/metrics"), GAUGES)
 
     async def close(self) -> None:
-        self._loader.close()
+        self.updates.close()
         await self._http.close()
 
 

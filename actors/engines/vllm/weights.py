@@ -93,7 +93,7 @@ class WeightLoader:
             await self._vllm.finish(None)
             raise WeightTransferError(errors[0])
 
-    async def load(
+    async def load_in_pause(
         self,
         label: str,
         on_loaded: Callable[[], None],

@@ -120,7 +120,7 @@ def _check_update(config: RunConfig) -> Iterator[Finding]:
 
 
 def _update_s(config: RunConfig, copy_s: float) -> float:
-    """The shortest deadline: `streamrl.weights.rounds` has the parts of it."""
+    """The shortest deadline: `streamrl.weights.sender` has the parts of it."""
     if config.weights.transport == "files":
         return ANSWER_S + copy_s
     return max(4 * ANSWER_S, 2 * (ANSWER_S + copy_s))

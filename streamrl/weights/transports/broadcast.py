@@ -13,9 +13,9 @@ import torch
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, replace
-from streamrl.weights.codecs.checksums import SIZE, checksums, require_equal
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import groups
+from streamrl.weights.transports.checksums import SIZE, checksums, require_equal
 from streamrl.weights.transports.groups import RendezvousServer
 
 
@@ -32,8 +32,11 @@ class BroadcastSender:
         self._group: groups.BroadcastGroup | None = None
         self._name = ""
 
-    def endpoints(self, members: Mapping[str, int], backend: str) -> dict[str, BroadcastEndpoint]:
-        """The endpoint of each member (name to number of ranks); `send` waits for them to join."""
+    def endpoints(
+        self, members: Mapping[str, int], backend: str, *, verify: bool
+    ) -> dict[str, BroadcastEndpoint]:
+        """The endpoint of each member (name to number of ranks); `send` waits for them to join.
+        With `verify` the checksums follow the last bucket."""
         if self._store is None or self._group is None or self._members != tuple(members):
             self.close()
             self._members = tuple(members)
@@ -51,7 +54,7 @@ class BroadcastSender:
                 bucket_bytes=self._settings.bucket_bytes,
                 timeout_s=self._timeout_s,
                 key=self._store.key,
-                verify=self._settings.verify or backend == "gloo",
+                verify=verify,
             )
             for member, rank in zip(members, first_ranks, strict=False)
         }

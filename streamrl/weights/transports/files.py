@@ -36,9 +36,15 @@ import zstandard
 
 from streamrl.config.weights import WeightSettings
 from streamrl.types import FilesEndpoint, TensorSpec
-from streamrl.weights.codecs.checksums import SIZE, checksum, checksums, require_equal, version_key
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import tensor_file
+from streamrl.weights.transports.checksums import (
+    SIZE,
+    checksum,
+    checksums,
+    require_equal,
+    version_key,
+)
 from streamrl.weights.transports.tensor_file import TensorFile
 
 
@@ -303,7 +309,7 @@ class FileSender:
         return has == self._base[0] and self._num_deltas < self._settings.full_every
 
     def _delta_to(self, version: int, data: torch.Tensor) -> Path:
-        """Written in the first round that needs it; a later round finds the file."""
+        """Written in the first update that needs it; a later one finds the file."""
         assert self._base is not None, "no receiver takes a difference to nothing"
         before, base = self._base
         path = self._path(version, ".delta")

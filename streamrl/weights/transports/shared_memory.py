@@ -1,22 +1,284 @@
-"""Weights in memory that both ends map, on one host or on one GPU: the receiver's end.
+"""Weights in memory that both ends map, on one host or on one GPU.
 
-The endpoint says where a version is in the sender's buffers (`streamrl.weights.send_buffers`); each
-receiver reads it there in its own time. The learner's next writes may overwrite what a late
-receiver reads; the buffer's stamp, compared after the last byte, shows that.
+`SendBuffers`: the learner writes a version into one, and the sender sends it from there, by
+whichever route. Each has a stamp, always in host memory. A write sets a random stamp before the
+first byte it changes, and receivers get the stamp only after the last one. So a receiver that still
+finds its stamp after copying everything has that version, however long it was suspended meanwhile:
+a seqlock of one store. Both ends take a lock between stamp and bytes, which keeps their order on
+any processor: the writer its own, the reader the interpreter's after a copy without it.
+
+The memory of a host is a memfd, a file without a name: the process that made it hands it to others
+while it lives, through a socket that has a name in /dev/shm; the kernel frees it when the last of
+them has ended, however it ended, and the size of /dev/shm (64 MB in a container) is no limit. A
+descriptor that is received is the file itself: the ends need not see each other's process ids, so
+containers that share /dev/shm do as processes of one machine. On a GPU it is what torch's own CUDA
+IPC exports; all receivers open one export, whose reference counter is therefore meaningless, so the
+memory has to stay until its process ends, as a sender's does.
 
 Invariant: after the last tensor the stamp was still the endpoint's and the sender alive, or the
-reader raises.
+reader raises. Only processes of the same user open the memory, and none but the one that made it
+can change it: the file is sealed against writes once it is mapped, and a receiver maps it
+privately. (On a GPU nothing prevents writes.) A socket's name is there exactly as long as the
+process that made it lives; that of one that was killed stays until the next one is made.
 """
 
-from collections.abc import Iterator
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import stat
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory, SharedEndpoint
-from streamrl.weights.codecs.checksums import checksums, require_equal
 from streamrl.weights.layout import Layout
-from streamrl.weights.transports.memory import open_memory, require_present
+from streamrl.weights.locality import SHARED_FOLDER, gpu_uuid
+from streamrl.weights.transports.checksums import checksums, require_equal
+
+log = logging.getLogger(__name__)
+
+_NAMES = "streamrl-weights-{}.socket"
+_WAIT_S = 10.0
+_RETRY_S = 1.0
+
+
+class DescriptorServer:
+    """Gives everybody who connects to `path` the open file `fd`, which it closes in the end.
+
+    Raises:
+        OSError: there is no folder that this host's processes share.
+    """
+
+    def __init__(self, fd: int) -> None:
+        _remove_abandoned()
+        self._fd = fd
+        self._closing = threading.Event()
+        self.path = SHARED_FOLDER / _NAMES.format(secrets.token_hex(8))
+        self._socket = socket.socket(socket.AF_UNIX)
+        unfinished = self.path.with_suffix(".new")
+        try:
+            self._socket.bind(str(unfinished))
+            unfinished.chmod(0o600)
+            self._socket.listen(128)
+            unfinished.rename(self.path)
+        except OSError:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="descriptors", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread, which `shutdown` unblocks."""
+        self.path.unlink(missing_ok=True)
+        self._closing.set()
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+        os.close(self._fd)
+
+    def _serve(self) -> None:
+        """Waits for connections, until closed; where none can be accepted, as the process may open
+        no more files, for _RETRY_S. One byte and a descriptor always fit into a new connection's
+        buffer, so no receiver is waited for."""
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if not self._closing.wait(_RETRY_S):
+                    log.warning("no process was given the weights' memory: %s", error)
+                continue
+            with connection, contextlib.suppress(OSError):
+                connection.setblocking(False)
+                socket.send_fds(connection, [b"\0"], [self._fd])
+
+
+def receive_descriptor(path: str) -> int:
+    """The open file that the server at the path gives; waits _WAIT_S at most.
+
+    Raises:
+        OSError: nobody is there, it is another user's, or it does not answer.
+    """
+    with _connect(path) as connection:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise OSError(0, "its process gives no file")
+    return descriptors[0]
+
+
+def require_served(path: str) -> None:
+    """
+    Raises:
+        OSError: the server's process has ended, or it is another user's.
+    """
+    _connect(path).close()
+
+
+def _connect(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_WAIT_S)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _remove_abandoned() -> None:
+    """The names of processes that were killed."""
+    for path in SHARED_FOLDER.glob(_NAMES.format("*")):
+        with contextlib.suppress(OSError):
+            if not _is_served(path):
+                path.unlink()
+
+
+def _is_served(path: Path) -> bool:
+    try:
+        require_served(str(path))
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+# Linux 5.1; Python 3.13 has a name for it.
+_F_SEAL_FUTURE_WRITE = 0x10
+
+
+def make_on_host(num_bytes: int, owner: object) -> tuple[torch.Tensor, HostMemory | None]:
+    """Zeros [num_bytes] uint8, and how others open them while `owner` lives; None where the system
+    has no such memory. The tensor itself lasts as long as it is used."""
+    try:
+        fd = os.memfd_create("streamrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):
+        return torch.zeros(num_bytes, dtype=torch.uint8), None
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, num_bytes)
+    tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
+    _seal(fd)
+    inode = os.fstat(fd).st_ino
+    try:
+        server = DescriptorServer(fd)
+    except OSError as error:
+        log.warning("weights cannot be shared on this host: %s", error)
+        os.close(fd)
+        return tensor, None
+    weakref.finalize(owner, server.close)
+    return tensor, HostMemory(socket=str(server.path), inode=inode, num_bytes=num_bytes)
+
+
+def export_from_gpu(tensor: torch.Tensor) -> CudaMemory:
+    """How others open the whole of `tensor`, flat uint8 on a GPU.
+
+    Raises:
+        RuntimeError: from CUDA, where the driver cannot export memory.
+    """
+    _, *exported = tensor.untyped_storage()._share_cuda_()
+    handle, num_bytes, offset, counter, counter_offset, event, waits_for_event = exported
+    return CudaMemory(
+        gpu=gpu_uuid(tensor.get_device()),
+        handle=handle,
+        num_bytes=num_bytes,
+        offset=offset,
+        counter=counter,
+        counter_offset=counter_offset,
+        event=event,
+        waits_for_event=waits_for_event,
+    )
+
+
+def open_memory(memory: HostMemory | CudaMemory) -> torch.Tensor:
+    """Its bytes [num_bytes] uint8, read-only.
+
+    Raises:
+        WeightTransferError: the memory is gone, on another machine or GPU, or another user's.
+    """
+    match memory:
+        case HostMemory():
+            return _open_on_host(memory)
+        case CudaMemory():
+            return _open_on_gpu(memory)
+
+
+def require_present(memory: HostMemory) -> None:
+    """Check that the process that made the memory still lives.
+
+    Raises:
+        WeightTransferError: it does not, or it is on another machine or another user's.
+    """
+    try:
+        require_served(memory.socket)
+    except OSError as error:
+        raise _unreachable(memory, error.strerror or str(error)) from error
+
+
+def _seal(fd: int) -> None:
+    """No more writes but through the mapping that is there; size and seals stay as they are."""
+    kept = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, kept | _F_SEAL_FUTURE_WRITE)
+    except OSError:
+        log.info("this kernel cannot seal memory against writes of other processes of this user")
+
+
+def _open_on_host(memory: HostMemory) -> torch.Tensor:
+    try:
+        fd = receive_descriptor(memory.socket)
+    except OSError as error:
+        raise _unreachable(memory, error.strerror or str(error)) from error
+    try:
+        file = os.fstat(fd)
+        expected = (memory.inode, memory.num_bytes)
+        if not stat.S_ISREG(file.st_mode) or (file.st_ino, file.st_size) != expected:
+            raise _unreachable(memory, "another file is there")
+        path = f"/proc/self/fd/{fd}"
+        return torch.from_file(path, size=memory.num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise _unreachable(memory, str(error)) from error
+    finally:
+        os.close(fd)
+
+
+def _open_on_gpu(memory: CudaMemory) -> torch.Tensor:
+    visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
+    if memory.gpu not in visible:
+        raise WeightTransferError(
+            f"the learner's GPU {memory.gpu} is not one of this process's ({visible or 'none'}); "
+            "weights.backend shared needs learner and generators on one GPU"
+        )
+    index = visible.index(memory.gpu)
+    try:
+        with torch.cuda.device(index):
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index,
+                memory.handle,
+                memory.num_bytes,
+                memory.offset,
+                memory.counter,
+                memory.counter_offset,
+                memory.event,
+                memory.waits_for_event,
+            )
+    except RuntimeError as error:
+        raise WeightTransferError(f"the learner's GPU memory cannot be opened: {error}") from error
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
+
+
+def _unreachable(memory: HostMemory, reason: str) -> WeightTransferError:
+    return WeightTransferError(
+        f"the learner's memory at {memory.socket} cannot be opened here ({reason}); "
+        "weights.backend shared needs learner and generators on one machine, under one user, with "
+        "one /dev/shm"
+    )
+
 
 STAMP_BYTES = 8
 
@@ -41,41 +303,32 @@ class SharedReader:
             WeightTransferError: the memory cannot be opened, or was overwritten during the read.
         """
         try:
-            yield from self._read(endpoint, layout, landing, key)
+            memory, stamps = self._map(endpoint.memory, endpoint.stamps)
+            _require_inside(endpoint, layout)
+            stamp = stamps[endpoint.stamp_at : endpoint.stamp_at + STAMP_BYTES].view(torch.int64)
+            data = memory[endpoint.start : endpoint.start + layout.num_bytes]
+            _require_same(stamp, endpoint)
+            received = bytearray()
+            for bucket in layout.buckets:
+                raw = bucket.of(data)
+                if landing is not None:
+                    raw = bucket.of(landing).copy_(raw)
+                if endpoint.checksums:
+                    received += checksums(bucket.raws(raw), key)
+                yield from bucket.views(raw)
+            if data.is_cuda:
+                # Copies out of it, the caller's too, may be under way until here.
+                torch.cuda.current_stream(data.device).synchronize()
+            _require_same(stamp, endpoint)
+            require_present(endpoint.stamps)
+            if endpoint.checksums:
+                require_equal(layout.names, endpoint.checksums, bytes(received), "the sender")
         except WeightTransferError:
             self.close()
             raise
 
     def close(self) -> None:
         self._mapped = {}
-
-    def _read(
-        self,
-        endpoint: SharedEndpoint,
-        layout: Layout,
-        landing: torch.Tensor | None,
-        key: bytes,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        memory, stamps = self._map(endpoint.memory, endpoint.stamps)
-        _require_inside(endpoint, layout)
-        stamp = stamps[endpoint.stamp_at : endpoint.stamp_at + STAMP_BYTES].view(torch.int64)
-        data = memory[endpoint.start : endpoint.start + layout.num_bytes]
-        _require_same(stamp, endpoint)
-        received = bytearray()
-        for bucket in layout.buckets:
-            raw = bucket.of(data)
-            if landing is not None:
-                raw = bucket.of(landing).copy_(raw)
-            if endpoint.checksums:
-                received += checksums(bucket.raws(raw), key)
-            yield from bucket.views(raw)
-        if data.is_cuda:
-            # Copies out of it, the caller's too, may be under way until here.
-            torch.cuda.current_stream(data.device).synchronize()
-        _require_same(stamp, endpoint)
-        require_present(endpoint.stamps)
-        if endpoint.checksums:
-            require_equal(layout.names, endpoint.checksums, bytes(received), "the sender")
 
     def _map(self, *wanted: HostMemory | CudaMemory) -> list[torch.Tensor]:
         """Unmap what is not wanted any more, and open what is not mapped yet."""
@@ -100,3 +353,108 @@ def _require_same(stamp: torch.Tensor, endpoint: SharedEndpoint) -> None:
         raise WeightTransferError(
             "the learner has overwritten the version before it was read: this receiver was too late"
         )
+
+
+_COUNT = 2
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Written:
+    """A complete version: its bytes [layout.num_bytes] uint8, and their offset in the memory.
+
+    `stamp` is that of the buffer number `buffer`; `event` is complete when a GPU has written all.
+    """
+
+    policy_version: int
+    data: torch.Tensor
+    start: int
+    buffer: int
+    stamp: int
+    event: torch.cuda.Event | None
+
+
+class SendBuffers:
+    """Two copies of the parameters: while a transfer reads one, the learner writes the other.
+
+    One would not do. A transfer may last longer than a step: either the learner would wait for it,
+    or a slow receiver would never get a version that is whole.
+
+    Invariant: the learner never waits for a reader, and a reader gets the newest complete version.
+    `write` runs in the learner's thread, the rest in the sender's event loop and its threads.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device | str) -> None:
+        self.layout = layout
+        self._stride = -(-layout.num_bytes // _PAGE) * _PAGE
+        num_bytes = _COUNT * self._stride
+        is_host = torch.device(device).type == "cpu"
+        host, stamps = make_on_host(_PAGE + (num_bytes if is_host else 0), self)
+        self._stamps = host[: _COUNT * STAMP_BYTES].view(torch.int64)
+        self._first = _PAGE if is_host else 0
+        self._memory = host
+        if not is_host:
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.exported = None if stamps is None else _exported(stamps, self._memory)
+        """The memory of the stamps and of the buffers, for others to open; None if they cannot."""
+        self._lock = threading.Lock()
+        self._reading: Written | None = None
+        self._newest: Written | None = None
+
+    def write(self, parameters: Mapping[str, torch.Tensor], policy_version: int) -> None:
+        """Copy (and cast) the parameters into a buffer, which becomes the newest."""
+        with self._lock:
+            busy = self._reading or self._newest
+            buffer = 1 - busy.buffer if busy else 0
+            if self._newest and self._newest.buffer == buffer:
+                self._newest = None
+            stamp = secrets.randbits(63)
+            self._stamps[buffer] = stamp
+        start = self._first + buffer * self._stride
+        data = self._memory[start : start + self.layout.num_bytes]
+        for slot in self.layout.slots:
+            slot.write(slot.of(data), parameters[slot.spec.name].detach())
+        event = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+        with self._lock:
+            self._newest = Written(policy_version, data, start, buffer, stamp, event)
+
+    @contextmanager
+    def reading(self) -> Iterator[Written | None]:
+        """The newest version, which no write changes meanwhile; None if there is none."""
+        with self._lock:
+            self._reading = self._newest
+            held = self._reading
+        try:
+            yield held
+        finally:
+            with self._lock:
+                self._reading = None
+
+    def endpoint(self, held: Written, key: bytes | None) -> SharedEndpoint:
+        """Where receivers read the version that is held, with checksums of this key, if any. Waits
+        until a GPU has written it."""
+        assert self.exported is not None, "a route that needs shared memory was refused before"
+        stamps, memory = self.exported
+        if held.event is not None:
+            held.event.synchronize()
+        return SharedEndpoint(
+            memory=memory,
+            start=held.start,
+            stamps=stamps,
+            stamp_at=held.buffer * STAMP_BYTES,
+            stamp=held.stamp,
+            bucket_bytes=self.layout.bucket_bytes,
+            checksums=checksums(self.layout.raws(held.data), key) if key else b"",
+        )
+
+
+def _exported(
+    stamps: HostMemory, memory: torch.Tensor
+) -> tuple[HostMemory, HostMemory | CudaMemory] | None:
+    if not memory.is_cuda:
+        return stamps, stamps
+    try:
+        return stamps, export_from_gpu(memory)
+    except RuntimeError as error:
+        log.warning("weights cannot be shared on this GPU: %s", error)
+        return None

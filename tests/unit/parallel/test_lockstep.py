@@ -28,7 +28,7 @@ from streamrl.config.learner import MeshSettings
 from streamrl.errors import LostMemoryError
 from streamrl.types import Books, GroupHeader, TrajectoryGroup
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.transports.shared_memory import SendBuffers
 from tests.ranks import run_ranks
 from tests.tiny_model import save_llama
 from tests.training import make_config, make_groups

@@ -11,9 +11,8 @@ import torch
 
 from streamrl.types import Locality, SharedEndpoint
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.locality import locality_of
-from streamrl.weights.rounds import can_share
-from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.locality import can_share, locality_of
+from streamrl.weights.transports.shared_memory import SendBuffers
 
 LAYOUT = Layout(manifest_of({"w": torch.zeros(1000)}), 600)
 # Reads the endpoint as a receiver does, after it has said where it is.

@@ -5,7 +5,7 @@ import os
 import socket
 import tempfile
 
-from streamrl.weights.transports.memory import DescriptorServer, receive_descriptor
+from streamrl.weights.transports.shared_memory import DescriptorServer, receive_descriptor
 
 
 def test_a_server_out_of_files_for_a_moment_answers_later(monkeypatch):

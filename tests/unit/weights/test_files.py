@@ -17,12 +17,12 @@ from actors.engines.hf.weights import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import FilesEndpoint, WeightUpdate, replace
-from streamrl.weights.codecs.checksums import checksum, version_key
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.send_buffers import SendBuffers
 from streamrl.weights.transports import tensor_file
+from streamrl.weights.transports.checksums import checksum, version_key
 from streamrl.weights.transports.files import FileSender, version_name
 from streamrl.weights.transports.receive import TransferReceiver
+from streamrl.weights.transports.shared_memory import SendBuffers
 from streamrl.weights.transports.tensor_file import TensorFile
 
 LIFE = "0123456789ab"
@@ -96,8 +96,7 @@ class InPlace:
 
     def load(self, update: WeightUpdate) -> None:
         landing = self.spare.landing(update.manifest)
-        for name, tensor in self.transfer.tensors(update, landing):
-            self.spare.stage(name, tensor)
+        self.spare.stage(self.transfer.tensors(update, landing))
         self.spare.swap()
 
     @property

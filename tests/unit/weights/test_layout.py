@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from streamrl.weights.layout import Layout, manifest_of
-from streamrl.weights.send_buffers import SendBuffers
+from streamrl.weights.transports.shared_memory import SendBuffers
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=8)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64])

@@ -86,16 +86,16 @@ def test_those_that_answered_try_again_together_without_the_silent_one():
     assert grouped(made) == [["a", "c", "d"]]
 
 
-def test_where_everybody_answered_those_that_failed_are_halved_until_one_stands_alone():
+def test_where_everybody_answered_those_that_failed_are_sent_it_alone_until_they_have_loaded():
     made, _, _ = membership("a", "b", "c", "d")
-    assert made.regroup(set(), {"a", "b", "c", "d"}, set())
-    assert grouped(made) == [["a", "c"], ["b", "d"]]
-    assert not made.regroup({"a", "c"}, set(), set())
-    assert made.regroup(set(), {"b", "d"}, set())
-    assert grouped(made) == [["a", "c"], ["b"], ["d"]]
+    assert made.regroup({"c"}, {"a", "b", "d"}, set())
+    assert grouped(made) == [["c"], ["a"], ["b"], ["d"]]
+    assert not made.regroup({"a"}, set(), set())
     assert not made.regroup(set(), {"d"}, set()), "it waits for its next Hello"
     assert not made.regroup({"b"}, set(), set())
     assert grouped(made) == [["a", "b", "c"], ["d"]]
+    assert made.regroup({"a"}, {"c"}, {"d"}), "a silent one is to blame"
+    assert grouped(made) == [["a", "b", "c", "d"]]
 
 
 def test_a_name_is_bound_to_its_connection_while_its_process_is_alive():
@@ -127,9 +127,9 @@ def test_receivers_are_bounded_and_the_dead_make_room(monkeypatch):
     assert made.address_of("a") is None
 
 
-def is_late(made: Membership, clock: Clock, name: str, attempt: int, after_s: float) -> None:
-    """It is asked for version 9, waited for, and reports to be idle."""
-    made.on_asked([name], attempt, 9)
+def is_late(made: Membership, clock: Clock, name: str, after_s: float) -> None:
+    """It is asked, waited for, and reports to be idle."""
+    made.on_asked([name])
     peers = [peer for peer in made.alive() if peer.name == name]
     clock.now_s += after_s
     made.fence(peers)
@@ -143,10 +143,10 @@ def names(made: Membership, version: int = 1) -> list[str]:
 
 def test_who_exceeds_deadlines_is_left_out_for_as_long_as_it_was_waited_for_and_then_longer():
     made, _, clock = membership("a", "b")
-    is_late(made, clock, "a", 1, after_s=0.5)
+    is_late(made, clock, "a", after_s=0.5)
     assert names(made) == ["a", "b"], "once may be a pause"
-    for attempt, factor in enumerate((1, 2, 4, LATE_FACTOR, LATE_FACTOR), start=2):
-        is_late(made, clock, "a", attempt, after_s=0.5)
+    for factor in (1, 2, 4, LATE_FACTOR, LATE_FACTOR):
+        is_late(made, clock, "a", after_s=0.5)
         assert names(made) == ["b"]
         clock.now_s += 0.5 * factor - 0.01
         made.on_hello(b"b", hello("b"))
@@ -155,7 +155,7 @@ def test_who_exceeds_deadlines_is_left_out_for_as_long_as_it_was_waited_for_and_
         made.on_hello(b"a", hello("a"))
         made.on_hello(b"b", hello("b"))
         assert names(made) == ["a", "b"]
-    is_late(made, clock, "a", 9, after_s=30.0)
+    is_late(made, clock, "a", after_s=30.0)
     assert [wait_s for _, wait_s in made.late()] == [MAX_WAIT_S]
     made.on_loaded("a", 1)
     assert (made.late(), names(made, 2)) == ([], ["a", "b"])
@@ -163,8 +163,8 @@ def test_who_exceeds_deadlines_is_left_out_for_as_long_as_it_was_waited_for_and_
 
 def test_who_is_late_is_not_left_out_where_nobody_else_waits_for_it():
     made, _, clock = membership("a")
-    for attempt in range(4):
-        made.on_asked(["a"], attempt, 1)
+    for _ in range(4):
+        made.on_asked(["a"])
         clock.now_s += 2.0
         made.fence(made.alive())
         made.on_hello(b"a", hello("a"))
@@ -177,14 +177,14 @@ def test_who_is_late_is_not_left_out_where_nobody_else_waits_for_it():
 def test_who_has_loaded_after_the_deadline_has_the_version_and_is_back_at_once():
     made, _, clock = membership("a", "b")
     for attempt in (1, 2):
-        made.on_asked(["a"], attempt, 4 + attempt)
+        made.on_asked(["a"])
         clock.now_s += 0.01
         made.fence([peer for peer in made.alive() if peer.name == "a"])
+        had = replace(hello("a"), policy_version=3 + attempt, learner_id="h" if attempt > 1 else "")
+        made.on_hello(b"a", replace(had, is_loading=True))
         clock.now_s += 0.29
-        assert made.on_late("a", attempt - 1) is None, "not what it was asked last"
-        said = made.on_late("a", attempt)
-        assert said is not None
-        assert (said.policy_version, said.learner_id) == (4 + attempt, "h")
+        assert made.fenced == {"a"}
+        made.on_hello(b"a", replace(had, policy_version=4 + attempt, learner_id="h"))
         assert (made.fenced, names(made, 4 + attempt)) == (frozenset(), ["b"])
     ((late, _),) = made.late()
     assert late.took_s == pytest.approx(0.3)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -21,12 +20,12 @@ from streamrl.weights.protocol import (
     UNKNOWN_LOCALITY,
     Announce,
     FromReceiver,
+    FromSender,
     Hello,
     Loaded,
     Ready,
     Transfer,
 )
-from streamrl.weights.sender_socket import SenderSocket
 from tests.ports import free_port
 from tests.unit.weights.update_run import Generator, Run, run
 from tests.waiting import until
@@ -66,22 +65,17 @@ async def test_every_receiver_gets_every_value_of_the_newest_version(tmp_path, s
 )
 async def test_only_a_broadcast_is_announced(tmp_path, monkeypatch, settings, expected):
     messages: list[type] = []
-    send = SenderSocket._send
+    encode = wire.encode
 
-    async def recorded(self: SenderSocket, by_peer: dict[Any, Any]) -> None:
-        messages.extend(type(message) for message in by_peer.values())
-        await send(self, by_peer)
+    def recorded(message: object) -> bytes:
+        is_of_the_protocol = isinstance(message, FromReceiver | FromSender)
+        if is_of_the_protocol and not isinstance(message, Hello):
+            messages.append(type(message))
+        return encode(message)
 
-    monkeypatch.setattr(SenderSocket, "_send", recorded)
+    monkeypatch.setattr(wire, "encode", recorded)
     async with run(tmp_path, **settings) as started:
-        generator, _ = started.join("a", locality_of("cpu"))
-        answer = generator.receiver._send
-
-        async def recorded_answer(message: FromReceiver) -> None:
-            messages.extend([] if isinstance(message, Hello) else [type(message)])
-            await answer(message)
-
-        generator.receiver._send = recorded_answer
+        started.join("a", locality_of("cpu"))
         started.publish(1, 1.0)
         await until(lambda: "receive_s" in started.sender.gauges())
         assert messages == expected

@@ -12,7 +12,7 @@ from streamrl.types import Locality
 from streamrl.weights.locality import locality_of, this_host
 from streamrl.weights.membership import Peer
 from streamrl.weights.protocol import Hello
-from streamrl.weights.rounds import Routes
+from streamrl.weights.routes import Routes
 
 
 def cpu(host: str = "here") -> Locality:
@@ -70,6 +70,28 @@ def test_auto_shares_what_can_be_shared_and_broadcasts_the_rest(sender, receiver
 def test_a_backend_that_is_named_is_taken(backend):
     peers = [peer("a", gpu("A")), peer("b", cpu())]
     assert routes_of(routes(gpu("A"), backend=backend), *peers) == {"a": backend, "b": backend}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "backend", "verify", "expected"),
+    [
+        (["here", "here"], "gloo", False, False),
+        (["here", "there"], "gloo", False, True),
+        ([""], "gloo", False, True),
+        (["there"], "nccl", False, False),
+        (["here"], "gloo", True, True),
+        (["there"], "nccl", True, True),
+    ],
+)
+def test_a_gloo_broadcast_carries_checksums_unless_it_stays_on_one_host(
+    hosts, backend, verify, expected
+):
+    peers = [peer(str(number), cpu(host)) for number, host in enumerate(hosts)]
+    assert routes(cpu(), verify=verify).verifies(peers, backend) is expected
+
+
+def test_who_does_not_know_its_host_shares_it_with_nobody():
+    assert routes(cpu("")).verifies([peer("a", cpu(""))], "gloo")
 
 
 def test_files_come_first_where_they_are_asked_for():

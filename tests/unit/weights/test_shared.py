@@ -20,10 +20,8 @@ from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory, SharedEndpoint, replace
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import this_host
-from streamrl.weights.send_buffers import SendBuffers
-from streamrl.weights.transports import memory
-from streamrl.weights.transports.memory import receive_descriptor
-from streamrl.weights.transports.shared_memory import SharedReader
+from streamrl.weights.transports import shared_memory as memory
+from streamrl.weights.transports.shared_memory import SendBuffers, SharedReader, receive_descriptor
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,), "wide": (3000,)}
 KEY = b"k" * 40
@@ -74,10 +72,8 @@ def is_version(weights: Mapping[str, torch.Tensor], version: int) -> bool:
 @pytest.mark.parametrize("in_place", [False, True], ids=["views", "in place"])
 def test_every_version_is_read_from_memory_that_is_mapped_once(in_place, verify, monkeypatch):
     opened: list[HostMemory] = []
-    monkeypatch.setattr(
-        "streamrl.weights.transports.shared_memory.open_memory",
-        lambda one: opened.append(one) or memory.open_memory(one),
-    )
+    open_memory = memory.open_memory
+    monkeypatch.setattr(memory, "open_memory", lambda one: opened.append(one) or open_memory(one))
     learner, reader = Learner(), SharedReader()
     landing = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) if in_place else None
     for version in range(1, 6):

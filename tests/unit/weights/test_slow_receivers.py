@@ -108,7 +108,7 @@ async def test_who_is_slow_to_read_a_file_holds_up_nobody_and_may_be_replaced(tm
         await until(lambda: again.has(3.0))
 
 
-async def test_who_comes_a_round_later_gets_the_same_difference(tmp_path):
+async def test_who_comes_an_update_later_gets_the_same_difference(tmp_path):
     async with run(tmp_path, transport="files", delta=True) as started:
         quick, _ = started.join("quick")
         late, _ = started.join("late")

@@ -68,8 +68,7 @@ class Engine:
 
     def _receive(self, update: WeightUpdate) -> None:
         landing = self._spare.landing(update.manifest)
-        for name, tensor in self.transfer.tensors(update, landing):
-            self._spare.stage(name, tensor)
+        self._spare.stage(self.transfer.tensors(update, landing))
 
     def has(self, value: float) -> bool:
         return all((parameter == value).all() for parameter in self.model.values())
@@ -120,7 +119,7 @@ class Pair:
 
     def send(self) -> WeightUpdate:
         """Announces; `go` sends."""
-        self.endpoint = self.sender.endpoints({"a": 1}, "gloo")["a"]
+        self.endpoint = self.sender.endpoints({"a": 1}, "gloo", verify=True)["a"]
         return WeightUpdate(
             policy_version=1,
             learner_id="h",

@@ -1,1 +1,0 @@
-"""How a version's bytes are made smaller, or compared."""
