@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from actors.engines.hf.weights import SpareWeights
 from actors.engines.model import require_same_parameters
-from learners.policy import sharding
+from learners.parallel.mesh import described as describe
 from learners.policy.lora import (
     Factors,
     MergedWeights,
@@ -81,7 +81,7 @@ def test_the_factors_that_are_sent_make_the_merged_weights(make):
 @pytest.mark.parametrize("kind", [MergedWeights, Factors])
 def test_what_is_sent_is_described_without_memory(kind, make):
     model = adapted(make())
-    described = kind(model, sharding.described)
+    described = kind(model, describe)
     assert manifest_of(described) == manifest_of(kind(model))
     assert all(tensor.is_meta for tensor in described.values())
 

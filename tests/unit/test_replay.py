@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.make_model import make_tokenizer
-from learners import step_record as record
+from learners import step_record
 from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.records import RunRecords
 from learners.checkpoints.restore import choose, load_trainer
@@ -106,7 +106,7 @@ def test_a_killed_and_resumed_run_is_replayed_bit_for_bit(tmp_path, algorithm):
     sizes = (2, 3) if algorithm == {} else (5,)
     train(config, last=4, saved=[2], sizes=sizes)
     train(config, last=6, saved=[5, 6], sizes=sizes)
-    assert sorted(record.recorded_steps(config.run.path)) == [1, 2, 3, 4, 5, 6]
+    assert sorted(step_record.recorded_steps(config.run.path)) == [1, 2, 3, 4, 5, 6]
     report = replayed(config.run.path)
     assert [step.step for step in report.steps] == [1, 2, 3, 4, 5, 6]
     found = [(c.policy_version, c.largest_difference) for c in report.checkpoints]
@@ -123,7 +123,7 @@ def test_steps_that_are_not_of_the_history_are_forgotten(tmp_path):
     silent = RunRecords(config, choose(config.run))
     silent.begin()
     silent.close()
-    assert sorted(record.recorded_steps(config.run.path)) == [1, 2]
+    assert sorted(step_record.recorded_steps(config.run.path)) == [1, 2]
     (tmp_path / "other").mkdir()
     other = configure(tmp_path / "other", {})
     train(other, last=1, saved=[1])
@@ -131,7 +131,7 @@ def test_steps_that_are_not_of_the_history_are_forgotten(tmp_path):
     records = RunRecords(config, choose(named))
     records.begin()
     records.close()
-    assert not record.recorded_steps(config.run.path)
+    assert not step_record.recorded_steps(config.run.path)
 
 
 def test_other_weights_are_said(tmp_path, capsys):
@@ -139,9 +139,9 @@ def test_other_weights_are_said(tmp_path, capsys):
     config = configure(tmp_path, {})
     train(config, last=2, saved=[2])
     groups = make_groups(seed=7)
-    (path,) = record.recorded_steps(config.run.path)[1]
-    parts = (record.RecordedPart.of(headers_of(groups), groups),)
-    path.write_bytes(record.encode(record.StepRecord(1, 1, parts)))
+    (path,) = step_record.recorded_steps(config.run.path)[1]
+    parts = (step_record.RecordedPart.of(headers_of(groups), groups),)
+    path.write_bytes(step_record.encode(step_record.StepRecord(1, 1, parts)))
     assert main(["replay", str(config.run.path)]) == 1
     assert "the replay of version 2 is not" in capsys.readouterr().err
 
@@ -220,7 +220,7 @@ def test_where_a_replay_can_begin_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing is recorded; set buffer\.record: true"):
         Replay(config.run.path)
     train(config, last=4, saved=[2, 3])
-    record.recorded_steps(config.run.path)[1][0].unlink()
+    step_record.recorded_steps(config.run.path)[1][0].unlink()
     assert Replay(config.run.path).last_step == 4
     assert Replay(config.run.path, version=3).last_step == 4
     with pytest.raises(ConfigError, match=r"--from 1: the steps 2 to 4 .* begin from 2, 3$"):
@@ -252,16 +252,16 @@ def test_a_replay_begins_at_the_checkpoint_that_the_run_started_from(tmp_path):
 def test_a_damaged_record_and_a_missing_rank_are_named(tmp_path):
     config = configure(tmp_path)
     train(config, last=1, saved=[])
-    (path,) = record.recorded_steps(config.run.path)[1]
+    (path,) = step_record.recorded_steps(config.run.path)[1]
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
     with pytest.raises(ConfigError, match=r"step-00000001\.rank-00\.zst is damaged"):
-        record.read_step([path])
+        step_record.read_step([path])
     groups = make_groups()
-    parts = (record.RecordedPart.of(headers_of(groups), groups[:2]),)
-    path.write_bytes(record.encode(record.StepRecord(1, 2, parts)))
+    parts = (step_record.RecordedPart.of(headers_of(groups), groups[:2]),)
+    path.write_bytes(step_record.encode(step_record.StepRecord(1, 2, parts)))
     with pytest.raises(ConfigError, match="trained by 2 ranks, and the records of 1 are there"):
-        record.read_step([path])
+        step_record.read_step([path])
 
 
 def test_the_groups_of_all_ranks_come_back_in_the_order_of_the_batch(tmp_path):
@@ -269,7 +269,7 @@ def test_the_groups_of_all_ranks_come_back_in_the_order_of_the_batch(tmp_path):
     for rank, mine in enumerate((groups[1::2], groups[::2])):
         recorder = Recorder(config, HISTORY, rank, num_ranks=2)
         recorder.add(1, [(headers_of(groups), mine)])
-    (part,) = record.read_step(record.recorded_steps(config.run.path)[1])
+    (part,) = step_record.read_step(step_record.recorded_steps(config.run.path)[1])
     assert [group.group_id for group in part.groups] == [group.group_id for group in groups]
     assert all(
         (ours.trajectories[0].token_ids == theirs.trajectories[0].token_ids).all()
@@ -283,13 +283,13 @@ def test_the_oldest_steps_are_dropped_at_the_limit(tmp_path, caplog):
     config = configure(tmp_path)
     recorder = Recorder(config, HISTORY)
     recorder.add(1, part)
-    (path,) = record.recorded_steps(config.run.path)[1]
+    (path,) = step_record.recorded_steps(config.run.path)[1]
     limited = configure(tmp_path, record_max_bytes=int(3.5 * path.stat().st_size))
     recorder = Recorder(limited, HISTORY)
     for step in range(2, 8):
         recorder.add(step, part)
     recorder.flush()
-    assert sorted(record.recorded_steps(config.run.path)) == [5, 6, 7]
+    assert sorted(step_record.recorded_steps(config.run.path)) == [5, 6, 7]
     assert len([m for m in caplog.messages if "the oldest steps are dropped" in m]) == 1
 
 
@@ -302,17 +302,17 @@ def test_steps_that_a_rank_has_dropped_are_none_to_begin_with(tmp_path):
             recorder.add(step, [(headers_of(groups), groups[rank::2])])
     for version in (1, 4):
         write_checkpoint(run, version, Books())
-    files = record.recorded_steps(run)
+    files = step_record.recorded_steps(run)
     assert sorted(files) == [3, 4, 5, 6]
     start = choose_start(run, files, None)
     assert start is not None
     assert start.policy_version == 4
     files[5][1].unlink()
     with pytest.raises(ConfigError, match="step 5 was trained by 2 ranks, and the records of 1"):
-        record.read_step(record.recorded_steps(run)[5])
+        step_record.read_step(step_record.recorded_steps(run)[5])
     for step in (3, 4, 6):
         files[step][1].unlink()
-    assert sorted(record.recorded_steps(run)) == [1, 2, 3, 4, 5, 6]
+    assert sorted(step_record.recorded_steps(run)) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_full_disk_keeps_records_in_memory_until_it_has_room(tmp_path):
@@ -324,9 +324,9 @@ def test_a_full_disk_keeps_records_in_memory_until_it_has_room(tmp_path):
         recorder.add(2, part)
         with pytest.raises(OSError, match="File too large"):
             recorder.flush()
-    assert not record.recorded_steps(config.run.path)
+    assert not step_record.recorded_steps(config.run.path)
     recorder.flush()
-    assert sorted(record.recorded_steps(config.run.path)) == [1, 2]
+    assert sorted(step_record.recorded_steps(config.run.path)) == [1, 2]
     assert not list((config.run.path / "record").glob(".*"))
 
 
@@ -338,8 +338,10 @@ def test_a_learner_that_was_taken_over_records_nothing(tmp_path, caplog):
     Recorder(config, successor).add(2, [(headers_of(groups[:2]), groups[:2])])
     older.add(2, [(headers_of(groups), groups)])
     older.flush()
-    files = record.recorded_steps(config.run.path)
-    numbers = {step: len(record.read_step(of_step)[0].groups) for step, of_step in files.items()}
+    files = step_record.recorded_steps(config.run.path)
+    numbers = {
+        step: len(step_record.read_step(of_step)[0].groups) for step, of_step in files.items()
+    }
     assert numbers == {1: len(groups), 2: 2}
     assert not list((config.run.path / "record").glob(".*"))
     assert "this one records no step" in caplog.text

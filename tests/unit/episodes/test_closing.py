@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors import concurrency as deadline
+from actors import concurrency
 from actors.concurrency import Deadline, DeadlineError
 from actors.environments import SingleTurn, make_environment
 from actors.episodes.episode import EpisodeRun
@@ -150,7 +150,7 @@ async def test_what_one_episode_cannot_do_costs_its_group(environment, sentence)
 
 
 async def test_a_close_that_hangs_holds_nobody_up(monkeypatch, caplog):
-    monkeypatch.setattr(deadline, "CLOSE_S", 0.05)
+    monkeypatch.setattr(concurrency, "CLOSE_S", 0.05)
 
     async def hanging_close(self) -> None:
         await asyncio.Event().wait()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from learners import optimizer as optimizers
 from learners.optimizer import keep_state_on_host
 from learners.policy import sharding
 from learners.policy.loading import load_network
@@ -85,7 +86,7 @@ def test_inputs_of_recomputed_layers_go_to_the_host(monkeypatch):
 def test_an_optimizers_state_comes_for_a_step_and_leaves_after_it(monkeypatch):
     events: list[str] = []
     monkeypatch.setattr(
-        sharding, "_move", lambda _, to_host: events.append("leaves" if to_host else "comes")
+        optimizers, "_move", lambda _, to_host: events.append("leaves" if to_host else "comes")
     )
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.register_hook(lambda gradient: events.append("backward"))
@@ -103,7 +104,7 @@ def test_moments_come_to_the_device_of_their_parameter():
     optimizer = torch.optim.AdamW([parameter])
     names = ("exp_avg", "exp_avg_sq")
     optimizer.state[parameter] = {"step": torch.tensor(1.0)} | {n: torch.zeros(3) for n in names}
-    sharding._move(optimizer, to_host=False)
+    optimizers._move(optimizer, to_host=False)
     assert {n: t.device.type for n, t in optimizer.state[parameter].items()} == {
         "step": "cpu",
         "exp_avg": "meta",
@@ -151,7 +152,7 @@ def sizes_of_passes(network: Network) -> list[tuple[bool, int]]:
 
 def limited(config: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, list[tuple[bool, int]]]]:
     trainer = make_trainer(config)
-    critic, reference = trainer.critic, trainer._facts._reference
+    critic, reference = trainer.critic, trainer._targets._reference
     networks = {"policy": trainer.policy.network, "reference": reference.network}
     sizes = {
         role: sizes_of_passes(n) for role, n in (networks | {"critic": critic.network}).items()
