@@ -21,7 +21,7 @@ from buffers.zmq.multipart import Frame
 from buffers.zmq.server import ZmqBufferServer, wait_for_journal
 from streamrl import service
 from streamrl.config import RunConfig
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.errors import ConfigError, StorageError
 from streamrl.run_folder import write_books
 from streamrl.shutdown import Shutdown

@@ -23,8 +23,7 @@ import msgspec
 from buffers.connect import try_stats
 from streamrl.config import RunConfig
 from streamrl.diagnosis import Reading, diagnose, waits_for
-from streamrl.diagnosis.due import SHOWN_AFTER_S
-from streamrl.diagnosis.failures import failed_groups
+from streamrl.diagnosis.causes import SHOWN_AFTER_S, failed_groups
 from streamrl.diagnosis.reading import startup_s
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import LEARNER_FILE

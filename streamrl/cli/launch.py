@@ -28,9 +28,8 @@ from streamrl.cli.processes.run_commands import (
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
-from streamrl.config.loading.arguments import config_file
 from streamrl.config.loading.explain import RESOLVED_FILE
-from streamrl.config.loading.load import load_usable
+from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
 from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan

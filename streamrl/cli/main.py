@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = parsed.entry.partition(":")
     try:
         if parsed.imports_much:
-            configuration = import_command("streamrl.config.loading.arguments").configuration
+            configuration = import_command("streamrl.config.loading.load").configuration
             parsed.run_config = configuration(parsed).config
         code: int = getattr(import_command(module), function)(parsed)
         sys.stdout.flush()

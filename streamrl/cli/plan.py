@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.cli.launchers.hosts import with_hosts
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
 from streamrl.placement.plan import Host, Plan, PlannedProcess, gib

@@ -9,8 +9,7 @@ of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
 """
 
 from streamrl.diagnosis import presence
-from streamrl.diagnosis.causes import CAUSES
-from streamrl.diagnosis.due import lasting_wait
+from streamrl.diagnosis.causes import CAUSES, lasting_wait
 from streamrl.diagnosis.reading import Reading
 from streamrl.findings import Area, Finding
 

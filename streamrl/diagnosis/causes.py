@@ -2,15 +2,125 @@
 
 Invariant: a cause is reported only if the reading shows it. Those that come first are nearest to
 what a person can change. What is absent is in `streamrl.diagnosis.presence`.
+
+Displays show two of them before they are findings: the group that the learner waits for although
+enough others are finished (with `buffer.overdue: wait` such a wait belongs to the work until
+`run.stall_s`) once that has lasted SHOWN_AFTER_S, and the groups that failed, with why the last one
+did and which rows fail again.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
-from streamrl.diagnosis.due import due_group
-from streamrl.diagnosis.failures import failed_groups
 from streamrl.diagnosis.presence import late
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, lease_ages_s, reports
-from streamrl.types import BufferStats, DropReason, GeneratorStatus, LearnerActivity
+from streamrl.types import (
+    MAX_AWAITED,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    LearnerActivity,
+    Lease,
+)
+
+SHOWN_AFTER_S = 1.0
+
+
+def lasting_wait(stats: BufferStats) -> str:
+    """The group that the next batch waits for, "" if it has not waited for SHOWN_AFTER_S."""
+    return due_group(stats) if stats.awaited and stats.wait_due_s >= SHOWN_AFTER_S else ""
+
+
+def due_group(stats: BufferStats) -> str:
+    """The first of the groups that the next batch waits for; there is one."""
+    first, *others = stats.awaited
+    held = _holder(stats, first.lease_id)
+    sentence = f"step {stats.policy_version + 1} waits for prompt {first.prompt_index}{held}"
+    num_as_due = sum(other.min_policy_version == first.min_policy_version for other in others)
+    return "; ".join([sentence, *_as_due(num_as_due), _remedy(stats, first)])
+
+
+def _remedy(stats: BufferStats, awaited: Lease) -> str:
+    """Another bound helps a group that is sampled, not one whose generator lacks the weights."""
+    needed = awaited.min_policy_version
+    for status in stats.generators:
+        if awaited.lease_id in status.lease_ids and status.policy_version < needed:
+            return (
+                f"it needs version {needed}, and its generator has {status.policy_version}: "
+                "weights do not arrive there in time (weights.deadline_s)"
+            )
+    return "raise buffer.max_staleness or set buffer.overdue: train"
+
+
+def _as_due(count: int) -> tuple[str, ...]:
+    if not count:
+        return ()
+    more = " or more" if count == MAX_AWAITED - 1 else ""
+    groups = "group is" if count == 1 else "groups are"
+    return (f"{count}{more} other {groups} as due",)
+
+
+def _holder(stats: BufferStats, lease_id: str) -> str:
+    """Who samples the group of a lease, its tokens so far and its age, as far as is reported."""
+    for status, heartbeat_age_s in reports(stats):
+        if lease_id not in status.lease_ids:
+            continue
+        place = slice(status.lease_ids.index(lease_id), status.lease_ids.index(lease_id) + 1)
+        tokens = (f"{n:,} tokens" for n in status.lease_num_tokens[place] if n >= 0)
+        ages = (f"{age_s:.0f} s" for age_s in lease_ages_s(status, heartbeat_age_s)[place])
+        progress = ", ".join([*tokens, *ages])
+        return f" on {status.generator_id}" + (f": {progress}" if progress else "")
+    return ", which no generator reports"
+
+
+_NAMED_PROMPTS = 3
+
+
+def failed_groups(stats: BufferStats) -> str:
+    """The sentence; "" if no group failed or was malformed.
+
+    Books count all failures of the run; the error and the rows are those of the generators that
+    report now, each since it was started.
+    """
+    return "; ".join([*_malformed(stats), *_failed(stats)])
+
+
+def _malformed(stats: BufferStats) -> Iterator[str]:
+    if num_malformed := stats.books.dropped.get(DropReason.MALFORMED, 0):
+        yield (
+            f"{num_malformed} of {stats.books.ended} groups were refused as malformed (see "
+            "quarantine/ in the run's folder, and streamrl check)"
+        )
+
+
+def _failed(stats: BufferStats) -> Iterator[str]:
+    if num_failed := stats.books.dropped.get(DropReason.FAILED, 0):
+        yield f"{num_failed} of {stats.books.ended} groups failed"
+        yield from (*_last(stats), *_rewards(stats), *_rows(stats))
+
+
+def _last(stats: BufferStats) -> list[str]:
+    reported = [g.last_failure for g in stats.generators if g.last_failure is not None]
+    last = max(reported, key=lambda failure: failure.prompt_index, default=None)
+    return [] if last is None else [f"the last one, prompt {last.prompt_index}: {last.sentence}"]
+
+
+def _rewards(stats: BufferStats) -> list[str]:
+    """Where there are several, those that failed, over all generators."""
+    counts: Counter[str] = Counter()
+    for generator in stats.generators:
+        counts.update({failed.reward: failed.num_failures for failed in generator.failed_rewards})
+    several = counts.most_common(_NAMED_PROMPTS) if len(counts) > 1 else []
+    return [f"reward {reward} failed {n} times" for reward, n in several]
+
+
+def _rows(stats: BufferStats) -> list[str]:
+    """The rows that failed more than once, over all generators."""
+    counts: Counter[str] = Counter()
+    for generator in stats.generators:
+        counts.update({failed.row: failed.num_failures for failed in generator.failed_rows})
+    return [f"{row} failed {n} times" for row, n in counts.most_common(_NAMED_PROMPTS) if n > 1]
+
 
 _NAMED = 4
 # Fewer may be a few bad rows of the data, which every display shows all the same.

@@ -30,7 +30,7 @@ from streamrl.cli.display.figure import drawn
 from streamrl.cli.display.numbers import metric_mean
 from streamrl.cli.processes.command import call, executable
 from streamrl.config import RunConfig, load_config, to_yaml
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.config.loading.rendering import values_of
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError

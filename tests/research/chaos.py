@@ -29,7 +29,7 @@ from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.config import RunConfig
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import EXIT_CONFIG, ConfigError
 from streamrl.run_folder import prepare

@@ -37,7 +37,7 @@ from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.config import RunConfig
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.process_environment import processes_with

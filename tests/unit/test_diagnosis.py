@@ -3,7 +3,7 @@
 import pytest
 
 from streamrl.diagnosis import Reading, diagnose, pending, waits_for
-from streamrl.diagnosis.due import lasting_wait
+from streamrl.diagnosis.causes import lasting_wait
 from streamrl.types import (
     Books,
     BufferStats,

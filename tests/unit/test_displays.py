@@ -15,7 +15,7 @@ from streamrl.cli.display.view import headline, notes, render
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.diagnosis import Reading, diagnose
-from streamrl.diagnosis.failures import failed_groups
+from streamrl.diagnosis.causes import failed_groups
 from streamrl.metrics import books_metrics
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import (

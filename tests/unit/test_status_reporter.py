@@ -105,7 +105,7 @@ async def test_the_file_names_the_group_that_is_waited_for_until_the_wait_ends(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(module, "SHOWN_AFTER_S", 0.0)
-    monkeypatch.setattr("streamrl.diagnosis.due.SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr("streamrl.diagnosis.causes.SHOWN_AFTER_S", 0.0)
     buffer = make_buffer()
     await buffer.attach(0, None)
     slow = await lease_one(buffer, "gen-1/0", "gen-1", 0.0)

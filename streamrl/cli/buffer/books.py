@@ -12,7 +12,7 @@ import contextlib
 from streamrl.checkpoints.find import require_new_run
 from streamrl.cli.buffer.target import open_buffer
 from streamrl.config import RunConfig
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.errors import ConfigError, OtherReleaseError
 from streamrl.run_folder import write_books
 from streamrl.types import BufferStats

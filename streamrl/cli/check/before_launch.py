@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from streamrl.config.loading.arguments import config_file
-from streamrl.config.loading.load import load_usable
+from streamrl.config.loading.load import config_file, load_usable
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_of
 
 _REFUSED = "streamrl check: "

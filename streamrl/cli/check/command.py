@@ -46,8 +46,7 @@ from streamrl.cli.check.packages import (
 from streamrl.cli.check.settings import check_effects, check_folder, check_limits, check_sizes
 from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.config import LoadedConfig, RunConfig, render
-from streamrl.config.loading.arguments import config_file, configuration
-from streamrl.config.loading.load import load_usable
+from streamrl.config.loading.load import config_file, configuration, load_usable
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
 from streamrl.findings import CONFIGURATION, Area, Finding, Severity

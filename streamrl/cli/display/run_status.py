@@ -19,8 +19,7 @@ from streamrl.cli.display.numbers import balance, books_rows, numbers_of, wait_s
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose, pending
-from streamrl.diagnosis.due import lasting_wait
-from streamrl.diagnosis.failures import failed_groups
+from streamrl.diagnosis.causes import failed_groups, lasting_wait
 from streamrl.diagnosis.outcome import RunState, age, outcome, state_of
 from streamrl.diagnosis.presence import may_move
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S

@@ -24,7 +24,7 @@ from streamrl import wire
 from streamrl.cli.main import import_command
 from streamrl.cli.processes.command import call
 from streamrl.config import RunConfig, to_yaml
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import GapStatistics, ParityReport
 

@@ -11,6 +11,7 @@ choices; what its own says of them stands beside it.
 resolved file needs no data to know when the run ends.
 """
 
+import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from streamrl.config.loading.explain import explain
 from streamrl.config.loading.sources import Setting, from_environment, from_file, from_override
 from streamrl.config.run import RunSettings
 from streamrl.config.run_config import RunConfig
-from streamrl.config.secrets import without_secrets
+from streamrl.config.secrets import hand_down, without_secrets
 from streamrl.data_files import SUFFIXES, count_rows, has_rows
 from streamrl.errors import ConfigError
 
@@ -203,3 +204,22 @@ def _with(
     if not isinstance(below, Mapping):
         raise ConfigError(f"{origin}: {key} is {below!r} and has no keys below it")
     return {**tree, key: _with(below, tuple(rest), value, origin)}
+
+
+def configuration(arguments: argparse.Namespace) -> LoadedConfig:
+    """The configuration that the command is given, as an argument or as an option.
+
+    Raises:
+        ConfigError: none is given, or two, or it cannot be used.
+    """
+    loaded = load_config(config_file(arguments), arguments.overrides)
+    hand_down(arguments, loaded.config.buffer.password_of_url)
+    return loaded
+
+
+def config_file(arguments: argparse.Namespace) -> str:
+    """The one configuration file that the command is given."""
+    given: list[str] = [path for path in (arguments.file, arguments.config) if path]
+    if len(given) != 1:
+        raise ConfigError("give one configuration file, as CONFIG or --config CONFIG")
+    return given[0]

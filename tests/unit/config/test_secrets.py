@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, render, to_yaml
-from streamrl.config.loading.arguments import configuration
+from streamrl.config.loading.load import configuration
 from streamrl.config.secrets import REDIS_PASSWORD, hide_password
 from streamrl.errors import ConfigError
 from streamrl.run_folder import prepare

@@ -1,7 +1,7 @@
 """Groups that a reward did not score are counted under its name, up to metrics and diagnosis."""
 
 from actors.failures import FailureRecord
-from streamrl.diagnosis.failures import failed_groups
+from streamrl.diagnosis.causes import failed_groups
 from streamrl.errors import RewardError, RolloutError
 from streamrl.metrics import reward_metrics
 from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, OverduePolicy

@@ -38,8 +38,8 @@ from streamrl.cli.processes.run_commands import STOPPED_S, books_options, evalua
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
-from streamrl.config.loading.arguments import config_file
 from streamrl.config.loading.explain import RESOLVED_FILE
+from streamrl.config.loading.load import config_file
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
