@@ -16,6 +16,31 @@ PACKAGES = ("streamrl", "buffers", "actors", "learners")
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAX_FILES = 15
+MIN_FILE_LINES = 60
+SHORT = {
+    "a command": "cli/evaluate cli/keys cli/new",
+    "a section of the configuration, or what all sections are made of": (
+        "config/algorithm/presets config/section config/tracking"
+    ),
+    "one tracker, or one kind of file": (
+        "tracking/console tracking/tables tracking/tensorboard data_files/parquet"
+    ),
+    "an interface, or what messages hold, beside others of its kind": (
+        "interfaces/tracking types/parity types/validation tools/tool metrics/catalogue"
+    ),
+    "imported where torch, vLLM or matplotlib must not be, or run by a process of its own": (
+        "cli/display/figure engines/vllm/cpu engines/vllm/plugin served/process_guard agent/files "
+        "agent/survey ssh/command"
+    ),
+    "one half of what actors and learners do, which don't see each other": (
+        "actors/parity learners/parity"
+    ),
+    "read by rooms that don't see each other": (
+        "durable_files process_environment prompts/seeds rendering/messages launchers/hosts "
+        "placement/assign slurm/keys ssh/gathered redis/run_end"
+    ),
+}
+"""Modules of fewer lines, by the reason; a path ends with one of these."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +64,21 @@ def test_no_function_is_longer_than_the_limit(sources: list[Path]):
 def test_no_folder_has_more_files_side_by_side_than_the_limit(sources: list[Path]):
     folders = Counter(path.parent for path in sources if path.name != "__init__.py")
     assert not {str(folder): n for folder, n in folders.items() if n > MAX_FILES}
+
+
+def test_no_file_is_shorter_than_the_limit_without_a_reason(sources: list[Path]):
+    short = {
+        path.relative_to(ROOT).with_suffix("")
+        for path in sources
+        if not path.name.startswith("__") and len(path.read_text().splitlines()) < MIN_FILE_LINES
+    }
+    listed = {Path(name) for names in SHORT.values() for name in names.split()}
+    named = {
+        path: [name for name in listed if path.parts[-len(name.parts) :] == name.parts]
+        for path in short
+    }
+    assert not [str(path) for path, names in named.items() if not names]
+    assert listed == {name for names in named.values() for name in names}
 
 
 def test_every_folder_says_what_it_is(sources: list[Path]):
