@@ -218,6 +218,7 @@ class EpisodeRun:
 
     async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
         """Why the episode ended. Waits as `run` does."""
+        began_s = perf_counter()
         try:
             with Deadline(self._deadline_s, self._stop):
                 finish_reason = await playing
@@ -225,12 +226,10 @@ class EpisodeRun:
             finish_reason = FinishReason.DEADLINE
         if self._record.segments:
             return finish_reason
-        turn_s = self._settings.turn_deadline_s
-        name = "group_deadline_s" if turn_s is None else "episode.turn_deadline_s"
-        raise RolloutError(
-            f"no token was sampled within generator.{name}, which is "
-            f"{self._deadline_s if turn_s is None else turn_s:g} s"
-        )
+        name, limit_s = "episode.turn_deadline_s", self._settings.turn_deadline_s
+        if limit_s is None or perf_counter() - began_s >= self._deadline_s:
+            name, limit_s = "group_deadline_s", self._deadline_s
+        raise RolloutError(f"no token was sampled within generator.{name}, which is {limit_s:g} s")
 
     async def _take_turns(
         self,

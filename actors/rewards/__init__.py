@@ -9,7 +9,6 @@ PATH.py:NAME:
         return float(episode.response.strip() == episode.prompt.answer)
 """
 
-import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Reward
+from streamrl.placement.devices import num_cores
 from streamrl.user_code import is_user_code, load_user_code
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {
@@ -157,7 +157,7 @@ def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> 
 
 
 def _limits(settings: RewardSettings, bound: BoundFunction, is_isolated: bool) -> RewardLimits:
-    max_concurrent = len(os.sched_getaffinity(0)) if is_isolated else _MAX_CONCURRENT
+    max_concurrent = num_cores() if is_isolated else _MAX_CONCURRENT
     retries = _REMOTE_RETRIES if "url" in settings.kwargs and settings.reward in STATEFUL else 0
     return RewardLimits(
         bound.title,

@@ -24,6 +24,7 @@ from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, StreamRLError, error_of
+from streamrl.placement.devices import num_cores
 from streamrl.service import force_s
 from streamrl.shutdown import Shutdown
 
@@ -65,7 +66,7 @@ async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
 
 
 async def _start(rank: int, num_ranks: int, port: int, pipe: ErrorPipe) -> Process:
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     threads = int(os.environ.get("OMP_NUM_THREADS", str(cores)))
     environment = {
         **os.environ,

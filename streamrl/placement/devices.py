@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as the driver counts them, without torch.
+"""The GPUs of this machine, as the driver counts them, without torch, and its cores.
 
 Invariant: what CUDA_VISIBLE_DEVICES hides is not there. The driver is asked once in a process; it
 reads the variable then. Called by hosts.py.
@@ -21,6 +21,13 @@ _ROCM = Path("/dev/kfd")
 def is_rocm() -> bool:
     """Whether the GPUs here are AMD's, which the driver of CUDA does not count."""
     return _ROCM.exists()
+
+
+def num_cores() -> int:
+    """Those that this process may use; where the system cannot say (macOS), all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def usable_devices() -> tuple[Device, ...]:

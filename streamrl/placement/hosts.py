@@ -6,7 +6,6 @@ here; `ask` answers for others. Called by the command line and the launchers.
 
 import fcntl
 import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback, url_host
 from streamrl.config.cluster import HostSettings
 from streamrl.errors import ConfigError
-from streamrl.placement.devices import is_rocm, usable_devices
+from streamrl.placement.devices import is_rocm, num_cores, usable_devices
 from streamrl.placement.plan import Device, Host
 
 _SIOCGIFADDR = 0x8915
@@ -68,7 +67,7 @@ def this_machine() -> Host:
 
 def facts_here(address: str = "") -> HostFacts:
     """What this machine has: GPUs, the cores of this process, the interface with the address."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     return HostFacts(usable_devices(), cores, not is_rocm(), interface_of(address))
 
 

@@ -4,7 +4,6 @@ Invariant: code that fails, hangs or attacks scores 0; a row without tests, test
 run, or a sandbox that does not answer fails the group.
 """
 
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -22,6 +21,7 @@ from actors.sandbox.sandbox import Sandbox
 from streamrl.config.section import Positive, Seconds, Section
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt
+from streamrl.placement.devices import num_cores
 
 Run = Callable[[Program], Awaitable[str | None]]
 """What the program printed; None unless it ended with success."""
@@ -57,10 +57,9 @@ class Code:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         limits = SandboxLimits(time_s=settings.time_s, memory_bytes=settings.memory_bytes)
-        num_cores = len(os.sched_getaffinity(0))
         self._sandbox = Sandbox(
             limits,
-            max_concurrent=settings.num_programs or num_cores,
+            max_concurrent=settings.num_programs or num_cores(),
             isolation=settings.isolation,
         )
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from actors.sandbox.isolation import KINDS, Isolation, why_not
 from streamrl.findings import MACHINE, Finding
+from streamrl.placement.devices import num_cores
 
 _NUM_TIMEX_BYTES, _TIME_ERROR = 208, 5
 _BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})
@@ -62,7 +63,7 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
     return Machine(
         python=(int(version[0]), int(version[1]), 0),
         system=platform.system(),
-        cores=_num_cores(),
+        cores=num_cores(),
         cpu_quota=_cpu_quota(root),
         memory=_memory(root),
         memory_limit=_memory_limit(root),
@@ -92,12 +93,6 @@ def _text(path: Path) -> str:
 def _number(path: Path) -> int | None:
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_quota(root: Path) -> float | None:

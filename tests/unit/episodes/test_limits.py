@@ -101,6 +101,15 @@ async def test_without_a_token_the_limit_of_the_turn_is_named():
         await episode(FakeEngine(), SlowStart, turn_deadline_s=DEADLINE_S).run(context(), SAMPLING)
 
 
+async def test_without_a_token_the_limit_of_the_group_is_named_where_it_came_first():
+    engine = FakeEngine()
+    engine.open.clear()
+    begun = episode(engine, turn_deadline_s=60.0)
+    begun._deadline_s = DEADLINE_S
+    with pytest.raises(RolloutError, match=r"generator\.group_deadline_s, which is 0\.2 s"):
+        await begun.run(context(), SAMPLING)
+
+
 class LongerByIndex(Turns):
     """The episode with index i has i + 1 turns."""
 
