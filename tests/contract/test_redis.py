@@ -267,7 +267,7 @@ async def test_a_run_of_another_release_is_refused_and_left_as_it_is(
             assert str(refusal.value) == (
                 f"run.name: the run at {redis.url} has format 1, and this release knows format 6: "
                 "another release of StreamRL wrote it; start the run anew with --new (or streamrl "
-                "books --forget), or go on with that release"
+                "buffer books --forget), or go on with that release"
             )
         assert server.hgetall(key) == before
         assert server.keys(f"streamrl:{{{name}}}:*") == [key.encode()]

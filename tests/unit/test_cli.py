@@ -174,15 +174,6 @@ def test_an_unknown_command_is_named_with_the_nearest(capsys):
     assert "no command 'lunch': did you mean 'launch'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", GONE)
-def test_a_command_that_is_gone_says_where_it_went(capsys, name):
-    with pytest.raises(SystemExit) as ended:
-        main([name, "configs/quickstart.yaml"])
-    assert ended.value.code == 2
-    assert f"streamrl: error: {name} is gone: {GONE[name]}" in capsys.readouterr().err
-    assert name not in COMMANDS
-
-
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -44,9 +44,9 @@ async def test_groups_that_wait_for_a_version_begin_in_the_order_in_which_they_a
     await run.learner.attach(2, None)
     async with run.generating() as generator:
         await run.until(lambda: len(run.engine.begun) == 2)
-        await generator._load(WeightTarget(generator._engine.load_weights), update(1))
+        await generator._load_weights(WeightTarget(generator._engine.load_weights), update(1))
         await run.until(lambda: len(run.engine.begun) == 4)
-        await generator._load(WeightTarget(generator._engine.load_weights), update(2))
+        await generator._load_weights(WeightTarget(generator._engine.load_weights), update(2))
         await run.until(lambda: len(run.engine.begun) == 8)
         run.engine.open.set()
     assert run.engine.begun == [4, 4, 3, 3, 1, 1, 2, 2]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from streamrl.cli.processes.restarts import sentence_of
+from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.error_record import ErrorPipe
 from streamrl.errors import Interrupted, StreamRLError, error_of
 
@@ -44,7 +45,8 @@ def call(*arguments: str, within_s: float | None = None) -> str:
                 _end(process)
                 raise
         if process.returncode != 0:
-            code, name = process.returncode, arguments[0]
+            code, two = process.returncode, " ".join(arguments[:2])
+            name = two if two in COMMANDS else arguments[0]
             raise error_of(code, f"{name}: {sentence_of(code, pipe.read())}")
     return output
 
