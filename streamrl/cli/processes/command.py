@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from streamrl.cli.processes.restarts import sentence_of
 from streamrl.cli.arguments.commands import COMMANDS
+from streamrl.cli.processes.restarts import sentence_of
 from streamrl.error_record import ErrorPipe
 from streamrl.errors import Interrupted, StreamRLError, error_of
 
