@@ -246,7 +246,7 @@ def test_what_another_start_would_not_help_is_left_alone_and_a_missing_peer_is_n
     assert "generator.group_size: was 0" in project(f"{refused} generator")
     alone = "docker compose --profile cpu run --rm --no-deps -e STREAMRL__BUFFER__DEADLINE_S=1"
     alone += " -e STREAMRL__BUFFER__URL=redis://nobody:1/0 -e STREAMRL_REDIS_PASSWORD=any"
-    alone += " buffer books --require-none --config /etc/streamrl/cpu.yaml"
+    alone += " buffer buffer books --require-none --config /etc/streamrl/cpu.yaml"
     assert "nobody:1" in project(alone, expected=5)
 
 
