@@ -10,8 +10,7 @@ no torch, and waits for the buffer a few seconds at most.
 import argparse
 import asyncio
 
-from buffers.connect import try_stats
-from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder
+from streamrl.cli.buffer.target import read_folder, read_stats
 from streamrl.cli.display.generators import generator_rows
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -40,17 +39,10 @@ async def _fault(config: RunConfig, role: str, given: str | None) -> str:
         case "generator" if given is None:
             raise ConfigError("--id: is required for a generator and was not given")
         case "generator":
-            stats, fault = await _stats(config)
+            stats, fault = await read_stats(config)
             return fault if stats is None else _of_generator(stats, named_after_host(str(given)))
         case _:
-            return (await _stats(config))[1]
-
-
-async def _stats(config: RunConfig) -> tuple[BufferStats | None, str]:
-    if not await is_listening(config.buffer.url):
-        return None, f"nothing listens at {config.buffer.url}: the buffer is not running"
-    async with open_buffer(config) as buffer:
-        return await try_stats(buffer)
+            return (await read_stats(config))[1]
 
 
 def _of_generator(stats: BufferStats, generator_id: str) -> str:

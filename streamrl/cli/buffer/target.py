@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
-from buffers.connect import connect
+from buffers.connect import connect, try_stats
 from buffers.zmq.client import ZmqBuffer
 from streamrl.config import RunConfig
 from streamrl.config.secrets import hide_password
@@ -20,6 +20,7 @@ from streamrl.diagnosis.reading import startup_s
 from streamrl.errors import ConfigError, StreamRLError, TransportError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import find_config, is_launched_since, launched_s, read_learner
+from streamrl.types import BufferStats
 
 _DEADLINE_S = 10.0
 _PROBE_S = 2.0
@@ -56,9 +57,22 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
     else:
         require_url(target)
         if not await is_listening(target):
-            raise TransportError(f"nothing listens at {target}: the buffer is not running")
+            raise TransportError(_absence(target))
     async with open_buffer(target if config is None else config) as client:
         yield client
+
+
+async def read_stats(target: str | RunConfig) -> tuple[BufferStats | None, str]:
+    """The buffer's stats, or why there are none. Waits a few seconds for it."""
+    url = target if isinstance(target, str) else target.buffer.url
+    if not await is_listening(url):
+        return None, _absence(url)
+    async with open_buffer(target) as buffer:
+        return await try_stats(buffer)
+
+
+def _absence(url: str) -> str:
+    return f"nothing listens at {url}: the buffer is not running"
 
 
 async def require_running(config: RunConfig) -> None:

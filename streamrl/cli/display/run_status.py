@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
-from buffers.connect import try_stats
-from streamrl.cli.buffer.target import is_listening, open_buffer, read_folder, require_url
+from streamrl.cli.buffer.target import read_folder, read_stats, require_url
 from streamrl.cli.display.numbers import balance, books_rows, numbers_of, wait_shares
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
@@ -83,7 +82,7 @@ async def read_status(target: str) -> RunStatus:
 
 async def status_at(url: str) -> RunStatus:
     """Of the run of the buffer at this URL."""
-    stats, unreachable = await _stats(url, url)
+    stats, unreachable = await read_stats(url)
     reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
     return RunStatus(url, reading, {})
 
@@ -95,17 +94,9 @@ async def status_of(config: RunConfig) -> RunStatus:
     if "time_s" in last_line:
         reading = replace(reading, idle_s=max(0.0, time.time() - last_line["time_s"]))
     if state_of(reading) is not RunState.FINISHED:
-        stats, unreachable = await _stats(config, config.buffer.url)
+        stats, unreachable = await read_stats(config)
         reading = replace(reading, stats=stats, unreachable=unreachable)
     return RunStatus(config.run.name, reading, last_line, read_books(config.run.path))
-
-
-async def _stats(target: str | RunConfig, url: str) -> tuple[BufferStats | None, str]:
-    """The buffer's stats, or why there are none."""
-    if not await is_listening(url):
-        return None, f"nothing listens at {url}: the buffer is not running"
-    async with open_buffer(target) as buffer:
-        return await try_stats(buffer)
 
 
 def is_healthy(reading: Reading) -> bool:
