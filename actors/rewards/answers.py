@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-from streamrl.interfaces import Episode
-
 _MARKS = re.compile(r"\\f?boxed\s*\{|####|<answer>")
 _MINUS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}", "-"))
 # What stands between thousands, beside a comma: a space of the keyboard may stand between numbers.
@@ -43,15 +41,10 @@ _FUNCTIONS = frozenset(
 _MAX_EXPONENT = 1000
 
 
-def answer_of(episode: Episode) -> str:
-    """The response to an episode's last turn, without what was thought before it."""
-    return answer_part(episode.prefill + episode.response)
-
-
-def answer_part(response: str) -> str:
-    """The response without what was thought before it: nothing, where the thought has no end."""
-    _, ending, behind = response.rpartition("</think>")
-    return behind if ending else response.partition("<think>")[0]
+def answer_part(turn: str) -> str:
+    """A turn without what was thought in it: nothing, where the thought has no end."""
+    _, ending, behind = turn.rpartition("</think>")
+    return behind if ending else turn.partition("<think>")[0]
 
 
 def marked_answer(text: str) -> str | None:
@@ -92,17 +85,21 @@ def plain(text: str) -> str:
     >>> plain("-\\\\$32,\\\\!348"), plain("12{,}345"), plain("5 \\\\times 10^{-3}")
     ('-$32,348', '12,345', '5e-3')
     """
-    text = text.translate(_MINUS).replace("\\$", "$").replace("\\!", "")
-    text = _THOUSANDS.sub("", text.replace("{,}", ",").replace("{.}", "."))
+    text = _joined(text.replace("\\$", "$").replace("{.}", "."))
     text = _POWER.sub(lambda m: f"e{m[1] or m[2]}", text)
     return _FRACTION.sub(lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
 
 
 def latex(text: str) -> str:
     """As `plain`, for a reader of formulas: it keeps fractions and powers, and loses currencies."""
-    text = re.sub(r"\\\$\s?", "", text.translate(_MINUS).replace("\\!", ""))
-    text = _THOUSANDS.sub("", text.replace("{,}", ","))
+    text = _joined(re.sub(r"\\\$\s?", "", text))
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
+
+
+def _joined(text: str) -> str:
+    """The digits of a number side by side or with commas, its minus that of a keyboard."""
+    text = text.translate(_MINUS).replace("\\!", "").replace("{,}", ",")
+    return _THOUSANDS.sub("", text)
 
 
 def words(text: str) -> str:
@@ -127,9 +124,9 @@ def number_in(text: str) -> Fraction | None:
     (Fraction(-1007, 1), Fraction(1, 2), None)
     """
     text = plain(text).rpartition("=")[2].strip().lstrip("$( ")
-    found = [*_numbers(text)]
     begins = _NUMBER.match(text)
-    return (_value(begins) if begins else None) or (found[-1] if found else None)
+    first = _value(begins) if begins else None
+    return _last_number(text) if first is None else first
 
 
 def whole_number(text: str) -> Fraction | None:
@@ -138,24 +135,22 @@ def whole_number(text: str) -> Fraction | None:
     return _value(found) if found else None
 
 
-def answered_number(response: str) -> Fraction | None:
-    """The number a response answers with, None without one: that of its marked answer, or the last
-    one it has where it marks none.
+def answered_number(turn: str) -> Fraction | None:
+    """The number that a turn answers with, None without one: that of its marked answer, or its last
+    one where it marks none.
 
     >>> answered_number("3 + 4 = 7, so #### 1,007")
     Fraction(1007, 1)
     """
-    text = answer_part(response)
+    text = answer_part(turn)
     marked = marked_answer(text)
-    if marked is not None:
-        return number_in(marked)
-    found = [*_numbers(plain(text))]
-    return found[-1] if found else None
+    return _last_number(plain(text)) if marked is None else number_in(marked)
 
 
-def _numbers(text: str) -> Iterator[Fraction]:
-    values = map(_value, _NUMBER.finditer(text))
-    return (value for value in values if value is not None)
+def _last_number(text: str) -> Fraction | None:
+    """The last one that can be read."""
+    values = map(_value, reversed(list(_NUMBER.finditer(text))))
+    return next((value for value in values if value is not None), None)
 
 
 def _value(found: re.Match[str]) -> Fraction | None:

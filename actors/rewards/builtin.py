@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from actors.rewards.answers import answer_of, answered_number
+from actors.rewards.answers import answered_number
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.forms import gold_of
 from streamrl.interfaces import Episode, Prompt, Score
@@ -67,7 +67,7 @@ def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "
 def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> float:
     """The response's number equals the answer's: that of its marked answer (see
     `actors.rewards.answers`), else the last number there is."""
-    expected, given = number_to_match(episode.prompt), answered_number(answer_of(episode))
+    expected, given = number_to_match(episode.prompt), answered_number(episode.turn)
     return float(given is not None and abs(expected - given) <= Fraction(str(tolerance)))
 
 
@@ -80,7 +80,7 @@ def format_of_tags(episode: Episode, *, tags: Sequence[str] = ("think", "answer"
     """The response consists of these elements, such as <think>...</think><answer>...</answer>, in
     this order, each once and not empty; white space may stand between them. What the chat template
     has opened (<think>) counts as the response's."""
-    text = episode.prefill + episode.response
+    text = episode.turn
     elements = (rf"<{tag}>(?P<{tag}>.*?)</{tag}>" for tag in tags)
     found = re.fullmatch(r"\s*".join(elements), text.strip(), re.DOTALL)
     if found is None or not all(found[tag].strip() for tag in tags):

@@ -12,7 +12,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from actors.rewards.answers import (
-    answer_of,
+    answer_part,
     answered_number,
     latex,
     marked_answer,
@@ -34,23 +34,24 @@ def math(episode: Episode, *, strict: bool = True) -> float:
         strict: whether x = 1 differs from 1, and a set from its elements, as math-verify has it.
     """
     golds = _acceptable(expression_to_match(episode.prompt))
-    parsed = [_gold(episode, gold) for gold in golds]
-    text = answer_of(episode)
+    text = answer_part(episode.turn)
     marked = marked_answer(text)
     given = text.strip() if marked is None else marked
-    if any(_is_same(gold, given) for gold in golds):
+    compared = [_compared(gold, given) for gold in golds]
+    if any(compared):
         return 1.0
-    decided = [_decided(gold, given) for gold in golds]
-    if all(decided):
+    undecided = [gold for gold, same in zip(golds, compared, strict=True) if same is None]
+    parsed = [_gold(episode, gold) for gold in undecided]
+    if not parsed:
         return 0.0
     expression = _parse(text if marked is None or "\\boxed" in text else f"\\boxed{{{given}}}")
     if not expression and marked is None:
         number = answered_number(text)
         return float(number is not None and number in map(whole_number, golds))
-    rest = (gold for gold, done in zip(parsed, decided, strict=True) if not done)
     # The limits of the call end it, with its process; math-verify's own need the main thread.
-    same = (verify(gold, expression, strict=strict, timeout_seconds=None) for gold in rest)
-    return float(any(same))
+    return float(
+        any(verify(gold, expression, strict=strict, timeout_seconds=None) for gold in parsed)
+    )
 
 
 def _acceptable(gold: Any) -> Sequence[str]:
@@ -63,18 +64,13 @@ def _acceptable(gold: Any) -> Sequence[str]:
     return [str(one) for one in gold] if isinstance(gold, list | tuple) else [str(gold)]
 
 
-def _is_same(gold: str, given: str) -> bool:
-    number = whole_number(gold)
-    if number is not None:
-        return number == whole_number(given)
-    return bool(words(gold)) and words(gold) == words(given)
-
-
-def _decided(gold: str, given: str) -> bool:
-    """Whether `_is_same` has the last word: math-verify takes a word for a product of letters."""
+def _compared(gold: str, given: str) -> bool | None:
+    """Whether two words or two numbers are the same; None of what is left to math-verify, which
+    takes a word for a product of letters."""
     if words(gold):
-        return True
-    return whole_number(gold) is not None and whole_number(given) is not None
+        return words(gold) == words(given)
+    wanted, found = whole_number(gold), whole_number(given)
+    return None if wanted is None or found is None else wanted == found
 
 
 def _gold(episode: Episode, gold: str) -> list[Any]:

@@ -191,7 +191,13 @@ class Episode:
     response_token_ids: tuple[int, ...] = ()
     """The ids of `response`."""
     prefill: str = ""
-    """What the chat template has written of the last turn: an opened <think>, or none."""
+    """What stood of the last turn before the response: what the chat template or the prompt has
+    begun, such as an opened <think>."""
+
+    @property
+    def turn(self) -> str:
+        """The whole text of the last turn."""
+        return self.prefill + self.response
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def test_math_of_what_people_write(response, answer, reward):
         *(("1e-05", "1/100000"), ("1e999999", None)),
         *((r"2.5 \times 10^{3}", "2500"), (r"\boxed{\$18} for 2", "18"), (r"\boxed{x = 5}", "5")),
         *((r"\boxed{yes}, not 5", None), ("<think>5</think>so 7", "7"), ("<think>5", None)),
+        (r"\boxed{0 of 5}", "0"),
         (r"\boxed{1} of <answer>\boxed{2} or 3</answer>", "2"),
     ],
 )
