@@ -9,7 +9,6 @@ Invariant: the folder at `model.path` is complete or not there.
 
 import itertools
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import PromptVision, load_media
 from streamrl.config import RunConfig
 from streamrl.config.model import LLAMA, ModelSettings, RecipeSettings
+from streamrl.durable_files import new_folder
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
 from streamrl.model_folder import ModelFolder
@@ -61,19 +61,12 @@ def make_model(config: RunConfig) -> None:
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
     torch.manual_seed(config.run.seed)
-    path = Path(config.model.path)
-    unfinished = path.with_name(path.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir(parents=True)
+    with new_folder(Path(config.model.path)) as unfinished:
         _write_untrained(unfinished, recipe, config.max_model_len)
         student = Student.of(unfinished, config)
         accuracy = _warm_start(student, _examples(config, recipe), recipe)
         log.info("warm start ends: %.2f of sampled answers are right", accuracy)
         student.model.save_pretrained(unfinished)
-        unfinished.rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_untrained(folder: Path, recipe: RecipeSettings, max_model_len: int) -> None:

@@ -1,10 +1,13 @@
-"""Files that a crash or a full disk leaves as they were, or as they are to be.
+"""Files and folders that a crash or a full disk leaves as they were, or as they are to be.
 
 For the small files of a run, its checkpoints and its journal. Imports nothing of StreamRL.
 """
 
 import os
+import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -25,6 +28,24 @@ def write_file(path: Path, text: str) -> None:
     finally:
         unfinished.unlink(missing_ok=True)
     sync(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write, which gets its name at the end of the block; none if that fails. What a
+    killed process has left of it is removed.
+
+    Raises:
+        OSError: it cannot be made, or there is one of that name.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -9,7 +9,6 @@ Invariant: the folder appears under its name once it is complete.
 
 import argparse
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +34,7 @@ from streamrl.checkpoints.find import (
 )
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
+from streamrl.durable_files import new_folder
 from streamrl.errors import ConfigError, TransportError
 from streamrl.run_folder import find_run
 
@@ -160,19 +160,17 @@ def _cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, 
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write, which gets its name at the end."""
+    """
+    Raises:
+        ConfigError: there is one, or it cannot be written.
+    """
     if folder.exists():
         raise ConfigError(f"--output: {folder} exists already; name another folder, or remove it")
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        unfinished.rename(folder)
+        with new_folder(folder) as unfinished:
+            yield unfinished
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--output: {folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _newest(run: Path) -> Checkpoint:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.config import load_config
+from streamrl.durable_files import new_folder
 from streamrl.errors import ConfigError, TransportError, did_you_mean
 from streamrl.model_folder import ModelFolder
 
@@ -167,17 +168,15 @@ def _has_chat_template(folder: Path) -> bool:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write, which gets its name at the end. What a killed command left is removed."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    """
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        unfinished.rename(folder)
+        with new_folder(folder) as unfinished:
+            yield unfinished
     except OSError as error:
         raise ConfigError(f"--output: {folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _download(repository: str, folder: Path) -> None:
