@@ -47,7 +47,7 @@ from tests.research.faults import (
 )
 from tests.research.processes import family_of, process_table
 from tests.research.progress import Progress
-from tests.research.script import run_script
+from tests.research.script import add_stall_timeout, run_script
 
 _POLL_S = 0.02
 _DISK_FULL_S = 60.0
@@ -70,13 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         help_text = f"{what}; default: {default}"
         parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
-    parser.add_argument(
-        "--stall-timeout",
-        type=options.seconds,
-        default=120.0,
-        metavar="SECONDS",
-        help="time without a step after which the run has failed; default: 120",
-    )
+    add_stall_timeout(parser)
     return parser
 
 

@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 
+from streamrl.cli.arguments import options
 from streamrl.errors import Interrupted, StreamRLError, exit_code_of
 
 
@@ -23,3 +24,14 @@ def run_script(
     except KeyboardInterrupt as interruption:
         number = interruption.number if isinstance(interruption, Interrupted) else signal.SIGINT
         return 128 + number
+
+
+def add_stall_timeout(parser: ArgumentParser) -> None:
+    """Of a script that runs a launch to its end."""
+    parser.add_argument(
+        "--stall-timeout",
+        type=options.seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="time without a step after which the run has failed; default: 120",
+    )

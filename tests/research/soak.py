@@ -45,7 +45,7 @@ from streamrl.run_folder import prepare
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 from tests.research import processes
 from tests.research.progress import Progress
-from tests.research.script import run_script
+from tests.research.script import add_stall_timeout, run_script
 from tests.research.soak_faults import Fault, freeze, plan
 from tests.research.soak_record import (
     RUN,
@@ -89,13 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="of each process, not judged; default: a third of the minutes",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the times and kinds of faults")
-    parser.add_argument(
-        "--stall-timeout",
-        type=options.seconds,
-        default=120.0,
-        metavar="SECONDS",
-        help="time without a step after which the run has failed; default: 120",
-    )
+    add_stall_timeout(parser)
     return parser
 
 
