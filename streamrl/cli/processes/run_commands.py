@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from streamrl.cli.processes.command import call
+from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.errors import StreamRLError
@@ -20,11 +21,16 @@ STOPPED_S = 3.0
 
 
 def call_for(
-    config: RunConfig, command: str, *arguments: str, within_s: float | None = None
+    config: RunConfig,
+    command: str,
+    *arguments: str,
+    within_s: float | None = None,
+    fork_server: ForkServer | None = None,
 ) -> str:
     """`call`, with the configuration of the run."""
     file = str(config.run.path / RESOLVED_FILE)
-    return call(*command.split(), *arguments, "--config", file, within_s=within_s)
+    words = (*command.split(), *arguments, "--config", file)
+    return call(*words, within_s=within_s, fork_server=fork_server)
 
 
 def books_options(*, resume: bool, new: bool) -> tuple[str, ...]:
@@ -50,11 +56,13 @@ def write_books(config: RunConfig, *, is_stopped: bool) -> None:
             call_for(config, "buffer books", within_s=STOPPED_S if is_stopped else None)
 
 
-def make_missing_model(config: RunConfig, console: Console) -> None:
+def make_missing_model(
+    config: RunConfig, console: Console, fork_server: ForkServer | None = None
+) -> None:
     """That of `model.recipe`, here."""
     if config.model.recipe is not None and not Path(config.model.path).exists():
         console.print(f"making {config.model.path} of model.recipe")
-        call_for(config, "get-model")
+        call_for(config, "get-model", fork_server=fork_server)
 
 
 @contextlib.contextmanager
