@@ -75,7 +75,8 @@ class ForkedProcess:
 
     async def wait(self) -> int:
         """Its exit code, -N where signal N has ended it. Waits for its end."""
-        await _readable(self._descriptor)
+        if self.returncode is None:
+            await _readable(self._descriptor)
         return self._reap()
 
     def join(self, timeout: float | None = None) -> int:
@@ -84,7 +85,7 @@ class ForkedProcess:
         Raises:
             subprocess.TimeoutExpired: it has not ended `timeout` seconds later.
         """
-        if not select.select([self._descriptor], [], [], timeout)[0]:
+        if self.returncode is None and not select.select([self._descriptor], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return self._reap()
 
@@ -153,7 +154,8 @@ class ForkServer:
         request = _Request(list(command), dict(environment), os.getpid())
         answer, theirs = os.pipe()
         try:
-            with suppress(OSError):
+            # Of what is too long, or no text, the server gets nothing, and answers with an end.
+            with suppress(OSError, ValueError):
                 message = msgspec.json.encode(request)
                 socket.send_fds(self._socket, [message], [*descriptors, theirs])
             os.close(theirs)
@@ -255,7 +257,10 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
     # What was read at the import of a library.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     numpy.random.seed()
-    os.write(answer, str(os.getpid()).encode())
+    try:
+        os.write(answer, str(os.getpid()).encode())
+    except BrokenPipeError:
+        os._exit(1)
     os.close(answer)
 
 
