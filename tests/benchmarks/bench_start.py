@@ -1,4 +1,4 @@
-"""From `streamrl launch` to the first trained step and to the end, with forked and executed daemons.
+"""From `streamrl launch` to the first step and to the end, with forked and with executed daemons.
 
     PYTHONPATH=. .venv/bin/python tests/benchmarks/bench_start.py --rounds 3
 
