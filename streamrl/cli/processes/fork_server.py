@@ -65,6 +65,7 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._descriptor = os.pidfd_open(pid)
+        self._ending: asyncio.Task[None] | None = None
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.returncode is None:
@@ -74,9 +75,10 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Its exit code, -N where signal N has ended it. Waits for its end."""
-        if self.returncode is None:
-            await _readable(self._descriptor)
+        """Its exit code, -N where signal N has ended it. Waits for its end, for as many as ask."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(_readable(self._descriptor))
+        await asyncio.shield(self._ending)
         return self._reap()
 
     def join(self, timeout: float | None = None) -> int:
