@@ -73,9 +73,9 @@ class RenderedCalls:
 
 
 class ChatTemplate:
-    """The template of a tokenizer, or another one."""
+    """That of a tokenizer, which may have one more for prompts with tools; or another `source`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._source = source
 

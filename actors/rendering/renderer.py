@@ -119,17 +119,16 @@ class ChatRenderer:
         """
         place = "a conversation"
         match self._data.tool_schemas if tools else "omit":
-            case "template" if not self._required(place).describes_tools:
+            case "template" if not self._required(messages, place).describes_tools:
                 raise ConfigError(
                     "data.chat_template: it leaves out the tools, so the policy would not know "
                     "them; name one that describes them, or set data.tool_schemas: "
                     "system_message, or omit where it learns of them otherwise"
                 )
             case "system_message":
-                messages, tools = _described(messages, tools), ()
-            case "omit":
-                tools = ()
-        text = self._required(place).render(messages, tools, place)
+                messages = _described(messages, tools)
+        template = self._required(messages, place)
+        text = template.render(messages, self._for_template(tools), place)
         return self._encoded(text, messages, place)
 
     def encode_reply(
@@ -147,7 +146,8 @@ class ChatRenderer:
         Raises:
             ConfigError: there is no template, or it cannot render them.
         """
-        reply = self._required("a reply").reply(messages, tools)
+        template = self._required(messages, "a reply")
+        reply = template.reply(messages, self._for_template(tools))
         ids = self._encoded(reply.text, messages, "a reply")
         num_ending = num_shared(ids, self.encode_text(reply.ending))
         ends = self._special_ids.intersection(ids[: num_ending + 1])
@@ -173,7 +173,7 @@ class ChatRenderer:
             ConfigError: the chat template loses tools or their results, or `parse` finds no calls.
         """
         self.encode_messages([{"role": "user", "content": "?"}], [PROBED_TOOL])
-        self._required("a tool's result").require_tool_results()
+        self._required([{"role": "tool"}], "a tool's result")
         self._parser.require_tool_calls()
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
@@ -212,7 +212,7 @@ class ChatRenderer:
             return self._token_ids(f"{self._data.system_prompt or ''}{content}")
         messages, place = self._messages(content), _place(prompt)
         is_begun = bool(messages) and is_prefill(messages[-1])
-        text = self._required(place).render(messages, (), place, is_begun=is_begun)
+        text = self._required(messages, place).render(messages, (), place, is_begun=is_begun)
         return self._encoded(text, messages, place)
 
     def _token_ids(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -229,12 +229,22 @@ class ChatRenderer:
             ) from error
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def _required(self, place: str) -> ChatTemplate:
+    def _for_template(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+        """Those that the template describes."""
+        return tools if self._data.tool_schemas == "template" else ()
+
+    def _required(self, messages: Sequence[Message], place: str) -> ChatTemplate:
+        """
+        Raises:
+            ConfigError: there is no template, or it loses one of these messages.
+        """
         if self._template is None:
             raise ConfigError(
                 f"data.chat_template: {place} is a list of messages, but the "
                 "tokenizer has no chat template; name a Jinja file"
             )
+        if any(message.get("role") == "tool" for message in messages):
+            self._template.require_tool_results()
         return self._template
 
     def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:
@@ -273,8 +283,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> ChatTem
         case "none":
             return None
         case "native":
-            own = tokenizer.chat_template
-            return ChatTemplate(tokenizer, own) if own else None
+            return ChatTemplate(tokenizer) if tokenizer.chat_template else None
         case Path() as path:
             try:
                 return ChatTemplate(tokenizer, path.read_text(encoding="utf-8"))

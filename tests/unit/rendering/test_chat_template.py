@@ -10,7 +10,7 @@ from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
-from streamrl.interfaces import Message
+from streamrl.interfaces import Message, Prompt
 from tests.unit.rendering.test_parsing import ADD, ASKED, CHATML, FOLDER, TEMPLATES, call
 
 SPECIAL = ["<turn|>", "<|tool_response>", "<tool_call|>", '<|"|>', "<|end|>", "<|call|>", "[/INST]"]
@@ -77,8 +77,13 @@ class TestResults:
     def test_a_template_that_loses_results_is_refused(self, family: str) -> None:
         renderer = of_results(family, tool_parser="hermes")
         renderer.require_replies()
-        with pytest.raises(ConfigError, match=r"^data\.chat_template: it does not render messages"):
+        sentence = r"^data\.chat_template: it does not render messages of the role tool"
+        with pytest.raises(ConfigError, match=sentence):
             renderer.require_tools()
+        with pytest.raises(ConfigError, match=sentence):
+            renderer.encode_messages([ASKED, {"role": "assistant", "content": "?"}, RESULT])
+        with pytest.raises(ConfigError, match=sentence):
+            renderer.encode(Prompt((ASKED, RESULT), "7"))
 
     def test_a_result_has_an_id_of_nine_letters_and_digits(self) -> None:
         renderer = make(
@@ -121,6 +126,12 @@ class TestSchemas:
         renderer.require_tools()
         without = renderer.encode_messages([ASKED])
         assert renderer.encode_messages([ASKED], [ADD]) == without
+
+    def test_a_tokenizer_with_a_template_for_tools(self) -> None:
+        renderer = make({"default": self.WITHOUT, "tool_use": TEMPLATES["hermes"]})  # type: ignore[arg-type]
+        renderer.require_tools()
+        assert read(renderer, renderer.encode_messages([ASKED], [ADD])).startswith('{"type"')
+        assert read(renderer, renderer.encode_messages([ASKED])).startswith("<|im_start|>user")
 
     def test_nobody_asks_for_them_without_tools(self) -> None:
         assert make(CHATML).encode_messages([ASKED])
