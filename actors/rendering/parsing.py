@@ -146,6 +146,7 @@ class MessageParser:
     ) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
+        self._choice = choice
         self._named = None if choice == "auto" else _load(choice)
         self._end_ids = frozenset(tokenizer.all_special_ids)
         # A completion is decoded as a message and for its reward, and siblings may be alike.
@@ -178,11 +179,22 @@ class MessageParser:
         Raises:
             ConfigError: `parse` would find no tool calls.
         """
-        if self._template is None or "tool_calls" not in self._template.fields:
-            raise ConfigError(
-                "data.tool_parser: was auto, and none reads a call as the chat template writes it; "
-                f"name one of {', '.join(CONVENTIONS)}, or PATH.json"
-            )
+        if self._fault:
+            hint = f"one of {', '.join(CONVENTIONS)}, or PATH.json"
+            raise ConfigError(f"data.tool_parser: was {self._choice}, {self._fault}; name {hint}")
+
+    @cached_property
+    def _fault(self) -> str:
+        """Why no tool calls would be found; "" where they are."""
+        has_calls = self._chat is not None and self._chat.rendered_calls is not None
+        if self._template is None:
+            unread = "and none reads a call as the chat template writes it"
+            return unread if has_calls else "and the chat template writes no calls"
+        if "tool_calls" not in self._template.fields:
+            return "which reads no tool calls"
+        if self._choice in CONVENTIONS and has_calls and not self._survives(self._template):
+            return "which does not read a call as the chat template writes it"
+        return ""
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> Message:
         """The assistant's message; see `Renderer.parse`. What the chat template puts in front of a

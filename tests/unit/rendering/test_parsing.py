@@ -213,16 +213,22 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"is no response template.*unknown keys"):
             make(CHATML, str(tmp_path / "x.json"))
 
-    def test_a_template_that_renders_no_calls(self) -> None:
-        make(HERMES).require_tools()
-        with pytest.raises(ConfigError, match=r"data.tool_parser: was auto, and none reads a call"):
-            make(CHATML).require_tools()
-        make(CHATML, "hermes").require_tools()
+    @pytest.mark.parametrize(
+        ("family", "tool_parser", "sentence"),
+        [
+            ("", "auto", "was auto, and the chat template writes no calls"),
+            ("unknown", "auto", "was auto, and none reads a call as the chat template writes it"),
+            ("glm", "hermes", "was hermes, which does not read a call as the chat template writes"),
+        ],
+    )
+    def test_calls_that_would_not_be_read(
+        self, family: str, tool_parser: str, sentence: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=f"^data.tool_parser: {sentence}.*hermes.*PATH.json"):
+            make(template(family), tool_parser).require_tools()
 
-    def test_a_call_that_no_convention_reads(self) -> None:
-        own = make(template("unknown"))
-        with pytest.raises(ConfigError, match=r"data.tool_parser: was auto, and none reads a call"):
-            own.require_tools()
+    def test_a_named_one_where_the_template_writes_no_calls(self) -> None:
+        make(CHATML, "hermes").require_tools()
 
 
 class TestRoundTrip:
