@@ -47,7 +47,7 @@ PROBED_TOOL: ToolSchema = {
         },
     },
 }
-_ARGUMENTS = ({"text": f'a "{_PROBE}" b', "limit": 3}, {"text": "c"})
+_ARGUMENTS = ({"text": f'a "{_PROBE}" b', "limit": 3}, {"text": _MARK})
 _REFUSED = "data.chat_template: it"
 
 
@@ -181,8 +181,8 @@ class ChatTemplate:
                 whole = self.render([_ASKED, made], [PROBED_TOOL], is_open=False)
             except ConfigError:
                 continue
-            if _PROBE not in whole:
-                return None
+            if _PROBE not in whole or (number == 2 and _MARK not in whole):
+                continue
             opening = opened[: num_shared(opened, whole)]
             if opening != opened:
                 # Both may go on with a tag of their own.

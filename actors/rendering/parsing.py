@@ -10,6 +10,7 @@
     deepseek       <|tool_call_begin|>NAME<|tool_sep|>{...}: DeepSeek-V3 to V3.1
     kimi_k2        <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}: Kimi-K2
     gemma4         <|tool_call>call:NAME{...}<tool_call|>: Gemma 4
+    gpt_oss        to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>: gpt-oss
 
 Each is a response template of `transformers.utils.chat_parsing`. A tokenizer that brings its own
 is parsed by that. A new convention is a template and a line in `CONVENTIONS`.
@@ -59,6 +60,21 @@ def _named(open_pattern: str, **region: Any) -> Mapping[str, Any]:
     transform = {"name": "{name}", "arguments": "{content}"}
     calls = {"open_pattern": open_pattern, **region}
     return _template({**calls, "transform": {"type": "function", "function": transform}})
+
+
+def _harmony(open_pattern: str, **region: Any) -> Mapping[str, Any]:
+    """Calls as `_named`, where thoughts and answers have channels, too."""
+    calls = _named(open_pattern, **region)
+    thoughts = {**_THINKING, "open": "<|channel|>analysis<|message|>", "close": "<|end|>"}
+    answers = {
+        "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+        "close": ["<|return|>", "<|end|>"],
+        **_REST,
+    }
+    return {
+        **calls,
+        "fields": {**calls["fields"], "reasoning_content": thoughts, "content": answers},
+    }
 
 
 def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str, Any]:
@@ -130,6 +146,10 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         r"<\|tool_call>call:(?P<name>[^{]+)(?=\{)",
         close="<tool_call|>",
         content_args={"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+    ),
+    "gpt_oss": _harmony(
+        r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[\w.-]+)[^{]*<\|message\|>",
+        close=["<|call|>", "<|end|>"],
     ),
 }
 
