@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 
 from actors.engines import make_engine
-from actors.environments import make_environment
+from actors.environments import make_environment, require_rendering
 from actors.environments.stream import open_stream
 from actors.episodes.runner import make_runner
 from actors.gateway.start import serving_agents
 from actors.generator import Generator
 from actors.rendering.renderer import ChatRenderer
-from actors.tools.environment import TOOLS
 from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
@@ -76,10 +75,7 @@ async def _generate(
         stream = open_stream(config, renderer)
         for entry in config.entries:
             make_environment(entry)
-        if any(entry.environment != "single_turn" for entry in config.entries):
-            renderer.require_replies()
-        if any(entry.environment == TOOLS for entry in config.entries):
-            renderer.require_tool_calls()
+        require_rendering(config.entries, renderer)
         seed = zlib.crc32(generator_id.encode()) ^ config.run.seed
         engine = make_engine(config, seed=seed, is_shared=True)
     buffer = connect(config)

@@ -6,7 +6,7 @@ rest of the name is its first argument. A user's own is a class in a file, named
 Either is made anew for each episode, with the entry's arguments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from streamrl.user_code import is_user_code
 
 if TYPE_CHECKING:
     from actors.gateway.agent import Agent
+    from actors.rendering.renderer import ChatRenderer
 
 Make = Callable[..., "Environment | Agent"]
 
@@ -110,6 +111,18 @@ def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> 
     make = partial(make, toolset) if kind == TOOLS else make
     check_arguments(entry, make)
     return partial(_made, entry, make)
+
+
+def require_rendering(entries: Sequence[EnvironmentEntry], renderer: "ChatRenderer") -> None:
+    """
+    Raises:
+        ConfigError: the chat template loses what an environment tells the policy, or the calls of
+            tools that it makes cannot be read.
+    """
+    if any(entry.environment != "single_turn" for entry in entries):
+        renderer.require_replies()
+    if any(entry.environment == TOOLS for entry in entries):
+        renderer.require_tools()
 
 
 def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:

@@ -48,6 +48,7 @@ class Conversations:
 
     def context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[int, ...]:
         """The token ids that the policy reads for these messages before it answers."""
+        messages = _with_names(messages)
         known = self._longest_beginning(messages, tools)
         if known is None:
             return self._renderer.encode_messages(messages, tools)
@@ -84,6 +85,18 @@ class Conversations:
             and asked[: len(known.messages)] == known.messages
         ]
         return max(reversed(fitting), key=lambda known: len(known.messages), default=None)
+
+
+def _with_names(messages: Sequence[Message]) -> Sequence[Message]:
+    """Each result of a tool with the tool's name, which some chat templates write."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    names = {call.get("id"): call["function"].get("name") for call in calls}
+    return [
+        {"name": names[message["tool_call_id"]], **message}
+        if message.get("role") == "tool" and message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
 
 
 def _comparable(message: Message) -> str:
@@ -262,13 +275,14 @@ class Session:
         return Reply(message, completion, len(context), uuid.uuid4().hex)
 
     def _parsed(self, token_ids: tuple[int, ...], tools: Sequence[ToolSchema]) -> Message:
-        """The policy's message, whose calls have ids."""
+        """The policy's message, whose calls have ids: nine letters and digits, as Mistral's chat
+        templates want them."""
         message = dict(self.renderer.parse(token_ids, tools))
         self.num_invalid_turns += message.pop("parse_error", None) is not None
         calls = message.get("tool_calls") or ()
         if not calls:
             return message
-        named = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
+        named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
         return normalized({**message, "tool_calls": named})
 
     async def _sampled(

@@ -1,17 +1,25 @@
 """What a completion says: its content, its reasoning and its tool calls, by transformers' parser.
 
     hermes         <tool_call>{"name": ..., "arguments": {...}}</tool_call>: Qwen2 to Qwen3, Hermes
-    qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE...: Qwen3-Coder, Qwen3.5
+    qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE...: Qwen3-Coder, Qwen3.5, Seed-OSS
+    glm            <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE...: GLM-4.5 and later
+    minimax_m2     <invoke name="NAME"><parameter name="KEY">VALUE...: MiniMax-M2
     llama3         {"name": ..., "parameters": {...}} as the whole answer: Llama 3.1 to 3.3
-    mistral        [TOOL_CALLS][{"name": ..., "arguments": {...}}]
+    mistral        [TOOL_CALLS][{"name": ..., "arguments": {...}}]: Mistral to v7, Nemotron Nano 2
+    mistral_v11    [TOOL_CALLS]NAME[ARGS]{...}: Mistral from v11 on
+    deepseek       <|tool_call_begin|>NAME<|tool_sep|>{...}: DeepSeek-V3 to V3.1
+    kimi_k2        <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}: Kimi-K2
+    gemma4         <|tool_call>call:NAME{...}<tool_call|>: Gemma 4
+    gpt_oss        to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>: gpt-oss
 
 Each is a response template of `transformers.utils.chat_parsing`. A tokenizer that brings its own
 is parsed by that. A new convention is a template and a line in `CONVENTIONS`.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +30,16 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
+from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, opened_thinking
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Message, ToolSchema
 
-_THINKING = {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"}
+_THINKING = {
+    "open": ["<think>", "<|channel>thought\n"],
+    "close": ["</think>", "<channel|>"],
+    "repeats": True,
+    "join": "\n",
+}
 _REST = {"repeats": True, "join": "", "content_args": {"strip": False}}
 
 
@@ -41,6 +55,34 @@ def _template(calls: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _named(open_pattern: str, **region: Any) -> Mapping[str, Any]:
+    """Calls whose name stands in front of their arguments."""
+    transform = {"name": "{name}", "arguments": "{content}"}
+    calls = {"open_pattern": open_pattern, **region}
+    return _template({**calls, "transform": {"type": "function", "function": transform}})
+
+
+def _harmony(open_pattern: str, **region: Any) -> Mapping[str, Any]:
+    """Calls as `_named`, where thoughts and answers have channels, too."""
+    calls = _named(open_pattern, **region)
+    thoughts = {**_THINKING, "open": "<|channel|>analysis<|message|>", "close": "<|end|>"}
+    answers = {
+        "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+        "close": ["<|return|>", "<|end|>"],
+        **_REST,
+    }
+    return {
+        **calls,
+        "fields": {**calls["fields"], "reasoning_content": thoughts, "content": answers},
+    }
+
+
+def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str, Any]:
+    """Calls with a tag for each argument, which the pattern reads as `key` and `value`."""
+    read = {"content": "xml-inline", "content_args": {"tag_pattern": argument}}
+    return _named(open_pattern, close_pattern=close_pattern, **read)
+
+
 CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     "hermes": _template(
         {
@@ -49,23 +91,25 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
             "transform": {"type": "function", "function": "{content}"},
         }
     ),
-    "qwen3_coder": _template(
-        {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-            },
-            "transform": {
-                "type": "function",
-                "function": {"name": "{name}", "arguments": "{content}"},
-            },
-        }
+    "qwen3_coder": _tagged(
+        r"<(?:seed:)?tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        r"</function>\s*</(?:seed:)?tool_call>",
+        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+    ),
+    "glm": _tagged(
+        r"<tool_call>\s*(?P<name>[^<{\s]+)",
+        r"(?:</arg_value>|\G)\s*</tool_call>",
+        r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>|\Z)",
+    ),
+    "minimax_m2": _tagged(
+        r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"]+)\">",
+        r"</invoke>(?:\s*</minimax:tool_call>)?",
+        r"<parameter name=\"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
     ),
     "llama3": _template(
         {
-            "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"name\")",
+            "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?"
+            r"(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\")",
             "transform": {
                 "type": "function",
                 "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
@@ -74,7 +118,8 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     ),
     "mistral": _template(
         {
-            "open": "[TOOL_CALLS]",
+            "open": ["[TOOL_CALLS]", "<TOOLCALL>", "<tool_calls>", "<|tool_call|>"],
+            "close": ["</TOOLCALL>", "</tool_calls>"],
             "repeats": False,
             "transform": {
                 "type": "function",
@@ -82,6 +127,29 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
             },
             "transform_each": True,
         }
+    ),
+    "mistral_v11": _named(
+        r"\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+        close_pattern=r"(?=\[TOOL_CALLS\])",
+    ),
+    "deepseek": _named(
+        r"<.tool▁call▁begin.>(?:function<.tool▁sep.>)?(?P<name>[^<\n]+)"
+        r"(?:<.tool▁sep.>|\n```json\n)",
+        close_pattern=r"(?:\n```)?<.tool▁call▁end.>",
+    ),
+    "kimi_k2": _named(
+        r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^<:]+)(?::\d+)?\s*"
+        r"<\|tool_call_argument_begin\|>",
+        close="<|tool_call_end|>",
+    ),
+    "gemma4": _named(
+        r"<\|tool_call>call:(?P<name>[^{]+)(?=\{)",
+        close="<tool_call|>",
+        content_args={"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+    ),
+    "gpt_oss": _harmony(
+        r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[\w.-]+)[^{]*<\|message\|>",
+        close=["<|call|>", "<|end|>"],
     ),
 }
 
@@ -94,46 +162,76 @@ class MessageParser:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, choice: str
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None, choice: str
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = _choose(tokenizer, chat_template or "", choice)
+        self._chat = chat
+        self._choice = choice
+        self._named = None if choice == "auto" else _load(choice)
         self._end_ids = frozenset(tokenizer.all_special_ids)
         # A completion is decoded as a message and for its reward, and siblings may be alike.
         self.decode = lru_cache(maxsize=256)(self._decoded)
 
-    @property
-    def knows_tool_calls(self) -> bool:
-        return self._template is not None and "tool_calls" in self._template.fields
+    @cached_property
+    def _template(self) -> ResponseTemplate | None:
+        """The named one, the tokenizer's own, or the first that reads the calls which the chat
+        template renders."""
+        if self._named is not None:
+            return self._named
+        if (own := getattr(self._tokenizer, "response_template", None)) is not None:
+            return load_response_template(dict(own))
+        known = map(load_response_template, map(dict, CONVENTIONS.values()))
+        return next(filter(self._survives, known), None)
 
-    def parse(
-        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], generation_prompt: str
-    ) -> Message:
-        """The assistant's message; see `Renderer.parse`.
+    def _survives(self, template: ResponseTemplate) -> bool:
+        """Whether calls are read as they were before the chat template rendered them."""
+        if self._chat is None or (rendered := self._chat.rendered_calls) is None:
+            return False
+        ends = (self._chat.end_of_turn.strip(), *self._tokenizer.all_special_tokens)
+        end = "|".join(re.escape(end) for end in ends if end)
+        completion = re.sub(rf"(?:\s|{end})+\Z", "", rendered.completion)
+        read = _parsed(completion, template, opened_thinking(rendered.opening), [PROBED_TOOL])
+        calls = [call["function"] for call in rendered.calls]
+        return [call["function"] for call in read.get("tool_calls", ())] == calls
 
-        Args:
-            generation_prompt: what the chat template puts in front of a completion, of which an
-                opened `<think>` belongs to the message.
+    def require_tool_calls(self) -> None:
         """
+        Raises:
+            ConfigError: `parse` would find no tool calls.
+        """
+        if self._fault:
+            hint = f"one of {', '.join(CONVENTIONS)}, or PATH.json"
+            raise ConfigError(f"data.tool_parser: was {self._choice}, {self._fault}; name {hint}")
+
+    @cached_property
+    def _fault(self) -> str:
+        """Why no tool calls would be found; "" where they are."""
+        has_calls = self._chat is not None and self._chat.rendered_calls is not None
+        if self._template is None:
+            unread = "and none reads a call as the chat template writes it"
+            return unread if has_calls else "and the chat template writes no calls"
+        if "tool_calls" not in self._template.fields:
+            return "which reads no tool calls"
+        if self._choice in CONVENTIONS and has_calls and not self._survives(self._template):
+            return "which does not read a call as the chat template writes it"
+        return ""
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> Message:
+        """The assistant's message; see `Renderer.parse`. What the chat template puts in front of a
+        completion belongs to it from an opened `<think>` on.
+
+        Raises:
+            ConfigError: there are tools, and no call of theirs would be found.
+        """
+        if tools:
+            self.require_tool_calls()
         text = self.decode(self.without_end(token_ids))
         if self._template is None:
             return {"role": "assistant", "content": text}
-        _, opened, behind = generation_prompt.rpartition("<think>")
-        try:
-            parsed = parse_response(
-                text,
-                self._template,
-                prefix=generation_prompt if self._is_own else opened + behind * bool(opened),
-                tools=[dict(tool) for tool in tools],
-            )
-        except (ValueError, KeyError, RecursionError) as error:
-            return {"role": "assistant", "content": text, "parse_error": _first_line(error)}
-        return _message(parsed, text)
-
-    @property
-    def _is_own(self) -> bool:
-        """Whether the template is the tokenizer's, which finds the message in the prompt itself."""
-        return self._template is not None and self._template.start_anchor_re.pattern != r"\A"
+        opening = "" if self._chat is None else self._chat.generation_prompt
+        # A tokenizer's own template finds the message in the prompt itself.
+        is_own = self._template.start_anchor_re.pattern != r"\A"
+        return _parsed(text, self._template, opening if is_own else opened_thinking(opening), tools)
 
     def without_end(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Without the special tokens at the end; others may be a call's."""
@@ -145,6 +243,38 @@ class MessageParser:
     def _decoded(self, token_ids: tuple[int, ...]) -> str:
         """With special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+def _parsed(
+    text: str, template: ResponseTemplate, prefix: str, tools: Sequence[ToolSchema]
+) -> Message:
+    calls = template.fields.get("tool_calls")
+    try:
+        parsed = parse_response(
+            _without_tags(text, calls.open_re) if calls and calls.content == "json" else text,
+            template,
+            prefix=prefix,
+            tools=[dict(tool) for tool in tools],
+        )
+    except (ValueError, KeyError, RecursionError) as error:
+        return {"role": "assistant", "content": text, "parse_error": _first_line(error)}
+    return _message(parsed, text)
+
+
+def _without_tags(text: str, opening: re.Pattern[str]) -> str:
+    """With every < in the JSON of calls escaped, so that none of its strings ends a call."""
+    parts, place = [], 0
+    while found := opening.search(text, place):
+        begin = len(text) - len(text[found.end() :].lstrip())
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            end = begin
+        parts += [text[place:begin], text[begin:end].replace("<", r"\u003c")]
+        if end == place:
+            break
+        place = end
+    return "".join([*parts, text[place:]])
 
 
 def _message(parsed: Mapping[str, Any], text: str) -> Message:
@@ -174,33 +304,14 @@ def _error_of(call: Any) -> str:
     return ""
 
 
-def _choose(
-    tokenizer: PreTrainedTokenizerBase, chat_template: str, choice: str
-) -> ResponseTemplate | None:
-    if choice == "auto":
-        own = getattr(tokenizer, "response_template", None)
-        name = _recognized(chat_template)
-        template = own if own is not None else CONVENTIONS.get(name or "")
-        return None if template is None else load_response_template(dict(template))
-    if choice.endswith(".json"):
-        return _load(Path(choice))
-    if choice not in CONVENTIONS:
+def _load(choice: str) -> ResponseTemplate:
+    """By its name, or from its file."""
+    if not choice.endswith(".json"):
+        if choice in CONVENTIONS:
+            return load_response_template(dict(CONVENTIONS[choice]))
         hint = did_you_mean(choice, ("auto", *CONVENTIONS))
         raise ConfigError(f"data.tool_parser: was {choice!r}; PATH.json or {hint}")
-    return load_response_template(dict(CONVENTIONS[choice]))
-
-
-def _recognized(chat_template: str) -> str | None:
-    """The convention whose marks a chat template has."""
-    if "<tool_call>" in chat_template:
-        return "qwen3_coder" if "<function=" in chat_template else "hermes"
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral"
-    is_llama = "<|start_header_id|>" in chat_template and '"parameters"' in chat_template
-    return "llama3" if is_llama else None
-
-
-def _load(path: Path) -> ResponseTemplate:
+    path = Path(choice)
     try:
         return load_response_template(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -1,74 +1,25 @@
 """Prompts to token ids and completions to text: chat template, length, truncation.
 
 Invariant: the ids that the engine gets are the ids that are recorded; nothing is tokenized twice.
-
-A reply is what a chat template puts between a completion and the next one. The template renders a
-short conversation, whose assistant turn is a mark, with the new messages behind it. What follows
-the mark is the reply: the end of the assistant's turn, the messages, and the opening of the next
-turn. The completion is not part of it, so it is never tokenized again.
-
-The reply does not depend on what was said before. A template that renders a message
-differently once others follow it (Qwen3 leaves out earlier thinking) renders a conversation
-otherwise than it was sampled; a reply follows the tokens as they were sampled.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, num_shared
 from actors.rendering.messages import is_prefill
-from actors.rendering.parsing import CONVENTIONS, MessageParser
+from actors.rendering.parsing import MessageParser
 from actors.rendering.vision import PromptVision, load_media
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Message, Prompt, ToolSchema
 from streamrl.types import Media
-from streamrl.vision.parts import as_template_reads, media_of
-
-_MARK = "streamrlcompletion"
-_PROBE = "streamrlanswer"
-_ASKED: Message = {"role": "user", "content": "question"}
-_ANSWERED: Message = {"role": "assistant", "content": _MARK}
-
-
-Render = Callable[[Sequence[Message], bool], str]
-"""Messages, and whether the opening of the next turn follows, to text."""
-
-
-def reply_text(render: Render, messages: Sequence[Message]) -> str:
-    """What follows a completion that has not ended its turn.
-
-    Raises:
-        ConfigError: the template does not render the content of an assistant.
-    """
-    _, mark, reply = render([_ASKED, _ANSWERED, *messages], True).partition(_MARK)
-    if not mark:
-        raise ConfigError(
-            "data.chat_template: it does not render an assistant's content, so an environment "
-            "cannot answer with messages; name a template that does"
-        )
-    return reply
-
-
-def end_of_turn_text(render: Render) -> str:
-    """What the template puts behind an assistant's content."""
-    return render([_ASKED, _ANSWERED], False).partition(_MARK)[2]
-
-
-def require_replies(render: Render) -> None:
-    """
-    Raises:
-        ConfigError: a user's message behind a completion is not rendered.
-    """
-    if _PROBE not in reply_text(render, [{"role": "user", "content": _PROBE}]):
-        raise ConfigError(
-            "data.chat_template: it does not render a user's message behind an assistant's, so an "
-            "environment cannot answer with messages; name a template that does"
-        )
+from streamrl.vision.parts import media_of
 
 
 class PromptTooLongError(Exception):
@@ -167,7 +118,18 @@ class ChatRenderer:
             ConfigError: there is no template, or it cannot render them.
         """
         place = "a conversation"
-        return self._encoded(self._text(messages, tools, place), messages, place)
+        match self._data.tool_schemas if tools else "omit":
+            case "template" if not self._required(messages, place).describes_tools:
+                raise ConfigError(
+                    "data.chat_template: it leaves out the tools, so the policy would not know "
+                    "them; name one that describes them, or set data.tool_schemas: "
+                    "system_message, or omit where it learns of them otherwise"
+                )
+            case "system_message":
+                messages = _described(messages, tools)
+        template = self._required(messages, place)
+        text = template.render(messages, self._for_template(tools), place)
+        return self._encoded(text, messages, place)
 
     def encode_reply(
         self,
@@ -177,22 +139,25 @@ class ChatRenderer:
     ) -> tuple[int, ...]:
         """Token ids between the end of a completion and the place where the next one begins.
 
-        A completion that ended with the template's end-of-turn token, or with the one that opens
-        the reply, is followed by what the template puts behind it; any other one is ended first.
+        A completion that ended with a token which ends a turn in the template, or with the one that
+        opens the reply, is followed by what the template puts behind it; any other one is ended
+        first.
 
         Raises:
             ConfigError: there is no template, or it cannot render them.
         """
-
-        def render(conversation: Sequence[Message], is_open: bool) -> str:
-            return self._text(conversation, tools, "a reply", is_open=is_open)
-
-        ids = self._encoded(reply_text(render, messages), messages, "a reply")
-        ends = {self._end_of_turn, *ids[:1]} & self._special_ids
-        for last in completion_token_ids[-1:]:
-            if last in ends and last in ids:
+        template = self._required(messages, "a reply")
+        reply = template.reply(messages, self._for_template(tools))
+        ids = self._encoded(reply.text, messages, "a reply")
+        num_ending = num_shared(ids, self.encode_text(reply.ending))
+        ends = self._special_ids.intersection(ids[: num_ending + 1])
+        for last in completion_token_ids[:-3:-1]:
+            if last in ends:
                 return ids[ids.index(last) + 1 :]
-        return ids
+        if not reply.is_behind_call:
+            return ids
+        ending = [i for i in range(num_ending) if ids[i] in self._special_ids]
+        return ids[ending[-1] if ending else num_ending :]
 
     def require_replies(self) -> None:
         """
@@ -200,57 +165,34 @@ class ChatRenderer:
             ConfigError: there is a template, and it cannot render a reply to a completion.
         """
         if self._template is not None:
-            require_replies(self._render)
+            self._template.require_replies()
+
+    def require_tools(self) -> None:
+        """
+        Raises:
+            ConfigError: the chat template loses tools or their results, or `parse` finds no calls.
+        """
+        self.encode_messages([{"role": "user", "content": "?"}], [PROBED_TOOL])
+        self._required([{"role": "tool"}], "a tool's result")
+        self._parser.require_tool_calls()
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
         """The conversation that the prompt opens."""
         return tuple(self._messages(prompt.content))
 
     @cached_property
-    def _end_of_turn(self) -> int | None:
-        """The special token with which the template ends an assistant's turn, if it has one."""
-        ids = self.encode_text(end_of_turn_text(self._render))
-        return next((token for token in ids if token in self._special_ids), None)
-
-    @cached_property
     def _special_ids(self) -> frozenset[int]:
         added = self._tokenizer.added_tokens_decoder
         return frozenset((*self._tokenizer.all_special_ids, *added))
 
-    def _render(self, messages: Sequence[Message], is_open: bool) -> str:
-        return self._text(messages, (), "a conversation", is_open=is_open)
-
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
         """What a completion says, as a message of the assistant; see `Renderer.parse`."""
-        return self._parser.parse(token_ids, tools, self._generation_prompt)
-
-    def require_tool_calls(self) -> None:
-        """
-        Raises:
-            ConfigError: `parse` would find no tool calls.
-        """
-        if not self._parser.knows_tool_calls:
-            raise ConfigError(
-                "data.tool_parser: the chat template has no convention of tool calls that is "
-                f"known; name one of {', '.join(CONVENTIONS)}, or PATH.json"
-            )
-
-    @cached_property
-    def _generation_prompt(self) -> str:
-        """What the template puts in front of a completion."""
-        if self._template is None:
-            return ""
-        opening = [{"role": "user", "content": "?"}]
-        try:
-            return self._render(opening, True).removeprefix(self._render(opening, False))
-        except ConfigError:
-            return ""
+        return self._parser.parse(token_ids, tools)
 
     @property
     def prefill(self) -> str:
         """See `Renderer.prefill`."""
-        _, opened, behind = self._generation_prompt.rpartition("<think>")
-        return opened + behind if opened else ""
+        return "" if self._template is None else self._template.prefill
 
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
         """The images and videos of a conversation, in order.
@@ -270,7 +212,7 @@ class ChatRenderer:
             return self._token_ids(f"{self._data.system_prompt or ''}{content}")
         messages, place = self._messages(content), _place(prompt)
         is_begun = bool(messages) and is_prefill(messages[-1])
-        text = self._text(messages, (), place, is_begun=is_begun)
+        text = self._required(messages, place).render(messages, (), place, is_begun=is_begun)
         return self._encoded(text, messages, place)
 
     def _token_ids(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -287,37 +229,23 @@ class ChatRenderer:
             ) from error
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def _text(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        place: str,
-        *,
-        is_open: bool = True,
-        is_begun: bool = False,
-    ) -> str:
-        """The conversation as the template renders it, with the opening of the next turn.
+    def _for_template(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+        """Those that the template describes."""
+        return tools if self._data.tool_schemas == "template" else ()
 
-        Args:
-            is_begun: its last message is the beginning of that turn.
+    def _required(self, messages: Sequence[Message], place: str) -> ChatTemplate:
+        """
+        Raises:
+            ConfigError: there is no template, or it loses one of these messages.
         """
         if self._template is None:
             raise ConfigError(
                 f"data.chat_template: {place} is a list of messages, but the "
                 "tokenizer has no chat template; name a Jinja file"
             )
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                as_template_reads(messages),
-                tools=[dict(tool) for tool in tools] or None,
-                chat_template=self._template,
-                add_generation_prompt=is_open and not is_begun,
-                continue_final_message=is_begun,
-                tokenize=False,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
-        return str(rendered)
+        if any(message.get("role") == "tool" for message in messages):
+            self._template.require_tool_results()
+        return self._template
 
     def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:
         """Token ids of a rendered conversation as the model reads them, its images included."""
@@ -340,15 +268,24 @@ def _place(prompt: Prompt) -> str:
     return prompt.origin or "a prompt"
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> str | None:
+def _described(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
+    """With the tools in the system message."""
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = f"You may call these tools:\n<tools>\n{schemas}\n</tools>"
+    first, rest = messages[:1], messages[1:]
+    if not first or first[0].get("role") != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first[0], "content": f"{first[0]['content']}\n\n{text}"}, *rest]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> ChatTemplate | None:
     match data.chat_template:
         case "none":
             return None
         case "native":
-            template: str | None = tokenizer.chat_template
-            return template
+            return ChatTemplate(tokenizer) if tokenizer.chat_template else None
         case Path() as path:
             try:
-                return path.read_text(encoding="utf-8")
+                return ChatTemplate(tokenizer, path.read_text(encoding="utf-8"))
             except OSError as error:
                 raise ConfigError(f"data.chat_template: {path}: {error.strerror}") from error

@@ -174,9 +174,13 @@ class DataSettings(Section):
     """`native` uses the tokenizer's template, if it has one; `none` feeds the prompt as it stands;
     a path names a Jinja file."""
     tool_parser: str = "auto"
-    """How a completion writes its tool calls: hermes, qwen3_coder, llama3, mistral, or PATH.json, a
-    response template of transformers; `auto`: the tokenizer's own, or the one that the chat
-    template is written for."""
+    """How a completion writes its tool calls: hermes, qwen3_coder, glm, llama3, mistral,
+    mistral_v11, deepseek, kimi_k2, minimax_m2, gemma4, gpt_oss, or PATH.json, a response template
+    of transformers; `auto`: the tokenizer's own, or the one that reads what the chat template
+    renders of a call."""
+    tool_schemas: Literal["template", "system_message", "omit"] = "template"
+    """Where the policy reads which tools there are: where the chat template describes them, and a
+    run is refused whose template does not; in the system message, as JSON; or nowhere."""
     system_prompt: str | None = None
     """Put in front of prompts that are strings."""
     max_prompt_length: Positive = 1024

@@ -42,7 +42,8 @@ ALPHABET = "0123456789usa:xyz<>/(){}\"', \n"
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.parameters | tojson }}"
     "{% endfor %}{% for m in messages %}{{ m.role[0] + ':' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    """{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}","""
+    """ "arguments": {{ c.function.arguments | tojson }}}</tool_call>"""
     "{% endfor %}{{ m.reasoning_content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )

@@ -69,6 +69,7 @@ def test_a_run_goes_on_while_its_tools_attack_raise_and_hang(
         *_set(
             f"data.tool_parser={parser}",
             f"data.chat_template={template}",
+            "data.tool_schemas=omit",
             "generator.environment=tools",
             f"generator.tools={json.dumps(tools)}",
             "generator.episode.max_turns=1",

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from msgspec.structs import replace
 
-from actors.environments import make_environment
+from actors.environments import make_environment, require_rendering
 from actors.environments.stream import shares
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.media import text_of
@@ -87,7 +87,8 @@ def _key(prompt: Prompt) -> str:
 
 
 def check_tools(config: RunConfig) -> Iterator[Finding]:
-    """Starts no server."""
+    """Starts no server. Loads the tokenizer, where it is at hand, for environments that talk to the
+    policy by messages."""
     generator = config.generator
     given = [name for name in ("tools", "mcp_servers") if getattr(generator, name)]
     is_used = any(entry.environment == TOOLS for entry in config.entries)
@@ -100,6 +101,21 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
             f"generator.{given[0]}: nothing reads them; generator.environment: tools does"
         )
     yield from DATA.refusal(lambda: make_sources(generator))
+    yield from DATA.refusal(lambda: _require_rendering(config))
+
+
+def _require_rendering(config: RunConfig) -> None:
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    talks = any(entry.environment != "single_turn" for entry in config.entries)
+    if not talks or folder is None or not folder.has_tokenizer:
+        return
+    from actors.rendering.renderer import ChatRenderer
+
+    try:
+        renderer = ChatRenderer.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {folder.path} cannot be read: {error}") from error
+    require_rendering(config.entries, renderer)
 
 
 _GYM = "reasoning_gym:"

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import streamrl
 from actors.engines import make_engine
+from actors.environments import require_rendering
 from actors.environments.stream import open_stream
 from actors.episodes.rollout import unbuffered_lease
 from actors.episodes.runner import MixedRunner, make_runner
@@ -68,6 +69,7 @@ async def _sample(config: RunConfig) -> None:
         torch.set_num_threads(config.generator.num_threads)
     renderer = ChatRenderer.from_config(config)
     stream = open_stream(config, renderer)
+    require_rendering(config.entries, renderer)
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)

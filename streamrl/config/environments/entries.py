@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _OF_THE_RUN = (
     "chat_template",
     "tool_parser",
+    "tool_schemas",
     "system_prompt",
     "max_prompt_length",
     "truncation",

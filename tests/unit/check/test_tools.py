@@ -1,20 +1,23 @@
 """`streamrl check` of the tools: made, used, and kept apart where they must be."""
 
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.make_model import make_tokenizer
 from streamrl.cli.check.data import check_tools
 from streamrl.config import RunConfig
 from streamrl.findings import Severity
+from tests.unit.rendering.test_parsing import template
 
 
 def found(tmp_path: Path, **generator: Any) -> list[tuple[Severity, str]]:
     config = RunConfig.model_validate(
         {
             "run": {"name": "run", "folder": tmp_path, "evaluate": False},
-            "model": {"path": "model"},
+            "model": {"path": str(tmp_path / "model")},
             "data": {"source": "copy"},
             "generator": generator,
         }
@@ -40,3 +43,24 @@ def test_what_cannot_act_is_a_problem(
     severity, said = found(tmp_path, **generator)[0]
     assert severity is Severity.PROBLEM
     assert said.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("hermes", None),
+        (
+            "unknown",
+            "data.tool_parser: was auto, and none reads a call as the chat template writes",
+        ),
+    ],
+)
+def test_a_chat_template_whose_calls_nobody_reads(
+    tmp_path: Path, family: str, sentence: str | None
+) -> None:
+    tokenizer = make_tokenizer(string.printable)
+    tokenizer.chat_template = template(family)
+    tokenizer.save_pretrained(tmp_path / "model")
+    said = found(tmp_path, environment="tools", tools=["calculator"])
+    assert [severity for severity, _ in said] == [Severity.PROBLEM] * (sentence is not None)
+    assert all(text.startswith(str(sentence)) for _, text in said)

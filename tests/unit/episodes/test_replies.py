@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from actors.rendering.chat_template import ChatTemplate
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
@@ -123,7 +124,8 @@ def test_a_reply_opens_a_turn_as_a_prompt_does():
     """A template that opens an empty thinking for the policy does so behind a reply, too."""
     text = (TEMPLATES / "qwen3.jinja").read_text()
     renderer = renderer_of(TEMPLATES / "qwen3.jinja")
-    renderer._template = "{%- set enable_thinking = false %}" + text
+    closes = "{%- set enable_thinking = false %}" + text
+    renderer._template = ChatTemplate(byte_level_tokenizer(), closes)
     closed = renderer.encode_text("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert renderer.encode_messages([QUESTION])[-len(closed) :] == closed
     assert renderer.encode_reply(REPLIES["user"], ())[-len(closed) :] == closed
@@ -169,7 +171,7 @@ def test_a_policy_that_samples_the_next_role_itself_is_followed_by_its_content(t
         ),
         (
             "{% if messages | length > 1 %}{{ raise_exception('one question') }}{% endif %}",
-            "it cannot render a conversation: one question",
+            "it cannot render a reply: one question",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import hypothesis.strategies as st
 import pytest
@@ -61,6 +62,18 @@ async def test_tool_calls_come_back_in_the_clients_form():
     await policy.complete([QUESTION, back, result], TOOLS)
     assert segments(policy) == ["<add>u:q;>t|add(1);t:2;>2;"]
     assert [turn.num_tool_calls for turn in policy.record.segments[0].turns] == [1, 0]
+
+
+async def test_results_have_the_names_of_their_tools_and_ids_that_templates_take():
+    (policy, _), read = session("|add(1);", "done;"), []
+    first = await policy.complete([QUESTION], TOOLS)
+    (call,) = first.message["tool_calls"]
+    assert re.fullmatch("[a-z0-9]{9}", call["id"])
+    encode_reply = policy.renderer.encode_reply
+    policy.renderer.encode_reply = lambda *args: read.extend(args[0]) or encode_reply(*args)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    await policy.complete([QUESTION, first.message, result], TOOLS)
+    assert read == [{"name": "add", **result}]
 
 
 @pytest.mark.parametrize(

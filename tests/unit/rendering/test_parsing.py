@@ -12,26 +12,37 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from actors.make_model import make_tokenizer
+from actors.rendering.parsing import CONVENTIONS
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FOLDER = Path(__file__).parents[2] / "data" / "chat_templates"
+
+
+def template(family: str) -> str:
+    """ChatML in which tools are called as in this family; "": in which calls are left out."""
+    text = (FOLDER / "families.jinja").read_text(encoding="utf-8")
+    return f"{{%- set family = '{family}' -%}}{text}"
+
+
+CHATML = template("")
+TEMPLATES = {name: template(name) for name in CONVENTIONS}
+HERMES, CODER, LLAMA, MISTRAL = (
+    TEMPLATES[name] for name in ("hermes", "qwen3_coder", "llama3", "mistral")
 )
-HERMES = CHATML + "{# <tool_call> #}"
-THINKS = HERMES.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-CODER = HERMES + "{# <function= #}"
-LLAMA = CHATML + '{# <|start_header_id|> "parameters" #}'
-MISTRAL = CHATML + "{# [TOOL_CALLS] #}"
+THINKS = HERMES.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n")
 ADD = {
     "type": "function",
     "function": {
         "name": "add",
+        "description": "Adds.",
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
+
+
+ASKED = {"role": "user", "content": "1+2?"}
 
 
 def make(chat_template: str, tool_parser: str = "auto", **own: Any) -> ChatRenderer:
@@ -45,12 +56,14 @@ def make(chat_template: str, tool_parser: str = "auto", **own: Any) -> ChatRende
 
 @cache
 def renderers() -> list[ChatRenderer]:
-    return [make(template) for template in (HERMES, CODER, LLAMA, MISTRAL)]
+    return [make(template) for template in TEMPLATES.values()]
 
 
 def characters() -> PreTrainedTokenizerFast:
-    tokenizer = make_tokenizer(string.printable)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|python_tag|>"]})
+    tokenizer = make_tokenizer(string.printable + "▁")
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_end|>", "<|eot_id|>", "<|python_tag|>"]}
+    )
     return tokenizer
 
 
@@ -65,8 +78,8 @@ def call(name: str, **arguments: object) -> dict[str, Any]:
 class TestConventions:
     def test_text_alone_is_content(self) -> None:
         expected = {"role": "assistant", "content": "It is 4."}
-        for template in (HERMES, CODER, LLAMA, MISTRAL, CHATML):
-            assert parse(make(template), "It is 4.<|im_end|>") == expected
+        for name in TEMPLATES.keys() - {"gpt_oss"}:
+            assert parse(make(TEMPLATES[name]), "It is 4.<|im_end|>") == expected
 
     def test_hermes_calls_between_text(self) -> None:
         text = (
@@ -104,9 +117,24 @@ class TestConventions:
         message = parse(make(LLAMA), tag + '{"name": "add", "parameters": {"a": 1}}</s>')
         assert message == {"role": "assistant", "content": "", "tool_calls": [call("add", a=1)]}
 
+    def test_llama_with_a_type_in_front(self) -> None:
+        text = '{"type": "function", "name": "add", "parameters": {"a": 1}}<|eot_id|>'
+        assert parse(make(LLAMA), text)["tool_calls"] == [call("add", a=1)]
+
     def test_llama_json_within_text_is_text(self) -> None:
         text = 'See {"name": "add", "parameters": {}}'
         assert parse(make(LLAMA), text) == {"role": "assistant", "content": text}
+
+    def test_gpt_oss_has_channels(self) -> None:
+        text = (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+        )
+        message = parse(make(TEMPLATES["gpt_oss"]), text)
+        assert message["reasoning_content"] == "Hm."
+        assert message["tool_calls"] == [call("add", a=1)]
+        answer = parse(make(TEMPLATES["gpt_oss"]), "<|channel|>final<|message|>It is 4.<|return|>")
+        assert answer == {"role": "assistant", "content": "It is 4."}
 
     def test_mistral(self) -> None:
         calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]
@@ -196,7 +224,46 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"is no response template.*unknown keys"):
             make(CHATML, str(tmp_path / "x.json"))
 
-    def test_a_template_without_a_convention_knows_no_calls(self) -> None:
-        make(HERMES).require_tool_calls()
-        with pytest.raises(ConfigError, match=r"data.tool_parser: the chat template has no"):
-            make(CHATML).require_tool_calls()
+    @pytest.mark.parametrize(
+        ("family", "tool_parser", "sentence"),
+        [
+            ("", "auto", "was auto, and the chat template writes no calls"),
+            ("unknown", "auto", "was auto, and none reads a call as the chat template writes it"),
+            ("glm", "hermes", "was hermes, which does not read a call as the chat template writes"),
+        ],
+    )
+    def test_calls_that_would_not_be_read(
+        self, family: str, tool_parser: str, sentence: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=f"^data.tool_parser: {sentence}.*hermes.*PATH.json"):
+            make(template(family), tool_parser).require_tools()
+
+    def test_a_named_one_where_the_template_writes_no_calls(self) -> None:
+        make(CHATML, "hermes").require_tools()
+
+
+class TestRoundTrip:
+    """What the model's own template renders of calls is read as these calls."""
+
+    @pytest.mark.parametrize("name", CONVENTIONS)
+    def test_auto_takes_the_convention_that_reads_them(self, name: str) -> None:
+        named, chosen = make(TEMPLATES[name], name), make(TEMPLATES[name])
+        chosen.require_tools()
+        assert chosen._parser._template == named._parser._template
+
+    @pytest.mark.parametrize("name", CONVENTIONS)
+    @pytest.mark.parametrize(
+        "text", ["7", 'a "b" \\ c', "two\nlines", "</tool_call>", "<tool_call>x</tool_call>", "}"]
+    )
+    def test_calls_survive(self, name: str, text: str) -> None:
+        renderer = make(TEMPLATES[name])
+        calls = [call("add", a=3, b=text), call("add")][: 1 if name in ("llama3", "gpt_oss") else 2]
+        opening = renderer.encode_messages([ASKED], [ADD])
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        whole = renderer._template.render([ASKED, said], [ADD], is_open=False)
+        completion = renderer.encode_text(whole.removesuffix("\n"))[len(opening) :]
+        assert renderer.parse(completion, [ADD])["tool_calls"] == calls
+
+    def test_a_templates_thinking_is_no_part_of_a_call(self) -> None:
+        make(THINKS).require_tools()
+        make(THINKS.replace("<think>", "<think></think>")).require_tools()

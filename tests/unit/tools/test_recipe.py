@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.environments import make_environment
+from actors.environments import make_environment, require_rendering
 from actors.environments.stream import open_stream
 from actors.episodes.episode import EpisodeRun
 from actors.make_model import make_tokenizer
@@ -29,8 +29,7 @@ async def test_an_episode_is_the_call_the_result_and_the_answer(config: RunConfi
     assert config.model.recipe is not None
     tokenizer = make_tokenizer(config.model.recipe.alphabet)
     renderer = ChatRenderer(tokenizer, config.data)
-    renderer.require_replies()
-    renderer.require_tool_calls()
+    require_rendering(config.entries, renderer)
     prompt = open_stream(config, renderer)[0]
     product = str(prompt.content).rstrip("?")
     texts = [f"[{product}]</s>", f"{prompt.answer}</s>"]

@@ -1,0 +1,302 @@
+"""A chat template, and what it does with messages, found out by rendering short conversations.
+
+Templates leave things out without a word: the schemas of tools, a tool's result that stands behind
+no call, a content that is a string. Each is probed once, when it is first asked for; what is found
+decides how conversations are rendered and what is refused.
+
+A reply is what a template puts between a completion and the next one. It renders a short
+conversation whose assistant's turn is a mark, with the new messages behind it; what follows the
+mark is the reply. The completion is not part of it, so it is never tokenized again. Where a
+template renders a tool's result behind a call alone, the mark is the argument of one.
+
+The reply does not depend on what was said before. A template that renders a message differently
+once others follow it (Qwen3 leaves out earlier thinking) renders a conversation otherwise than it
+was sampled; a reply follows the tokens as they were sampled.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, takewhile
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Message, ToolSchema
+from streamrl.vision.parts import as_template_reads
+
+_MARK, _PROBE = "streamrlcompletion", "streamrlanswer"
+_ASKED: Message = {"role": "user", "content": "question"}
+_ANSWERED: Message = {"role": "assistant", "content": _MARK}
+_RESULT: Message = {"role": "tool", "name": "streamrltool", "content": _PROBE}
+PROBED_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "streamrltool",
+        "description": "Answers a question.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "The question."},
+                "limit": {"type": "integer", "description": "The longest answer."},
+            },
+            "required": ["text"],
+        },
+    },
+}
+_ARGUMENTS = ({"text": f'a "{_PROBE}" b', "limit": 3}, {"text": _MARK})
+_REFUSED = "data.chat_template: it"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What follows a completion that has not ended its turn."""
+
+    text: str
+    ending: str
+    """With what the text begins whatever follows: the end of the turn."""
+    is_behind_call: bool = False
+    """Whether the ending begins with that of a call, which the completion has written."""
+
+
+@dataclass(frozen=True)
+class RenderedCalls:
+    """A completion that calls tools, as the template renders it."""
+
+    calls: Sequence[Mapping[str, Any]]
+    opening: str
+    """What stands in front of the completion."""
+    completion: str
+
+
+class ChatTemplate:
+    """That of a tokenizer, which may have one more for prompts with tools; or another `source`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._source = source
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        place: str = "a conversation",
+        *,
+        is_open: bool = True,
+        is_begun: bool = False,
+    ) -> str:
+        """The conversation, with the opening of the next turn.
+
+        Args:
+            is_begun: its last message is the beginning of that turn.
+
+        Raises:
+            ConfigError: the template cannot render it; the sentence names `place`.
+        """
+        read = as_template_reads(messages)
+        try:
+            return self._rendered(
+                _in_parts(read) if self._wants_parts else read,
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=is_open and not is_begun,
+                continue_final_message=is_begun,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
+
+    def reply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Reply:
+        """
+        Raises:
+            ConfigError: the template cannot render them, or not an assistant's content.
+        """
+        messages = _with_ids(messages)
+        has_results = any(message.get("role") == "tool" for message in messages)
+        is_behind_call = has_results and self._place_of_results == "behind calls"
+        return self._reply(messages, tools, is_behind_call=is_behind_call)
+
+    def require_replies(self) -> None:
+        """
+        Raises:
+            ConfigError: a user's message behind a completion is not rendered.
+        """
+        if _PROBE not in self.reply([{"role": "user", "content": _PROBE}]).text:
+            raise ConfigError(
+                f"{_REFUSED} does not render a user's message behind an assistant's, so an "
+                "environment cannot answer with messages; name a template that does"
+            )
+
+    def require_tool_results(self) -> None:
+        """
+        Raises:
+            ConfigError: a tool's result is rendered neither behind a call nor without one.
+        """
+        if self._place_of_results == "nowhere":
+            raise ConfigError(
+                f"{_REFUSED} does not render messages of the role tool, so the policy would not "
+                "read what its tools answer; name a template that does"
+            )
+
+    @cached_property
+    def describes_tools(self) -> bool:
+        """Whether the policy reads the name of a tool that it may call."""
+        try:
+            return "streamrltool" in self.render([_ASKED], [PROBED_TOOL])
+        except ConfigError:
+            return False
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What stands in front of a completion; "" where it cannot be told."""
+        try:
+            return self.render([_ASKED]).removeprefix(self.render([_ASKED], is_open=False))
+        except ConfigError:
+            return ""
+
+    @property
+    def prefill(self) -> str:
+        """See `Renderer.prefill`."""
+        return opened_thinking(self.generation_prompt)
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """What stands behind an assistant's content; "" where it cannot be told."""
+        try:
+            return self._behind_mark([_ASKED, _ANSWERED], [PROBED_TOOL], is_open=False)
+        except ConfigError:
+            return ""
+
+    @cached_property
+    def rendered_calls(self) -> RenderedCalls | None:
+        """Two calls of the probed tool, or one where the template renders no more; None where it
+        renders none."""
+        for number in (2, 1):
+            calls = [_call(f"call{i:05}", "streamrltool", _ARGUMENTS[i]) for i in range(number)]
+            made = {"role": "assistant", "content": "", "tool_calls": calls}
+            try:
+                asked = self.render([_ASKED], [PROBED_TOOL], is_open=False)
+                opened = self.render([_ASKED], [PROBED_TOOL])
+                whole = self.render([_ASKED, made], [PROBED_TOOL], is_open=False)
+            except ConfigError:
+                continue
+            if _PROBE not in whole or (number == 2 and _MARK not in whole):
+                continue
+            opening = opened[: num_shared(opened, whole)]
+            if opening != opened:
+                # Both may go on with a tag of their own.
+                opening = re.sub(r"<[^<>]*\Z", "", opening)
+            return RenderedCalls(calls, opening.removeprefix(asked), whole.removeprefix(opening))
+        return None
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it leaves out a content that is a string, and not one that is a list of parts."""
+        return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    def _shows(self, content: Any) -> bool:
+        try:
+            return _PROBE in self._rendered([{"role": "user", "content": content}])
+        except (TemplateError, TypeError, ValueError):
+            return False
+
+    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self._source,
+                tokenize=False,
+                **options,
+            )
+        )
+
+    @cached_property
+    def _place_of_results(self) -> Literal["behind contents", "behind calls", "nowhere"]:
+        """Where it renders the result of a tool."""
+        for is_behind_call in (False, True):
+            try:
+                reply = self._reply(
+                    _with_ids([_RESULT]), [PROBED_TOOL], is_behind_call=is_behind_call
+                )
+            except ConfigError:
+                continue
+            if _PROBE in reply.text:
+                return "behind calls" if is_behind_call else "behind contents"
+        return "nowhere"
+
+    def _reply(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, is_behind_call: bool
+    ) -> Reply:
+        turn = _calling(messages) if is_behind_call else _ANSWERED
+        text = self._behind_mark([_ASKED, turn, *messages], tools)
+        alone = self._behind_mark([_ASKED, turn], tools, is_open=False)
+        return Reply(text, text[: num_shared(text, alone)], is_behind_call)
+
+    def _behind_mark(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        is_open: bool = True,
+    ) -> str:
+        text = self.render(messages, tools, "a reply", is_open=is_open)
+        _, mark, behind = text.rpartition(_MARK)
+        if not mark:
+            raise ConfigError(
+                f"{_REFUSED} does not render an assistant's content, so an environment cannot "
+                "answer with messages; name a template that does"
+            )
+        return behind
+
+
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """With how many equal elements both begin."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def opened_thinking(opening: str) -> str:
+    """From a `<think>` on with which a turn is opened; "" where there is none.
+
+    >>> opened_thinking("<|im_start|>assistant\\n<think>\\n")
+    '<think>\\n'
+    """
+    _, tag, behind = opening.rpartition("<think>")
+    return tag + behind if tag else ""
+
+
+def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _calling(results: Sequence[Message]) -> Message:
+    """The assistant's turn whose calls have these results; each has the mark."""
+    calls = [
+        _call(result["tool_call_id"], result.get("name") or "tool", {"text": _MARK})
+        for result in results
+        if result.get("role") == "tool"
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _with_ids(messages: Sequence[Message]) -> list[Message]:
+    """Each result of a tool with the id of its call; nine letters and digits, as Mistral's."""
+    number = count()
+    return [
+        {"tool_call_id": f"call{next(number):05}", **message}
+        if message.get("role") == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """With every content as a list of parts."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
