@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from streamrl.config.loading.foreign_names import FOREIGN_SECTIONS, find_foreign_name
+from streamrl.config.loading.foreign_names import (
+    find_foreign_name,
+    guess_foreign_name,
+    is_foreign_section,
+)
 from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
@@ -124,7 +128,7 @@ def _findings(
     match detail["type"]:
         case "extra_forbidden":
             hint = did_you_mean(path[-1], _fields_at(model, path[:-1]))
-            is_misspelled = hint.startswith("did you mean") and path[-1] not in FOREIGN_SECTIONS
+            is_misspelled = hint.startswith("did you mean") and not is_foreign_section(path[-1])
             is_section_of_ours = is_misspelled and isinstance(detail["input"], Mapping)
             elsewhere = [] if is_section_of_ours else _elsewhere(field, detail["input"], model)
             yield from elsewhere or [(field, f"unknown key; {hint}")]
@@ -162,8 +166,13 @@ def _elsewhere(field: str, value: object, model: type[BaseModel]) -> list[tuple[
 def _renamed(field: str, model: type[BaseModel]) -> str:
     """The sentence for a key that has another name or place here; "" if none is known."""
     if name := find_foreign_name(field):
-        return name.sentence
-    places = own_places(model, field) or (() if "." in field else close_places(model, field))
+        return name.sentence()
+    places = own_places(model, field)
+    end = ".".join(("", *field.split(".")[-2:]))
+    is_alike = any(place.endswith(end) for place in places)
+    if not is_alike and (name := guess_foreign_name(field)):
+        return name.sentence(by_last_part=True)
+    places = places or (() if "." in field else close_places(model, field))
     return f"unknown key; did you mean {' or '.join(places)}?" if places else ""
 
 
