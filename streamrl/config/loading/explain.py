@@ -15,6 +15,7 @@ from streamrl.config.loading.foreign_names import (
     guess_foreign_name,
     is_foreign_section,
 )
+from streamrl.config.loading.foreign_names.values import answer, meant
 from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
@@ -117,7 +118,18 @@ def _sentences(
             near = (origin for key, origin in origins.items() if _is_at(key, field))
             origin = origins.get(field) or next(near, "")
             place = f" ({origin})" if origin else ""
-            yield f"{field}: {sentence}{place}" if field else f"{sentence}{place}"
+            hint = _hint(field, detail)
+            yield f"{field}: {sentence}{hint}{place}" if field else f"{sentence}{place}"
+
+
+def _hint(field: str, detail: "ErrorDetails") -> str:
+    """What was probably meant by a refused value of a setting that exists."""
+    value = detail["input"]
+    if isinstance(value, str) and "${" in value:
+        return "; nothing is filled in for ${...}: write the value, or repeat it by a YAML anchor"
+    is_plain = isinstance(value, str | int | float) and detail["type"] != "extra_forbidden"
+    hint = meant(field, value) if is_plain else ""
+    return f"; {hint}" if hint else ""
 
 
 def _findings(
@@ -154,19 +166,16 @@ def _findings(
 
 def _elsewhere(field: str, value: object, model: type[BaseModel]) -> list[tuple[str, str]]:
     """What a refused key, or each key below it, is called here; empty if none has another name."""
-    leaves = list(_leaves(field, value))
-    sentences = [_renamed(leaf, model) for leaf in leaves]
-    if not any(sentences):
+    sentences = {leaf: _renamed(leaf, item, model) for leaf, item in _leaves(field, value)}
+    if not any(sentences.values()):
         return []
-    return [
-        (leaf, sentence or "unknown key") for leaf, sentence in zip(leaves, sentences, strict=True)
-    ]
+    return [(leaf, sentence or "unknown key") for leaf, sentence in sentences.items()]
 
 
-def _renamed(field: str, model: type[BaseModel]) -> str:
+def _renamed(field: str, value: object, model: type[BaseModel]) -> str:
     """The sentence for a key that has another name or place here; "" if none is known."""
     if name := find_foreign_name(field):
-        return name.sentence()
+        return name.sentence(answer(name, value))
     places = own_places(model, field)
     end = ".".join(("", *field.split(".")[-2:]))
     is_alike = any(place.endswith(end) for place in places)
@@ -176,12 +185,12 @@ def _renamed(field: str, model: type[BaseModel]) -> str:
     return f"unknown key; did you mean {' or '.join(places)}?" if places else ""
 
 
-def _leaves(path: str, value: object) -> Iterator[str]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
     else:
-        yield path
+        yield path, value
 
 
 def _is_at(key: str, field: str) -> bool:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from streamrl.config import load_config
 from streamrl.config.algorithm.settings import NOT_ADVANTAGES, NOT_LOSSES
@@ -218,6 +219,19 @@ def test_every_setting_that_a_table_names_exists():
     assert len(named) > 80
 
 
+def test_every_setting_that_a_value_is_translated_to_exists():
+    rules = [
+        rule
+        for system in SYSTEMS
+        for line in foreign_names(system).values()
+        for rule in yaml.safe_load(line.values.removeprefix("!") or "{}").values()
+        if isinstance(rule, dict)
+    ]
+    named = {key for rule in rules for key in rule} | {rule.get("without") for rule in rules}
+    assert named - {"without", None} - setting_names() == set()
+    assert len(named) > 40
+
+
 def test_the_tables_are_read_without_torch_and_when_a_key_is_unknown_alone(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text(MINIMAL)
     code = (
@@ -270,3 +284,38 @@ def test_names_of_verl_that_end_as_others_do_are_its_own(tmp_path, key, sentence
 )
 def test_names_of_todays_releases_are_known(tmp_path, key, sentence):
     assert sentence in refusal(tmp_path, "", f"{key}=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.loss=vanilla", "; verl's vanilla is ppo here"),
+        (
+            "run.resume=disable",
+            "was 'disable'; allowed: never, auto or the path of a checkpoint; v",
+        ),
+        ("run.resume=disable", "verl's disable is never here"),
+        ("run.resume=resume_path", "was 'resume_path'; allowed: never, auto or the path"),
+        ("learner.dtype=bf16", "; verl's bf16 is bfloat16 here"),
+        ("generator.dtype=half", "; verl's half is float16 here"),
+        ("generator.top_k=-1", "; verl's -1 is 0 here"),
+        ("validation.every=-1", "; verl's -1 is 0 here"),
+        ("learner.optimizer.schedule=constant_with_warmup", "is constant here"),
+        ("algorithm.rollout_is=true", "; verl's true is algorithm.rollout_is.apply: true here"),
+        ("algorithm.reward.format_penalty=-0.5", "; ROLL's -0.5 is 0.5 here"),
+        ("generator.max_new_tokens=${response_length}", "; nothing is filled in for ${...}: write"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "here it is algorithm.loss: ppo"),
+        ("trainer.resume_mode=disable", "verl's name; here it is run.resume: never"),
+        ("trainer.resume_mode=resume_path", "verl's name; here it is run.resume ("),
+        ("trainer.resume_from_path=a/b", "verl's name; here it is run.resume: PATH ("),
+        ("actor_rollout_ref.rollout.top_k=-1", "verl's name; here it is generator.top_k: 0"),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", f"{CLIP.partition(' and')[0]}: 0.3, algorithm"),
+        ("actor_rollout_ref.actor.use_kl_loss=false", "here it is leave out algorithm.kl_loss"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "divided by learner.updates_per_batch"),
+        ("train_env_manager.format_penalty=-0.1", "it is algorithm.reward.format_penalty: 0.1"),
+        ("loss_type=dr_grpo", "here it is algorithm.loss: ppo, algorithm.loss_config.loss_agg_mod"),
+        ("vllm_importance_sampling_mode=token_mask", "algorithm.rollout_is.mode: clip"),
+    ],
+)
+def test_a_value_of_another_system_is_answered_with_ours(tmp_path, override, sentence):
+    assert sentence in refusal(tmp_path, "", override)

@@ -9,6 +9,7 @@ its newest does not list: of earlier releases, and of what is given beside its f
     status, note     as docs/coverage.py has them
     here             our setting; in parentheses what holds instead of one
     default          of that release
+    values           as values.py has them
 
 Invariant: a setting that a file names exists here (a test reads them all). Files are read when a
 key is unknown, and not before.
@@ -36,13 +37,15 @@ class ForeignName(NamedTuple):
     here: str
     note: str = ""
     default: str = ""
+    values: str = ""
 
-    def sentence(self, *, by_last_part: bool = False) -> str:
-        """What a key that is this name is answered with, or one that has its last part alone."""
+    def sentence(self, values: str = "", *, by_last_part: bool = False) -> str:
+        """What a key that is this name is answered with, or one that has its last part alone;
+        `values` are our settings, if the value has other names, too."""
         whose = "unknown key" if self.system == USUAL else f"{self.system}'s name"
         doubt = ", by its last part alone" if by_last_part else ""
         here = "there is no such setting here" if self.here.startswith("(") else "here it is"
-        return f"{whose}{doubt}; {here} {self.here}"
+        return f"{whose}{doubt}; {here} {values or self.here}"
 
 
 @cache
