@@ -103,8 +103,18 @@ def _migration() -> str:
     introduction = """# Names from verl, ROLL, TRL and prime-rl
 
 What settings and features of other systems are here. A configuration that uses one of these names
-is refused with the name that it has here: `streamrl check FILE` names all at once. Names of metrics
-are shared: what verl logs under `mismatch/` has the [same name](importance-sampling.md#metrics).
+is refused with the name that it has here, and a value of theirs with ours: `streamrl check FILE`
+names all at once. Names of metrics are shared: what verl logs under `mismatch/` has the
+[same name](importance-sampling.md#metrics).
+
+    streamrl import FILE --from verl --output run.yaml
+
+writes a configuration from a YAML file of verl, ROLL or TRL (`--from verl`, `roll`, `trl`), with
+the files that its `defaults` name and what `${...}` stands for, or from a shell script (.sh) that
+starts a trainer. Behind each setting stands the name that it had; what the file leaves out is set
+where that system's default is not ours. At the end, as comments, stands each key that has no
+counterpart, with the reason, and each setting that `streamrl check` would refuse beside the others.
+Environment variables are not read, and no key of a service is written.
 
 """
     found = [entry._replace(here=_here(entry.here)) for entry in coverage.entries()]

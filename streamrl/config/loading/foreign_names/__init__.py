@@ -61,8 +61,9 @@ def is_foreign_section(key: str) -> bool:
     return any(f".{key}." in f".{name}" for system in SYSTEMS for name in foreign_names(system))
 
 
-def find_foreign_name(path: str) -> ForeignName | None:
-    """What a refused key is called here, if another system has it, with any sections before it.
+def find_foreign_name(path: str, system: str = "") -> ForeignName | None:
+    """What a refused key is called here, if another system has it, with any sections before it; or
+    what a key of this system is.
 
     >>> find_foreign_name("actor_rollout_ref.rollout.n").here
     'generator.group_size'
@@ -70,10 +71,12 @@ def find_foreign_name(path: str) -> ForeignName | None:
     parts = path.split(".")
     for start in range(len(parts)):
         for key in _keys(parts[start:], is_whole=start == 0):
-            for system in (*SYSTEMS, USUAL):
-                name = foreign_names(system).get(key)
-                if name is not None and name.here != path:
+            for owner in (system,) if system else (*SYSTEMS, USUAL):
+                name = foreign_names(owner).get(key)
+                if name is not None and (system or name.here != path):
                     return name
+    if system:
+        return None
     ends = (n for system in SYSTEMS for n in foreign_names(system).values() if "." in path)
     return next((name for name in ends if name.name.endswith(f".{path}")), None)
 

@@ -81,7 +81,7 @@ def _rule(name: ForeignName, value: Any) -> Any:
         if theirs == value and isinstance(theirs, bool) == isinstance(value, bool):
             return ours
     setting = _SETTING.fullmatch(name.here)
-    is_same = name.status == "have" and setting is not None
+    is_same = name.status == "have" and setting and not name.name.endswith(".*")
     usual = _DIFFERENT if not is_same else {} if value is None else "$"
     return rules.get("_", usual)
 
@@ -101,13 +101,13 @@ def _filled(rule: Any, value: Any, lookup: Lookup) -> Any:
         case str() if reference := _REFERENCE.fullmatch(rule):
             return lookup(reference[1]) if reference[1] else value
         case str() if "$" in rule:
-            return _computed(
+            return computed(
                 _REFERENCE.sub(lambda found: str(lookup(found[1]) if found[1] else value), rule)
             )
     return rule
 
 
-def _computed(text: str) -> Any:
+def computed(text: str) -> Any:
     """`6 * 4 / 3` is 8; another text is itself."""
     first, *rest = text.split(" ")
     try:
