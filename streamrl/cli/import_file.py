@@ -1,8 +1,8 @@
 """`streamrl import`: a configuration from a file of verl, ROLL or TRL.
 
-Invariant: `streamrl check` takes what is written. A key that has no counterpart, of which the value
-has none, or that is refused beside the others stands as a comment with the reason. What the file
-leaves out is set where that system's default is not ours.
+Invariant: what is written is no contradiction. A key that has no counterpart, of which the value
+has none, or that is refused beside the others stands as a comment with the reason; what is still to
+be done stands at the head. What the file leaves out is set where that system's default is not ours.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from streamrl.config.loading.foreign_names.values import (
     has_other_default,
     translate,
 )
-from streamrl.config.loading.load import with_setting, with_steps
+from streamrl.config.loading.load import with_setting
 from streamrl.config.loading.rendering import rendered
 from streamrl.config.loading.sources import Setting, dump
 from streamrl.config.run_config import RunConfig
@@ -34,6 +34,7 @@ from streamrl.findings import Severity
 
 SYSTEMS = {"verl": "verl", "roll": "ROLL", "trl": "TRL"}
 _NO_ROWS = "no held-out rows are named"
+_TO_BE_GIVEN = "???"
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 _SECRET = re.compile(r"(api_key|token|password|secret)$", re.IGNORECASE)
 
@@ -103,11 +104,7 @@ def imported(path: Path, system: str) -> str:
         if ours.pop("validation.every", 0) and settings["validation.every"].is_given:
             comments.append(settings["validation.every"].comment(_NO_ROWS))
     refused, problem = _without_refused(ours)
-    comments += [
-        settings[name].comment(why)
-        for name, why in refused.items()
-        if settings[name].is_given or name == "run.total_epochs"
-    ]
+    comments += [settings[n].comment(why) for n, why in refused.items() if settings[n].is_given]
     kept = {name: value for name, value in ours.items() if name not in refused}
     head = [f"# From {path.name} of {system}; behind each setting, the name that it has there."]
     head += [f"# defaults: no file {name!r}; {system}'s own defaults stand" for name in missing]
@@ -133,7 +130,7 @@ def _keys(values: Mapping[str, Any], system: str) -> list[Key]:
 
 
 def _translated(key: Key, lookup: Any) -> dict[str, Any] | None:
-    if key.name is None or "${" in str(key.value):
+    if key.name is None or "${" in str(key.value) or key.value == _TO_BE_GIVEN:
         return None
     try:
         return translate(key.name, key.value, lookup)
@@ -144,6 +141,8 @@ def _translated(key: Key, lookup: Any) -> dict[str, Any] | None:
 def _reason(key: Key, system: str) -> str:
     if "${" in str(key.value):
         return "what ${...} stands for is not in the file"
+    if key.value == _TO_BE_GIVEN:
+        return "has no value there"
     if key.name is None:
         return f"no key that is known of {system}"
     here, note = key.name.here, key.name.note and f" ({key.name.note})"
@@ -169,25 +168,26 @@ def _without_refused(settings: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     problem = ""
     for _ in settings:
         problem = _problem({k: v for k, v in settings.items() if k not in refused})
-        fields = {found[0]: line for line in problem.splitlines() if (found := _FIELD.match(line))}
-        more = {
-            name: line
-            for name in settings
-            for field, line in fields.items()
-            if name not in refused
-            and (f"{name}.".startswith(f"{field}.") or f"{field}.".startswith(f"{name}."))
-        }
+        more: dict[str, str] = {}
+        for line in problem.splitlines():
+            about = (field[0] for field in _FIELD.finditer(line))
+            near = ([n for n in settings if n not in refused and _is_at(n, f)] for f in about)
+            more |= dict.fromkeys(next(filter(None, near), []), line)
         if not more:
             break
         refused |= more
     return refused, problem
 
 
+def _is_at(name: str, field: str) -> bool:
+    return f"{name}.".startswith(f"{field}.") or f"{field}.".startswith(f"{name}.")
+
+
 def _problem(settings: Mapping[str, Any]) -> str:
     """What a run with these settings is refused with; "" if it is not."""
     try:
-        tree, _ = with_steps(_tree(settings), {})
-        effects = check_effects(RunConfig.model_validate(tree))
+        counted_later = {k: v for k, v in settings.items() if k != "run.total_epochs"}
+        effects = check_effects(RunConfig.model_validate(_tree(counted_later)))
         return "\n".join(found.sentence for found in effects if found.severity is Severity.PROBLEM)
     except ValidationError as error:
         return str(explain(error, RunConfig))

@@ -193,3 +193,28 @@ def test_what_cannot_be_filled_in_is_said_and_nothing_is_written_over(folder, ca
     assert has_line(comments, "brand.new: 1; no key that is known of verl")
     assert main(["import", "a.yaml", "--from", "verl", "--output", "b.yaml"]) == 2
     assert "--output: b.yaml exists already" in capsys.readouterr().err
+
+
+def test_groups_of_files_and_epochs_are_taken_as_hydra_takes_them(folder):
+    for name, text in {
+        "run.yaml": (
+            "defaults:\n- model_engine: dp\n"
+            "- actor@actor_rollout_ref.actor: ${model_engine}_actor\n"
+            "- extra/more@_here_\n- _self_\n"
+            "data: {train_files: rows/train.parquet, train_batch_size: 7}\n"
+            "trainer: {total_epochs: 3}\nactor_rollout_ref.rollout.name: ???\n"
+        ),
+        "model_engine/dp.yaml": "# @package _global_\nalgorithm: {adv_estimator: reinforce}\n",
+        "actor/dp_actor.yaml": "ppo_mini_batch_size: 7\noptim: {lr: 3e-6}\n",
+        "extra/more.yaml": "data: {train_batch_size: 9, max_prompt_length: 99}\n",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    settings, comments = imported(Path("run.yaml"), "verl", "mine.yaml")
+    assert settings["algorithm.advantage"] == "reinforce"
+    assert settings["learner.optimizer.lr"] == 3e-6
+    assert settings["data.max_prompt_length"] == 99
+    assert settings["learner.groups_per_step"] == 7
+    assert settings["run.total_epochs"] == 3
+    assert load_config("mine.yaml", [], {}).config.run.max_steps == 30
+    assert has_line(comments, "actor_rollout_ref.rollout.name: ???; has no value there")

@@ -63,22 +63,29 @@ def _yaml(path: Path, missing: list[str]) -> Tree:
     defaults = tree.pop("defaults", None) or []
     if "_self_" not in defaults:
         defaults = [*defaults, "_self_"]
+    chosen = {
+        f"${{{key}}}": name for e in defaults if isinstance(e, dict) for key, name in e.items()
+    }
     merged: Tree = {}
     for entry in defaults:
-        merged = _merged(merged, tree if entry == "_self_" else _default(path, entry, missing))
+        merged = _merged(merged, tree if entry == "_self_" else _of(entry, path, chosen, missing))
     return merged
 
 
-def _default(path: Path, entry: Any, missing: list[str]) -> Tree:
-    """Of `folder/file@package` or `group@package: file`; the package `_here_` is the whole."""
-    group, file = next(iter(entry.items())) if isinstance(entry, dict) else (str(entry), "")
-    name, _, package = str(group).partition("@")
-    name = f"{name}/{file}" if file else name
-    found = path.parent / f"{name.removesuffix('.yaml')}.yaml"
+def _of(entry: Any, path: Path, chosen: Mapping[str, Any], missing: list[str]) -> Tree:
+    """The file of `folder/name@package` or `group@package: name`, below its package, which is its
+    folder if none is given; `_here_` is the whole."""
+    group, name = next(iter(entry.items())) if isinstance(entry, dict) else (str(entry), "")
+    file, _, package = str(group).partition("@")
+    file = f"{file}/{name}" if name else file
+    file = reduce(lambda text, key: text.replace(key, str(chosen[key])), chosen, file)
+    found = path.parent / f"{file.removesuffix('.yaml')}.yaml"
     if not found.is_file():
-        missing.append(name)
+        missing.append(file)
         return {}
-    keys = [key for key in package.split(".") if key and not key.startswith("_")]
+    is_global = "# @package _global_" in _text(found)
+    keys = [] if is_global else (package or file.rpartition("/")[0].replace("/", ".")).split(".")
+    keys = [key for key in keys if key and not key.startswith("_")]
     return reduce(lambda below, key: {key: below}, reversed(keys), _yaml(found, missing))
 
 
