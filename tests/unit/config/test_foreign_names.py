@@ -253,7 +253,7 @@ def test_the_tables_are_read_without_torch_and_when_a_key_is_unknown_alone(tmp_p
         ("reward_model.rollout.name", "no such setting here (a reward model runs in each gener"),
         ("skip.rollout.steps", "no such setting here (`streamrl replay` trains"),
         ("critic.loss_agg_mode", "here it is algorithm.value.loss_agg_mode"),
-        ("critic.optim.weight_decay", "here it is learner.optimizer.weight_decay"),
+        ("critic.optim.weight_decay", "here it is algorithm.value.weight_decay"),
         ("critic.model.path", "no such setting here (the critic begins as the policy's model"),
         ("actor_rollout_ref.actor.fsdp_config.qat.group_size", "quantization-aware training"),
         ("distillation.distillation_loss.loss_mode", "(there is no distillation from a teacher)"),
