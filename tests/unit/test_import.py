@@ -171,6 +171,8 @@ def test_batches_of_trl_are_counted_in_groups(folder):
         ("a: [1", "a.yaml", "a.yaml is not YAML: "),
         ("- 1\n", "a.yaml", "has no settings; give a YAML file, or a shell script (.sh)"),
         ("echo nothing\n", "a.sh", "has no settings"),
+        ("defaults: [a]\nx: 1\n", "a.yaml", "a.yaml: defaults: a is the file itself"),
+        ("defaults: 5\nx: 1\n", "a.yaml", "a.yaml: defaults: was 5; it must be a list of files"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(folder, capsys, text, name, sentence):
@@ -185,6 +187,8 @@ def test_what_cannot_be_filled_in_is_said_and_nothing_is_written_over(folder, ca
     Path("a.yaml").write_text(
         "algorithm: {gamma: '${loop}'}\nloop: ${algorithm.gamma}\n"
         "data: {seed: '${oc.env:SEED,7}', max_prompt_length: '${eval:1+1}'}\nbrand: {new: 1}\n"
+        "ring: ['${ring}', {again: '${ring}'}]\nb0: xxxx\n"
+        + "".join(f"b{i}: '${{b{i - 1}}}${{b{i - 1}}}'\n" for i in range(1, 20))
     )
     settings, comments = imported(Path("a.yaml"), "verl", "b.yaml")
     assert settings["run.seed"] == 7

@@ -251,6 +251,7 @@ def test_the_tables_are_read_without_torch_and_when_a_key_is_unknown_alone(tmp_p
         ("reward.num_workers", "here it is generator.count, as rewards run in the generators"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend", "weights.transport and weights"),
         ("reward_model.rollout.name", "no such setting here (a reward model runs in each gener"),
+        ("reward.sandbox_fusion.url", "an entry sandbox_fusion, in kwargs url"),
         ("skip.rollout.steps", "no such setting here (`streamrl replay` trains"),
         ("critic.loss_agg_mode", "here it is algorithm.value.loss_agg_mode"),
         ("critic.optim.weight_decay", "here it is algorithm.value.weight_decay"),
@@ -319,3 +320,9 @@ def test_names_of_todays_releases_are_known(tmp_path, key, sentence):
 )
 def test_a_value_of_another_system_is_answered_with_ours(tmp_path, override, sentence):
     assert sentence in refusal(tmp_path, "", override)
+
+
+def test_a_value_that_is_nobodys_is_answered_as_before(tmp_path):
+    for override in ("generator.top_k=-5", "algorithm.reward.format_penalty=much"):
+        message = refusal(tmp_path, "", override)
+        assert "'s " not in message, message

@@ -26,7 +26,9 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+# Beyond these, what `${...}` stands for is in itself.
 _MAX_FILLED = 50
+_MAX_LENGTH = 10_000
 
 
 def read_keys(path: Path, default: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:
@@ -61,6 +63,8 @@ def _yaml(path: Path, missing: list[str]) -> Tree:
     if not isinstance(tree, dict):
         return {}
     defaults = tree.pop("defaults", None) or []
+    if not isinstance(defaults, list) or not all(defaults):
+        raise ConfigError(f"{path}: defaults: was {defaults!r}; it must be a list of files")
     if "_self_" not in defaults:
         defaults = [*defaults, "_self_"]
     chosen = {
@@ -83,6 +87,8 @@ def _of(entry: Any, path: Path, chosen: Mapping[str, Any], missing: list[str]) -
     if not found.is_file():
         missing.append(file)
         return {}
+    if found.samefile(path):
+        raise ConfigError(f"{path}: defaults: {file} is the file itself")
     is_global = "# @package _global_" in _text(found)
     keys = [] if is_global else (package or file.rpartition("/")[0].replace("/", ".")).split(".")
     keys = [key for key in keys if key and not key.startswith("_")]
@@ -153,14 +159,27 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _filled(value: Any, path: tuple[str, ...], tree: Tree, default: Callable[[str], Any]) -> Any:
-    """The value with what `${...}` stands for; as it is where that is not known."""
+def _filled(
+    value: Any,
+    path: tuple[str, ...],
+    tree: Tree,
+    default: Callable[[str], Any],
+    within: frozenset[str] = frozenset(),
+) -> Any:
+    """The value with what `${...}` stands for; as it is where that is not known, or is in itself.
+
+    `within` has what the value stands for already.
+    """
     if isinstance(value, Mapping):
-        return {key: _filled(item, (*path, str(key)), tree, default) for key, item in value.items()}
+        return {k: _filled(v, (*path, str(k)), tree, default, within) for k, v in value.items()}
     if isinstance(value, list):
-        return [_filled(item, path, tree, default) for item in value]
+        items = enumerate(value)
+        return [_filled(v, (*path, str(i)), tree, default, within) for i, v in items]
     for _ in range(_MAX_FILLED):
-        if not isinstance(value, str) or not (found := _INTERPOLATION.search(value)):
+        if not isinstance(value, str) or len(value) > _MAX_LENGTH:
+            break
+        found = _INTERPOLATION.search(value)
+        if found is None or found[1] in within:
             break
         try:
             meant = _meant(found[1], path, tree, default)
@@ -169,7 +188,7 @@ def _filled(value: Any, path: tuple[str, ...], tree: Tree, default: Callable[[st
         is_whole = found[0] == value
         value = meant if is_whole else value.replace(found[0], str(meant))
         if isinstance(value, Mapping | list):
-            return _filled(value, path, tree, default)
+            return _filled(value, path, tree, default, within | {found[1]})
     return value
 
 

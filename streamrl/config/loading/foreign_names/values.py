@@ -41,6 +41,9 @@ def translate(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, Any] |
     """Our settings with their values; `lookup` has the value of another name of the system.
 
     {} where it holds here without a setting, None where nothing here is the same.
+
+    Raises:
+        LookupError: it depends on a name that `lookup` does not know, or is no number.
     """
     rule = _rule(name, value)
     if rule == _DIFFERENT and isinstance(value, list) and value:
@@ -101,9 +104,11 @@ def _filled(rule: Any, value: Any, lookup: Lookup) -> Any:
         case str() if reference := _REFERENCE.fullmatch(rule):
             return lookup(reference[1]) if reference[1] else value
         case str() if "$" in rule:
-            return computed(
-                _REFERENCE.sub(lambda found: str(lookup(found[1]) if found[1] else value), rule)
-            )
+            text = _REFERENCE.sub(lambda m: str(lookup(m[1]) if m[1] else value), rule)
+            result = computed(text)
+            if result == text and set(rule.split()) & set(_OPERATORS):
+                raise LookupError(f"{text} is no number")
+            return result
     return rule
 
 
