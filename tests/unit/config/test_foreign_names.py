@@ -314,6 +314,7 @@ def test_names_of_todays_releases_are_known(tmp_path, key, sentence):
         ("actor_rollout_ref.actor.use_kl_loss=false", "here it is leave out algorithm.kl_loss"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "divided by learner.updates_per_batch"),
         ("train_env_manager.format_penalty=-0.1", "it is algorithm.reward.format_penalty: 0.1"),
+        ("beta=0.1", "algorithm.kl_loss.coef: 0.1, algorithm.kl_loss.kind: low_var_kl+"),
         ("loss_type=dr_grpo", "here it is algorithm.loss: ppo, algorithm.loss_config.loss_agg_mod"),
         ("vllm_importance_sampling_mode=token_mask", "algorithm.rollout_is.mode: clip"),
     ],
