@@ -1,22 +1,13 @@
-"""What each setting and feature of verl and ROLL is here, and what is missing: docs/coverage.csv.
-
-    system, section, name    as users of verl or ROLL know it, and the heading that it stands under
-    status                   one of STATUSES
-    here                     what it is here; empty for a setting, which `foreign_names` has
-    note                     the limits
+"""What each setting and feature of verl, ROLL, TRL and prime-rl is here, and what is missing.
 
 Invariant: what `streamrl check` says of a name and what the page says of it are one text.
 """
 
-import csv
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from pathlib import Path
-from typing import NamedTuple
 
-from streamrl.config.loading.foreign_names import FOREIGN_NAMES
+from streamrl.config.loading.foreign_names import SYSTEMS, ForeignName, foreign_names
 
-PATH = Path(__file__).parent / "coverage.csv"
 STATUSES: Mapping[str, str] = {
     "have": "a setting, or a choice of one",
     "fixed": "always so, without a setting",
@@ -28,28 +19,18 @@ STATUSES: Mapping[str, str] = {
 _PREFIXES = {"fixed": "no setting: ", "missing": "**missing**: ", "not applicable": "none: "}
 
 
-class Entry(NamedTuple):
-    """One line of the file, with `here` filled in."""
-
-    system: str
-    section: str
-    name: str
-    status: str
-    here: str
-    note: str
+def entries() -> tuple[ForeignName, ...]:
+    """All lines, section by section."""
+    return tuple(name for system in SYSTEMS for name in _by_section(foreign_names(system).values()))
 
 
-def entries() -> tuple[Entry, ...]:
-    """All lines, in their order."""
-    with PATH.open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file))
-    return tuple(
-        Entry(**(line | {"here": line["here"] or FOREIGN_NAMES[line["system"]][line["name"]]}))
-        for line in lines
-    )
+def _by_section(names: Iterable[ForeignName]) -> list[ForeignName]:
+    names = list(names)
+    order = list(dict.fromkeys(name.section for name in names))
+    return sorted(names, key=lambda name: order.index(name.section))
 
 
-def counts(found: Iterable[Entry]) -> str:
+def counts(found: Iterable[ForeignName]) -> str:
     """How many names of each system have each status, as a table."""
     found = list(found)
     systems = list(dict.fromkeys(entry.system for entry in found))
@@ -62,7 +43,7 @@ def counts(found: Iterable[Entry]) -> str:
     return header + "".join(rows)
 
 
-def tables(system: str, found: Iterable[Entry]) -> Iterator[str]:
+def tables(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
     """The sections of one system in Markdown; names that are one thing here share a row."""
     yield f"## {system}\n"
     own = [entry for entry in found if entry.system == system]
@@ -74,7 +55,7 @@ def tables(system: str, found: Iterable[Entry]) -> Iterator[str]:
         yield f"### {section} ({system})\n\n| in {system} | here |\n|---|---|\n{rows}"
 
 
-def _count(found: Iterable[Entry], system: str, status: str) -> int:
+def _count(found: Iterable[ForeignName], system: str, status: str) -> int:
     return sum(entry.system == system and entry.status == status for entry in found)
 
 

@@ -4,12 +4,11 @@ Invariant: a page is a pure function of the package, so a test can compare it wi
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from docs import coverage, reference
 from streamrl.config import RunConfig
-from streamrl.config.loading.foreign_names import FOREIGN_NAMES
+from streamrl.config.loading.foreign_names import SYSTEMS
 from streamrl.metrics import CATALOGUE, OWN, Metric
 from streamrl.metrics.metric import CLOSED, OPEN
 from streamrl.tracking.groups import groups_of
@@ -104,29 +103,23 @@ def _migration() -> str:
     introduction = """# Names from verl, ROLL, TRL and prime-rl
 
 What settings and features of other systems are here. A configuration that uses one of these names
-is refused with the name that it has here: `streamrl check FILE` names all at once. Names of metrics
-are shared: what verl logs under `mismatch/` has the [same name](importance-sampling.md#metrics).
+is refused with the name that it has here, and a value of theirs with ours: `streamrl check FILE`
+names all at once. Names of metrics are shared: what verl logs under `mismatch/` has the
+[same name](importance-sampling.md#metrics).
+
+    streamrl import FILE --from verl --output run.yaml
+
+writes a configuration from a YAML file of verl, ROLL or TRL (`--from verl`, `roll`, `trl`), with
+the files that its `defaults` name and what `${...}` stands for, or from a shell script (.sh) that
+starts a trainer. Behind each setting stands the name that it had; what the file leaves out is set
+where that system's default is not ours. At the end, as comments, stands each key that has no
+counterpart, with the reason, and each setting that `streamrl check` would refuse beside the others.
+Environment variables are not read, and no key of a service is written.
 
 """
     found = [entry._replace(here=_here(entry.here)) for entry in coverage.entries()]
-    systems = dict.fromkeys(entry.system for entry in found)
-    parts = (part for system in systems for part in coverage.tables(system, found))
-    others = (item for item in FOREIGN_NAMES.items() if item[0] not in systems)
-    rest = (_names_table(name, names) for name, names in others)
-    text = introduction + coverage.counts(found) + "\n" + "\n".join((*parts, *rest))
-    return _NOTICE + text
-
-
-def _names_table(system: str, names: Mapping[str, str]) -> str:
-    shared: dict[str, list[str]] = {}
-    for name, setting in names.items():
-        shared.setdefault(setting, []).append(f"`{name}`")
-    rows = "".join(
-        f"| {', '.join(known)} | "
-        f"{'no setting: ' * setting.startswith('(')}{_here(setting).strip('()')} |\n"
-        for setting, known in shared.items()
-    )
-    return f"## {system}\n\n| in {system} | here |\n|---|---|\n{rows}"
+    parts = (part for system in SYSTEMS for part in coverage.tables(system, found))
+    return _NOTICE + introduction + coverage.counts(found) + "\n" + "\n".join(parts)
 
 
 def _here(text: str) -> str:

@@ -23,12 +23,10 @@ class Critic:
     """The value network: its LM head is not used."""
 
     def __init__(self, config: RunConfig, network: Network) -> None:
-        settings = config.learner.optimizer
         self._config = config.algorithm.value
         self._aggregation = config.loss_config
         self._max_steps = config.run.max_steps
-        own = {"lr": self._config.lr or settings.lr, "groups": ()}
-        self._settings = settings.model_copy(update=own)
+        self._settings = config.critic_optimizer
         self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
         if config.learner.offload.optimizer:

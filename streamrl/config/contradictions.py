@@ -301,6 +301,16 @@ def warmup_without_a_critic(c: "RunConfig") -> str | None:
     )
 
 
+def decay_of_all_of_a_critic(c: "RunConfig") -> str | None:
+    lr, decay = c.critic_optimizer.lr, c.critic_optimizer.weight_decay
+    if not c.algorithm.needs_values or lr * decay < 1:
+        return None
+    return (
+        f"algorithm.value.weight_decay: the critic has {decay:g} with learning rate {lr:g}; their "
+        "product is the share of each weight that a step removes, and must be below 1"
+    )
+
+
 def evaluation_without_a_model(c: "RunConfig") -> str | None:
     if not c.run.evaluate or "hf_model" in c.learner.checkpoint.contents:
         return None
@@ -524,6 +534,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     warmup_longer_than_run,
     decay_within_warmup,
     warmup_without_a_critic,
+    decay_of_all_of_a_critic,
     shaped_beside_a_greedy_reward,
     token_that_silences_its_sequence,
     alone_in_its_group,

@@ -6,10 +6,13 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from streamrl.config.section import NotNegative, Positive, Seconds, Section
 from streamrl.types.ranges import ID_PATTERN
+
+# What other systems call their ways to resume, and no path.
+_NO_PATHS = ("disable", "resume_path", "none")
 
 
 class RunSettings(Section):
@@ -49,6 +52,15 @@ class RunSettings(Section):
     log_format: Literal["text", "json"] = "text"
     """`json`: every line of a log is one object with time, level, role, pid, logger, message and
     exception."""
+
+    @field_validator("resume")
+    @classmethod
+    def _is_a_path(cls, resume: str | Path) -> str | Path:
+        if str(resume).lower() in _NO_PATHS:
+            raise ValueError(
+                f"was {str(resume)!r}; allowed: never, auto or the path of a checkpoint"
+            )
+        return resume
 
     @property
     def path(self) -> Path:

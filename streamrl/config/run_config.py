@@ -16,7 +16,7 @@ from streamrl.config.contradictions import CONTRADICTIONS
 from streamrl.config.data import DataSettings
 from streamrl.config.environments import EnvironmentEntry, EnvironmentSettings, entries_of
 from streamrl.config.generator import GeneratorSettings
-from streamrl.config.learner import LearnerSettings
+from streamrl.config.learner import LearnerSettings, OptimizerSettings
 from streamrl.config.model import ModelSettings
 from streamrl.config.run import ParitySettings, RunSettings
 from streamrl.config.section import Section
@@ -78,6 +78,14 @@ class RunConfig(Section):
         numbers = self.algorithm.loss_config
         scale = numbers.loss_scale_factor or self.generator.max_new_tokens
         return numbers.model_copy(update={"loss_scale_factor": float(scale)})
+
+    @property
+    def critic_optimizer(self) -> OptimizerSettings:
+        """`learner.optimizer` with what `algorithm.value` has of its own."""
+        names = {"lr", "betas", "eps", "weight_decay", "max_grad_norm"}
+        own = {name: getattr(self.algorithm.value, name) for name in names}
+        given = {name: value for name, value in own.items() if value is not None}
+        return self.learner.optimizer.model_copy(update={**given, "groups": ()})
 
     @property
     def needs_policy_pass(self) -> bool:

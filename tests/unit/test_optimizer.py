@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import optimization as theirs
 
@@ -167,6 +168,27 @@ def test_the_critic_has_no_groups():
     critic = make_critic(config)
     critic.update(4)
     assert {group["lr"] for group in critic.optimizer.param_groups} == {1e-3}
+
+
+def test_the_critic_has_an_optimizer_of_its_own():
+    own = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.25, "max_grad_norm": 3.0}
+    config = make_config(algorithm={"advantage": "gae", "value": own})
+    critic = make_critic(config)
+    critic.update(4)
+    groups = critic.optimizer.param_groups
+    assert {(group["lr"], group["betas"], group["eps"]) for group in groups} == {
+        (0.5, (0.8, 0.9), 1e-6)
+    }
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.25}
+    assert config.critic_optimizer.max_grad_norm == 3.0
+    assert config.learner.optimizer.max_grad_norm == 1.0
+    plain = make_config(algorithm={"advantage": "gae"})
+    assert plain.critic_optimizer == plain.learner.optimizer
+
+
+def test_a_critic_of_which_a_step_leaves_nothing_is_refused():
+    with pytest.raises(ValidationError, match=r"algorithm\.value\.weight_decay: the critic has 4"):
+        make_config(algorithm={"advantage": "gae", "value": {"lr": 0.5, "weight_decay": 4.0}})
 
 
 def test_skipped_updates_in_a_row_end_the_training(caplog):

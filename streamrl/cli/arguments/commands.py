@@ -65,6 +65,11 @@ _RUN = {
         "copy a recipe into a folder of your own, to start from",
         options.new_from_recipe,
     ),
+    "import": Command(
+        "streamrl.cli.import_file:main",
+        "a configuration from a file of verl, ROLL or TRL",
+        options.import_file,
+    ),
     "keys new": Command(
         "streamrl.cli.keys:main", "make the keys of buffer.curve", options.new_folder
     ),

@@ -115,6 +115,16 @@ def new_from_recipe(parser: ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="its name; without one they are listed")
 
 
+def import_file(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="a YAML file, or a shell script with arguments"
+    )
+    parser.add_argument(
+        "--from", dest="system", required=True, choices=("verl", "roll", "trl"), help="whose it is"
+    )
+    parser.add_argument("--output", metavar="CONFIG", help="a new file; default: print it")
+
+
 def get_model(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model",

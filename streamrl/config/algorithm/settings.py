@@ -46,7 +46,7 @@ from streamrl.config.algorithm.rollout_is import (
     RolloutISSettings,
     rollout_is_preset,
 )
-from streamrl.config.section import LearningRate, Section
+from streamrl.config.section import Decay, LearningRate, Section
 from streamrl.errors import did_you_mean, nearest
 from streamrl.user_code import check_user_code, is_user_code
 
@@ -177,6 +177,14 @@ class ValueSettings(Section):
     """How per-token value losses become one number."""
     lr: LearningRate | None = None
     """Learning rate of the critic; null: that of the policy."""
+    betas: tuple[Decay, Decay] | None = None
+    """Decay of the first and second moment of the critic; null: as the policy's."""
+    eps: float | None = Field(default=None, gt=0)
+    """Added to the denominator of the critic's update; null: as the policy's."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Decoupled weight decay of the critic; null: as the policy's."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Global norm the critic's gradients are clipped to; null: as the policy's."""
     critic_warmup: int = Field(default=0, ge=0)
     """First steps in which only the critic is trained."""
 

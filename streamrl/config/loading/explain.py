@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from streamrl.config.loading.foreign_names import FOREIGN_SECTIONS, find_foreign_name
+from streamrl.config.loading.foreign_names import (
+    find_foreign_name,
+    guess_foreign_name,
+    is_foreign_section,
+)
+from streamrl.config.loading.foreign_names.values import answer, meant
 from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
@@ -113,7 +118,18 @@ def _sentences(
             near = (origin for key, origin in origins.items() if _is_at(key, field))
             origin = origins.get(field) or next(near, "")
             place = f" ({origin})" if origin else ""
-            yield f"{field}: {sentence}{place}" if field else f"{sentence}{place}"
+            hint = _hint(field, detail)
+            yield f"{field}: {sentence}{hint}{place}" if field else f"{sentence}{place}"
+
+
+def _hint(field: str, detail: "ErrorDetails") -> str:
+    """What was probably meant by a refused value of a setting that exists."""
+    value = detail["input"]
+    if isinstance(value, str) and "${" in value:
+        return "; nothing is filled in for ${...}: write the value, or repeat it by a YAML anchor"
+    is_plain = isinstance(value, str | int | float) and detail["type"] != "extra_forbidden"
+    hint = meant(field, value) if is_plain else ""
+    return f"; {hint}" if hint else ""
 
 
 def _findings(
@@ -124,7 +140,7 @@ def _findings(
     match detail["type"]:
         case "extra_forbidden":
             hint = did_you_mean(path[-1], _fields_at(model, path[:-1]))
-            is_misspelled = hint.startswith("did you mean") and path[-1] not in FOREIGN_SECTIONS
+            is_misspelled = hint.startswith("did you mean") and not is_foreign_section(path[-1])
             is_section_of_ours = is_misspelled and isinstance(detail["input"], Mapping)
             elsewhere = [] if is_section_of_ours else _elsewhere(field, detail["input"], model)
             yield from elsewhere or [(field, f"unknown key; {hint}")]
@@ -150,29 +166,31 @@ def _findings(
 
 def _elsewhere(field: str, value: object, model: type[BaseModel]) -> list[tuple[str, str]]:
     """What a refused key, or each key below it, is called here; empty if none has another name."""
-    leaves = list(_leaves(field, value))
-    sentences = [_renamed(leaf, model) for leaf in leaves]
-    if not any(sentences):
+    sentences = {leaf: _renamed(leaf, item, model) for leaf, item in _leaves(field, value)}
+    if not any(sentences.values()):
         return []
-    return [
-        (leaf, sentence or "unknown key") for leaf, sentence in zip(leaves, sentences, strict=True)
-    ]
+    return [(leaf, sentence or "unknown key") for leaf, sentence in sentences.items()]
 
 
-def _renamed(field: str, model: type[BaseModel]) -> str:
+def _renamed(field: str, value: object, model: type[BaseModel]) -> str:
     """The sentence for a key that has another name or place here; "" if none is known."""
     if name := find_foreign_name(field):
-        return name.sentence
-    places = own_places(model, field) or (() if "." in field else close_places(model, field))
+        return name.sentence(answer(name, value))
+    places = own_places(model, field)
+    end = ".".join(("", *field.split(".")[-2:]))
+    is_alike = any(place.endswith(end) for place in places)
+    if not is_alike and (name := guess_foreign_name(field)):
+        return name.sentence(by_last_part=True)
+    places = places or (() if "." in field else close_places(model, field))
     return f"unknown key; did you mean {' or '.join(places)}?" if places else ""
 
 
-def _leaves(path: str, value: object) -> Iterator[str]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
     else:
-        yield path
+        yield path, value
 
 
 def _is_at(key: str, field: str) -> bool:

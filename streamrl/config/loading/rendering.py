@@ -29,8 +29,13 @@ _WIDEST = 60  # Characters of a setting; the origin of a longer one stands right
 
 def render(loaded: LoadedConfig) -> str:
     """The resolved configuration as YAML; behind each value, where it came from."""
-    lines = list(_render(loaded.config.model_dump(mode="json"), (), loaded.origins))
-    width = max(len(text) for text, _ in lines if len(text) <= _WIDEST)
+    return rendered(loaded.config.model_dump(mode="json"), loaded.origins)
+
+
+def rendered(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """The same of some settings."""
+    lines = list(_render(values, (), origins))
+    width = max((len(text) for text, _ in lines if len(text) <= _WIDEST), default=0)
     return "".join(f"{text:<{width}}  {origin}".rstrip() + "\n" for text, origin in lines)
 
 

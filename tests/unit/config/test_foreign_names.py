@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from streamrl.config import load_config
 from streamrl.config.algorithm.settings import NOT_ADVANTAGES, NOT_LOSSES
-from streamrl.config.loading.foreign_names import FOREIGN_NAMES
-from streamrl.config.loading.foreign_names.usual import USUAL
+from streamrl.config.loading.foreign_names import (
+    SYSTEMS,
+    USUAL,
+    foreign_names,
+)
 from streamrl.errors import ConfigError
 from tests.settings import named_in, setting_names
 
@@ -37,16 +41,28 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("algorithm.gamma=0.9", "verl's name; here it is algorithm.advantage_config.gamma"),
         ("algorithm.rollout_is_threshold=2", "here it is algorithm.rollout_is.threshold"),
         ("data.train_batch_size=64", "verl's name; here it is learner.groups_per_step"),
-        ("learner.ppo_mini_batch_size=64", "verl's name; here it is learner.groups_per_step"),
+        (
+            "learner.ppo_mini_batch_size=64",
+            "verl's name, by its last part alone; here it is learner.groups_per_step",
+        ),
         ("rollout_importance_sampling=true", "ROLL's name; here it is algorithm.rollout_is"),
-        ("algorithm.tis_threshold=2", "ROLL's name; here it is algorithm.rollout_is.threshold"),
-        ("algorithm.kl_coef=0.1", "ROLL's name; here it is algorithm.kl_reward.coef"),
+        (
+            "algorithm.tis_threshold=2",
+            "ROLL's name, by its last part alone; here it is algorithm.rollout_is.threshold",
+        ),
+        (
+            "algorithm.kl_coef=0.1",
+            "ROLL's name, by its last part alone; here it is algorithm.kl_reward.coef",
+        ),
         ("num_generations=8", "TRL's name; here it is generator.group_size"),
-        ("generator.max_completion_length=9", "TRL's name; here it is generator.max_new_tokens"),
+        (
+            "generator.max_completion_length=9",
+            "TRL's name, by its last part alone; here it is generator.max_new_tokens",
+        ),
         ("per_device_train_batch_size=1", "here it is learner.max_tokens_per_micro_batch"),
         (
             "algorithm.mask_truncated_completions=true",
-            "TRL's name; here it is algorithm.reward.truncated: mask",
+            "TRL's name, by its last part alone; here it is algorithm.reward.truncated: mask",
         ),
         ("orchestrator.rollouts_per_example=8", "prime-rl's name; here it is generator.group_size"),
         ("orchestrator.batch_size=128", "prime-rl's name; here it is learner.groups_per_step, in"),
@@ -58,7 +74,10 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("inference.parallel.tp=2", "here it is generator.vllm.tensor_parallel_size"),
         ("wandb.project=x", "prime-rl's name; here it is tracking.project"),
         ("eval.interval=9", "prime-rl's name; here it is validation.every"),
-        ("algorithm.beta=0.1", "TRL's name; here it is algorithm.kl_loss.coef"),
+        (
+            "algorithm.beta=0.1",
+            "TRL's name, by its last part alone; here it is algorithm.kl_loss.coef",
+        ),
         ("temperature=0.7", "TRL's name; here it is generator.temperature"),
         ("algorithm.loss_config.epsilon_high=0.3", "it is algorithm.loss_config.clip_ratio_high"),
         ("actor.freeze_vision_tower=true", "here it is learner.freeze_vision_tower"),
@@ -103,6 +122,7 @@ def test_a_name_of_another_system_is_refused_with_ours(tmp_path, override, sente
     assert message.endswith(f"(--set {key})")
 
 
+LAST = "unknown key, by its last part alone"
 GROUPS = "learner.groups_per_step, in groups of generator.group_size responses"
 LENGTHS = "data.max_prompt_length for prompts and generator.max_new_tokens for responses"
 CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high"
@@ -111,10 +131,10 @@ CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_rati
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("learner.lr=1", "unknown key; here it is learner.optimizer.lr"),
+        ("learner.lr=1", f"{LAST}; here it is learner.optimizer.lr"),
         ("lr=1", "unknown key; here it is learner.optimizer.lr"),
-        ("optimizer.lr=1", "unknown key; here it is learner.optimizer.lr"),
-        ("learner.temperature=1", "TRL's name; here it is generator.temperature"),
+        ("optimizer.lr=1", "unknown key; did you mean learner.optimizer.lr?"),
+        ("learner.temperature=1", "TRL's name, by its last part alone; here it is generator.t"),
         ("generator.max_staleness=1", "unknown key; did you mean buffer.max_staleness?"),
         ("loss=grpo", "unknown key; did you mean algorithm.loss?"),
         ("advantage=grpo", "unknown key; did you mean algorithm.advantage?"),
@@ -122,22 +142,22 @@ CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_rati
         ("generator.tensor_parallel_size=2", "generator.vllm.tensor_parallel_size"),
         ("max_setps=1", "unknown key; did you mean run.max_steps?"),
         ("batch_size=8", f"unknown key; here it is {GROUPS}"),
-        ("learner.batch_size=8", f"unknown key; here it is {GROUPS}"),
-        ("data.batch_size=8", f"unknown key; here it is {GROUPS}"),
+        ("learner.batch_size=8", f"{LAST}; here it is {GROUPS}"),
+        ("data.batch_size=8", f"{LAST}; here it is {GROUPS}"),
         ("epochs=3", "unknown key; here it is run.total_epochs"),
-        ("learner.num_epochs=3", "unknown key; here it is run.total_epochs"),
+        ("learner.num_epochs=3", f"{LAST}; here it is run.total_epochs"),
         ("max_length=9", f"unknown key; here it is {LENGTHS}"),
-        ("data.max_length=9", f"unknown key; here it is {LENGTHS}"),
-        ("generator.n=4", "unknown key; here it is generator.group_size"),
-        ("generator.max_tokens=4", "unknown key; here it is generator.max_new_tokens"),
+        ("data.max_length=9", f"{LAST}; here it is {LENGTHS}"),
+        ("generator.n=4", f"{LAST}; here it is generator.group_size"),
+        ("generator.max_tokens=4", f"{LAST}; here it is generator.max_new_tokens"),
         ("model.name=x", "unknown key; here it is model.path"),
         ("data.path=x", "unknown key; here it is data.source"),
-        ("data.reward_function=x", "unknown key; here it is data.reward"),
-        ("algorithm.clip_eps=0.2", f"unknown key; here it is {CLIP}"),
-        ("learner.save_every=9", "unknown key; here it is learner.checkpoint.every"),
-        ("learner.lora_r=8", "unknown key; here it is learner.lora.rank"),
+        ("data.reward_function=x", f"{LAST}; here it is data.reward"),
+        ("algorithm.clip_eps=0.2", f"{LAST}; here it is {CLIP}"),
+        ("learner.save_every=9", f"{LAST}; here it is learner.checkpoint.every"),
+        ("learner.lora_r=8", "TRL's name, by its last part alone; here it is learner.lora.rank"),
         ("lora=true", "unknown key; here it is learner.lora"),
-        ("run.steps=9", "unknown key; here it is run.max_steps"),
+        ("run.steps=9", f"{LAST}; here it is run.max_steps"),
         ("algorithm.loss=grpo", "set algorithm.advantage: grpo and algorithm.loss: ppo"),
         ("algorithm.loss=GRPO", "was 'GRPO'; grpo is an advantage here"),
         ("algorithm.loss=dapo", "DAPO is algorithm.advantage: grpo and algorithm.loss: ppo with"),
@@ -158,8 +178,8 @@ def test_what_a_newcomer_types_leads_to_the_setting(tmp_path, override, sentence
 def test_a_setting_under_another_section_of_the_file_is_found(tmp_path):
     message = refusal(tmp_path, "optimizer: {lr: 1, weight_decay: 2, magic: 3}\n")
     assert message.splitlines() == [
-        f"optimizer.lr: unknown key; here it is learner.optimizer.lr ({tmp_path}/run.yaml:3)",
-        "optimizer.weight_decay: TRL's name; here it is learner.optimizer.weight_decay "
+        f"optimizer.lr: unknown key; did you mean learner.optimizer.lr? ({tmp_path}/run.yaml:3)",
+        "optimizer.weight_decay: unknown key; did you mean learner.optimizer.weight_decay? "
         f"({tmp_path}/run.yaml:3)",
         f"optimizer.magic: unknown key ({tmp_path}/run.yaml:3)",
     ]
@@ -190,15 +210,120 @@ def test_every_setting_that_a_table_names_exists():
     ours = setting_names()
     named = {
         setting
-        for names in (*FOREIGN_NAMES.values(), USUAL)
-        for text in names.values()
-        if not text.startswith("(")
-        for setting in named_in(text.partition(":")[0])
+        for system in (*SYSTEMS, USUAL)
+        for line in foreign_names(system).values()
+        if not line.here.startswith("(")
+        for setting in named_in(line.here.partition(":")[0])
     }
     assert named - ours == set()
     assert len(named) > 80
 
 
-def test_the_tables_are_read_without_torch() -> None:
-    code = "import sys, streamrl.config.loading.foreign_names; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_every_setting_that_a_value_is_translated_to_exists():
+    rules = [
+        rule
+        for system in SYSTEMS
+        for line in foreign_names(system).values()
+        for rule in yaml.safe_load(line.values.removeprefix("!") or "{}").values()
+        if isinstance(rule, dict)
+    ]
+    named = {key for rule in rules for key in rule} | {rule.get("without") for rule in rules}
+    assert named - {"without", None} - setting_names() == set()
+    assert len(named) > 40
+
+
+def test_the_tables_are_read_without_torch_and_when_a_key_is_unknown_alone(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text(MINIMAL)
+    code = (
+        "import sys; from streamrl.config import load_config; load_config(sys.argv[1]); "
+        "from streamrl.config.loading.foreign_names import foreign_names; "
+        "sys.exit('torch' in sys.modules or foreign_names.cache_info().misses > 0)"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "run.yaml"]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("algorithm.rollout_correction.loss_type", "here it is algorithm.loss"),
+        ("reward.reward_model.model_path", "data.rewards with an entry reward_model, in kwargs p"),
+        ("reward.num_workers", "here it is generator.count, as rewards run in the generators"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend", "weights.transport and weights"),
+        ("reward_model.rollout.name", "no such setting here (a reward model runs in each gener"),
+        ("reward.sandbox_fusion.url", "an entry sandbox_fusion, in kwargs url"),
+        ("skip.rollout.steps", "no such setting here (`streamrl replay` trains"),
+        ("critic.loss_agg_mode", "here it is algorithm.value.loss_agg_mode"),
+        ("critic.optim.weight_decay", "here it is algorithm.value.weight_decay"),
+        ("critic.model.path", "no such setting here (the critic begins as the policy's model"),
+        ("actor_rollout_ref.actor.fsdp_config.qat.group_size", "quantization-aware training"),
+        ("distillation.distillation_loss.loss_mode", "(there is no distillation from a teacher)"),
+        ("data.tool_config_path", "here it is generator.tools and generator.mcp_servers"),
+        ("actor_rollout_ref.rollout.agent.num_workers", "here it is generator.max_num_seqs"),
+    ],
+)
+def test_names_of_verl_that_end_as_others_do_are_its_own(tmp_path, key, sentence):
+    message = refusal(tmp_path, "", f"{key}=1")
+    assert f"{key}: verl's name; " in message
+    assert sentence in message
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("vllm_importance_sampling_clip_max", "TRL's name; here it is algorithm.rollout_is.thresh"),
+        ("vllm_importance_sampling_clip_min", "here it is algorithm.rollout_is.threshold_lower"),
+        ("use_bias_correction_kl", "algorithm.kl_loss.kind: low_var_kl+"),
+        ("log_level", "TRL's name; here it is run.log_level"),
+        ("vespo_k_pos", "TRL's name; here it is algorithm.loss_config.k_pos"),
+        ("critic.training_args.learning_rate", "ROLL's name; here it is algorithm.value.lr"),
+        ("train_infer_correction.is_weight.upper_bound", "it is algorithm.rollout_is.threshold"),
+        ("actor_infer.generating_args.num_beams", "ROLL's name; there is no such setting here"),
+        ("something.num_generations", "TRL's name, by its last part alone; here it is generator."),
+        ("something.batch_size", f"{LAST}; here it is learner.groups_per_step"),
+    ],
+)
+def test_names_of_todays_releases_are_known(tmp_path, key, sentence):
+    assert sentence in refusal(tmp_path, "", f"{key}=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.loss=vanilla", "; verl's vanilla is ppo here"),
+        (
+            "run.resume=disable",
+            "was 'disable'; allowed: never, auto or the path of a checkpoint; v",
+        ),
+        ("run.resume=disable", "verl's disable is never here"),
+        ("run.resume=resume_path", "was 'resume_path'; allowed: never, auto or the path"),
+        ("learner.dtype=bf16", "; verl's bf16 is bfloat16 here"),
+        ("generator.dtype=half", "; verl's half is float16 here"),
+        ("generator.top_k=-1", "; verl's -1 is 0 here"),
+        ("validation.every=-1", "; verl's -1 is 0 here"),
+        ("learner.optimizer.schedule=constant_with_warmup", "is constant here"),
+        ("algorithm.rollout_is=true", "; verl's true is algorithm.rollout_is.apply: true here"),
+        ("algorithm.reward.format_penalty=-0.5", "; ROLL's -0.5 is 0.5 here"),
+        ("generator.max_new_tokens=${response_length}", "; nothing is filled in for ${...}: write"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "here it is algorithm.loss: ppo"),
+        ("trainer.resume_mode=disable", "verl's name; here it is run.resume: never"),
+        ("trainer.resume_mode=resume_path", "verl's name; here it is run.resume ("),
+        ("trainer.resume_from_path=a/b", "verl's name; here it is run.resume: PATH ("),
+        ("actor_rollout_ref.rollout.top_k=-1", "verl's name; here it is generator.top_k: 0"),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", f"{CLIP.partition(' and')[0]}: 0.3, algorithm"),
+        ("actor_rollout_ref.actor.use_kl_loss=false", "here it is leave out algorithm.kl_loss"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "divided by learner.updates_per_batch"),
+        ("train_env_manager.format_penalty=-0.1", "it is algorithm.reward.format_penalty: 0.1"),
+        ("beta=0.1", "algorithm.kl_loss.coef: 0.1, algorithm.kl_loss.kind: low_var_kl+"),
+        ("loss_type=dr_grpo", "here it is algorithm.loss: ppo, algorithm.loss_config.loss_agg_mod"),
+        ("vllm_importance_sampling_mode=token_mask", "algorithm.rollout_is.mode: clip"),
+    ],
+)
+def test_a_value_of_another_system_is_answered_with_ours(tmp_path, override, sentence):
+    assert sentence in refusal(tmp_path, "", override)
+
+
+def test_a_value_that_is_nobodys_is_answered_as_before(tmp_path):
+    for override in ("generator.top_k=-5", "algorithm.reward.format_penalty=much"):
+        message = refusal(tmp_path, "", override)
+        assert "'s " not in message, message

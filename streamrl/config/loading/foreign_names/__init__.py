@@ -1,87 +1,110 @@
 """Settings by the names that other systems give them, for those who come from there.
 
-Invariant: a setting that a table names exists here (a test reads them all); one in parentheses has
-no setting here, and the parentheses say what holds instead. A name that ends in `.*` is a record,
-with whatever keys.
+One file has the names of one release, such as verl-0.9.1.csv; one without a release has those that
+its newest does not list: of earlier releases, and of what is given beside its files.
+`python -m docs.foreign_names` makes the file of a new release. The columns:
+
+    section, name    the heading of docs/migration.md, and the name; `*.` before it stands for any
+                     sections or none, `.*` behind it for all keys below
+    status, note     as docs/coverage.py has them
+    here             our setting; in parentheses what holds instead of one
+    default          of that release
+    values           as values.py has them
+
+Invariant: a setting that a file names exists here (a test reads them all). Files are read when a
+key is unknown, and not before.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from streamrl.config.loading.foreign_names.prime_rl import PRIME_RL
-from streamrl.config.loading.foreign_names.roll import ROLL
-from streamrl.config.loading.foreign_names.trl import TRL
-from streamrl.config.loading.foreign_names.usual import USUAL
-from streamrl.config.loading.foreign_names.verl import VERL
-
-FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = {
-    "verl": VERL,
-    "ROLL": ROLL,
-    "TRL": TRL,
-    "prime-rl": PRIME_RL,
-}
-"""By system: its name, and our setting."""
-
-FOREIGN_SECTIONS = frozenset(
-    name.partition(".")[0] for names in FOREIGN_NAMES.values() for name in names if "." in name
-)
+SYSTEMS = ("verl", "ROLL", "TRL", "prime-rl")
+USUAL = "usual"
+"""The names that many systems and papers use and no system's file holds."""
 
 
 class ForeignName(NamedTuple):
-    """`system` is "" for a name that is nobody's own."""
+    """One line of a file; `system` is USUAL for a name that is nobody's own."""
 
     system: str
-    setting: str
+    section: str
+    name: str
+    status: str
+    here: str
+    note: str = ""
+    default: str = ""
+    values: str = ""
 
-    @property
-    def sentence(self) -> str:
-        whose = f"{self.system}'s name" if self.system else "unknown key"
-        if self.setting.startswith("("):
-            return f"{whose}; there is no such setting here {self.setting}"
-        return f"{whose}; here it is {self.setting}"
+    def sentence(self, values: str = "", *, by_last_part: bool = False) -> str:
+        """What a key that is this name is answered with, or one that has its last part alone;
+        `values` are our settings, if the value has other names, too."""
+        whose = "unknown key" if self.system == USUAL else f"{self.system}'s name"
+        doubt = ", by its last part alone" if by_last_part else ""
+        here = "there is no such setting here" if self.here.startswith("(") else "here it is"
+        return f"{whose}{doubt}; {here} {values or self.here}"
 
 
-def find_foreign_name(path: str) -> ForeignName | None:
-    """What a refused key is called here, if another system has it.
+@cache
+def foreign_names(system: str) -> Mapping[str, ForeignName]:
+    """All lines of one of SYSTEMS, or of USUAL, by name."""
+    own = re.compile(rf"{system}(-\d.*)?")
+    files = sorted(file for file in Path(__file__).parent.glob("*.csv") if own.fullmatch(file.stem))
+    return {line["name"]: ForeignName(system, **line) for file in files for line in _lines(file)}
 
-    A name counts with any section before it, such as `learner.num_generations`; a dotted name also
-    by its last part, where that has one meaning and at least two words.
 
-    >>> find_foreign_name("actor_rollout_ref.rollout.n").setting
+def is_foreign_section(key: str) -> bool:
+    """Whether another system has a section of this name."""
+    return any(f".{key}." in f".{name}" for system in SYSTEMS for name in foreign_names(system))
+
+
+def find_foreign_name(path: str, system: str = "") -> ForeignName | None:
+    """What a refused key is called here, if another system has it, with any sections before it; or
+    what a key of this system is.
+
+    >>> find_foreign_name("actor_rollout_ref.rollout.n").here
     'generator.group_size'
     """
     parts = path.split(".")
-    suffixes = [
-        suffix
-        for start in range(len(parts))
-        for suffix in (".".join(parts[start:]), *_records(parts[start:]))
-    ]
-    for names in (FOREIGN_NAMES, {"": USUAL}, _LAST_PARTS):
-        for suffix in suffixes:
-            for system, settings in names.items():
-                setting = settings.get(suffix)
-                if setting is not None and setting != path:
-                    return ForeignName(system, setting)
+    for start in range(len(parts)):
+        for key in _keys(parts[start:], is_whole=start == 0):
+            for owner in (system,) if system else (*SYSTEMS, USUAL):
+                name = foreign_names(owner).get(key)
+                if name is not None and (system or name.here != path):
+                    return name
+    if system:
+        return None
+    ends = (n for system in SYSTEMS for n in foreign_names(system).values() if "." in path)
+    return next((name for name in ends if name.name.endswith(f".{path}")), None)
+
+
+def guess_foreign_name(path: str) -> ForeignName | None:
+    """The same by the last part of the key alone; of names that have sections, by one of at least
+    two words that has one meaning."""
+    last = path.rpartition(".")[2]
+    for system in (*SYSTEMS, USUAL):
+        name = foreign_names(system).get(last)
+        if name is not None and name.here != path:
+            return name
+    for system in SYSTEMS if "_" in last else ():
+        same = [n for n in foreign_names(system).values() if n.name.rpartition(".")[2] == last]
+        if {name.here for name in same} - {path} and len({name.here for name in same}) == 1:
+            return same[0]
     return None
 
 
-def _records(parts: Sequence[str]) -> Iterator[str]:
-    """The records that a key may be in, the innermost first."""
-    for end in range(len(parts), 0, -1):
-        yield ".".join((*parts[:end], "*"))
+def _keys(parts: list[str], *, is_whole: bool) -> Iterator[str]:
+    """The names that a file may have for the end of a key: its own, then those of the records that
+    it may be in, the innermost first."""
+    key = ".".join(parts)
+    names = [key, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]
+    yield from (name for name in names if is_whole or "." in name)
+    yield from (f"*.{name}" for name in names)
 
 
-def _last_parts(settings: Mapping[str, str]) -> dict[str, str]:
-    parts = {name.rpartition(".")[2] for name in settings if "." in name}
-    meanings = {
-        part: {s for name, s in settings.items() if name.rpartition(".")[2] == part}
-        for part in parts
-    }
-    return {
-        part: next(iter(found))
-        for part, found in meanings.items()
-        if len(found) == 1 and "_" in part
-    }
-
-
-_LAST_PARTS = {system: _last_parts(settings) for system, settings in FOREIGN_NAMES.items()}
+def _lines(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))

@@ -1,0 +1,216 @@
+"""A configuration of another system as its keys and values: a YAML file with the files that its
+`defaults` name, or a shell script with the arguments that it gives to a trainer.
+
+What `${...}` stands for is filled in. Environment variables are not read: a file that is written
+from this one must not have what is secret in them.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from streamrl.config.loading.foreign_names.values import computed
+from streamrl.config.loading.load import with_setting
+from streamrl.config.loading.sources import Loader, Setting, parse
+from streamrl.errors import ConfigError
+
+Tree = Mapping[str, Any]
+_OVERRIDE = re.compile(r"\+*([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
+_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+# Beyond these, what `${...}` stands for is in itself.
+_MAX_FILLED = 50
+_MAX_LENGTH = 10_000
+
+
+def read_keys(path: Path, default: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values by their dotted names, and the `defaults` of which no file was found.
+
+    Args:
+        default: the value of a name that the file does not have; LookupError if it is not known.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no keys.
+    """
+    missing: list[str] = []
+    tree = _script(_text(path)) if path.suffix == ".sh" else _yaml(path, missing)
+    if not tree:
+        raise ConfigError(f"{path}: has no settings; give a YAML file, or a shell script (.sh)")
+    return dict(_leaves(_filled(tree, (), tree, default))), missing
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+
+
+def _yaml(path: Path, missing: list[str]) -> Tree:
+    """Of the file, over those of its `defaults`, or under those that stand behind `_self_`."""
+    try:
+        tree = yaml.load(_text(path), Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        return {}
+    defaults = tree.pop("defaults", None) or []
+    if not isinstance(defaults, list) or not all(defaults):
+        raise ConfigError(f"{path}: defaults: was {defaults!r}; it must be a list of files")
+    if "_self_" not in defaults:
+        defaults = [*defaults, "_self_"]
+    chosen = {
+        f"${{{key}}}": name for e in defaults if isinstance(e, dict) for key, name in e.items()
+    }
+    merged: Tree = {}
+    for entry in defaults:
+        merged = _merged(merged, tree if entry == "_self_" else _of(entry, path, chosen, missing))
+    return merged
+
+
+def _of(entry: Any, path: Path, chosen: Mapping[str, Any], missing: list[str]) -> Tree:
+    """The file of `folder/name@package` or `group@package: name`, below its package, which is its
+    folder if none is given; `_here_` is the whole."""
+    group, name = next(iter(entry.items())) if isinstance(entry, dict) else (str(entry), "")
+    file, _, package = str(group).partition("@")
+    file = f"{file}/{name}" if name else file
+    file = reduce(lambda text, key: text.replace(key, str(chosen[key])), chosen, file)
+    found = path.parent / f"{file.removesuffix('.yaml')}.yaml"
+    if not found.is_file():
+        missing.append(file)
+        return {}
+    if found.samefile(path):
+        raise ConfigError(f"{path}: defaults: {file} is the file itself")
+    is_global = "# @package _global_" in _text(found)
+    keys = [] if is_global else (package or file.rpartition("/")[0].replace("/", ".")).split(".")
+    keys = [key for key in keys if key and not key.startswith("_")]
+    return reduce(lambda below, key: {key: below}, reversed(keys), _yaml(found, missing))
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: _merged(below.get(key), item) for key, item in above.items()}}
+
+
+def _script(text: str) -> Tree:
+    """What stands as `a.b=value` or `--name value`, with the script's own variables."""
+    variables: dict[str, str] = {}
+    tree: Tree = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        line = _ARITHMETIC.sub(lambda found: _number(found[1], variables), line)
+        words = [_with_variables(word, variables) for word in _words(line)]
+        for position, word in enumerate(words):
+            if found := _OVERRIDE.fullmatch(word):
+                key, value = found[1], parse(found[2], word)
+            elif found := _ASSIGNMENT.fullmatch(word):
+                variables[found[1]] = found[2]
+                continue
+            elif word.startswith("--"):
+                key, value = _option(word, words[position + 1 :])
+            else:
+                continue
+            tree = with_setting(tree, Setting((*key.split("."),), value, word))
+    return tree
+
+
+def _option(word: str, following: list[str]) -> tuple[str, Any]:
+    """`--key=value`, or `--key` with the values that follow; without one it is switched on."""
+    key, equals, value = word[2:].partition("=")
+    texts = (
+        [value] if equals else list(takewhile(lambda text: not text.startswith("--"), following))
+    )
+    values = [parse(text, word) for text in texts]
+    return key, values[0] if len(values) == 1 else values or True
+
+
+def _number(text: str, variables: Mapping[str, str]) -> str:
+    """Of `len * 2`, with one kind of sign."""
+    parts = re.findall(r"\w+|[*/+]", text.replace("$", ""))
+    return str(computed(" ".join(variables.get(part, part) for part in parts)))
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:
+        return []
+
+
+def _with_variables(word: str, variables: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(
+        lambda found: variables.get(found[1] or found[3], found[2] or found[0]), word
+    )
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and (value or not path):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _filled(
+    value: Any,
+    path: tuple[str, ...],
+    tree: Tree,
+    default: Callable[[str], Any],
+    within: frozenset[str] = frozenset(),
+) -> Any:
+    """The value with what `${...}` stands for; as it is where that is not known, or is in itself.
+
+    `within` has what the value stands for already.
+    """
+    if isinstance(value, Mapping):
+        return {k: _filled(v, (*path, str(k)), tree, default, within) for k, v in value.items()}
+    if isinstance(value, list):
+        items = enumerate(value)
+        return [_filled(v, (*path, str(i)), tree, default, within) for i, v in items]
+    for _ in range(_MAX_FILLED):
+        if not isinstance(value, str) or len(value) > _MAX_LENGTH:
+            break
+        found = _INTERPOLATION.search(value)
+        if found is None or found[1] in within:
+            break
+        try:
+            meant = _meant(found[1], path, tree, default)
+        except LookupError:
+            break
+        is_whole = found[0] == value
+        value = meant if is_whole else value.replace(found[0], str(meant))
+        if isinstance(value, Mapping | list):
+            return _filled(value, path, tree, default, within | {found[1]})
+    return value
+
+
+def _meant(text: str, path: tuple[str, ...], tree: Tree, default: Callable[[str], Any]) -> Any:
+    """Of a key, relative with dots in front, `oc.select:key,otherwise` or `oc.env:NAME,otherwise`.
+
+    Raises:
+        LookupError: it stands for nothing that is known here.
+    """
+    resolver, colon, rest = text.partition(":")
+    key, comma, otherwise = rest.partition(",") if colon else (text, "", "")
+    if resolver not in ("oc.env", "oc.select") and colon:
+        raise LookupError(text)
+    relative = key.lstrip(".")
+    depth = len(key) - len(relative)
+    parts = [*(path[:-depth] if depth else ()), *relative.split(".")]
+    try:
+        if resolver == "oc.env":
+            raise LookupError(key)
+        found: Any = reduce(lambda below, part: below[part], parts, tree)
+    except (LookupError, TypeError):
+        if comma:
+            return parse(otherwise, text)
+        return default(".".join(parts))
+    return found

@@ -1,0 +1,224 @@
+"""`streamrl import` makes a configuration that `streamrl check` takes, of files in the shape of
+those that verl, ROLL and TRL come with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from streamrl.cli.check.command import refusals, run_findings
+from streamrl.cli.main import main
+from streamrl.config import load_config
+
+EXAMPLES = Path(__file__).parents[1] / "data" / "foreign"
+FILES = sorted(path for path in EXAMPLES.glob("*/*.*"))
+ROW = {
+    "prompt": [{"role": "user", "content": "1+1"}],
+    "messages": [{"role": "user", "content": "1+1"}],
+    "answer": "2",
+    "data_source": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The working folder, with rows."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    rows = [ROW | {"id": number} for number in range(70)]
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "test", "a", "b"):
+        parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / f"rows/{name}.parquet")
+        (tmp_path / f"rows/{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def imported(path: Path, system: str, output: str = "run.yaml") -> tuple[dict, list[str]]:
+    """Its settings by dotted name, and its comments."""
+    assert main(["import", str(path), "--from", system, "--output", output]) == 0
+    text = Path(output).read_text()
+    assert "To be mended" not in text
+    lines = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("#")]
+    return dict(leaves(yaml.safe_load(text))), lines
+
+
+def leaves(tree: dict, prefix: str = ""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def has_line(comments: list[str], *words: str) -> bool:
+    return any(all(word in line for word in words) for line in comments)
+
+
+def test_there_are_five_examples_of_each():
+    assert {f.name: len([*f.glob("*.*")]) for f in EXAMPLES.iterdir()} == {
+        "verl": 5,
+        "roll": 5,
+        "trl": 5,
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_check_takes_what_is_imported(folder, path):
+    settings, comments = imported(path, path.parent.name)
+    loaded = load_config("run.yaml", ["tracking.wandb=off", "model.recipe.num_layers=1"], {})
+    assert loaded.config.algorithm.preset is None
+    assert settings["model.path"] == "models/base"
+    assert comments[0].startswith(f"From {path.name} of ")
+    refused = refusals(run_findings(loaded))
+    assert [line for line in refused if "vLLM is not installed here" not in line] == []
+
+
+def test_a_script_of_verl_with_its_variables_and_what_verl_does_by_default(folder):
+    settings, comments = imported(EXAMPLES / "verl" / "grpo.sh", "verl")
+    expected = {
+        "data.truncation": "filter",
+        "data.answer_key": "reward_model.ground_truth",
+        "generator.max_new_tokens": 128,
+        "generator.group_size": 5,
+        "learner.groups_per_step": 64,
+        "learner.updates_per_batch": 4,
+        "learner.dtype": "bfloat16",
+        "algorithm.loss": "ppo",
+        "algorithm.kl_loss.coef": 0.001,
+        "tracking.wandb": "online",
+        "run.max_steps": 100,
+    }
+    assert {name: settings.get(name) for name in expected} == expected
+    assert "run.total_epochs" not in settings
+    assert not any(name.startswith("algorithm.kl_reward") for name in settings)
+    assert has_line(comments, "override_config.attention_dropout: 0.0; the model's own config.json")
+    assert has_line(comments, "ppo_micro_batch_size_per_gpu: 4; here it is", "tokens, not samples")
+    assert has_line(comments, "use_remove_padding: true; sequences are always packed")
+
+
+def test_defaults_interpolation_and_the_critic_of_verl(folder):
+    settings, comments = imported(EXAMPLES / "verl" / "ppo.yaml", "verl")
+    assert settings["run.folder"] == "checkpoints/sums/ppo"
+    assert settings["learner.groups_per_step"] == 32
+    assert settings["algorithm.advantage"] == "gae"
+    assert settings["algorithm.value.lr"] == 1e-5
+    assert settings["run.resume"] == "never"
+    assert settings["run.evaluate"] is False
+    assert has_line(comments, "defaults: no file 'ppo_trainer'; verl's own defaults stand")
+    assert has_line(comments, "critic.model.path: models/value; the critic begins as the policy's")
+    assert settings["algorithm.value.weight_decay"] == 0.01
+    assert has_line(comments, "actor.clip_ratio: 0.2; ", "with one update a batch")
+
+
+def test_rollout_correction_of_verl(folder):
+    settings, _ = imported(EXAMPLES / "verl" / "correction.yaml", "verl")
+    assert settings["algorithm.rollout_is.threshold"] == "0.5_5.0"
+    assert settings["algorithm.rollout_is.rejection"] == [{"seq_mean_k3": 0.1}]
+    assert settings["learner.lora.rank"] == 8
+    assert settings["data.source"] == [{"path": "rows/a.parquet"}, {"path": "rows/b.parquet"}]
+
+
+def test_files_that_roll_takes_as_defaults_and_roles_of_its_own(folder):
+    settings, comments = imported(EXAMPLES / "roll" / "rlvr.yaml", "roll")
+    expected = {
+        "generator.max_new_tokens": 256,
+        "generator.dtype": "bfloat16",
+        "generator.temperature": 0.99,
+        "validation.temperature": 0.7,
+        "learner.gradient_checkpointing": True,
+        "data.eval_source": "rows/test.jsonl",
+        "data.prompt_key": "messages",
+        "algorithm.reward.truncated": "mask",
+        "tracking.tensorboard": True,
+    }
+    assert {name: settings.get(name) for name in expected} == expected
+    assert has_line(comments, "strategy_config.zero_optimization.stage: 3; here it is learner.mesh")
+    assert has_line(comments, "rewards.math_rule.tag_included: [deepmath]; here it is data.rewards")
+
+
+def test_no_key_of_a_service_is_written_and_penalties_lose_their_minus(folder):
+    settings, comments = imported(EXAMPLES / "roll" / "agentic.yaml", "roll")
+    assert "not-a-key" not in Path("run.yaml").read_text()
+    assert has_line(comments, "tracker_kwargs.api_key: ***; keys of services are environment")
+    assert settings["generator.top_k"] == 0
+    assert has_line(comments, "train_env_manager.format_penalty: -0.15; ", "was 0.15")
+    lora, _ = imported(EXAMPLES / "roll" / "lora.yaml", "roll", "lora.yaml")
+    assert lora["learner.lora.targets"] == ["q_proj", "v_proj"]
+    assert lora["generator.engine"] == "vllm"
+
+
+def test_batches_of_trl_are_counted_in_groups(folder):
+    settings, comments = imported(EXAMPLES / "trl" / "grpo.yaml", "trl")
+    assert settings["learner.groups_per_step"] == 4
+    assert settings["algorithm.kl_loss.kind"] == "low_var_kl+"
+    assert settings["algorithm.advantage_config.norm_adv_by_std"] is False
+    assert settings["learner.optimizer.betas"] == [0.9, 0.999]
+    assert has_line(comments, "push_to_hub: false; nothing is pushed to a hub")
+    options, _ = imported(EXAMPLES / "trl" / "grpo.sh", "trl", "options.yaml")
+    assert options["learner.lora.targets"] == ["q_proj", "v_proj"]
+    assert options["data.reward"] == "math"
+    several, _ = imported(EXAMPLES / "trl" / "gspo.yaml", "trl", "several.yaml")
+    assert several["algorithm.loss"] == "gspo"
+    assert several["learner.updates_per_batch"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "sentence"),
+    [
+        ("a: [1", "a.yaml", "a.yaml is not YAML: "),
+        ("- 1\n", "a.yaml", "has no settings; give a YAML file, or a shell script (.sh)"),
+        ("echo nothing\n", "a.sh", "has no settings"),
+        ("defaults: [a]\nx: 1\n", "a.yaml", "a.yaml: defaults: a is the file itself"),
+        ("defaults: 5\nx: 1\n", "a.yaml", "a.yaml: defaults: was 5; it must be a list of files"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(folder, capsys, text, name, sentence):
+    Path(name).write_text(text)
+    assert main(["import", name, "--from", "verl"]) == 2
+    assert sentence in capsys.readouterr().err
+    assert main(["import", "nowhere.yaml", "--from", "verl"]) == 2
+    assert "cannot read nowhere.yaml" in capsys.readouterr().err
+
+
+def test_what_cannot_be_filled_in_is_said_and_nothing_is_written_over(folder, capsys):
+    Path("a.yaml").write_text(
+        "algorithm: {gamma: '${loop}'}\nloop: ${algorithm.gamma}\n"
+        "data: {seed: '${oc.env:SEED,7}', max_prompt_length: '${eval:1+1}'}\nbrand: {new: 1}\n"
+        "ring: ['${ring}', {again: '${ring}'}]\nb0: xxxx\n"
+        + "".join(f"b{i}: '${{b{i - 1}}}${{b{i - 1}}}'\n" for i in range(1, 20))
+    )
+    settings, comments = imported(Path("a.yaml"), "verl", "b.yaml")
+    assert settings["run.seed"] == 7
+    assert has_line(comments, "data.max_prompt_length: ${eval:1+1}; what ${...} stands for is not")
+    assert has_line(comments, "algorithm.gamma: ", "what ${...} stands for is not in the file")
+    assert has_line(comments, "brand.new: 1; no key that is known of verl")
+    assert main(["import", "a.yaml", "--from", "verl", "--output", "b.yaml"]) == 2
+    assert "--output: b.yaml exists already" in capsys.readouterr().err
+
+
+def test_groups_of_files_and_epochs_are_taken_as_hydra_takes_them(folder):
+    for name, text in {
+        "run.yaml": (
+            "defaults:\n- model_engine: dp\n"
+            "- actor@actor_rollout_ref.actor: ${model_engine}_actor\n"
+            "- extra/more@_here_\n- _self_\n"
+            "data: {train_files: rows/train.parquet, train_batch_size: 7}\n"
+            "trainer: {total_epochs: 3}\nactor_rollout_ref.rollout.name: ???\n"
+        ),
+        "model_engine/dp.yaml": "# @package _global_\nalgorithm: {adv_estimator: reinforce}\n",
+        "actor/dp_actor.yaml": "ppo_mini_batch_size: 7\noptim: {lr: 3e-6}\n",
+        "extra/more.yaml": "data: {train_batch_size: 9, max_prompt_length: 99}\n",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    settings, comments = imported(Path("run.yaml"), "verl", "mine.yaml")
+    assert settings["algorithm.advantage"] == "reinforce"
+    assert settings["learner.optimizer.lr"] == 3e-6
+    assert settings["data.max_prompt_length"] == 99
+    assert settings["learner.groups_per_step"] == 7
+    assert settings["run.total_epochs"] == 3
+    assert load_config("mine.yaml", [], {}).config.run.max_steps == 30
+    assert has_line(comments, "actor_rollout_ref.rollout.name: ???; has no value there")
