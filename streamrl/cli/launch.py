@@ -22,6 +22,7 @@ from streamrl.cli.processes.run_commands import (
     call_for,
     evaluation_may_fail,
     make_missing_model,
+    prepared,
     require_books,
     write_books,
 )
@@ -34,7 +35,6 @@ from streamrl.config.secrets import hand_down
 from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
-from streamrl.run_folder import prepare
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -64,7 +64,7 @@ def launch_here(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) -> int:
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-    config = prepare(config, resume=arguments.resume, new=arguments.new)
+    config = prepared(config, arguments)
     remedy = f"streamrl launch {_config_file(config)} --resume"
     try:
         run_here(

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,12 @@ from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S, supervise
 from streamrl.cli.processes.planned import planned_children
-from streamrl.cli.processes.run_commands import STOPPED_S, books_options, evaluation_may_fail
+from streamrl.cli.processes.run_commands import (
+    STOPPED_S,
+    books_options,
+    evaluation_may_fail,
+    prepared,
+)
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
@@ -44,7 +50,6 @@ from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
 from streamrl.placement.plan import Plan, PlannedProcess
-from streamrl.run_folder import prepare
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
@@ -95,7 +100,7 @@ async def _launch(
         if arguments.dry_run:
             print_plan(plan)
             return None
-        prepare(plan.config, resume=arguments.resume, new=arguments.new, binds=False)
+        plan = replace(plan, config=prepared(plan.config, arguments, binds=False))
         write_secrets(given)
         for note in plan.notes:
             view.print(f"note: {note.sentence}")
