@@ -29,14 +29,15 @@ from actors.rewards import make_reward
 from actors.rewards.checks import check_row
 from actors.sandbox.isolation import Isolation, IsolationChoice, choose, why_not
 from actors.tools.environment import TOOLS
+from actors.tools.tool import name_of
 from actors.tools.toolset import make_sources
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import has_rows, shown
-from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean
 from streamrl.findings import DATA, Finding
-from streamrl.interfaces import Prompt, PromptSource
+from streamrl.interfaces import Prompt, PromptSource, ToolSchema
 from streamrl.model_folder import local_folder
 from streamrl.user_code import attributed_to, find_user_code, is_finite_number, is_user_code
 
@@ -99,7 +100,46 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
         yield DATA.problem(
             f"generator.{given[0]}: nothing reads them; generator.environment: tools does"
         )
-    yield from DATA.refusal(lambda: make_sources(generator))
+    try:
+        schemas = [schema for source in make_sources(generator) for schema in source.schemas]
+    except ConfigError as error:
+        yield DATA.problem(str(error))
+        return
+    for entry in config.entries:
+        if entry.environment == TOOLS and schemas:
+            own = config.model_copy(update={"data": entry.data})
+            chosen = {*(entry.kwargs.get("tools") or map(name_of, schemas))}
+            offered = [schema for schema in schemas if name_of(schema) in chosen]
+            yield from _placed(entry, _check_room(own, offered))
+
+
+def _check_room(config: RunConfig, schemas: Sequence[ToolSchema]) -> Iterator[Finding]:
+    """Whether the longest of the first prompts leaves room for an answer where the chat template
+    has written the tools into it."""
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    if folder is None or not folder.has_chat_template:
+        return
+    # It imports transformers, as the schema of a user's tool does.
+    from actors.rendering.renderer import ChatRenderer
+
+    try:
+        prompts = open_prompts(config.data, config.run.seed)
+        first = [prompts[i] for i in range(min(_size(prompts) or _SCANNED, _SCANNED))]
+        longest = max(first, key=lambda prompt: sum(map(len, _texts(prompt))))
+        renderer = ChatRenderer.from_config(config)
+        messages = renderer.messages(longest)
+        whole, alone = (len(renderer.encode_messages(messages, t)) for t in (schemas, ()))
+    except StreamRLError:
+        # Of the prompts, said where they are checked, or of images, which a generator reads.
+        return
+    wanted, room = config.generator.max_new_tokens, config.max_model_len - whole
+    if room < wanted:
+        yield (DATA.problem if room <= 0 else DATA.warning)(
+            f"generator.tools: their schemas take {whole - alone} tokens, so that "
+            f"{_shown(longest)} has {whole}; generator.max_model_len {config.max_model_len} leaves "
+            f"{max(0, room)} for an answer, and generator.max_new_tokens was {wanted}: raise "
+            "generator.max_model_len"
+        )
 
 
 _GYM = "reasoning_gym:"

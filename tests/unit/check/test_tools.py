@@ -1,21 +1,23 @@
 """`streamrl check` of the tools: made, used, and kept apart where they must be."""
 
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.make_model import make_tokenizer
 from streamrl.cli.check.data import check_tools
 from streamrl.config import RunConfig
 from streamrl.findings import Severity
 
 
-def found(tmp_path: Path, **generator: Any) -> list[tuple[Severity, str]]:
+def found(tmp_path: Path, model: str = "model", **generator: Any) -> list[tuple[Severity, str]]:
     config = RunConfig.model_validate(
         {
             "run": {"name": "run", "folder": tmp_path, "evaluate": False},
-            "model": {"path": "model"},
-            "data": {"source": "copy"},
+            "model": {"path": model},
+            "data": {"source": "copy", "max_prompt_length": 100},
             "generator": generator,
         }
     )
@@ -40,3 +42,29 @@ def test_what_cannot_act_is_a_problem(
     severity, said = found(tmp_path, **generator)[0]
     assert severity is Severity.PROBLEM
     assert said.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "severity"),
+    [(None, Severity.PROBLEM), (1100, Severity.WARNING), (4000, None)],
+)
+def test_schemas_that_leave_no_room_for_an_answer_are_found(
+    tmp_path: Path, max_model_len: int | None, severity: Severity | None
+) -> None:
+    """The template writes them into the prompt, beside what data.max_prompt_length bounds."""
+    tokenizer = make_tokenizer(string.printable)
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages[-1].content }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "own.py").write_text(
+        f'def look(a: int):\n    """{"x" * 700}\n\n    Args:\n        a: what\n    """\n'
+    )
+    told = found(
+        tmp_path,
+        model=str(tmp_path / "model"),
+        environment="tools",
+        tools=[f"{tmp_path}/own.py:look"],
+        max_new_tokens=500,
+        max_model_len=max_model_len,
+    )
+    assert [one for one, _ in told] == ([] if severity is None else [severity])
+    assert all("generator.tools: their schemas take 8" in sentence for _, sentence in told)
