@@ -67,7 +67,7 @@ def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) 
     config = prepared(config, arguments)
     remedy = f"streamrl launch {_config_file(config)} --resume"
     try:
-        run_here(
+        lost = run_here(
             config,
             console,
             resume=arguments.resume,
@@ -89,6 +89,8 @@ def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) 
             console.print(f"{name}, {value}", soft_wrap=True, highlight=False, markup=False)
         raise
     _summarize(config, console)
+    if lost is not None:
+        raise lost
     return 0
 
 
@@ -101,9 +103,9 @@ def run_here(
     live: bool = False,
     background: BackgroundTask | None = None,
     strict: bool = False,
-) -> None:
-    """The whole run, from the missing model to the last books; under `strict` no daemon is started
-    again.
+) -> StreamRLError | None:
+    """The whole run, from the missing model to the last books; the failure of a validator without
+    which it went on. Under `strict` no daemon is started again.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
@@ -115,12 +117,13 @@ def run_here(
         require_parity(config, console)
     view = ProgressView(config, console, live=live)
     plan = make_plan(config, hosts_of(config), resume=resume)
-    stopped_by = asyncio.run(
+    stopped_by, lost = asyncio.run(
         run_daemons(plan, view=view.run, notify=view.print, background=background, strict=strict)
     )
     write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
+    return lost
 
 
 def _summarize(config: RunConfig, console: Console) -> None:

@@ -200,7 +200,7 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
         yield DATA.problem(str(error))
         return
     yield from _check_first(config, first)
-    yield from _check_gold(config, prompts)
+    yield from _check_gold(config.data, "data.source", prompts)
     yield from _check_alphabet(config, prompts)
     yield from _check_lengths(config, prompts)
     if (size := _size(prompts)) is None:
@@ -237,6 +237,8 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
         yield DATA.ok(
             f"data.num_eval_prompts: {_listed(config.data.eval_sources)} has {size}, not {wanted}"
         )
+    setting = "data.eval_source" if config.data.eval_sources else "data.source"
+    yield from _check_gold(config.data, setting, held_out)
     yield from check_overlap(config.data, held_out)
 
 
@@ -267,14 +269,16 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
         )
 
 
-def _check_gold(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
-    """Whether the rewards can score the first rows."""
-    data, known = config.data, _size(prompts)
+def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:
+    """Whether each of the first rows has a reward, which can score it."""
+    known = _size(prompts)
     try:
-        rows = [prompts[i] for i in range(min(known or _SCORED, _SCORED))]
+        first = [prompts[i] for i in range(min(known or _SCORED, _LARGEST_SCAN))]
     except ConfigError as error:
         yield DATA.problem(str(error))
         return
+    yield from _check_covered(data, setting, first)
+    rows = first[:_SCORED]
     for i, reward in enumerate(data.all_rewards):
         field = f"data.rewards.{i}" if data.rewards else "data.reward"
         kwargs_field = f"{field}.kwargs" if data.rewards else "data.reward_kwargs"
@@ -287,8 +291,23 @@ def _check_gold(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
         if not refused:
             continue
         of_all = f"{len(refused)} of the first {len(own)} rows" if len(own) > 1 else "the first row"
-        sentence = f"{field}: {reward.reward} cannot score {of_all}; {refused[0]}"
+        sentence = f"{field}: {reward.reward} cannot score {of_all} of {setting}; {refused[0]}"
         yield (DATA.problem if len(refused) == len(own) else DATA.warning)(sentence)
+
+
+def _check_covered(data: DataSettings, setting: str, rows: Sequence[Prompt]) -> Iterator[Finding]:
+    """Whether a reward applies to each of these rows; else its groups fail."""
+    if not all(reward.data_source for reward in data.all_rewards):
+        return
+    known = {name for reward in data.all_rewards for name in reward.data_source}
+    missed = [row for row in rows if _source(row, data) not in known]
+    if missed:
+        place, source = missed[0].origin or _shown(missed[0]), _source(missed[0], data)
+        yield (DATA.problem if len(missed) == len(rows) else DATA.warning)(
+            f"data.rewards: none scores {len(missed)} of the first {len(rows)} rows of {setting}, "
+            f"such as {place}, whose {data.data_source_key} is {source!r}; "
+            f"{did_you_mean(source, known)}"
+        )
 
 
 def _refused(reward: RewardSettings, rows: Sequence[Prompt], kwargs_field: str) -> Iterator[str]:

@@ -109,7 +109,7 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
     require_books(config, resume=arguments.resume, new=arguments.new)
     make_missing_model(config, console)
     view = ProgressView(config, console, live=not arguments.no_view)
-    stopped_by = asyncio.run(
+    stopped_by, lost = asyncio.run(
         supervise(
             _children(plan, view, job),
             view=view.run,
@@ -124,6 +124,8 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
     if config.run.evaluate:
         with evaluation_may_fail():
             call_for(config, "evaluate")
+    if lost is not None:
+        raise lost
 
 
 def _children(plan: Plan, view: ProgressView, job: str) -> list[StepChild]:
