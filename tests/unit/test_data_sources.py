@@ -22,6 +22,7 @@ from actors.environments.stream import open_stream
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.mixture import Mixture
 from actors.prompts.streams import Epochs, FirstPrompts
+from streamrl.api.start import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml
@@ -118,7 +119,7 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".parquet", "", ".py"])
+@pytest.mark.parametrize("suffix", [".parquet", "", ".py", "python"])
 def test_dates_decimals_and_bytes_are_what_a_json_file_has(tmp_path, suffix):
     source = str(tmp_path / f"rows{suffix}")
     if suffix == ".py":
@@ -126,6 +127,9 @@ def test_dates_decimals_and_bytes_are_what_a_json_file_has(tmp_path, suffix):
         code = "import datetime\nfrom decimal import Decimal\nimport numpy as np\n"
         Path(source).write_text(f"{code}def rows():\n    return [{values!r}]\n")
         source += ":rows"
+    elif suffix == "python":
+        rows = [{**TYPED, "image": [{"bytes": "GIF89a"}]}]
+        source = dataset_setting("dataset", rows, tmp_path)
     else:
         write(Path(source), [TYPED])
     template = "{{ at }} {{ price }} {{ name }} {{ nested[0].day }} {{ 0.00001 }}"
@@ -133,7 +137,7 @@ def test_dates_decimals_and_bytes_are_what_a_json_file_has(tmp_path, suffix):
     prompt = open_prompts(data, seed=0)[0]
     assert prompt.content == "2024-05-01 03:04:00 18.90 n\u00e9 2024-05-02 0.00001"
     assert prompt.answer == ('["2024-05-01", 1e-05]' if suffix == ".py" else "2024-05-01")
-    assert prompt.row["image"][0]["bytes"] == b"GIF89a"
+    assert prompt.row["image"][0]["bytes"] == ("GIF89a" if suffix == "python" else b"GIF89a")
 
 
 def test_dates_that_a_library_made_times_of_are_dates(tmp_path):
