@@ -73,6 +73,9 @@ def row(setting: str, place: str, fields: Any) -> Row:
     return Row(fields, place)
 
 
+_OF_JSON = frozenset({str, int, float, bool, type(None)})
+
+
 def as_json_values(value: Any) -> Any:
     """A value of Arrow or Python as a JSON file has it: dates, decimals and bytes of text are text,
     at every depth. Libraries that read JSON make times of dates, which are dates again; the bytes
@@ -82,12 +85,13 @@ def as_json_values(value: Any) -> Any:
     {'day': '2024-05-01', 'sum': '18.90', 'name': 'a'}
     """
     match value:
-        case str() | int() | float() | None:
-            return value
-        case Mapping():
-            return {k: v if k == "bytes" else as_json_values(v) for k, v in value.items()}
+        case dict() | Mapping():
+            return {
+                key: inner if type(inner) in _OF_JSON or key == "bytes" else as_json_values(inner)
+                for key, inner in value.items()
+            }
         case list():
-            return [as_json_values(inner) for inner in value]
+            return [v if type(v) in _OF_JSON else as_json_values(v) for v in value]
         case datetime() if value.tzinfo is None and value.time() == time.min:
             return str(value.date())
         case date() | time() | timedelta():
