@@ -6,6 +6,7 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 
 import argparse
 import asyncio
+from contextlib import nullcontext
 
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
+from streamrl.cli.processes.fork_server import ForkServer, forking
 from streamrl.cli.processes.run_commands import (
     call_for,
     evaluation_may_fail,
@@ -45,24 +47,35 @@ def main(arguments: argparse.Namespace) -> int:
     if loaded is not None:
         hand_down(arguments, loaded.config.buffer.password_of_url)
     name = chosen(loaded.config if loaded else None, arguments)
-    if starts_here(name):
-        require_startable(arguments)
-    if refusal is not None:
-        raise refusal
-    assert loaded is not None, "what is not refused is usable"
-    return (launcher(name) if name else launch_here)(loaded.config, arguments)
+    is_here = not name and not arguments.dry_run
+    with forking() if loaded and is_here else nullcontext() as fork_server:
+        if starts_here(name):
+            require_startable(arguments)
+        if refusal is not None:
+            raise refusal
+        assert loaded is not None, "what is not refused is usable"
+        if name:
+            return launcher(name)(loaded.config, arguments)
+        return launch_here(loaded.config, arguments, fork_server)
 
 
-def launch_here(config: RunConfig, arguments: argparse.Namespace) -> int:
+def launch_here(
+    config: RunConfig, arguments: argparse.Namespace, fork_server: ForkServer | None
+) -> int:
     console = Console()
     if arguments.dry_run:
         print_plan(make_plan(config, hosts_of(config), resume=arguments.resume))
         return 0
     with sole_launch(config.run.path):
-        return _launch(config, console, arguments)
+        return _launch(config, console, arguments, fork_server)
 
 
-def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) -> int:
+def _launch(
+    config: RunConfig,
+    console: Console,
+    arguments: argparse.Namespace,
+    fork_server: ForkServer | None,
+) -> int:
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
     config = prepared(config, arguments)
     remedy = f"streamrl launch {_config_file(config)} --resume"
@@ -74,11 +87,12 @@ def _launch(config: RunConfig, console: Console, arguments: argparse.Namespace) 
             new=arguments.new,
             live=not arguments.no_view,
             strict=arguments.strict,
+            fork_server=fork_server,
         )
         remedy = f"streamrl evaluate {_config_file(config)}"
         if config.run.evaluate:
             with evaluation_may_fail():
-                call_for(config, "evaluate")
+                call_for(config, "evaluate", fork_server=fork_server)
     except KeyboardInterrupt:
         _summarize(config, console)
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
@@ -103,6 +117,7 @@ def run_here(
     live: bool = False,
     background: BackgroundTask | None = None,
     strict: bool = False,
+    fork_server: ForkServer | None = None,
 ) -> StreamRLError | None:
     """The whole run, from the missing model to the last books; the failure of a validator without
     which it went on. Under `strict` no daemon is started again.
@@ -112,13 +127,20 @@ def run_here(
         StreamRLError: a process failed and is not started again.
     """
     require_books(config, resume=resume, new=new)
-    make_missing_model(config, console)
+    make_missing_model(config, console, fork_server)
     if config.parity.is_required:
         require_parity(config, console)
     view = ProgressView(config, console, live=live)
     plan = make_plan(config, hosts_of(config), resume=resume)
     stopped_by, lost = asyncio.run(
-        run_daemons(plan, view=view.run, notify=view.print, background=background, strict=strict)
+        run_daemons(
+            plan,
+            view=view.run,
+            notify=view.print,
+            background=background,
+            strict=strict,
+            fork_server=fork_server,
+        )
     )
     write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:

@@ -27,6 +27,7 @@ from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.fork_server import forking
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration
@@ -82,7 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
     with sole_launch(config.run.path):
         config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
         killer = Killer(config, counts, arguments, console)
-        run_here(config, console, new=True, background=killer.run)
+        with forking() as fork_server:
+            run_here(config, console, new=True, background=killer.run, fork_server=fork_server)
     audit = audit_run(config.run.path, complete=config)
     faults = [*killer.wrong, *audit.faults]
     injected = [asdict(fault) for fault in killer.injected]

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.fork_server import ForkedProcess
 from streamrl.config import RunConfig
 from streamrl.errors import StreamRLError
 from streamrl.tracking.jsonl import TRAINED_FILE
@@ -96,7 +97,7 @@ class Progress:
             self.read()
             await asyncio.sleep(_POLL_S)
 
-    async def until_running(self, child: Child) -> asyncio.subprocess.Process:
+    async def until_running(self, child: Child) -> asyncio.subprocess.Process | ForkedProcess:
         """Its process. Waits for the supervisor to have started it."""
         while child.process is None or child.process.returncode is not None:
             self.read()

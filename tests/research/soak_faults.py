@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamrl.cli.processes.fork_server import ForkedProcess
 from tests.research.faults import victims
 
 _FIRST_FAULT, _LAST_FAULT = 0.05, 0.85
@@ -39,7 +40,7 @@ def plan(seed: int, seconds: float, num_faults: int, roles: Sequence[str]) -> tu
     )
 
 
-async def freeze(process: asyncio.subprocess.Process, seconds: float) -> None:
+async def freeze(process: asyncio.subprocess.Process | ForkedProcess, seconds: float) -> None:
     """Waits so long between SIGSTOP and SIGCONT."""
     process.send_signal(signal.SIGSTOP)
     try:

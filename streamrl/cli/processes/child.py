@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.cli.processes.command import executable
+from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
 from streamrl.cli.processes.restarts import RestartBudget, sentence_of
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_CONFIG, StreamRLError, error_of
@@ -28,7 +29,7 @@ class Child:
     `read_step` returns the newest step of the run, `notify` gets a sentence for each restart;
     `environment` is what the plan gives it. The run goes on without a child that `is_optional`.
     A failure of one that `is_strict` is raised, whatever a restart might change. `log_format` is
-    that of the run.
+    that of the run. With a `fork_server` the process is forked from it.
     """
 
     role: str
@@ -42,7 +43,8 @@ class Child:
     is_optional: bool = False
     is_strict: bool = False
     log_format: str = "text"
-    process: asyncio.subprocess.Process | None = None
+    fork_server: ForkServer | None = None
+    process: asyncio.subprocess.Process | ForkedProcess | None = None
     num_restarts: int = 0
     failure: StreamRLError | None = None
     """For which the run went on without it."""
@@ -99,25 +101,33 @@ class Child:
         """Exit code and last sentence of a process that is started here. Waits for its end."""
         with ErrorPipe() as pipe:
             self.process = await self._start(pipe)
+            if self.process is None:
+                return 0, None
             self.budget.on_start()
             self.state = "running"
             if self.stopping.is_set():
                 self.stop()
             return await self.process.wait(), pipe.read()
 
-    async def _start(self, pipe: ErrorPipe) -> asyncio.subprocess.Process:
+    async def _start(self, pipe: ErrorPipe) -> asyncio.subprocess.Process | ForkedProcess | None:
+        """The process; None if it is to stop before it could begin."""
         arguments = self.restart_arguments if self.num_restarts else self.arguments
+        command, environment = (executable(), *arguments), self._environment(pipe)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
+            if self.fork_server is not None:
+                to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
+                forked = await self.fork_server.fork(command, environment, to, self.stopping)
+                if forked is not None or self.stopping.is_set():
+                    return forked
             # In its own session, so that Ctrl-C in the terminal signals the launcher only.
             return await asyncio.create_subprocess_exec(
-                executable(),
-                *arguments,
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=self._environment(pipe),
+                env=environment,
                 pass_fds=(pipe.descriptor,),
             )
 

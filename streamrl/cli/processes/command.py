@@ -5,12 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from streamrl.cli.arguments.commands import COMMANDS
+from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
 from streamrl.cli.processes.restarts import sentence_of
 from streamrl.error_record import ErrorPipe
 from streamrl.errors import Interrupted, StreamRLError, error_of
@@ -18,7 +20,9 @@ from streamrl.errors import Interrupted, StreamRLError, error_of
 GRACE_PERIOD_S = 10.0
 
 
-def call(*arguments: str, within_s: float | None = None) -> str:
+def call(
+    *arguments: str, within_s: float | None = None, fork_server: ForkServer | None = None
+) -> str:
     """Run `streamrl` with these arguments to its end; its standard output.
 
     Waits as long as the command runs, which is killed after `within_s`; its messages go to standard
@@ -27,28 +31,45 @@ def call(*arguments: str, within_s: float | None = None) -> str:
     Raises:
         StreamRLError: it failed; of the failure's kind, with the command's own sentence.
     """
-    with _sigterm_raises(), ErrorPipe() as pipe:
-        with subprocess.Popen(
-            [executable(), *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **pipe.environment},
-            pass_fds=(pipe.descriptor,),
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=within_s)
-            except subprocess.TimeoutExpired:
-                _signal(process, signal.SIGKILL)
-                output, _ = process.communicate()
-            except KeyboardInterrupt:
-                _end(process)
-                raise
-        if process.returncode != 0:
-            code, two = process.returncode, " ".join(arguments[:2])
+    with _sigterm_raises(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
+        process = _start((executable(), *arguments), output.fileno(), pipe, fork_server)
+        try:
+            code = _wait(process, within_s)
+        except subprocess.TimeoutExpired:
+            _signal(process, signal.SIGKILL)
+            code = _wait(process)
+        except KeyboardInterrupt:
+            _end(process)
+            raise
+        if code != 0:
+            two = " ".join(arguments[:2])
             name = two if two in COMMANDS else arguments[0]
             raise error_of(code, f"{name}: {sentence_of(code, pipe.read())}")
-    return output
+        output.seek(0)
+        return output.read()
+
+
+def _start(
+    command: Sequence[str], output: int, pipe: ErrorPipe, fork_server: ForkServer | None
+) -> "subprocess.Popen[bytes] | ForkedProcess":
+    environment = {**os.environ, **pipe.environment}
+    if fork_server is not None:
+        to = Descriptors(output, sys.stderr.fileno(), pipe.descriptor)
+        if forked := fork_server.fork_now(command, environment, to):
+            return forked
+    return subprocess.Popen(
+        command,
+        stdout=output,
+        start_new_session=True,
+        env=environment,
+        pass_fds=(pipe.descriptor,),
+    )
+
+
+def _wait(process: "subprocess.Popen[bytes] | ForkedProcess", within_s: float | None = None) -> int:
+    if isinstance(process, ForkedProcess):
+        return process.join(within_s)
+    return process.wait(within_s)
 
 
 def executable() -> str:
@@ -60,17 +81,18 @@ def executable() -> str:
     return path
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _end(process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
     """End the process and those that it started. Waits GRACE_PERIOD_S, then kills them; a second
     signal kills them at once."""
     _signal(process, signal.SIGTERM)
     try:
-        process.wait(GRACE_PERIOD_S)
+        _wait(process, GRACE_PERIOD_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         _signal(process, signal.SIGKILL)
+        _wait(process)
 
 
-def _signal(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
+def _signal(process: "subprocess.Popen[bytes] | ForkedProcess", number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.cli.processes.restarts import RestartBudget
 from streamrl.errors import StreamRLError
 from streamrl.placement.plan import Plan
@@ -45,10 +47,12 @@ async def run_daemons(
     notify: Callable[[str], None],
     background: BackgroundTask | None,
     strict: bool = False,
+    fork_server: ForkServer | None = None,
 ) -> Ending:
     """`supervise` the daemons of a run on this machine; `notify` gets a sentence for each
     restart."""
-    children, stop_s = make_children(plan, notify=notify), plan.config.stop_within_s
+    children = make_children(plan, notify=notify, fork_server=fork_server)
+    stop_s = plan.config.stop_within_s
     return await supervise(children, view=view, background=background, stop_s=stop_s, strict=strict)
 
 
@@ -93,8 +97,10 @@ async def supervise(
     return Ending(stopped_by, next(lost, None))
 
 
-def make_children(plan: Plan, *, notify: Callable[[str], None]) -> list[Child]:
-    """One for each process of a plan for this machine."""
+def make_children(
+    plan: Plan, *, notify: Callable[[str], None], fork_server: ForkServer | None = None
+) -> list[Child]:
+    """One for each process of a plan for this machine, forked where it imports much."""
     run = plan.config.run
     read_step = partial(newest_step, run.path)
     return [
@@ -109,6 +115,7 @@ def make_children(plan: Plan, *, notify: Callable[[str], None]) -> list[Child]:
             environment=process.environment,
             is_optional=process.is_optional,
             log_format=run.log_format,
+            fork_server=fork_server if COMMANDS[process.role].imports_much else None,
         )
         for process in plan.processes
     ]

@@ -15,6 +15,7 @@ from rich.console import Console
 from buffers.journal.journal import journal_path, open_to_read, read_snapshot
 from streamrl.checkpoints.find import newest
 from streamrl.cli.processes.command import call
+from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.errors import StreamRLError
@@ -25,11 +26,16 @@ STOPPED_S = 3.0
 
 
 def call_for(
-    config: RunConfig, command: str, *arguments: str, within_s: float | None = None
+    config: RunConfig,
+    command: str,
+    *arguments: str,
+    within_s: float | None = None,
+    fork_server: ForkServer | None = None,
 ) -> str:
     """`call`, with the configuration of the run."""
     file = str(config.run.path / RESOLVED_FILE)
-    return call(*command.split(), *arguments, "--config", file, within_s=within_s)
+    words = (*command.split(), *arguments, "--config", file)
+    return call(*words, within_s=within_s, fork_server=fork_server)
 
 
 def books_options(*, resume: bool, new: bool) -> tuple[str, ...]:
@@ -79,11 +85,13 @@ def _next_prompt_index(folder: Path) -> int:
     return max(known, default=0)
 
 
-def make_missing_model(config: RunConfig, console: Console) -> None:
+def make_missing_model(
+    config: RunConfig, console: Console, fork_server: ForkServer | None = None
+) -> None:
     """That of `model.recipe`, here."""
     if config.model.recipe is not None and not Path(config.model.path).exists():
         console.print(f"making {config.model.path} of model.recipe")
-        call_for(config, "get-model")
+        call_for(config, "get-model", fork_server=fork_server)
 
 
 @contextlib.contextmanager

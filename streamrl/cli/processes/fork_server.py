@@ -1,0 +1,294 @@
+"""Commands of this machine as forks of one process that has imported what they need.
+
+To import torch and transformers takes most of the start of a daemon, and all of them import the
+same. The server imports while the launch checks and plans; a daemon forked from it begins at once
+and shares its memory.
+
+Invariant: a forked command is what an executed one would be: a child of the launcher, with its
+arguments, environment, output, session and exit code. Where there is no server, or it has failed,
+the command is executed.
+
+The server waits for a request or for the end of the launcher, which ends it. It forks twice: the
+first fork ends, so that the launcher, a reaper of orphans for that moment, has the second one as
+its child. Imported by the launcher, and run with `python -m` as the server.
+"""
+
+import asyncio
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from ctypes import CDLL, c_int, memmove
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from streamrl.cli.arguments.commands import COMMANDS
+from streamrl.config import PARENT_VARIABLE
+from streamrl.error_record import ERROR_FILE_VARIABLE
+from streamrl.placement.devices import is_rocm, usable_devices
+
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_MAX_BYTES = 2**17
+_FORKED = ("learner", "generator", "validator", "evaluate", "get-model")
+_POLL_S = 0.0005
+_ROOM = 4000
+"""Bytes of arguments, over which a forked process writes its own, for those who look at it."""
+
+
+class _Request(msgspec.Struct, frozen=True):
+    command: list[str]
+    environment: dict[str, str]
+    launcher: int
+
+
+class Descriptors(NamedTuple):
+    """What a command writes to; `record` is that of an `ErrorPipe`."""
+
+    output: int
+    errors: int
+    record: int
+
+
+class ForkedProcess:
+    """A child of this process, with what is used of `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Its exit code, -N where signal N has ended it. Waits for its end."""
+        if self.returncode is None:
+            await _readable(self._descriptor)
+        return self._reap()
+
+    def join(self, timeout: float | None = None) -> int:
+        """`wait`, for a program without an event loop.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended `timeout` seconds later.
+        """
+        if self.returncode is None and not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return self._reap()
+
+    def _reap(self) -> int:
+        if self.returncode is None:
+            os.close(self._descriptor)
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class ForkServer:
+    """The launcher's side: `fork` starts a command, `close` ends the server, not its commands."""
+
+    def __init__(self) -> None:
+        """Begin to import what the daemons are. Waits for nothing."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._turn = asyncio.Lock()
+        modules = [COMMANDS[role].entry.partition(":")[0] for role in _FORKED]
+        with theirs:
+            number = str(theirs.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, number, *modules, " " * _ROOM],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                pass_fds=(theirs.fileno(),),
+            )
+
+    async def fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        descriptors: Descriptors,
+        stopping: asyncio.Event,
+    ) -> ForkedProcess | None:
+        """Start a command line of `streamrl`. Waits for the server's imports; None if there is no
+        server any more, or `stopping` is set before."""
+        async with self._turn:
+            if stopping.is_set():
+                return None
+            with _reaper_of_orphans(), self._asked(command, environment, descriptors) as answer:
+                answered = asyncio.create_task(_readable(answer))
+                asked_to_stop = asyncio.create_task(stopping.wait())
+                either = (answered, asked_to_stop)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                is_answered = answered.done()
+                for task in either:
+                    task.cancel()
+                return _process(answer) if is_answered else None
+
+    def fork_now(
+        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Descriptors
+    ) -> ForkedProcess | None:
+        """`fork`, for a program without an event loop, which a signal ends."""
+        with _reaper_of_orphans(), self._asked(command, environment, descriptors) as answer:
+            return _process(answer)
+
+    @contextmanager
+    def _asked(
+        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Descriptors
+    ) -> Iterator[int]:
+        """A pipe that has the number of the process, or its end if there will be none."""
+        request = _Request(list(command), dict(environment), os.getpid())
+        answer, theirs = os.pipe()
+        try:
+            # Of what is too long, or no text, the server gets nothing, and answers with an end.
+            with suppress(OSError, ValueError):
+                message = msgspec.json.encode(request)
+                socket.send_fds(self._socket, [message], [*descriptors, theirs])
+            os.close(theirs)
+            yield answer
+        finally:
+            os.close(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def forking() -> Iterator[ForkServer | None]:
+    """A server for the daemons of a run, until the end of the block. None on a machine with GPUs,
+    whose drivers a fork may break, and on a system that lacks what a server needs."""
+    if not _can_fork():
+        yield None
+        return
+    server = ForkServer()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _can_fork() -> bool:
+    if sys.platform != "linux" or is_rocm() or usable_devices():
+        return False
+    with suppress(OSError):
+        os.close(os.pidfd_open(os.getpid()))
+        return True
+    return False
+
+
+def _process(answer: int) -> ForkedProcess | None:
+    pid = os.read(answer, 32)
+    return ForkedProcess(int(pid)) if pid else None
+
+
+async def _readable(descriptor: int) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+@contextmanager
+def _reaper_of_orphans() -> Iterator[None]:
+    """Within it this process, not the first of the machine, gets the children of its descendants
+    that end."""
+    prctl = CDLL(None).prctl
+    prctl(c_int(_PR_SET_CHILD_SUBREAPER), 1)
+    try:
+        yield
+    finally:
+        prctl(c_int(_PR_SET_CHILD_SUBREAPER), 0)
+
+
+def _serve(connection: socket.socket) -> tuple[_Request, list[int]]:
+    """In the server this never returns; in a forked process its request and descriptors."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 4)
+        if not message:
+            sys.exit(0)
+        first = os.fork()
+        if first == 0:
+            first = os.getpid()
+            if os.fork() != 0:
+                os._exit(0)
+            while os.getppid() == first:
+                time.sleep(_POLL_S)
+            return msgspec.json.decode(message, type=_Request), descriptors
+        os.waitpid(first, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
+    """Make this process what the request describes."""
+    import numpy
+    import torch
+
+    if os.getppid() != request.launcher:
+        os._exit(1)
+    os.setsid()
+    os.dup2(descriptors.output, 1)
+    os.dup2(descriptors.errors, 2)
+    os.close(descriptors.output)
+    os.close(descriptors.errors)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.environ[ERROR_FILE_VARIABLE] = f"/dev/fd/{descriptors.record}"
+    sys.argv = request.command
+    _show(request.command)
+    # What was read at the import of a library.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    numpy.random.seed()
+    try:
+        os.write(answer, str(os.getpid()).encode())
+    except BrokenPipeError:
+        os._exit(1)
+    os.close(answer)
+
+
+def _show(command: Sequence[str]) -> None:
+    """Make the command line what `ps` shows; proc(5) says where the kernel reads it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = "\0".join(command).encode()[: end - start - 1]
+    memmove(start, line.ljust(end - start, b"\0"), end - start)
+    CDLL(None).prctl(c_int(_PR_SET_NAME), Path(command[0]).name.encode())
+
+
+def _main() -> NoReturn:
+    _, number, *modules, _ = sys.argv
+    connection = socket.socket(fileno=int(number))
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    request, descriptors = _serve(connection)
+    connection.close()
+    *given, answer = descriptors
+    _become(request, Descriptors(*given), answer)
+    from streamrl.cli.main import main
+
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,139 @@
+"""What is forked from the server is what would have been executed, and nothing depends on it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.cli.processes import fork_server
+from streamrl.cli.processes.command import call, executable
+from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer, forking
+from streamrl.config import PARENT_VARIABLE
+from streamrl.error_record import ErrorPipe
+from streamrl.errors import ConfigError
+from tests.ports import free_port
+from tests.waiting import block_until
+
+CONFIG = """
+run: {{name: run, folder: {folder}}}
+model: {{path: m}}
+data: {{source: addition}}
+buffer: {{url: "zmq://127.0.0.1:{port}"}}
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with forking() as started:
+        if started is None:
+            pytest.skip("this machine has GPUs, or no pidfd: commands are executed")
+        yield started
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.format(folder=tmp_path, port=free_port()))
+    return file
+
+
+def start_buffer(server: ForkServer, config: Path, pipe: ErrorPipe) -> ForkedProcess:
+    command = [executable(), "buffer", "--config", str(config)]
+    with (config.parent / "output").open("wb") as output:
+        to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
+        environment = {**os.environ, **pipe.environment, "MARK": "1"}
+        process = server.fork_now(command, environment, to)
+    assert process is not None
+    return process
+
+
+def test_a_forked_command_is_a_child_of_the_launcher_and_looks_like_an_executed_one(
+    server: ForkServer, config: Path
+):
+    with ErrorPipe() as pipe:
+        process = start_buffer(server, config, pipe)
+        seen = psutil.Process(process.pid)
+        assert seen.ppid() == os.getpid()
+        assert [word for word in seen.cmdline() if word][1:] == ["buffer", "--config", str(config)]
+        assert seen.name() == "streamrl"
+        assert os.getsid(process.pid) == process.pid
+        # By which a buffer finds the others of its launcher.
+        assert seen.environ()[PARENT_VARIABLE] == str(os.getpid())
+        log = config.parent / "run" / "logs" / "buffer.log"
+        block_until(lambda: log.exists() and "serving" in log.read_text(), deadline_s=60)
+        assert "serving" in (config.parent / "output").read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.join(30) == 0
+        assert process.join() == process.returncode == 0
+
+
+def test_a_kill_is_its_exit_code(server: ForkServer, config: Path):
+    with ErrorPipe() as pipe:
+        process = start_buffer(server, config, pipe)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.join(0.01)
+        process.kill()
+        assert asyncio.run(process.wait()) == -signal.SIGKILL
+        assert pipe.read() is None
+
+
+def test_a_forked_command_says_what_an_executed_one_says(server: ForkServer, tmp_path: Path):
+    assert call("--version", fork_server=server) == call("--version")
+    sentences = []
+    for given in (server, None):
+        with pytest.raises(ConfigError) as refused:
+            call("evaluate", "--config", str(tmp_path / "none.yaml"), fork_server=given)
+        sentences.append(str(refused.value))
+    assert sentences[0] == sentences[1]
+    assert "none.yaml" in sentences[0]
+
+
+def test_without_a_server_the_command_is_executed():
+    with forking() as server:
+        if server is None:
+            pytest.skip("commands are executed here")
+        psutil.Process(server._process.pid).kill()
+        server._process.wait()
+        assert call("--version", fork_server=server) == call("--version")
+
+
+def test_a_stop_does_not_wait_for_the_imports():
+    async def stopped() -> ForkedProcess | None:
+        stopping = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, stopping.set)
+        with ErrorPipe() as pipe:
+            to = Descriptors(1, 2, pipe.descriptor)
+            return await server.fork([executable(), "--version"], os.environ, to, stopping)
+
+    with forking() as server:
+        if server is None:
+            pytest.skip("commands are executed here")
+        begin = time.monotonic()
+        assert asyncio.run(stopped()) is None
+        assert server._process.poll() is None, "it imports for seconds"
+        assert time.monotonic() - begin < 3
+
+
+def test_the_server_ends_with_its_launcher():
+    code = "from streamrl.cli.processes.fork_server import ForkServer; import time; "
+    code += "s = ForkServer(); print(s._process.pid, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        server = psutil.Process(int(one.stdout.readline()))
+        one.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server.wait(60)
+
+
+def test_a_machine_with_gpus_has_no_server(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fork_server, "usable_devices", lambda: ("a GPU",))
+    with forking() as server:
+        assert server is None
