@@ -37,6 +37,7 @@ class Validations:
         self._sender = sender
         self._records = records
         self._reporter = reporter
+        self._seen_s: float | None = None
         self._new: Mapping[str, float] = {}
         self._changed = asyncio.Event()
 
@@ -64,8 +65,13 @@ class Validations:
 
     def take(self) -> Mapping[str, float]:
         """What was reported since the last call, for the line of a step."""
+        self._look()
         new, self._new = self._new, {}
         return new
+
+    def _look(self) -> None:
+        if self._sender.validators():
+            self._seen_s = time.monotonic()
 
     def stop_reason(self, policy_version: int) -> str:
         """Why the run ends at this version, as a sentence; "" if it goes on."""
@@ -82,16 +88,17 @@ class Validations:
     async def finish(self, policy_version: int, stopping: asyncio.Event) -> None:
         """Have the last version of the run validated.
 
-        Waits for the report, `validation.end_wait_s` at most, and ABSENT_S for a validator to
-        appear; unblocked by `stopping`, too.
+        Waits for the report, `validation.end_wait_s` at most, and for a validator to appear until
+        there has been none for ABSENT_S; unblocked by `stopping`, too.
         """
         if not self._settings.needs_last_version:
             return
         self._reporter.set_activity(LearnerActivity.VALIDATING)
-        start_s = seen_s = time.monotonic()
+        start_s = time.monotonic()
         while policy_version not in self._records.validated and not stopping.is_set():
+            self._look()
             now_s = time.monotonic()
-            seen_s = now_s if self._sender.validators() else seen_s
+            seen_s = start_s if self._seen_s is None else self._seen_s
             if reason := _gave_up(self._settings, now_s - start_s, now_s - seen_s):
                 log.warning("the last version, %d, is not validated: %s", policy_version, reason)
                 return

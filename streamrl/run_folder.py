@@ -1,8 +1,8 @@
 """A run's folder: prepared by a launch, read by every command.
 
-runs/NAME/  config.yaml  metrics.jsonl  trained.jsonl  books.json  learner.json  parity.json
-            restarts.jsonl  evaluation.json  report.png  checkpoints/  abandoned/  buffer/
-            logs/ROLE.log  weights/  parity/  quarantine/  record/  replay/
+runs/NAME/  config.yaml  data.json  metrics.jsonl  trained.jsonl  books.json  learner.json
+            parity.json  restarts.jsonl  evaluation.json  report.png  checkpoints/  abandoned/
+            buffer/  logs/ROLE.log  weights/  parity/  quarantine/  record/  replay/
 
 buffer/     journal.sqlite  payloads/
 """
@@ -13,15 +13,17 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.addresses import bound_socket, host_of, port_of, url_host
-from streamrl.config.environments.stream import first_difference
+from streamrl.config.environments.stream import SourceRows, first_difference, rows_of
 from streamrl.config.loading.explain import RESOLVED_FILE, similar_run
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
@@ -32,15 +34,34 @@ log = logging.getLogger(__name__)
 LEARNER_FILE = "learner.json"
 BOOKS_FILE = "books.json"
 RESTARTS_FILE = "restarts.jsonl"
+DATA_FILE = "data.json"
 _TARGETS = ".prometheus"
 # What a launch that made no step leaves to go on with.
 _STATES = ("checkpoints", "buffer")
 
 
-def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -> RunConfig:
-    """The configuration with free ports for those given as 0, written into the run's folder.
+class Rows(Struct, frozen=True):
+    """What a run reads from this prompt on; rows that this machine does not have are not known."""
+
+    first_prompt_index: int
+    sources: tuple[SourceRows, ...]
+
+
+def prepare(
+    config: RunConfig,
+    *,
+    resume: bool,
+    new: bool,
+    binds: bool = True,
+    next_prompt_index: Callable[[Path], int] = lambda _: 0,
+) -> RunConfig:
+    """The configuration with free ports for those given as 0, and with the prompt from which its
+    rows are read, written into the run's folder.
 
     Without `binds` buffer and learner are on other machines, and the ports are a plan's.
+
+    Args:
+        next_prompt_index: the first prompt that the run in a folder has not asked for yet.
 
     Raises:
         ConfigError: the folder holds a run already and neither flag says what to do with it, it
@@ -59,14 +80,16 @@ def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -
             f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
             "aside, or choose another run.name"
         )
-    if has_run and resume:
-        _require_same_prompts(config, folder)
-    elif resume and not any((folder / name).exists() for name in _STATES):
+    now = Rows(config.data.first_prompt_index, _sources(config))
+    rows = _continued(config, now, next_prompt_index) if has_run and resume else (now,)
+    if resume and not has_run and not any((folder / name).exists() for name in _STATES):
         elsewhere = "" if binds else ", unless its hosts hold it"
         print(
             f"run.name: {folder} holds no run: --resume starts a new one{elsewhere}",
             file=sys.stderr,
         )
+    first = {"first_prompt_index": rows[-1].first_prompt_index}
+    config = config.model_copy(update={"data": config.data.model_copy(update=first)})
     resolved = _with_ports(config) if binds else config
     try:
         # Daemons that were killed are still named there.
@@ -79,23 +102,75 @@ def prepare(config: RunConfig, *, resume: bool, new: bool, binds: bool = True) -
             # Of a launch that ended before its first step.
             shutil.rmtree(folder / "buffer", ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / DATA_FILE, msgspec.json.encode(rows).decode() + "\n")
         write_file(folder / RESOLVED_FILE, to_yaml(resolved))
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
 
 
-def _require_same_prompts(config: RunConfig, folder: Path) -> None:
-    """A prompt index is the same prompt in all of a run."""
-    if not (folder / RESOLVED_FILE).is_file():
-        return
-    known = load_config(folder / RESOLVED_FILE, environment={}).config
-    if difference := first_difference(known, config):
-        name, then, now = difference
+def _continued(
+    config: RunConfig, now: Rows, next_prompt_index: Callable[[Path], int]
+) -> tuple[Rows, ...]:
+    """What the run in the folder has read, and what it reads now where that is something else: a
+    prompt index is the same prompt in all of a run, or an epoch of other rows begins."""
+    folder = config.run.path
+    known = read_rows(folder)
+    difference = _other_setting(config, folder) or _other_rows(known, now, folder)
+    if difference is None:
+        return known or (now,)
+    sentence, remedy = difference
+    if "data." not in sentence.partition(":")[0]:
+        raise ConfigError(f"{sentence}: {remedy}, or start anew with --new")
+    if config.data.changed == "refuse":
         raise ConfigError(
-            f"{name}: was {now}, and the run in {folder} has {then}: set it back to go on with "
-            "its prompts, or start anew with --new"
+            f"{sentence}: {remedy}, set data.changed: allow to begin an epoch of what there is "
+            "now, or start anew with --new"
         )
+    return (*known, Rows(next_prompt_index(folder), now.sources))
+
+
+def _other_setting(config: RunConfig, folder: Path) -> tuple[str, str] | None:
+    """What differs and what undoes it."""
+    if not (folder / RESOLVED_FILE).is_file():
+        return None
+    difference = first_difference(
+        load_config(folder / RESOLVED_FILE, environment={}).config, config
+    )
+    if difference is None:
+        return None
+    name, then, now = difference
+    sentence = f"{name}: was {now}, and the run in {folder} has {then}"
+    return sentence, "set it back to go on with its prompts"
+
+
+def _other_rows(known: tuple[Rows, ...], now: Rows, folder: Path) -> tuple[str, str] | None:
+    """The same of the first source with other rows."""
+    for then, source in zip(known[-1].sources if known else (), now.sources, strict=False):
+        if (then.num_rows, then.sha256) != (source.num_rows, source.sha256):
+            count = "as many" if then.num_rows == source.num_rows else str(then.num_rows)
+            sentence = (
+                f"{source.setting}: {source.path} has {source.num_rows} rows, and the run in "
+                f"{folder} read {count} others, so that it would train some twice and some never"
+            )
+            return sentence, "put them back"
+    return None
+
+
+def _sources(config: RunConfig) -> tuple[SourceRows, ...]:
+    """None where one cannot be read: a check has refused it, or other machines have it."""
+    try:
+        return rows_of(config)
+    except ConfigError:
+        return ()
+
+
+def read_rows(folder: Path) -> tuple[Rows, ...]:
+    """What the run has read, in the order of its prompts; () of a release that kept nothing."""
+    try:
+        return msgspec.json.decode((folder / DATA_FILE).read_bytes(), type=tuple[Rows, ...])
+    except (OSError, msgspec.DecodeError):
+        return ()
 
 
 def target_file(runs: Path, name: str, daemon_id: str) -> Path:

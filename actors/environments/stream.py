@@ -79,15 +79,17 @@ def open_stream(config: RunConfig, renderer: "ChatRenderer") -> TrainingStream:
     Raises:
         ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
     """
-    entries, seed = config.entries, config.run.seed
+    entries, seed, mixture = config.entries, config.run.seed, shares(config)
     # It imports transformers, which a check of a configuration does without.
     from actors.prompts.fitting import fitting_rows
 
     sources = []
-    for entry in entries:
+    for entry, first in zip(
+        entries, mixture.num_before(config.data.first_prompt_index), strict=True
+    ):
         own = config.model_copy(update={"data": entry.data})
-        sources.append(open_prompts(entry.data, seed, partial(fitting_rows, own, renderer)))
-    return TrainingStream(entries, sources, shares(config))
+        sources.append(open_prompts(entry.data, seed, partial(fitting_rows, own, renderer), first))
+    return TrainingStream(entries, sources, mixture)
 
 
 def shares(config: RunConfig) -> Mixture:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.prompts.mixture import Mixture
 from actors.prompts.rows import ConcatenatedPrompts, PromptRows, RowColumns, RowPrompts
 from actors.prompts.seeds import HELD_OUT_RUN_SEED
 from actors.prompts.streams import Epochs, FirstPrompts, MixedPrompts, NamedPrompts
@@ -29,20 +30,27 @@ Fitting: TypeAlias = Callable[[PromptRows, int], NDArray[np.int64]]
 """Which of a set's prompts fit into `data.max_prompt_length`, and the number of the set."""
 
 
-def open_prompts(data: DataSettings, seed: int, fitting: Fitting | None = None) -> PromptSource:
+def open_prompts(
+    data: DataSettings, seed: int, fitting: Fitting | None = None, first: int = 0
+) -> PromptSource:
     """The training stream that `data.source` names.
 
     Args:
         fitting: with `data.truncation: filter`, chooses the prompts of a finite set; without it,
             all are in the stream.
+        first: with which index the first epoch of what is a set begins.
     """
     sources = data.sources
     parts = [_open(data, "data.source", source, seed) for source in sources]
     if all(source.weight is None for source in sources):
-        return _stream(data, _joined(sources, parts), (seed,), fitting, 0)
-    streams = [_stream(data, part, (seed, i), fitting, i) for i, part in enumerate(parts)]
+        return _stream(data, _joined(sources, parts), (seed,), fitting, 0, first)
     weights = [1.0 if source.weight is None else source.weight for source in sources]
-    return streams[0] if len(streams) == 1 else MixedPrompts(streams, weights, seed)
+    mixture = Mixture.of_sources(weights, seed)
+    streams = [
+        _stream(data, part, (seed, i), fitting, i, own_first)
+        for i, (part, own_first) in enumerate(zip(parts, mixture.num_before(first), strict=True))
+    ]
+    return streams[0] if len(streams) == 1 else MixedPrompts(streams, mixture)
 
 
 def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
@@ -92,13 +100,14 @@ def _stream(
     seed: tuple[int, ...],
     fitting: Fitting | None,
     number: int,
+    first: int,
 ) -> PromptSource:
     """A set in epochs; a stream as it is."""
     if not isinstance(part, PromptRows):
         return part
     is_filtered = fitting is not None and data.truncation == "filter"
     kept = fitting(part, number) if fitting is not None and is_filtered else None
-    return Epochs(part, seed if data.shuffle else None, data.curriculum, kept)
+    return Epochs(part, seed if data.shuffle else None, data.curriculum, kept, first)
 
 
 def _open(

@@ -110,7 +110,8 @@ def _cache_path(config: RunConfig, number: int) -> Path | None:
         *([template] if isinstance(template, Path) else []),
     ]
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    settings = config.data.model_dump(mode="json", exclude={"filter_workers", "shuffle"})
+    others = {"filter_workers", "shuffle", "changed", "first_prompt_index"}
+    settings = config.data.model_dump(mode="json", exclude=others)
     facts = json.dumps([settings, str(tokenizer), number, states], sort_keys=True)
     name = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return config.run.path / "cache" / f"fitting-{name}.npy"

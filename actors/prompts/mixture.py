@@ -89,6 +89,12 @@ class Mixture:
         parts, own_indices = self._block(block)
         return int(parts[place]), int(own_indices[place])
 
+    def num_before(self, index: int) -> Sequence[int]:
+        """How many of the indices below this one each part has."""
+        block, place = divmod(index, self.block_size)
+        due, (parts, _) = self.due(block), self._block(block)
+        return [before + int((parts[:place] == part).sum()) for part, before in enumerate(due)]
+
     def _places(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """[block_size] the part at each place of a block, and its own index there."""
         before, after = self.due(block), self.due(block + 1)

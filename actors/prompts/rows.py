@@ -24,7 +24,9 @@ from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Message, Prompt
 
 _PROMPT = "it must be text, or a list of messages that have a role and a content"
-_JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+_JINJA = ImmutableSandboxedEnvironment(
+    undefined=StrictUndefined, keep_trailing_newline=True, finalize=lambda value: _written(value)
+)
 
 
 @runtime_checkable
@@ -132,11 +134,17 @@ class RowColumns:
         if self.answer_key is None:
             return ""
         answer = self._required(row, self.answer_key)
+        place = f"{self.setting}: {row.place}: {self.answer_key}"
         if answer is None or (isinstance(answer, float) and math.isnan(answer)):
+            raise ConfigError(f"{place} was {answer}; it must have a value")
+        try:
+            text = json.dumps(answer, default=_unpacked)
+        except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.setting}: {row.place}: {self.answer_key} was {answer}; it must have a value"
-            )
-        return json.dumps(answer) if isinstance(answer, list | dict) else _written(answer)
+                f"{place} was {shown(answer)}; it must be text, a number, or lists and records "
+                f"of them ({error})"
+            ) from error
+        return _written(answer) if isinstance(answer, str | int | float) else text
 
     def _required(self, row: Row, key: str) -> Any:
         value = _value(row.fields, key)
@@ -233,7 +241,14 @@ def _is_call(turn: Mapping[str, Any]) -> bool:
 def _written(answer: Any) -> str:
     """A number without an exponent, as people write it."""
     is_usual = isinstance(answer, float) and 1e-20 < abs(answer) < 1e20
-    return format(Decimal(repr(answer)), "f") if is_usual else str(answer)
+    return format(Decimal(repr(float(answer))), "f") if is_usual else str(answer)
+
+
+def _unpacked(value: Any) -> Any:
+    """An array or a number of numpy or torch as a plain one."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no value of JSON")
 
 
 def _is_message(turn: Any) -> bool:

@@ -2,7 +2,8 @@
 
 `Epochs`: a finite set of prompts as a stream without an end. The order is a pure function of (seed,
 prompt index): each epoch is a permutation of its own, so no prompt comes twice within an epoch and
-a resumed run goes on where it stopped.
+a resumed run goes on where it stopped. Where it goes on with other rows, an epoch of them begins; a
+prompt before it that is still open reads them, too, in an order of its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,7 @@ class Epochs:
     Args:
         seed: of the order, in one or several parts; None keeps that of the set.
         kept: the numbers of the prompts that are used, ascending; None uses all.
+        first: with which index the first epoch begins.
 
     Raises:
         ConfigError: a row has no number in the column of the curriculum.
@@ -64,9 +66,11 @@ class Epochs:
         seed: Sequence[int] | None,
         curriculum: CurriculumSettings | None = None,
         kept: NDArray[np.int64] | None = None,
+        first: int = 0,
     ) -> None:
         self._prompts = prompts
         self._seed = seed
+        self._first = first
         self._kept = kept
         self._curriculum = curriculum
         self._sorted = None if curriculum is None else _by_difficulty(prompts, curriculum, kept)
@@ -76,16 +80,16 @@ class Epochs:
         return len(self._prompts) if self._kept is None else len(self._kept)
 
     def __getitem__(self, prompt_index: int) -> Prompt:
-        epoch, place = divmod(prompt_index, len(self))
+        epoch, place = divmod(prompt_index - self._first, len(self))
         order = self._order(epoch)
         number = place if order is None else int(order[place])
         return self._prompts[number if self._kept is None else int(self._kept[number])]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64] | None:
         """Of this epoch; None for the set's own order."""
-        numbers = np.random.default_rng([*(self._seed or (0,)), epoch])
+        numbers = np.random.default_rng([*(self._seed or (0,)), epoch % 2**32])
         settings = self._curriculum
-        if settings is not None and self._sorted is not None and epoch < settings.num_epochs:
+        if settings is not None and self._sorted is not None and 0 <= epoch < settings.num_epochs:
             moved = numbers.random(len(self)) * settings.window * len(self)
             return self._sorted[np.argsort(np.arange(len(self)) + moved, kind="stable")]
         return None if self._seed is None else numbers.permutation(len(self))
@@ -117,11 +121,9 @@ def _difficulty(prompt: Prompt, key: str) -> float:
 class MixedPrompts:
     """Several streams mixed by weight."""
 
-    def __init__(
-        self, streams: Sequence[PromptSource], weights: Sequence[float], seed: int
-    ) -> None:
+    def __init__(self, streams: Sequence[PromptSource], mixture: Mixture) -> None:
         self._streams = streams
-        self._mixture = Mixture.of_sources(weights, seed)
+        self._mixture = mixture
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         stream, own_index = self._mixture.place(prompt_index)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from actors.prompts.rows import RowColumns
-from streamrl.data_files import Row
+from streamrl.data_files import Row, as_json_values
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
 from streamrl.user_code import attributed_to, load_user_code
@@ -79,9 +79,10 @@ class UserDataSet:
                 f"{self._name}: row {number + 1} was {type(row).__name__}; it must be a mapping or "
                 "a streamrl.interfaces.Prompt"
             )
+        read = Row(as_json_values(row), place)
         if not number:
-            self._columns.check(Row(row, place), self._name)
-        return self._columns.prompt(Row(row, place))
+            self._columns.check(read, self._name)
+        return self._columns.prompt(read)
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))

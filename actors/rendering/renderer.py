@@ -4,11 +4,13 @@ Invariant: the ids that the engine gets are the ids that are recorded; nothing i
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, num_shared
 from actors.rendering.messages import is_prefill
@@ -20,6 +22,11 @@ from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Message, Prompt, ToolSchema
 from streamrl.types import Media
 from streamrl.vision.parts import media_of
+
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+# How vocabularies write bytes: SentencePiece each as a token, byte-level BPE in GPT-2's alphabet.
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class PromptTooLongError(Exception):
@@ -108,6 +115,17 @@ class ChatRenderer:
         if self._special_ids.isdisjoint(ids):
             return self._parser.decode(ids)
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """See `Renderer.bytes_of`."""
+        text = self.decode([token_id])
+        if _NO_CHARACTER not in text:
+            return text.encode()
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(found[1])
+        known = [_BYTES.get(character) for character in token]
+        return None if None in known else bytes(byte for byte in known if byte is not None)
 
     def encode_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()

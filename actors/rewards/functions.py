@@ -14,6 +14,7 @@ from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import OutputLimit
 from actors.rewards.forms import BoundFunction
 from actors.threads import Threads
+from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Score
 
 Scores = Sequence[Score | None]
@@ -87,7 +88,14 @@ class FunctionReward:
     def _call(self, episodes: Sequence[Episode]) -> Scores:
         """In a thread."""
         with self._output.applied():
-            return self._bound.score(episodes)
+            try:
+                return self._bound.score(episodes)
+            except RolloutError as error:
+                if "signal only works in main thread" not in str(error):
+                    raise
+                raise RolloutError(
+                    f"{error}; what sets signals, as time limits do, needs isolation: process"
+                ) from error.__cause__
 
 
 def _with_suppressed(score: Score | None, num_bytes: float) -> Score | None:

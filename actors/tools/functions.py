@@ -101,16 +101,16 @@ class UserTool:
                 f"{setting}.kwargs: was {settings.kwargs!r}, and {settings.tool} is a function, "
                 "whose arguments are the model's"
             )
-        self._schema = self._make_schema(settings, setting)
+        self.schemas = (self._make_schema(settings, setting),)
         self._threads = Threads(settings.tool.rpartition(":")[2])
 
     async def open(self) -> ToolSession:
         if not self._is_class:
-            return _FunctionSession(self._schema, self._loaded, None, self._threads)
+            return _FunctionSession(self.schemas, self._loaded, None, self._threads)
         with attributed_to(self._owner, RolloutError):
             made = self._loaded(**self._kwargs)
         return _FunctionSession(
-            self._schema, made.call, getattr(made, "close", None), self._threads
+            self.schemas, made.call, getattr(made, "close", None), self._threads
         )
 
     def _make_schema(self, settings: ToolSettings, setting: str) -> ToolSchema:
@@ -131,12 +131,12 @@ class _FunctionSession:
 
     def __init__(
         self,
-        schema: ToolSchema,
+        schemas: tuple[ToolSchema, ...],
         function: Callable[..., Any],
         close: Callable[[], Any] | None,
         threads: Threads,
     ) -> None:
-        self.schemas = (schema,)
+        self.schemas = schemas
         self._function = function
         self._close = close
         self._threads = threads

@@ -38,6 +38,10 @@ class McpServer:
         self._shared = McpConnection(settings)
         self._schemas: tuple[ToolSchema, ...] | None = None
 
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        return self._schemas or ()
+
     async def open(self) -> ToolSession:
         """Waits for the server only while nobody knows which tools it has.
 

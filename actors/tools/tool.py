@@ -36,6 +36,11 @@ class ToolSource(Protocol):
 
     limits: CallLimits
 
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        """Of its tools, as far as they are known before one is opened."""
+        ...
+
     async def open(self) -> ToolSession:
         """
         Raises:

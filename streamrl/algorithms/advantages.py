@@ -97,7 +97,7 @@ or for a user's own a `UserAdvantageSettings`."""
 
 def gae(batch: AdvantageInput, config: GaeSettings) -> Tensor:
     """Generalized advantage estimation (arXiv 1506.02438), whitened."""
-    return batch.whiten(_gae(batch, config)).to(batch.token_rewards.dtype)
+    return _whitened(_gae(batch, config), batch, config)
 
 
 def gae_returns(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
@@ -117,13 +117,19 @@ def reinforce(batch: AdvantageInput, config: DiscountSettings) -> Tensor:
 def reinforce_plus_plus(batch: AdvantageInput, config: DiscountSettings) -> Tensor:
     """The discounted return, whitened (REINFORCE++, arXiv 2501.03262)."""
     total = discounted_sum(batch.token_rewards.double(), batch.sequences, config.gamma)
-    return batch.whiten(total).to(batch.token_rewards.dtype)
+    return _whitened(total, batch, config)
 
 
 def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the group mean, whitened over tokens (arXiv 2501.03262)."""
     centered = batch.sequences.expand(_centered(batch, Groups.of(batch.groups)))
-    return batch.whiten(centered).to(batch.token_rewards.dtype)
+    return _whitened(centered, batch, config)
+
+
+def _whitened(values: Tensor, batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
+    """[R] of an estimator that is defined so, unless the settings say not to."""
+    whitened = values if config.whiten is False else batch.whiten(values)
+    return whitened.to(batch.token_rewards.dtype)
 
 
 def grpo(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:

@@ -18,6 +18,7 @@ import yaml
 
 from streamrl.api.run import Run
 from streamrl.config import RunConfig, load_config, to_yaml
+from streamrl.data_files import as_json_values
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 
@@ -70,7 +71,7 @@ def dataset_setting(argument: str, dataset: Rows | str | Path, folder: Path) -> 
                 f"{argument}: row {number} was {type(row).__name__}; it must be a mapping"
             )
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False))
+            lines.append(json.dumps(as_json_values(row), ensure_ascii=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{argument}: row {number} is no JSON: {error}") from error
     if not lines:

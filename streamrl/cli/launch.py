@@ -24,6 +24,7 @@ from streamrl.cli.processes.run_commands import (
     call_for,
     evaluation_may_fail,
     make_missing_model,
+    prepared,
     require_books,
     write_books,
 )
@@ -36,7 +37,6 @@ from streamrl.config.secrets import hand_down
 from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
-from streamrl.run_folder import prepare
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -77,10 +77,10 @@ def _launch(
     fork_server: ForkServer | None,
 ) -> int:
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-    config = prepare(config, resume=arguments.resume, new=arguments.new)
+    config = prepared(config, arguments)
     remedy = f"streamrl launch {_config_file(config)} --resume"
     try:
-        run_here(
+        lost = run_here(
             config,
             console,
             resume=arguments.resume,
@@ -103,6 +103,8 @@ def _launch(
             console.print(f"{name}, {value}", soft_wrap=True, highlight=False, markup=False)
         raise
     _summarize(config, console)
+    if lost is not None:
+        raise lost
     return 0
 
 
@@ -116,9 +118,9 @@ def run_here(
     background: BackgroundTask | None = None,
     strict: bool = False,
     fork_server: ForkServer | None = None,
-) -> None:
-    """The whole run, from the missing model to the last books; under `strict` no daemon is started
-    again.
+) -> StreamRLError | None:
+    """The whole run, from the missing model to the last books; the failure of a validator without
+    which it went on. Under `strict` no daemon is started again.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
@@ -130,7 +132,7 @@ def run_here(
         require_parity(config, console)
     view = ProgressView(config, console, live=live)
     plan = make_plan(config, hosts_of(config), resume=resume)
-    stopped_by = asyncio.run(
+    stopped_by, lost = asyncio.run(
         run_daemons(
             plan,
             view=view.run,
@@ -143,6 +145,7 @@ def run_here(
     write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
+    return lost
 
 
 def _summarize(config: RunConfig, console: Console) -> None:

@@ -192,6 +192,12 @@ class DataSettings(Section):
     """Processes that filter the rows; the result is kept in the run's folder."""
     shuffle: bool = True
     """Read files in a new seeded order each epoch."""
+    changed: Literal["refuse", "allow"] = "refuse"
+    """What `--resume` does where the rows are others than the run began with: refuse, or go on with
+    a fresh epoch of them."""
+    first_prompt_index: NotNegative = 0
+    """Prompt of the run with which the first epoch of the rows begins; a launch sets it where rows
+    have changed."""
     curriculum: CurriculumSettings | None = None
     """Easy rows first; null for none."""
     reward: str = "exact_match"

@@ -97,6 +97,13 @@ class RunConfig(Section):
         is_in_credit = algorithm.kl_reward.coef > 0 or algorithm.needs_ratios
         return is_in_credit or (algorithm.proximal == "recompute" and is_anchor)
 
+    @property
+    def reads_validations(self) -> bool:
+        """Whether the run ends, or keeps checkpoints, by what validations find."""
+        checkpoint = self.learner.checkpoint
+        is_best_validated = bool(checkpoint.keep_best) and checkpoint.is_best_validated
+        return bool(self.validation.early_stop.patience) or is_best_validated
+
     def for_validator(self) -> "RunConfig":
         """With the sampling and the engine of the validator as those of `generator`."""
         generator = self.validation.engine_settings(self.generator)

@@ -6,20 +6,42 @@
     hub        folders and names of the `datasets` library
 
 Invariant: a row that is returned is an object; a file that cannot be read, and a row that is none,
-is one sentence that begins with the setting and names the place. A new format is a suffix, a class
-with `__len__` and `__getitem__`, and a branch in `_open_file`.
+is one sentence that begins with the setting and names the place. The same rows have the same values
+whatever file they are in, but for CSV, where all of them are text. A new format is a suffix, a
+class with `__len__` and `__getitem__`, and a branch in `_open_file`.
 """
 
 import glob
+import hashlib
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from streamrl.data_files.hub import is_data_set, open_data_set
 from streamrl.data_files.parquet import Parquet, count_parquet
-from streamrl.data_files.rows import ConcatenatedRows, Row, Rows, explained, shown
+from streamrl.data_files.rows import (
+    ConcatenatedRows,
+    Row,
+    Rows,
+    as_json_values,
+    explained,
+    shown,
+)
 from streamrl.data_files.text import COMPRESSED, JsonLines, count_lines, read_csv, read_json
 from streamrl.errors import ConfigError
 
-__all__ = ["SUFFIXES", "Row", "Rows", "count_rows", "files_of", "has_rows", "open_rows", "shown"]
+__all__ = [
+    "SUFFIXES",
+    "Row",
+    "Rows",
+    "as_json_values",
+    "count_rows",
+    "files_of",
+    "fingerprint",
+    "has_rows",
+    "open_rows",
+    "shown",
+]
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", *COMPRESSED)
 
@@ -64,6 +86,32 @@ def count_rows(
     if not sum(counts):
         raise ConfigError(f"{setting}: {source} holds no rows")
     return sum(counts)
+
+
+class Fingerprint(NamedTuple):
+    """`sha256` is of the bytes of the files, one after the other."""
+
+    num_rows: int
+    sha256: str
+
+
+def fingerprint(setting: str, source: str, *, subset: str | None, split: str | None) -> Fingerprint:
+    """What tells the rows of `open_rows` from others. Reads every byte.
+
+    Raises:
+        ConfigError: as `open_rows`.
+    """
+    if is_data_set(source):
+        data_set = open_data_set(setting, source, subset=subset, split=split)
+        num_rows, files = len(data_set), data_set.files
+    else:
+        num_rows, files = count_rows(setting, source), _matching(setting, source)
+    digest = hashlib.sha256()
+    for path in files:
+        with explained(setting, path), path.open("rb") as file:
+            for block in iter(partial(file.read, 2**20), b""):
+                digest.update(block)
+    return Fingerprint(num_rows, digest.hexdigest())
 
 
 def files_of(source: str) -> tuple[Path, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from streamrl.data_files.rows import Row, row
+from streamrl.data_files.rows import Row, as_json_values, row
 from streamrl.errors import ConfigError
 
 _HUB = "datasets:"
@@ -33,8 +33,14 @@ class DataSetRows:
     def __iter__(self) -> Iterator[Row]:
         return (self._row(number, fields) for number, fields in enumerate(self._data_set))
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that hold its rows, and which of them it has."""
+        return tuple(Path(file["filename"]) for file in self._data_set.cache_files)
+
     def _row(self, number: int, fields: Any) -> Row:
-        return row(self._setting, f"row {number + 1} of {self._name}", fields)
+        place = f"row {number + 1} of {self._name}"
+        return row(self._setting, place, as_json_values(fields))
 
 
 def open_data_set(

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from streamrl.data_files.rows import Row, row
+from streamrl.data_files.rows import Row, as_json_values, row
 from streamrl.errors import ConfigError
 
 _BATCH = 4096
@@ -34,7 +34,8 @@ class Parquet:
                 number += 1
 
     def _row(self, number: int, fields: Any) -> Row:
-        return row(self._setting, f"row {number + 1} of {self._name}", fields)
+        place = f"row {number + 1} of {self._name}"
+        return row(self._setting, place, as_json_values(fields))
 
 
 def count_parquet(setting: str, path: Path) -> int:

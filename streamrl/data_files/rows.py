@@ -3,7 +3,9 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -69,6 +71,37 @@ def row(setting: str, place: str, fields: Any) -> Row:
     if not isinstance(fields, dict):
         raise ConfigError(f"{setting}: {place} was {shown(fields)}; it must be a JSON object")
     return Row(fields, place)
+
+
+_OF_JSON = frozenset({str, int, float, bool, type(None)})
+
+
+def as_json_values(value: Any) -> Any:
+    """A value of Arrow or Python as a JSON file has it: dates, decimals and bytes of text are text,
+    at every depth. Libraries that read JSON make times of dates, which are dates again; the bytes
+    of images stay.
+
+    >>> as_json_values({"day": datetime(2024, 5, 1), "sum": Decimal("18.90"), "name": b"a"})
+    {'day': '2024-05-01', 'sum': '18.90', 'name': 'a'}
+    """
+    match value:
+        case dict() | Mapping():
+            return {
+                key: inner if type(inner) in _OF_JSON or key == "bytes" else as_json_values(inner)
+                for key, inner in value.items()
+            }
+        case list():
+            return [v if type(v) in _OF_JSON else as_json_values(v) for v in value]
+        case datetime() if value.tzinfo is None and value.time() == time.min:
+            return str(value.date())
+        case date() | time() | timedelta():
+            return str(value)
+        case Decimal():
+            return format(value, "f")
+        case bytes():
+            with suppress(UnicodeDecodeError):
+                return value.decode()
+    return value
 
 
 @contextmanager

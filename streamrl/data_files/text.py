@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -86,6 +87,7 @@ def read_json(setting: str, path: Path) -> ListedRows:
 def read_csv(setting: str, path: Path) -> ListedRows:
     """Comma-separated values with a line of column names; every value is text."""
     with path.open(encoding="utf-8-sig", newline="") as file:
+        csv.field_size_limit(sys.maxsize)
         lines = csv.reader(file, strict=True)
         try:
             names = next(lines, [])

@@ -82,6 +82,11 @@ class Renderer(Protocol):
         """The text of a completion, without special tokens."""
         ...
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """What a token adds to the text as UTF-8 has it, which may be a part of a character; None
+        where that is not known."""
+        ...
+
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
         """The images and videos of a conversation, in order."""
         ...

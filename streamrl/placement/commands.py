@@ -107,7 +107,7 @@ class Commands:
             devices=tuple(seat.host.devices[i].index for i in seat.devices if seat.host.is_counted),
             environment=self._environment(seat),
             num_ranks=seat.num_ranks,
-            is_optional=seat.role == "validator",
+            is_optional=seat.role == "validator" and not self.config.reads_validations,
             memory=self.fit.need(seat),
         )
 

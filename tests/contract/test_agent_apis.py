@@ -158,6 +158,7 @@ class TestChatCompletions:
             )
             content = answer.choices[0].logprobs.content
             assert [(entry.token, entry.logprob) for entry in content] == [("a", -9), ("", -8)]
+            assert [entry.bytes for entry in content] == [[ord("a")], []]
 
     async def test_limits_and_sampling_of_a_request(self, caplog):
         async with playing("a;", "b;") as played:
@@ -289,6 +290,7 @@ async def test_the_key_may_stand_in_the_path():
         ({"logit_bias": {"5": 1}}, "logit_bias: was"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs: was 3"),
         ({"max_tokens": 0}, "max_tokens: was 0; it must be 1 or more"),
+        ({"max_completion_tokens": 0, "max_tokens": 9}, "max_tokens: was 0; it must be 1"),
         ({"messages": []}, "messages: is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role was 'robot'; allowed: system"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last one is the assistant's"),

@@ -34,7 +34,7 @@ from streamrl.config.loading.load import configuration
 from streamrl.config.loading.rendering import values_of
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.run_folder import config_of, read_json
+from streamrl.run_folder import config_of, read_json, read_learner
 from streamrl.tracking.jsonl import read_metrics
 from tests.research.forked import exit_code_of
 from tests.research.lag import LAG_FILE, Lag
@@ -86,7 +86,10 @@ class Run:
             ConfigError: it is, with other settings than these.
         """
         run, lines = self.config.run, self._read()
-        if not lines or lines[-1]["step"] < run.max_steps:
+        learner = read_learner(run.path)
+        if not lines or (
+            lines[-1]["step"] < run.max_steps and not (learner and learner.ended_early)
+        ):
             return False
         is_scored = (run.path / "evaluation.json").exists()
         if not is_scored and (run.evaluate or lag is not None):

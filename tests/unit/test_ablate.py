@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.errors import ConfigError
 from streamrl.tracking.jsonl import JsonlTracker
+from streamrl.types import LearnerActivity, LearnerStatus
 from tests.research.ablate import main, make_parser, markdown, outcome, plan
 from tests.research.script import run_script
 
@@ -107,6 +109,22 @@ def test_an_outcome_is_the_end_of_each_run_and_the_mean_of_the_rest(tmp_path):
     assert row == (
         "| token_is | 0.750 (0.600, 0.900) | 0.900 (0.800, 1.000) | 2.0 / 4 | 0.50 | 0.25 |"
     )
+
+
+def test_a_run_that_stopped_early_is_complete(tmp_path):
+    (run,) = planned(arguments(tmp_path, "algorithm.rollout_is=token_is", seeds="0"))
+    write_run(run.config, [0.5] * 12, greedy=0.8)
+    assert not run.is_complete(None)
+    ended = LearnerStatus(
+        policy_version=12,
+        learner_term=1,
+        activity=LearnerActivity.ENDED,
+        activity_s=0.0,
+        time_s=0.0,
+        ended_early="stopped early at version 12 of 20",
+    )
+    (run.config.run.path / "learner.json").write_bytes(msgspec.json.encode(ended))
+    assert run.is_complete(None)
 
 
 def test_complete_runs_are_not_repeated(tmp_path, capsys, monkeypatch):

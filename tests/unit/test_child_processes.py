@@ -40,6 +40,7 @@ class Launch:
         self.folder = folder
         self.notices: list[str] = []
         self.children: Sequence[Child] = ()
+        self.lost: StreamRLError | None = None
         self.config = RunConfig.model_validate(
             {
                 "run": {"folder": folder, "max_restarts": 3},
@@ -68,7 +69,7 @@ class Launch:
             await (asyncio.Event().wait() if then is None else then())
             await asyncio.Event().wait()
 
-        return asyncio.run(
+        stopped_by, self.lost = asyncio.run(
             run_daemons(
                 make_plan(self.config, [this_machine()]),
                 view=view,
@@ -77,6 +78,7 @@ class Launch:
                 strict=strict,
             )
         )
+        return stopped_by
 
     async def until(self, *files: str) -> None:
         await until(lambda: all((self.folder / file).exists() for file in files), deadline_s=60)
@@ -161,6 +163,28 @@ def test_a_strict_launch_ends_at_the_first_failure(launched: Launch, script, kin
     assert len(starts_of(launched.folder, "learner")) == 1
     assert launched.notices == []
     launched.assert_no_process_is_left()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_validator_that_fails_for_good_is_the_exit_code_of_the_launch(
+    launched: Launch, monkeypatch, is_read
+):
+    """In the end, or at once where the run ends by what it finds."""
+    monkeypatch.setattr(daemons, "GRACE_PERIOD_S", 1.5)
+    validation = {"every": 1, "early_stop": {"patience": int(is_read)}}
+    tree = launched.config.model_dump(exclude_unset=True) | {"validation": validation}
+    launched.config = RunConfig.model_validate(tree)
+    validator = "wait_for('learner.ready'); fail(4, 'no reward has the row')"
+    scripts = {"validator": validator, "learner": WAIT if is_read else "time.sleep(1)"}
+    if is_read:
+        with pytest.raises(RolloutError, match="validator: no reward has the row"):
+            launched.run(scripts)
+        return
+    assert launched.run(scripts) is None
+    assert isinstance(launched.lost, RolloutError)
+    (notice,) = launched.notices
+    assert notice.startswith("validator: no reward has the row")
+    assert notice.endswith("the run goes on without it")
 
 
 def test_a_strict_launch_that_is_stopped_has_not_failed(launched: Launch):

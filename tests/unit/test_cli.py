@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS
+from streamrl.cli.buffer.audit import check_folder
 from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
 from streamrl.cli.display.view import headline, read_wait, render
@@ -313,6 +314,39 @@ def test_a_run_goes_on_with_its_own_prompts_or_is_left_as_it_is(tmp_path, monkey
     assert (run / "config.yaml").read_text() == before
     prepare(config(f"data.source={tmp_path}/rows.jsonl"), resume=True, new=False)
     prepare(config("run.seed=9"), resume=False, new=True)
+
+
+def test_a_run_goes_on_with_its_own_rows_or_with_an_epoch_of_others(tmp_path):
+    rows, more = tmp_path / "rows.jsonl", '{"prompt": "c", "answer": "d"}\n'
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    fixed = [f"run.folder={tmp_path}", "buffer.url=zmq://127.0.0.1:0", f"data.source={rows}"]
+
+    def resumed(*overrides: str) -> RunConfig:
+        config = load_config(QUICKSTART, ["weights.address=tcp://127.0.0.1:0", *fixed, *overrides])
+        return prepare(config.config, resume=True, new=False, next_prompt_index=lambda _: 7)
+
+    run = resumed().run.path
+    (run / "metrics.jsonl").write_text("{}")
+    assert resumed().data.first_prompt_index == 0
+    rows.write_text(rows.read_text() + more)
+    with pytest.raises(ConfigError, match=r"data\.source: .*rows\.jsonl has 2 rows, and .* read 1"):
+        resumed()
+    assert resumed("data.changed=allow").data.first_prompt_index == 7
+    assert resumed().data.first_prompt_index == 7, "they are the run's own now"
+    rows.write_text(more * 2)
+    with pytest.raises(ConfigError, match=r"as many others, .* data\.changed: allow"):
+        resumed()
+    with pytest.raises(ConfigError, match=r"data\.shuffle: .* data\.changed: allow"):
+        resumed("data.shuffle=false")
+    with pytest.raises(ConfigError, match=r"run\.seed: was 9"):
+        resumed("run.seed=9", "data.changed=allow")
+    sums = check_folder(run, None, None).findings
+    assert any(f"1 rows of {rows} until there, then an epoch of 2 rows" in line for line in sums)
+    rows.unlink()
+    assert resumed().data.first_prompt_index == 7, "other machines have them"
+    (run / "data.json").unlink()
+    rows.write_text(more)
+    assert resumed().data.first_prompt_index == 0
 
 
 def test_a_launch_refuses_a_buffer_that_lives_in_one_process(tmp_path):

@@ -1,26 +1,32 @@
 """Sources of prompts: every format reads the same, several are one stream, rows become prompts."""
 
 import csv
+import datetime
 import gzip
 import json
+import shutil
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
 import hypothesis.strategies as st
 import numpy as np
 import pyarrow
+import pyarrow.json
 import pyarrow.parquet
 import pytest
 import zstandard
 from hypothesis import given
 
+from actors.environments.stream import open_stream
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.mixture import Mixture
 from actors.prompts.streams import Epochs, FirstPrompts
+from streamrl.api.start import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml
-from streamrl.data_files import count_rows
+from streamrl.data_files import count_rows, fingerprint
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
 
@@ -29,7 +35,7 @@ ROWS = [{"prompt": f'q{i}, say "it"\n', "answer": str(i), "level": i % 3} for i 
 
 def write(path: Path, rows: list[dict[str, object]] = ROWS) -> str:
     """The rows in the format of the suffix; without one, as a folder of the datasets library."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    lines = "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
     match "".join(path.suffixes):
         case ".jsonl":
             path.write_bytes(lines)
@@ -61,6 +67,100 @@ def settings(**values: object) -> DataSettings:
 
 def contents(prompts: object, count: int) -> list[str]:
     return [str(prompts[i].content) for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["one file", "weights", "environments"])
+def test_other_rows_are_read_from_a_fresh_epoch_on(tmp_path, kind):
+    """Each once in every epoch, whatever prompts of a task and of other entries lie between."""
+    source = write(tmp_path / "rows.jsonl", rows_of("q", count=5))
+    mixed = [{"path": source, "weight": 2}, {"path": "addition", "weight": 1}]
+    data = settings(source=mixed if kind == "weights" else source)
+
+    def stream(first: int) -> object:
+        if kind != "environments":
+            return open_prompts(data, 3, first=first)
+        names = [{"name": n, "environment": "single_turn", "weight": ord(n)} for n in "ab"]
+        given = [f"environments={json.dumps(names)}", f"data.first_prompt_index={first}"]
+        settings = [*given, f"data.source={source}"]
+        return open_stream(load_config("configs/quickstart.yaml", settings).config, None)
+
+    before, after = stream(0), stream(17)
+    rows = [prompt for i in range(17, 80) if (prompt := after[i]).content.startswith("q")]
+    for name in {prompt.environment for prompt in rows}:
+        own = [str(prompt.content) for prompt in rows if prompt.environment == name]
+        assert all(len({*own[i : i + 5]}) == 5 for i in range(0, len(own) - 4, 5))
+    made_up = [i for i in range(80) if not before[i].content.startswith("q")]
+    assert [before[i] for i in made_up] == [after[i] for i in made_up]
+    assert after[3].content.startswith("q") == before[3].content.startswith("q"), "a lost lease"
+
+
+@pytest.mark.parametrize("suffix", ["*.jsonl", ".jsonl", ".csv", ".parquet", ""])
+def test_rows_have_one_fingerprint_until_they_change(tmp_path, suffix):
+    source = str(tmp_path / suffix) if "*" in suffix else str(tmp_path / f"rows{suffix}")
+    file = tmp_path / ("a.jsonl" if "*" in suffix else f"rows{suffix}")
+    found = []
+    for rows in (ROWS, ROWS, ROWS[:-1], [*ROWS[:-1], ROWS[0]]):
+        write(file, rows)
+        found.append(fingerprint("data.source", source, subset=None, split=None))
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    assert found[0] == found[1]
+    assert len({*found}) == 3
+    assert [one.num_rows for one in found] == [7, 7, 6, 7]
+
+
+TYPED = {
+    "prompt": "when?",
+    "answer": datetime.date(2024, 5, 1),
+    "at": datetime.datetime(2024, 5, 1, 3, 4),
+    "price": Decimal("18.90"),
+    "name": "n\u00e9".encode(),
+    "image": [{"bytes": b"GIF89a", "path": None}],
+    "nested": [{"day": datetime.date(2024, 5, 2)}],
+}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", "", ".py", "python"])
+def test_dates_decimals_and_bytes_are_what_a_json_file_has(tmp_path, suffix):
+    source = str(tmp_path / f"rows{suffix}")
+    if suffix == ".py":
+        values = TYPED | {"answer": [TYPED["answer"], np.float64(0.00001)]}
+        code = "import datetime\nfrom decimal import Decimal\nimport numpy as np\n"
+        Path(source).write_text(f"{code}def rows():\n    return [{values!r}]\n")
+        source += ":rows"
+    elif suffix == "python":
+        rows = [{**TYPED, "image": [{"bytes": "GIF89a"}]}]
+        source = dataset_setting("dataset", rows, tmp_path)
+    else:
+        write(Path(source), [TYPED])
+    template = "{{ at }} {{ price }} {{ name }} {{ nested[0].day }} {{ 0.00001 }}"
+    data = settings(source=source, prompt_template=template)
+    prompt = open_prompts(data, seed=0)[0]
+    assert prompt.content == "2024-05-01 03:04:00 18.90 n\u00e9 2024-05-02 0.00001"
+    assert prompt.answer == ('["2024-05-01", 1e-05]' if suffix == ".py" else "2024-05-01")
+    assert prompt.row["image"][0]["bytes"] == ("GIF89a" if suffix == "python" else b"GIF89a")
+
+
+def test_dates_that_a_library_made_times_of_are_dates(tmp_path):
+    """It does so of what it reads from JSON."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "when?", "answer": "2024-05-01"}\n')
+    pyarrow.parquet.write_table(pyarrow.json.read_json(file), tmp_path / "rows.parquet")
+    datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet")).save_to_disk(tmp_path / "saved")
+    for name in ("rows.jsonl", "rows.parquet", "saved"):
+        prompt = open_prompts(settings(source=str(tmp_path / name)), seed=0)[0]
+        assert prompt.answer == prompt.row["answer"] == "2024-05-01"
+
+
+def test_an_answer_that_no_text_can_hold_is_named(tmp_path):
+    write(tmp_path / "rows.parquet", [{"prompt": "a", "answer": b"\xff"}])
+    with pytest.raises(ConfigError, match=r"row 1 of rows.parquet: answer was .* must be text"):
+        open_prompts(settings(source=str(tmp_path / "rows.parquet")), seed=0)
+
+
+def test_a_cell_of_a_csv_file_has_any_length(tmp_path):
+    long = "x" * 200_000
+    source = write(tmp_path / "rows.csv", [{"prompt": long, "answer": "1"}])
+    assert open_prompts(settings(source=source), seed=0)[0].content == long
 
 
 FORMATS = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet", ""]

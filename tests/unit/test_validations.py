@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,6 +112,19 @@ async def test_a_signal_or_a_limit_ends_the_wait_for_the_last_validation(caplog,
     await lend_batch(run)
     await run.end()
     assert "no validator has reported for" in warnings_of(caplog)[-1]
+
+
+async def test_a_validator_that_went_long_ago_is_not_waited_for(caplog, monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    run = Run(validated(configure(max_steps=2)))
+    await lend_batch(run)
+    await until(run, lambda: run.records.lines)
+    now_s = 61.0
+    monkeypatch.setattr(run.sender, "validators", dict)
+    await lend_batch(run)
+    await run.end()
+    assert "no validator has reported for 61 s" in warnings_of(caplog)[-1]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ def _read(body: Json, session: Session) -> ApiRequest:
     return ApiRequest(
         messages=require_messages([_message(message) for message in asked.messages]),
         tools=offered_tools(tools, asked.tool_choice),
-        max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+        max_new_tokens=(
+            asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+        ),
         sampling={name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")},
         model=asked.model,
         is_streamed=asked.stream,
@@ -190,15 +192,16 @@ def _finish_reason(answer: Answer) -> str:
 
 def _logprobs(answer: Answer) -> Json:
     completion, renderer = answer.reply.completion, answer.session.renderer
-    tokens = [renderer.decode([token]) for token in completion.token_ids.tolist()]
+    token_ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
     content = [
         {
-            "token": token,
+            "token": renderer.decode([token]),
             "logprob": logprob,
-            "bytes": list(token.encode()),
+            # Of a part of a character, too, which has no text.
+            "bytes": None if (known := renderer.bytes_of(token)) is None else list(known),
             "top_logprobs": [],
         }
-        for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True)
+        for token, logprob in zip(token_ids, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 

@@ -66,6 +66,7 @@ SEQUENCE_ESS = "mismatch/sequence_eff_sample_size"
 """ESS / B of the ratios of whole sequences, not bounded."""
 
 _OF_WEIGHTS = frozenset(name for row in WEIGHTS for name in row.names())
+_OF_APPLIED = frozenset(name for name in _OF_WEIGHTS if "/rollout_is_applied_" in name)
 
 _BINS_PER_NAT = 100
 _NUM_BINS = int(2 * SAFETY_BOUND) * _BINS_PER_NAT + 1
@@ -194,7 +195,8 @@ class RolloutISStatistics:
         extremes |= dict(zip(self.min_names, self.minima, strict=True))
         distribution = self._distribution(config, extremes, percentiles)
         named = nonfinite | ess | means | extremes | distribution
-        hidden = _OF_WEIGHTS if config.threshold is None else frozenset[str]()
+        of_none = _OF_WEIGHTS if config.threshold is None else _OF_APPLIED
+        hidden = frozenset[str]() if config.applies_weights else of_none
         return {k: v for k, v in named.items() if k not in hidden} | self._by_staleness()
 
     def _distribution(

@@ -306,14 +306,9 @@ def rollout_is_weights(
         return _assemble(shards, config, reduce, bounded)
 
 
-def _applies_weights(config: RolloutISSettings) -> bool:
-    """The veto too, which makes weights 0."""
-    return config.threshold is not None and config.apply
-
-
 def _counted(shard: Shard, config: RolloutISSettings) -> Tensor:
     """[R] of the shard: whether the token is trained, as far as the other rules go."""
-    return shard.keep & ~shard.vetoed if _applies_weights(config) else shard.keep
+    return shard.keep & ~shard.vetoed if config.applies_weights else shard.keep
 
 
 def _assemble(
@@ -333,7 +328,7 @@ def _assemble(
     keep = torch.cat([shard.keep for shard in shards])
     if bounded is not None:
         keep, metrics = keep & bounded.keep, metrics | bounded.metrics
-    if not _applies_weights(config):
+    if not config.applies_weights:
         return RolloutIS(None, keep, metrics, statistics)
     weights = torch.cat([shard.weights for shard in shards])
     vetoed = torch.cat([shard.vetoed for shard in shards])

@@ -21,6 +21,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +32,14 @@ from streamrl.checkpoints.find import Checkpoint, Found, list_checkpoints, newes
 from streamrl.checkpoints.history import finished
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.run_folder import BOOKS_FILE, LEARNER_FILE, config_of, find_run, read_json
+from streamrl.run_folder import (
+    BOOKS_FILE,
+    LEARNER_FILE,
+    config_of,
+    find_run,
+    read_json,
+    read_rows,
+)
 from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, read_metrics
 from streamrl.types import Books, LearnerActivity, OverduePolicy
 from streamrl.types.index_ranges import members
@@ -134,8 +142,8 @@ def check_folder(
         faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
     if events is not None:
         faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
-    found_sums = (*_finding(steps, checkpoint), *staleness_finding(trained), *_abandoned(folder))
-    return FolderCheck(found_sums, tuple(faults))
+    sums = [*_finding(steps, checkpoint), *staleness_finding(trained)]
+    return FolderCheck((*sums, *_other_rows(folder), *_abandoned(folder)), tuple(faults))
 
 
 def _newest(folder: Path) -> tuple[Found, list[str]]:
@@ -234,6 +242,18 @@ def _finding(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint | None) 
         f"good, by the checkpoint of version {checkpoint.policy_version} ({books.granted} leases; "
         f"dropped: {reasons or 'none'})"
     )
+
+
+def _other_rows(folder: Path) -> Iterator[str]:
+    for before, after in pairwise(read_rows(folder)):
+        then, now = (
+            " and ".join(f"{of.num_rows} rows of {of.path}" for of in rows.sources)
+            for rows in (before, after)
+        )
+        yield (
+            f"the data changed before prompt {after.first_prompt_index} (data.changed: allow): "
+            f"{then} until there, then an epoch of {now} began"
+        )
 
 
 def _abandoned(folder: Path) -> Iterator[str]:

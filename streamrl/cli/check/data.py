@@ -29,14 +29,15 @@ from actors.rewards import make_reward
 from actors.rewards.checks import check_row
 from actors.sandbox.isolation import Isolation, IsolationChoice, choose, why_not
 from actors.tools.environment import TOOLS
+from actors.tools.tool import name_of
 from actors.tools.toolset import make_sources
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import has_rows, shown
-from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean
 from streamrl.findings import DATA, Finding
-from streamrl.interfaces import Prompt, PromptSource
+from streamrl.interfaces import Prompt, PromptSource, ToolSchema
 from streamrl.model_folder import local_folder
 from streamrl.user_code import attributed_to, find_user_code, is_finite_number, is_user_code
 
@@ -100,8 +101,18 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
         yield DATA.problem(
             f"generator.{given[0]}: nothing reads them; generator.environment: tools does"
         )
-    yield from DATA.refusal(lambda: make_sources(generator))
+    try:
+        schemas = [schema for source in make_sources(generator) for schema in source.schemas]
+    except ConfigError as error:
+        yield DATA.problem(str(error))
+        return
     yield from DATA.refusal(lambda: _require_rendering(config))
+    for entry in config.entries:
+        if entry.environment == TOOLS and schemas:
+            own = config.model_copy(update={"data": entry.data})
+            chosen = {*(entry.kwargs.get("tools") or map(name_of, schemas))}
+            offered = [schema for schema in schemas if name_of(schema) in chosen]
+            yield from _placed(entry, _check_room(own, offered))
 
 
 def _require_rendering(config: RunConfig) -> None:
@@ -116,6 +127,35 @@ def _require_rendering(config: RunConfig) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {folder.path} cannot be read: {error}") from error
     require_rendering(config.entries, renderer)
+
+
+def _check_room(config: RunConfig, schemas: Sequence[ToolSchema]) -> Iterator[Finding]:
+    """Whether the longest of the first prompts leaves room for an answer where the chat template
+    has written the tools into it."""
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    if folder is None or not folder.has_chat_template:
+        return
+    # It imports transformers, as the schema of a user's tool does.
+    from actors.rendering.renderer import ChatRenderer
+
+    try:
+        prompts = open_prompts(config.data, config.run.seed)
+        first = [prompts[i] for i in range(min(_size(prompts) or _SCANNED, _SCANNED))]
+        longest = max(first, key=lambda prompt: sum(map(len, _texts(prompt))))
+        renderer = ChatRenderer.from_config(config)
+        messages = renderer.messages(longest)
+        whole, alone = (len(renderer.encode_messages(messages, t)) for t in (schemas, ()))
+    except StreamRLError:
+        # Of the prompts, said where they are checked, or of images, which a generator reads.
+        return
+    wanted, room = config.generator.max_new_tokens, config.max_model_len - whole
+    if room < wanted:
+        yield (DATA.problem if room <= 0 else DATA.warning)(
+            f"generator.tools: their schemas take {whole - alone} tokens, so that "
+            f"{_shown(longest)} has {whole}; generator.max_model_len {config.max_model_len} leaves "
+            f"{max(0, room)} for an answer, and generator.max_new_tokens was {wanted}: raise "
+            "generator.max_model_len"
+        )
 
 
 _GYM = "reasoning_gym:"
@@ -176,7 +216,7 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
         yield DATA.problem(str(error))
         return
     yield from _check_first(config, first)
-    yield from _check_gold(config, prompts)
+    yield from _check_gold(config.data, "data.source", prompts)
     yield from _check_alphabet(config, prompts)
     yield from _check_lengths(config, prompts)
     if (size := _size(prompts)) is None:
@@ -213,6 +253,8 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
         yield DATA.ok(
             f"data.num_eval_prompts: {_listed(config.data.eval_sources)} has {size}, not {wanted}"
         )
+    setting = "data.eval_source" if config.data.eval_sources else "data.source"
+    yield from _check_gold(config.data, setting, held_out)
     yield from check_overlap(config.data, held_out)
 
 
@@ -243,14 +285,16 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
         )
 
 
-def _check_gold(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
-    """Whether the rewards can score the first rows."""
-    data, known = config.data, _size(prompts)
+def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:
+    """Whether each of the first rows has a reward, which can score it."""
+    known = _size(prompts)
     try:
-        rows = [prompts[i] for i in range(min(known or _SCORED, _SCORED))]
+        first = [prompts[i] for i in range(min(known or _SCORED, _LARGEST_SCAN))]
     except ConfigError as error:
         yield DATA.problem(str(error))
         return
+    yield from _check_covered(data, setting, first)
+    rows = first[:_SCORED]
     for i, reward in enumerate(data.all_rewards):
         field = f"data.rewards.{i}" if data.rewards else "data.reward"
         kwargs_field = f"{field}.kwargs" if data.rewards else "data.reward_kwargs"
@@ -263,8 +307,23 @@ def _check_gold(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
         if not refused:
             continue
         of_all = f"{len(refused)} of the first {len(own)} rows" if len(own) > 1 else "the first row"
-        sentence = f"{field}: {reward.reward} cannot score {of_all}; {refused[0]}"
+        sentence = f"{field}: {reward.reward} cannot score {of_all} of {setting}; {refused[0]}"
         yield (DATA.problem if len(refused) == len(own) else DATA.warning)(sentence)
+
+
+def _check_covered(data: DataSettings, setting: str, rows: Sequence[Prompt]) -> Iterator[Finding]:
+    """Whether a reward applies to each of these rows; else its groups fail."""
+    if not all(reward.data_source for reward in data.all_rewards):
+        return
+    known = {name for reward in data.all_rewards for name in reward.data_source}
+    missed = [row for row in rows if _source(row, data) not in known]
+    if missed:
+        place, source = missed[0].origin or _shown(missed[0]), _source(missed[0], data)
+        yield (DATA.problem if len(missed) == len(rows) else DATA.warning)(
+            f"data.rewards: none scores {len(missed)} of the first {len(rows)} rows of {setting}, "
+            f"such as {place}, whose {data.data_source_key} is {source!r}; "
+            f"{did_you_mean(source, known)}"
+        )
 
 
 def _refused(reward: RewardSettings, rows: Sequence[Prompt], kwargs_field: str) -> Iterator[str]:

@@ -46,6 +46,8 @@ class Child:
     fork_server: ForkServer | None = None
     process: asyncio.subprocess.Process | ForkedProcess | None = None
     num_restarts: int = 0
+    failure: StreamRLError | None = None
+    """For which the run went on without it."""
     state: str = "starting"
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -68,6 +70,7 @@ class Child:
             except StreamRLError as error:
                 if not self.is_optional or self.is_strict:
                     raise
+                self.failure = error
                 self.notify(f"{error}; the run goes on without it")
                 return code
             if self.is_strict:

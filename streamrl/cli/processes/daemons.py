@@ -10,12 +10,13 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.cli.processes.restarts import RestartBudget
+from streamrl.errors import StreamRLError
 from streamrl.placement.plan import Plan
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
@@ -26,6 +27,15 @@ _OTHERS_S, _BUFFER_S = 6.0, 4.0
 _BUFFER_ENDS_S, _KILL_S = 3.0, 1.0
 
 log = logging.getLogger(__name__)
+
+
+class Ending(NamedTuple):
+    """`stopped_by` is the signal that stopped the run before its end; `failure` is that of a
+    validator without which the run went on, and the exit code of a launch."""
+
+    stopped_by: signal.Signals | None
+    failure: StreamRLError | None
+
 
 BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
 
@@ -38,7 +48,7 @@ async def run_daemons(
     background: BackgroundTask | None,
     strict: bool = False,
     fork_server: ForkServer | None = None,
-) -> signal.Signals | None:
+) -> Ending:
     """`supervise` the daemons of a run on this machine; `notify` gets a sentence for each
     restart."""
     children = make_children(plan, notify=notify, fork_server=fork_server)
@@ -53,8 +63,8 @@ async def supervise(
     background: BackgroundTask | None,
     stop_s: float,
     strict: bool = False,
-) -> signal.Signals | None:
-    """Start, watch, and stop every child; the signal that stopped the run before its end, if any.
+) -> Ending:
+    """Start, watch, and stop every child.
 
     `background` is cancelled before the daemons are stopped, `view` after that. Waits for the
     learner to end, for a child or `background` to fail, or for a signal: within `stop_s` of that no
@@ -83,7 +93,8 @@ async def supervise(
         await asyncio.wait({showing, beside})
     if failure := _failure(watched):
         raise failure
-    return stopped_by
+    lost = (child.failure for child in children if child.role == "validator" and child.failure)
+    return Ending(stopped_by, next(lost, None))
 
 
 def make_children(

@@ -4,6 +4,7 @@ Invariant: they get the run's configuration as it was resolved, in the run's fol
 `streamrl.cli.launch` and by the launchers.
 """
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from buffers.journal.journal import journal_path, open_to_read, read_snapshot
+from streamrl.checkpoints.find import newest
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.errors import StreamRLError
+from streamrl.run_folder import prepare, read_books
+from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 
 STOPPED_S = 3.0
 
@@ -54,6 +59,30 @@ def write_books(config: RunConfig, *, is_stopped: bool) -> None:
     if not config.buffer.has_daemon:
         with contextlib.suppress(StreamRLError):
             call_for(config, "buffer books", within_s=STOPPED_S if is_stopped else None)
+
+
+def prepared(config: RunConfig, arguments: argparse.Namespace, *, binds: bool = True) -> RunConfig:
+    """See `prepare`; `arguments` are those of a launch."""
+    return prepare(
+        config,
+        resume=arguments.resume,
+        new=arguments.new,
+        binds=binds,
+        next_prompt_index=_next_prompt_index,
+    )
+
+
+def _next_prompt_index(folder: Path) -> int:
+    """The first prompt that nobody has been lent, by all that is known here of the run's books."""
+    checkpoint = newest(folder, contents=False).checkpoint
+    books = (read_books(folder), None if checkpoint is None else checkpoint.books)
+    known = [of.next_prompt_index for of in books if of is not None]
+    for line in read_metrics(folder / TRAINED_FILE):
+        known.append(1 + max(line["prompt_indices"], default=-1))
+    if journal_path(folder).exists():
+        with open_to_read(journal_path(folder)) as db:
+            known.append(read_snapshot(db).next_prompt_index)
+    return max(known, default=0)
 
 
 def make_missing_model(

@@ -15,8 +15,9 @@ from streamrl.config.section import Probability, Section
 class AdvantageSettings(Section):
     """What every estimator has: what is done with its advantages afterwards."""
 
-    whiten: bool = False
-    """Standardize the advantages over the batch, whatever the estimator."""
+    whiten: bool | None = None
+    """Standardize the advantages over the batch. Null: where the estimator is defined so, as gae,
+    reinforce_plus_plus and reinforce_plus_plus_baseline are."""
     clip: float | None = Field(default=None, gt=0)
     """Bound on the absolute advantage, after whitening."""
 

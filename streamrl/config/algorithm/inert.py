@@ -93,7 +93,7 @@ def _of_rollout_is(config: RolloutISSettings) -> Iterator[tuple[str, str]]:
     """A switch that is off is not listed: it may be spelled out."""
     if config.threshold is None:
         yield "veto_threshold", _NO_WEIGHTS
-    if config.batch_normalize and (config.threshold is None or not config.apply):
+    if config.batch_normalize and not config.applies_weights:
         yield "batch_normalize", _NO_NORMALIZED
     if config.scale_lr and config.is_off:
         yield "scale_lr", _NO_RATIOS

@@ -127,6 +127,11 @@ class RolloutISSettings(Section):
         return self.threshold is None and not self.rejection and self.second_moment is None
 
     @property
+    def applies_weights(self) -> bool:
+        """Whether weights are in the loss; the veto too, which makes them 0."""
+        return self.threshold is not None and self.apply
+
+    @property
     def lower(self) -> float:
         """L; 0 while the system is off."""
         if self.threshold is None:
@@ -146,8 +151,7 @@ class RolloutISSettings(Section):
     @property
     def weighs_tokens_zero(self) -> bool:
         """Whether a bound gives single tokens weight 0."""
-        is_applied = self.threshold is not None and self.apply
-        return is_applied and self.zeroes_outside and self.level == "token"
+        return self.applies_weights and self.zeroes_outside and self.level == "token"
 
 
 _VETO = 1e-4

@@ -52,6 +52,8 @@ _OF_THE_RUN = (
     "max_prompt_length",
     "truncation",
     "num_eval_prompts",
+    "changed",
+    "first_prompt_index",
     "reward",
     "reward_kwargs",
 )

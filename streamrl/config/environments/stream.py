@@ -1,7 +1,8 @@
-"""Which settings say what each prompt of a run is, besides its files.
+"""What says which prompt each index of a run is: settings, and the rows of its sources.
 
-Invariant: two configurations with the same settings here have the same prompt at each index. A
-setting that cannot move a prompt is not among them, so a run may go on with another value of it.
+Invariant: two configurations with the same settings here, and the same rows, have the same prompt
+at each index. A setting that cannot move a prompt is not among them, so a run may go on with
+another value of it.
 """
 
 import json
@@ -10,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from msgspec import Struct
+
 from streamrl.config.data import DataSettings
 from streamrl.config.environments.entries import EnvironmentEntry
-from streamrl.data_files import has_rows
+from streamrl.data_files import fingerprint, has_rows
 from streamrl.user_code import is_user_code
 
 if TYPE_CHECKING:
@@ -25,6 +28,34 @@ Setting: TypeAlias = tuple[str, str]
 _MEASURED = ("max_prompt_length", "chat_template", "system_prompt")
 _MEASURED_OF_ENTRY = ("prompt_key", "prompt_template", "image_key", "video_key")
 _MEASURED_OF_SOURCE = ("prompt_key", "prompt_template")
+
+
+class SourceRows(Struct, frozen=True):
+    """The rows of one source, which `setting` names."""
+
+    setting: str
+    path: str
+    num_rows: int
+    sha256: str
+
+
+def rows_of(config: "RunConfig") -> tuple[SourceRows, ...]:
+    """Of the sources that are sets of rows. Reads all of their files.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    return tuple(
+        SourceRows(
+            name,
+            source.path,
+            *fingerprint(name, source.path, subset=source.subset, split=source.split),
+        )
+        for entry in config.entries
+        for name in (f"{entry.place}data.source",)
+        for source in entry.data.sources
+        if has_rows(source.path)
+    )
 
 
 def first_difference(then: "RunConfig", now: "RunConfig") -> tuple[str, str, str] | None:

@@ -106,6 +106,16 @@ def test_whitening_and_clipping_follow_the_estimator() -> None:
     assert float(advantages.abs().max()) == 0.5
 
 
+@pytest.mark.parametrize("name", WHITENED)
+def test_an_estimator_that_whitens_does_not_where_it_is_told_so(name: str) -> None:
+    batch = _batch()
+    plain, usual = (
+        estimate_advantages(name, batch, AdvantageConfig(whiten=choice)) for choice in (False, None)
+    )
+    assert not torch.allclose(plain, usual)
+    torch.testing.assert_close(batch.whiten(plain), usual)
+
+
 def test_missing_and_impossible_inputs_are_named() -> None:
     batch = _batch()
     bare = AdvantageInput(batch.token_rewards, batch.groups, batch.sequences)

@@ -53,6 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chat = [{"prompt": [{"role": "user", "content": "c1="}], "answer": "1"}]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    known = [{**row, "data_source": "math"} for row in rows]
+    (tmp_path / "known.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
     (tmp_path / "words.jsonl").write_text('{"prompt": "is it so?", "answer": "yes"}\n')
     empty = [{"prompt": "is it so?", "answer": answer} for answer in ("yes", " ", "no", "")]
     (tmp_path / "empty.jsonl").write_text("".join(json.dumps(row) + "\n" for row in empty))
@@ -187,11 +189,20 @@ TRAPS = [
     ),
     (
         ["data.source=words.jsonl", "data.reward=numeric_answer", "data.truncation=drop"],
-        r"data\.reward: numeric_answer cannot score the first row; .*words\.jsonl.* was 'yes'; num",
+        r"data\.reward: numeric_answer cannot score the first row of .* was 'yes'; num",
     ),
     (
         ["data.source=tests.jsonl", "data.rewards=[{reward: code}]"],
-        r"data\.rewards\.0: code cannot score 3 of the first 3 rows; .*: test was 'x = 1': it runs",
+        r"data\.rewards\.0: code cannot score 3 of the first 3 rows .*: test was 'x = 1': it runs",
+    ),
+    (
+        [
+            "data.source=rows.jsonl",
+            "run.evaluate=true",
+            "data.eval_source=words.jsonl",
+            "data.rewards=[{reward: exact_match, data_source: [math]}, {reward: numeric_answer}]",
+        ],
+        r"data\.rewards\.1: numeric_answer cannot score the first row of data\.eval_source; .*yes",
     ),
     (["data.source=own.py:Prompts"], r"data\.source: own\.py has no function 'Prompts'"),
     (["data.source=reasoning_gym:chain_smu"], r"data\.source: .*did you mean 'chain_sum'"),
@@ -325,6 +336,21 @@ TRAPS = [
 ]
 
 
+@pytest.mark.parametrize("place", ["source", "eval_source"])
+def test_rows_that_no_reward_scores_are_found(folder, place):
+    """All of them are a problem: every group fails, and a validator ends. Some are a warning."""
+    sources = {"source": "known.jsonl", "eval_source": "known.jsonl", place: "rows.jsonl"}
+    settings = [f"data.{name}={path}" for name, path in sources.items()]
+    given = [*settings, "data.rewards=[{reward: exact_match, data_source: [math]}]"]
+    told = report(folder, *given, "run.evaluate=true")
+    sentence = rf"data\.rewards: none scores 10 of the first 10 rows of data\.{place}, such as line"
+    assert [one for one in told.problems if re.search(sentence, one)]
+    both = f"data.{place}=[known.jsonl, {{path: rows.jsonl, name: math}}, words.jsonl]"
+    told = report(folder, *given, both, "run.evaluate=true")
+    assert not [one for one in told.problems if "data.rewards" in one]
+    assert [one for one in told.warnings if "none scores 1 of the first 21 rows" in one]
+
+
 @pytest.fixture(autouse=True)
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "usable_devices", tuple)
@@ -343,7 +369,7 @@ WARNED = [
     (["buffer.url=redis://127.0.0.1:1"], r"buffer\.url: no Redis answers at .*nothing listens"),
     (
         ["data.source=empty.jsonl", "data.reward=exact_match", "data.truncation=drop"],
-        r"data\.reward: exact_match cannot score 2 of the first 4 rows; .*empty\.jsonl.*was ' ';",
+        r"data\.reward: exact_match cannot score 2 of the first 4 rows of .*empty\.jsonl.*was ' ';",
     ),
     (["data.source=rows.jsonl"], r"learner\.groups_per_step: 32 is more than the 10 prompts"),
     (["buffer.max_group_bytes=2000"], r"buffer\.max_group_bytes: .*more than about 19 tokens each"),

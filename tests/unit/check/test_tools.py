@@ -13,12 +13,12 @@ from streamrl.findings import Severity
 from tests.unit.rendering.test_parsing import template
 
 
-def found(tmp_path: Path, **generator: Any) -> list[tuple[Severity, str]]:
+def found(tmp_path: Path, model: str = "model", **generator: Any) -> list[tuple[Severity, str]]:
     config = RunConfig.model_validate(
         {
             "run": {"name": "run", "folder": tmp_path, "evaluate": False},
-            "model": {"path": str(tmp_path / "model")},
-            "data": {"source": "copy"},
+            "model": {"path": model},
+            "data": {"source": "copy", "max_prompt_length": 100},
             "generator": generator,
         }
     )
@@ -61,6 +61,38 @@ def test_a_chat_template_whose_calls_nobody_reads(
     tokenizer = make_tokenizer(string.printable)
     tokenizer.chat_template = template(family)
     tokenizer.save_pretrained(tmp_path / "model")
-    said = found(tmp_path, environment="tools", tools=["calculator"])
+    said = found(
+        tmp_path,
+        model=str(tmp_path / "model"),
+        environment="tools",
+        tools=["calculator"],
+        max_model_len=4000,
+    )
     assert [severity for severity, _ in said] == [Severity.PROBLEM] * (sentence is not None)
     assert all(text.startswith(str(sentence)) for _, text in said)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "severity"),
+    [(None, Severity.PROBLEM), (1100, Severity.WARNING), (4000, None)],
+)
+def test_schemas_that_leave_no_room_for_an_answer_are_found(
+    tmp_path: Path, max_model_len: int | None, severity: Severity | None
+) -> None:
+    """The template writes them into the prompt, beside what data.max_prompt_length bounds."""
+    tokenizer = make_tokenizer(string.printable)
+    tokenizer.chat_template = template("hermes")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "own.py").write_text(
+        f'def look(a: int):\n    """{"x" * 700}\n\n    Args:\n        a: what\n    """\n'
+    )
+    told = found(
+        tmp_path,
+        model=str(tmp_path / "model"),
+        environment="tools",
+        tools=[f"{tmp_path}/own.py:look"],
+        max_new_tokens=500,
+        max_model_len=max_model_len,
+    )
+    assert [one for one, _ in told] == ([] if severity is None else [severity])
+    assert all("generator.tools: their schemas take 8" in sentence for _, sentence in told)

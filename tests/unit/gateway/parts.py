@@ -95,5 +95,8 @@ class PlainRenderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return text(token_ids).rstrip(";")
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        return self.decode([token_id]).encode()
+
     def encode_text(self, text: str) -> tuple[int, ...]:
         return ids(text)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.make_model import make_tokenizer
@@ -65,6 +66,28 @@ def characters() -> PreTrainedTokenizerFast:
         {"additional_special_tokens": ["<|im_end|>", "<|eot_id|>", "<|python_tag|>"]}
     )
     return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte-level BPE", "SentencePiece", "characters"])
+def test_the_bytes_of_tokens_are_those_of_the_text(kind):
+    """A token may be a part of a character, whose text alone is no character."""
+    text = "na\u00efve \U0001f600"
+    if kind == "byte-level BPE":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        own = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        own.decoder = decoders.ByteLevel()
+    else:
+        known = sorted({*text} - {"\u00ef", "\U0001f600"})
+        vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), *known]
+        places = {piece: i for i, piece in enumerate(vocabulary)}
+        own = Tokenizer(models.BPE(places, [], byte_fallback=kind == "SentencePiece"))
+        own.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own)
+    renderer = ChatRenderer(tokenizer, DataSettings(source="reverse"))
+    found = [renderer.bytes_of(token) for token in renderer.encode_text(text)]
+    assert b"".join(found) == (text.encode() if kind != "characters" else b"nave ")
+    assert kind == "characters" or any(len(one) == 1 and one[0] > 0x7F for one in found)
 
 
 def parse(renderer: ChatRenderer, text: str) -> dict[str, Any]:

@@ -17,12 +17,16 @@ from streamrl.errors import ConfigError, RewardError, RolloutError
 from tests.unit.rewards.episodes import episode, values
 
 CODE = """
-import itertools, logging, os, sys, threading, time
+import itertools, logging, os, signal, sys, threading, time
 
 over = threading.Event()
 
 def hangs(episode):
     over.wait(60)
+    return 1.0
+
+def alarms(episode):
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
     return 1.0
 
 def leaves(episode):
@@ -148,6 +152,12 @@ async def test_a_flood_is_suppressed_and_counted(reward, capfd, caplog):
     assert ":floods prints more than 64 KiB" in caplog.text
     print("the rest of the daemon may print")
     assert "the rest of the daemon" in capfd.readouterr().out
+
+
+async def test_signals_need_a_process_and_the_error_says_so(reward):
+    with pytest.raises(RewardError, match=r"signal only works in main .*needs isolation: process"):
+        await reward("alarms").score([episode()])
+    assert values(await reward("alarms", isolation="process").score([episode()])) == [1.0]
 
 
 def test_isolation_of_an_async_function_is_refused(reward):

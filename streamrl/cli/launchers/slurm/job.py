@@ -34,6 +34,7 @@ from streamrl.cli.processes.run_commands import (
     call_for,
     evaluation_may_fail,
     make_missing_model,
+    prepared,
     require_books,
     write_books,
 )
@@ -44,7 +45,6 @@ from streamrl.durable_files import write_file
 from streamrl.errors import Interrupted
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
-from streamrl.run_folder import prepare
 
 # A node that has failed may hold the run's lock until the file server's lease of it ends.
 _LOST_LOCK_S = 180.0
@@ -77,7 +77,7 @@ def run_in_job(config: RunConfig, arguments: argparse.Namespace, job: str) -> in
     try:
         with sole_launch(config.run.path, wait_s=_LOST_LOCK_S):
             require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-            config = prepare(config, resume=arguments.resume, new=arguments.new)
+            config = prepared(config, arguments)
             if has_own_keys:
                 make_missing_keys(config)
             _run_plan(make_plan(config, hosts, resume=arguments.resume), arguments, console, job)
@@ -109,7 +109,7 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
     require_books(config, resume=arguments.resume, new=arguments.new)
     make_missing_model(config, console)
     view = ProgressView(config, console, live=not arguments.no_view)
-    stopped_by = asyncio.run(
+    stopped_by, lost = asyncio.run(
         supervise(
             _children(plan, view, job),
             view=view.run,
@@ -124,6 +124,8 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
     if config.run.evaluate:
         with evaluation_may_fail():
             call_for(config, "evaluate")
+    if lost is not None:
+        raise lost
 
 
 def _children(plan: Plan, view: ProgressView, job: str) -> list[StepChild]:

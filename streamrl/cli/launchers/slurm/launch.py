@@ -14,11 +14,11 @@ from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.cli.launchers.slurm.job import run_in_job
 from streamrl.cli.launchers.slurm.keys import make_missing_keys, with_keys
 from streamrl.cli.launchers.slurm.script import config_name, job_script
+from streamrl.cli.processes.run_commands import prepared
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.run_folder import prepare
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def _write_job(
     config: RunConfig, script: str, arguments: argparse.Namespace, *, has_own_keys: bool
 ) -> None:
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-    prepare(config, resume=arguments.resume, new=arguments.new, binds=False)
+    prepared(config, arguments, binds=False)
     if has_own_keys:
         make_missing_keys(config)
     folder = config.run.path / "slurm"

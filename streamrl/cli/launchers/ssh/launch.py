@@ -8,8 +8,8 @@ evaluate where the learner was; report
 import argparse
 import asyncio
 import contextlib
-import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,14 @@ from streamrl.cli.launchers.ssh.link import HostLink
 from streamrl.cli.launchers.ssh.secrets import handed_on, with_keys, write_secrets
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.command import call
-from streamrl.cli.processes.daemons import GRACE_PERIOD_S, supervise
+from streamrl.cli.processes.daemons import GRACE_PERIOD_S, Ending, supervise
 from streamrl.cli.processes.planned import planned_children
-from streamrl.cli.processes.run_commands import STOPPED_S, books_options, evaluation_may_fail
+from streamrl.cli.processes.run_commands import (
+    STOPPED_S,
+    books_options,
+    evaluation_may_fail,
+    prepared,
+)
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig
@@ -44,7 +49,6 @@ from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import hosts_of
 from streamrl.placement.plan import Plan, PlannedProcess
-from streamrl.run_folder import prepare
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
@@ -62,29 +66,27 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 def _run_and_report(config: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
     require_steps(config, arguments)
     _make_model(config, arguments)
-    stopped_by = _launched(config, arguments, console)
+    stopped_by, lost = _launched(config, arguments, console)
     write_report(config)
     console.print(summary(config))
     if stopped_by is not None:
         remedy = f"streamrl launch {config.run.path / RESOLVED_FILE} --resume"
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
         raise Interrupted(stopped_by)
+    if lost is not None:
+        raise lost
     return 0
 
 
-def _launched(
-    config: RunConfig, arguments: argparse.Namespace, console: Console
-) -> signal.Signals | None:
+def _launched(config: RunConfig, arguments: argparse.Namespace, console: Console) -> Ending:
     try:
         return asyncio.run(_launch(config, arguments, console))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
 
 
-async def _launch(
-    given: RunConfig, arguments: argparse.Namespace, console: Console
-) -> signal.Signals | None:
-    """The run, while the hosts are kept; the signal that ended it early."""
+async def _launch(given: RunConfig, arguments: argparse.Namespace, console: Console) -> Ending:
+    """The run, while the hosts are kept."""
     view = ProgressView(given, console, live=not arguments.no_view)
     links = [make_link(given, host, view.print) for host in given.cluster.hosts]
     try:
@@ -94,8 +96,8 @@ async def _launch(
         plan = make_plan(config, hosts, resume=arguments.resume)
         if arguments.dry_run:
             print_plan(plan)
-            return None
-        prepare(plan.config, resume=arguments.resume, new=arguments.new, binds=False)
+            return Ending(None, None)
+        plan = replace(plan, config=prepared(plan.config, arguments, binds=False))
         write_secrets(given)
         for note in plan.notes:
             view.print(f"note: {note.sentence}")
@@ -107,7 +109,7 @@ async def _launch(
 
 async def _run(
     plan: Plan, links: Sequence[HostLink], view: ProgressView, arguments: argparse.Namespace
-) -> signal.Signals | None:
+) -> Ending:
     """Keep the hosts, and run the plan's processes on them, with what comes before and after."""
     kept = [asyncio.create_task(link.run()) for link in links]
     learner_host = LearnerHost(plan, links, kept)
@@ -123,7 +125,7 @@ async def _run(
             options = books_options(resume=arguments.resume, new=arguments.new)
             await learner_host.call("buffer books", *options)
         children = _children(plan, links, view)
-        stopped_by = await supervise(
+        ending = await supervise(
             children,
             view=view.run,
             background=watch_hosts,
@@ -132,12 +134,12 @@ async def _run(
         )
         if not plan.config.buffer.has_daemon:
             with contextlib.suppress(StreamRLError, TimeoutError):
-                async with asyncio.timeout(None if stopped_by is None else STOPPED_S):
+                async with asyncio.timeout(None if ending.stopped_by is None else STOPPED_S):
                     await learner_host.call("buffer books")
-        if plan.config.run.evaluate and stopped_by is None:
+        if plan.config.run.evaluate and ending.stopped_by is None:
             with evaluation_may_fail():
                 await learner_host.call("evaluate")
-        return stopped_by
+        return ending
     finally:
         for task in kept:
             task.cancel()
