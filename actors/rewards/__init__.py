@@ -21,6 +21,7 @@ from actors.rewards.calls.output import OutputLimit
 from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
 from actors.rewards.forms import BoundFunction
 from actors.rewards.functions import FunctionReward
+from actors.rewards.tool_calls import tool_calls
 from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -36,6 +37,7 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "numeric_answer": builtin.numeric_answer,
     "regex": builtin.regex,
     "task": builtin.task,
+    "tool_calls": tool_calls,
 }
 QUICK = frozenset({"environment", "exact_match", "length", "numeric_answer"})
 """Of `BUILT_IN`: without `pattern`, whose search may take any time, they take microseconds."""

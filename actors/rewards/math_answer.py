@@ -65,8 +65,10 @@ def _acceptable(gold: Any) -> Sequence[str]:
 
 
 def _compared(gold: str, given: str) -> bool | None:
-    """Whether two words or two numbers are the same; None of what is left to math-verify, which
+    """Whether two texts, words or numbers are the same; None of what is left to math-verify, which
     takes a word for a product of letters."""
+    if gold.strip() == given:
+        return True
     if words(gold):
         return words(gold) == words(given)
     wanted, found = whole_number(gold), whole_number(given)
