@@ -16,10 +16,10 @@ from typing import TypeAlias
 from actors.rewards.answers import (
     answer_part,
     answered_number,
-    latex,
     marked_answer,
     whole_number,
     words,
+    written,
 )
 from streamrl.types.validation import MAX_METRICS
 
@@ -45,8 +45,7 @@ def _expression(turn: str) -> str:
     if marked is None:
         return _number(turn)
     number = whole_number(marked)
-    written = words(marked) or "".join(latex(marked).split())
-    return written if number is None else str(number)
+    return (words(marked) or written(marked)) if number is None else str(number)
 
 
 PREFIX = "validation"
