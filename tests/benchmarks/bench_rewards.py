@@ -7,8 +7,8 @@ Responses are groups of 8 siblings: 150 to 600 words, then a boxed answer, which
 them, in two notations.
 
     numeric   `numeric_answer`; answers are whole numbers and decimals
-    math      `math`; of the answers half are numbers, the others fractions, roots, points and
-              intervals
+    math      `math`; of the answers three quarters are numbers, as MATH-500's are, the others
+              formulas, roots, points and intervals
     code      `code`; a test of 20 inputs and outputs, a program of 15 lines that imports sys,
               collections and typing
 
@@ -115,7 +115,7 @@ def compared(
     kind: str, reward: str, rounds: Sequence[Round], theirs: dict[str, Any]
 ) -> dict[str, Any]:
     """The line of one kind: best figures of each contender, and ours against the others."""
-    warm_up = of_code(-1) if kind == "code" else of_math(kind, -2)
+    warm_up = of_code(-1) if kind == "code" else of_math(kind, -4)
 
     async def contest() -> dict[str, dict[str, float]]:
         ours = make_reward(DataSettings(source="copy", reward=reward))
@@ -248,7 +248,7 @@ def passes(graded: Graded) -> float:
 def of_math(kind: str, number: int) -> list[Graded]:
     """The siblings of one prompt."""
     rng = random.Random(f"{kind} {number}")
-    right, same, *wrong = answers(rng, "number" if kind == "numeric" or number % 2 else "formula")
+    right, same, *wrong = answers(rng, "number" if kind == "numeric" or number % 4 else "formula")
     given = [(right, True), (same, True), *((text, False) for text in wrong)]
     drawn = [*given[:2], *given[:2], *rng.choices(given[2:], k=GROUP_SIZE - 4)]
     rng.shuffle(drawn)
