@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,7 @@ Run = Callable[[Sequence[Program]], AsyncGenerator[str | None, None]]
 _CASES = Path(__file__).with_name("cases.py").read_text(encoding="utf-8")
 # After so long the outputs that are there are compared, so that wrong programs end early.
 _BUDGET_S, _START_S = 1.0, 10.0
+_MOST_INPUT = 2**22
 
 
 class TestSettings(Section):
@@ -82,8 +83,9 @@ class Code:
         isolation = await asyncio.to_thread(choose, self._settings.isolation)
         rest = programs
         while rest:
-            if len(rest) > 1 and isolation == "namespaces":
-                outputs = await self._run_together(rest)
+            fitting = _fitting(rest)
+            if len(fitting) > 1 and isolation == "namespaces":
+                outputs = await self._run_together(fitting)
             else:
                 result = await self._sandbox.run(rest[0].code, stdin=rest[0].stdin)
                 outputs = [result.stdout if result.is_success else None]
@@ -112,6 +114,12 @@ class Code:
         result = await self._sandbox.run(_CASES, stdin=json.dumps(job), limits=together)
         lines = result.stdout.split("\n")[:-1]
         return [json.loads(line) for line in lines] or [None]
+
+
+def _fitting(programs: Sequence[Program]) -> Sequence[Program]:
+    """The first of them, whose inputs take little of the memory that each has; at least one."""
+    sizes = accumulate(len(program.stdin) for program in programs)
+    return programs[: max(1, sum(size <= _MOST_INPUT for size in sizes))]
 
 
 class RunResult(Struct, frozen=True):

@@ -198,6 +198,14 @@ async def test_outputs_are_compared_before_all_inputs_have_run(monkeypatch):
     assert await score(block(code), **row) == 1.0
 
 
+@needs_sandbox
+async def test_long_inputs_do_not_take_the_memory_of_a_program():
+    """Of 256 MiB; the inputs are 60 MB together."""
+    code = "x = bytearray(200_000_000)\nprint(len(input()))"
+    row = {"tests": {"inputs": ["x" * 10**7] * 6, "outputs": [str(10**7)] * 6}}
+    assert await score(block(code), **row, kwargs={"memory_bytes": 2**28}) == 1.0
+
+
 def test_the_last_block_is_the_solution():
     assert solution_of("```\na\n```\ntext\n```py\nb\n```") == "b\n"
     assert solution_of("```python\ncut off") == "cut off"
