@@ -16,6 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from actors.rewards.answers import answer_part
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.code.harness import is_installed
 from actors.rewards.code.programs import PRELUDE, Program, outcome_of, program_of, solution_of
@@ -191,7 +192,7 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
         FinalError: the row has no tests, or they cannot be run where programs are.
         RolloutError: the sandbox does not answer.
     """
-    solution, num_passed, num_tests = solution_of(episode.response), 0, 0
+    solution, num_passed, num_tests = solution_of(answer_part(episode.turn)), 0, 0
     header = _header(episode, solution)
     for batch in _batches(_tests(settings, episode.prompt)):
         most = None if settings.max_tests is None else settings.max_tests - num_tests

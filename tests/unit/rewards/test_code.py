@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -196,6 +197,22 @@ async def test_outputs_are_compared_before_all_inputs_have_run(monkeypatch):
     code = "print(int(input()) + 1)"
     row = {"tests": {"inputs": ["0", "1", "2"], "outputs": ["1", "2", "3"]}}
     assert await score(block(code), **row) == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("prefill", "response", "reward"),
+    [
+        ("<think>", block(ADD), 0.0),
+        ("<think>", f"{block(ADD)}</think>I cannot.", 0.0),
+        ("<think>", f"no</think>{block(ADD)}", 1.0),
+        ("```python\n", f"{ADD}\n```", 1.0),
+    ],
+)
+async def test_a_program_of_a_thought_is_no_answer(prefill, response, reward):
+    made = make_reward(DataSettings(source="addition", reward="code"))
+    whole = replace(episode(response, "assert add(2, 2) == 4"), prefill=prefill)
+    assert [score.reward for score in await made.score([whole])] == [reward]
 
 
 @needs_sandbox
