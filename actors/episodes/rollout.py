@@ -370,10 +370,10 @@ class GroupRunner:
         episodes = [self._scored(prompt, rollout) for rollout in rollouts]
         return [Score.of(score) for score in await self.reward.score(episodes)]
 
-    def _prefill(self, prompt: Prompt, rollout: Rollout) -> str:
-        """What stood of the last turn before the policy went on with it."""
+    def prefill(self, prompt: Prompt, num_turns: int) -> str:
+        """What stood of the last of so many turns before the policy went on with it."""
         content = prompt.content
-        if isinstance(content, str) or len(rollout.turns) > 1 or not is_prefill(content[-1]):
+        if isinstance(content, str) or num_turns > 1 or not is_prefill(content[-1]):
             return self.renderer.prefill
         return str(content[-1]["content"])
 
@@ -382,7 +382,7 @@ class GroupRunner:
             prompt=prompt,
             response=self.renderer.decode(rollout.last_response),
             response_token_ids=rollout.last_response,
-            prefill=self._prefill(prompt, rollout),
+            prefill=self.prefill(prompt, len(rollout.turns)),
             turn_rewards=tuple(turn.reward for turn in rollout.turns),
             num_response_tokens=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,

@@ -215,13 +215,16 @@ def _compiled(template: str) -> Template:
 _MISSING = object()
 
 
-def _value(fields: Mapping[str, Any], key: str) -> Any:
-    """A column may have a dot in its name."""
+def _value(fields: Any, key: str) -> Any:
+    """A column may have a dot in its name; a number behind a dot is a place in a list, from 0."""
+    if isinstance(fields, list | tuple):
+        fields = {str(place): value for place, value in enumerate(fields)}
+    if not isinstance(fields, Mapping):
+        return _MISSING
     if key in fields:
         return fields[key]
     first, _, rest = key.partition(".")
-    inner = fields.get(first)
-    return _value(inner, rest) if rest and isinstance(inner, Mapping) else _MISSING
+    return _value(fields.get(first), rest) if rest else _MISSING
 
 
 def _content(value: Any) -> str | tuple[Message, ...]:

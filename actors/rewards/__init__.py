@@ -20,7 +20,8 @@ from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import OutputLimit
 from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
 from actors.rewards.forms import BoundFunction
-from actors.rewards.functions import FunctionReward
+from actors.rewards.functions import AtOnce, FunctionReward
+from actors.rewards.tool_calls import tool_calls
 from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -36,9 +37,12 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "numeric_answer": builtin.numeric_answer,
     "regex": builtin.regex,
     "task": builtin.task,
+    "tool_calls": tool_calls,
 }
 QUICK = frozenset({"environment", "exact_match", "length", "numeric_answer"})
 """Of `BUILT_IN`: without `pattern`, whose search may take any time, they take microseconds."""
+AT_ONCE: Mapping[str, AtOnce] = {"math": builtin.math_at_once}
+"""Of others, what decides the most of their calls as quickly."""
 STATEFUL: Mapping[str, str] = {
     "code": "actors.rewards.code.reward:Code",
     "http": "actors.rewards.remote.http:HttpReward",
@@ -114,9 +118,11 @@ def _weighted(
     if is_isolated:
         setup = WorkerSetup(settings.reward, kwargs, name, data_source_key)
         processes = Processes(setup, output)
-    is_quick = settings.reward in QUICK and "pattern" not in kwargs and not is_isolated
+    at_once = AT_ONCE.get(settings.reward)
+    if settings.reward in QUICK and "pattern" not in kwargs and not is_isolated:
+        at_once = bound.score_one
     limits = _limits(settings, bound, is_isolated)
-    scorer = FunctionReward(bound, limits, output, processes, is_quick=is_quick)
+    scorer = FunctionReward(bound, limits, output, processes, at_once)
     return WeightedReward(settings.label, scorer, settings.weight, settings.data_source)
 
 

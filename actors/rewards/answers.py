@@ -33,6 +33,8 @@ _NUMBER = re.compile(
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
 )
+_SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
+_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 # Words that are formulas.
 _FUNCTIONS = frozenset(
     {"cos", "cot", "csc", "exp", "inf", "infinity", "log", "sec", "sin", "sqrt", "tan"}
@@ -100,6 +102,17 @@ def _joined(text: str) -> str:
     """The digits of a number side by side or with commas, its minus that of a keyboard."""
     text = text.translate(_MINUS).replace("\\!", "").replace("{,}", ",")
     return _THOUSANDS.sub("", text)
+
+
+def written(text: str) -> str:
+    """A formula without what changes its look alone: sizes of brackets and fractions, white space
+    but between digits.
+
+    >>> written("\\\\left( 3, \\\\dfrac{x}{2} \\\\right)"), written("1 1/2")
+    ('(3,\\\\frac{x}{2})', '1 1/2')
+    """
+    text = _SIZES.sub("", latex(text).strip("$")).replace("\\dfrac", "\\frac")
+    return _SPACES.sub("", text.replace("\\tfrac", "\\frac"))
 
 
 def words(text: str) -> str:

@@ -4,6 +4,7 @@ A row without what a response is compared with fails its group; it scores neithe
 nothing, nor 1, which pays for anything.
 """
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -11,7 +12,14 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from actors.rewards.answers import answered_number
+from actors.rewards.answers import (
+    answer_part,
+    answered_number,
+    marked_answer,
+    whole_number,
+    words,
+    written,
+)
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.forms import gold_of
 from streamrl.interfaces import Episode, Prompt, Score
@@ -38,6 +46,46 @@ def expression_to_match(prompt: Prompt) -> Any:
     if gold is None or gold in ([], {}) or not str(gold).strip():
         raise no_gold(prompt, gold, "math needs an expression")
     return gold
+
+
+def math_at_once(episode: Episode) -> float | None:
+    """The reward `math` where texts, words and numbers decide it; None where it takes math-verify,
+    or the row has no answer."""
+    try:
+        golds = acceptable(expression_to_match(episode.prompt))
+    except FinalError:
+        return None
+    given = given_expression(episode)
+    same = [compared(gold, given) for gold in golds]
+    return 1.0 if any(same) else None if None in same else 0.0
+
+
+def acceptable(gold: Any) -> Sequence[str]:
+    """Each of a list; a text is a list where it is one of texts, as JSON has it."""
+    if isinstance(gold, str) and gold.lstrip().startswith('["'):
+        try:
+            gold = json.loads(gold)
+        except ValueError:
+            return [gold]
+    return [str(one) for one in gold] if isinstance(gold, list | tuple) else [str(gold)]
+
+
+def given_expression(episode: Episode) -> str:
+    """The marked answer, or all behind the thought."""
+    text = answer_part(episode.turn)
+    marked = marked_answer(text)
+    return text.strip() if marked is None else marked
+
+
+def compared(gold: str, given: str) -> bool | None:
+    """Whether two texts, words or numbers are the same; None of what is left to math-verify, which
+    takes a word for a product of letters."""
+    if written(gold) == written(given):
+        return True
+    if words(gold):
+        return words(gold) == words(given)
+    wanted, found = whole_number(gold), whole_number(given)
+    return None if wanted is None or found is None else wanted == found
 
 
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from actors.rewards.builtin import expression_to_match, number_to_match, text_to_match
 from actors.rewards.forms import OWN, OWN_GROUP, TRL, VERL_NAMES, form_of
+from actors.rewards.tool_calls import calls_to_match
 from streamrl.config.data import RewardSettings
 from streamrl.config.loading.explain import explain
 from streamrl.config.section import Section
@@ -120,6 +121,8 @@ def check_row(settings: RewardSettings, prompt: Prompt, kwargs_field: str) -> No
             number_to_match(prompt)
         case "math":
             expression_to_match(prompt)
+        case "tool_calls":
+            calls_to_match(prompt)
         case "code" | "sandbox_fusion":
             # Not above: other rewards do without a sandbox.
             from actors.rewards.code.reward import Code, SandboxFusion, check_tests

@@ -87,6 +87,10 @@ class BoundFunction:
             answer = self._call(episodes)
         return self._read(answer, len(episodes))
 
+    def score_one(self, episode: Episode) -> Score | None:
+        """As `score`, of one."""
+        return self.score([episode])[0]
+
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
         """As `score`, for an async function. Waits for its answer."""
         with self._attributed():

@@ -18,6 +18,7 @@ from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Score
 
 Scores = Sequence[Score | None]
+AtOnce = Callable[[Episode], float | Score | None]
 SUPPRESSED = "suppressed_bytes"
 """Metric of what a reward printed beyond its limit, where there was any."""
 
@@ -39,7 +40,8 @@ class FunctionReward:
 
     Args:
         processes: where it runs, instead of threads.
-        is_quick: it is called at once, since starting it elsewhere would take longer.
+        at_once: takes microseconds, and says what the function would, or None where it cannot.
+            It is called here, since to call the function elsewhere takes longer.
     """
 
     def __init__(
@@ -48,22 +50,26 @@ class FunctionReward:
         limits: RewardLimits | None = None,
         output: OutputLimit | None = None,
         processes: Processes | None = None,
-        *,
-        is_quick: bool = False,
+        at_once: AtOnce | None = None,
     ) -> None:
         self._bound = bound
-        self._is_quick = is_quick
+        self._at_once = at_once
         self._limits = limits or RewardLimits(bound.title)
         self._output = output or OutputLimit(bound.title)
         self._processes = processes
         self._threads = Threads(bound.title, "; with isolation: process they would be")
 
     async def score(self, episodes: Sequence[Episode]) -> Scores:
-        """Waits for the calls: one for the group, or one for each episode at the same time."""
+        """Waits for the calls: one for the group, or one for each episode at the same time, unless
+        it is scored at once."""
+        known = [None if self._at_once is None else self._at_once(e) for e in episodes]
+        rest = [e for e, value in zip(episodes, known, strict=True) if value is None]
+        called = iter(await self._by_calls(rest) if rest else ())
+        return [next(called) if value is None else Score.of(value) for value in known]
+
+    async def _by_calls(self, episodes: Sequence[Episode]) -> Scores:
         takes_group = self._bound.form.takes_group
         groups = [episodes] if takes_group else [[episode] for episode in episodes]
-        if self._is_quick:
-            return [score for group in groups for score in self._bound.score(group)]
         try:
             each = await together(self._limits.call(*self._caller(group)) for group in groups)
         finally:

@@ -1,12 +1,13 @@
-"""The reward `math`: mathematical equality, by math-verify.
+"""The reward `math`: mathematical equality, by math-verify where `math_at_once` does not decide it.
 
 It runs in a process of its own: sympy may take hours over an expression that a model wrote, and
-holds the interpreter meanwhile.
+holds the interpreter meanwhile. Siblings have one gold and often one answer, so they are scored by
+one process, which keeps what it has read and compared.
 """
 
-import json
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
@@ -17,71 +18,61 @@ from actors.rewards.answers import (
     latex,
     marked_answer,
     whole_number,
-    words,
 )
-from actors.rewards.builtin import expression_to_match, no_gold
+from actors.rewards.builtin import (
+    acceptable,
+    compared,
+    expression_to_match,
+    given_expression,
+    math_at_once,
+    no_gold,
+)
 from streamrl.interfaces import Episode
 
 # It warns of being called without a limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+_KEPT = 512
 
 
-def math(episode: Episode, *, strict: bool = True) -> float:
-    """The response's answer, marked or its last expression, equals the row's, or one of the row's
-    where that is a list. Numbers are compared as numbers, words as words, all else by math-verify.
+def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[float]:
+    """Whether the answer of each sibling, marked or its last expression, equals the row's, or one
+    of the row's where that is a list. Numbers are compared as numbers, words as words, all else by
+    math-verify.
 
     Args:
         strict: whether x = 1 differs from 1, and a set from its elements, as math-verify has it.
     """
-    golds = _acceptable(expression_to_match(episode.prompt))
+    return [_score(episode, strict) for episode in episodes]
+
+
+def _score(episode: Episode, strict: bool) -> float:
+    golds = acceptable(expression_to_match(episode.prompt))
+    if (decided := math_at_once(episode)) is not None:
+        return decided
     text = answer_part(episode.turn)
     marked = marked_answer(text)
-    given = text.strip() if marked is None else marked
-    compared = [_compared(gold, given) for gold in golds]
-    if any(compared):
-        return 1.0
-    undecided = [gold for gold, same in zip(golds, compared, strict=True) if same is None]
-    parsed = [_gold(episode, gold) for gold in undecided]
-    if not parsed:
-        return 0.0
-    expression = _parse(text if marked is None or "\\boxed" in text else f"\\boxed{{{given}}}")
-    if not expression and marked is None:
+    undecided = [gold for gold in golds if compared(gold, given_expression(episode)) is None]
+    if empty := [gold for gold in undecided if not _parse(_marked_gold(gold))]:
+        raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
+    expression = latex(text if marked is None else f"\\boxed{{{marked}}}")
+    if marked is None and not _parse(expression):
         number = answered_number(text)
         return float(number is not None and number in map(whole_number, golds))
-    # The limits of the call end it, with its process; math-verify's own need the main thread.
-    return float(
-        any(verify(gold, expression, strict=strict, timeout_seconds=None) for gold in parsed)
-    )
+    return float(any(_is_equal(_marked_gold(gold), expression, strict) for gold in undecided))
 
 
-def _acceptable(gold: Any) -> Sequence[str]:
-    """Each of a list; a text is a list where it is one of texts, as JSON has it."""
-    if isinstance(gold, str) and gold.lstrip().startswith('["'):
-        try:
-            gold = json.loads(gold)
-        except ValueError:
-            return [gold]
-    return [str(one) for one in gold] if isinstance(gold, list | tuple) else [str(gold)]
-
-
-def _compared(gold: str, given: str) -> bool | None:
-    """Whether two words or two numbers are the same; None of what is left to math-verify, which
-    takes a word for a product of letters."""
-    if words(gold):
-        return words(gold) == words(given)
-    wanted, found = whole_number(gold), whole_number(given)
-    return None if wanted is None or found is None else wanted == found
-
-
-def _gold(episode: Episode, gold: str) -> list[Any]:
+def _marked_gold(gold: str) -> str:
     found = marked_answer(gold) if "####" in gold else None
     inner = latex(gold if found is None else found)
-    is_marked = "$" in inner or "\\boxed" in inner
-    expected: list[Any] = parse(inner if is_marked else f"\\boxed{{{inner}}}", parsing_timeout=None)
-    if not expected:
-        raise no_gold(episode.prompt, gold, "math-verify reads no expression in it")
-    return expected
+    return inner if "$" in inner or "\\boxed" in inner else f"\\boxed{{{inner}}}"
 
 
+@lru_cache(maxsize=_KEPT)
+def _is_equal(gold: str, expression: str, strict: bool) -> bool:
+    # The limits of the call end it, with its process; math-verify's own need the main thread.
+    return bool(verify(_parse(gold), _parse(expression), strict=strict, timeout_seconds=None))
+
+
+@lru_cache(maxsize=_KEPT)
 def _parse(text: str) -> list[Any]:
-    return list(parse(latex(text), parsing_timeout=None))
+    return list(parse(text, parsing_timeout=None))

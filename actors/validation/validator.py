@@ -154,11 +154,11 @@ class Validator:
     def _result(self, prompt: Prompt, group: TrajectoryGroup) -> PromptResult:
         number = group.prompt_index
         read = answer_of([r.reward for r in self._runner.stream.entry_at(number).data.all_rewards])
-        last = [segments[-1] for segments in _episodes(group)]
+        episodes = _episodes(group)
         return PromptResult(
             data_source=self._source(prompt),
-            rewards=tuple(trajectory.reward for trajectory in last),
-            answers=tuple(read(self._response(number, trajectory)) for trajectory in last),
+            rewards=tuple(segments[-1].reward for segments in episodes),
+            answers=tuple(read(self._turn(number, prompt, segments)) for segments in episodes),
         )
 
     def _samples(
@@ -184,11 +184,13 @@ class Validator:
             source = prompt.environment
         return "" if source is None else str(source)[:64]
 
-    def _response(self, number: int, trajectory: Trajectory) -> str:
-        """The last turn of the policy, as the reward reads it."""
-        sampled = trajectory.token_ids[trajectory.response_mask].tolist()
-        num_last = trajectory.turns[-1].num_completion_tokens if trajectory.turns else len(sampled)
-        return self._runner.of(number).renderer.decode(sampled[len(sampled) - num_last :])
+    def _turn(self, number: int, prompt: Prompt, segments: Sequence[Trajectory]) -> str:
+        """The last turn, as the reward reads it."""
+        runner, last = self._runner.of(number), segments[-1]
+        sampled = last.token_ids[last.response_mask].tolist()
+        num_last = last.turns[-1].num_completion_tokens if last.turns else len(sampled)
+        prefill = runner.prefill(prompt, sum(len(segment.turns) for segment in segments))
+        return prefill + runner.renderer.decode(sampled[len(sampled) - num_last :])
 
     def _write(self, policy_version: int, samples: Sequence[Sample]) -> None:
         """Scores count without the file of what was written."""

@@ -158,7 +158,8 @@ class DataSettings(Section):
     num_eval_prompts: Positive = 256
     """Held-out prompts an evaluation uses of each source, from its first row on."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages. A dot reaches into a record."""
+    """Column of the prompt: a string, or a list of chat messages. A dot reaches into a record, or
+    with a number, from 0, into a list."""
     prompt_template: PromptTemplate | None = None
     """Jinja that makes the prompt from the columns of a row, instead of `prompt_key`: a text, or a
     list of messages."""

@@ -66,3 +66,17 @@ def test_answers_of_a_numeric_reward_are_numbers():
     assert numeric("so 1,007.0") == numeric("#### 1007")
     assert numeric("none ") == "none"
     assert exact(" so 7 ") == "so 7"
+
+
+def test_no_number_of_a_thought_votes():
+    numeric = answer_of(["numeric_answer"])
+    assert numeric("<think>7 or 8, maybe 9") != numeric("<think>6 and then 9")
+    assert numeric("<think>7 or 8</think>9") == numeric("<think>6</think>#### 9")
+
+
+def test_answers_of_math_are_what_is_marked():
+    math = answer_of(["math", "format"])
+    assert math(r"<think>3</think>so \boxed{\frac{1}{2}}") == math("<answer>0.5</answer>")
+    assert math(r"\boxed{\text{Left}}") == math("it is\n#### left")
+    assert math(r"\boxed{2x + 1}") == math(r"thus \boxed{2x+1}.") != math(r"\boxed{3x+1}")
+    assert math("so it is 42") == math(r"\boxed{42}")

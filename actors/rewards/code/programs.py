@@ -11,14 +11,14 @@ import re
 import secrets
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from actors.rewards.code.python_tests import PythonTest
 from actors.rewards.code.tests import FENCE, CallTest, ProgramTest, Test
 
-# What solutions in the style of LeetCode use without importing it.
-_PRELUDE = (
+PRELUDE = (
     "import bisect, collections, functools, heapq, itertools, json, math, operator, random, re, "
     "string, sys\n"
     # A number of any length is printed, as before Python 3.11.
@@ -26,6 +26,7 @@ _PRELUDE = (
     "from collections import *\nfrom functools import *\nfrom heapq import *\n"
     "from itertools import *\nfrom math import inf\nfrom typing import *\n"
 )
+"""What solutions in the style of LeetCode use without importing it."""
 _CALL = """
 def _call_of_the_test():
     import json, sys
@@ -72,14 +73,15 @@ def solution_of(response: str) -> str:
 
 
 def program_of(
-    solution: str, test: Test, header: str = "", max_tests: int | None = None
+    solution: str, test: Test, header: str = "", max_tests: int | None = None, mark: str = ""
 ) -> Program:
     """
     Args:
         header: of a function whose body the solution may be.
         max_tests: how many to run of several in one text; None: all.
+        mark: of the result; "" for one of its own. Tests of one kind with one mark have one code.
     """
-    mark = secrets.token_hex(16)
+    mark = mark or secrets.token_hex(16)
     match test:
         case ProgramTest():
             return Program(_whole(solution), test.stdin)
@@ -100,12 +102,13 @@ def program_of(
             return Program(_HARNESS, json.dumps(job), mark)
 
 
+@lru_cache(maxsize=64)
 def _whole(code: str) -> str:
     """The code behind our imports; what it imports from `__future__` stands before them."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return _PRELUDE + code
+        return PRELUDE + code
     future = [n for n in body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
     for statement in future:
         written = ast.get_source_segment(code, statement) or ""
@@ -115,7 +118,7 @@ def _whole(code: str) -> str:
         blank = "pass" + "\n" * written.count("\n")
         code = code[:start] + blank + code[start + len(written) :]
     names = ", ".join(alias.name for statement in future for alias in statement.names)
-    return (f"from __future__ import {names}\n" if names else "") + _PRELUDE + code
+    return (f"from __future__ import {names}\n" if names else "") + PRELUDE + code
 
 
 def outcome_of(test: Test, program: Program, stdout: str | None) -> ProgramOutcome:

@@ -4,18 +4,26 @@ Invariant: code that fails, hangs or attacks scores 0; a row without tests, test
 run, or a sandbox that does not answer fails the group.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import accumulate, groupby
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
+from actors.rewards.answers import answer_part
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.code.harness import is_installed
-from actors.rewards.code.programs import Program, outcome_of, program_of, solution_of
+from actors.rewards.code.programs import PRELUDE, Program, outcome_of, program_of, solution_of
 from actors.rewards.code.python_tests import PythonTest, beginning
 from actors.rewards.code.tests import ProgramTest, Test, read_tests
 from actors.rewards.remote.http import Service, ServiceSettings
-from actors.sandbox.isolation import IsolationChoice
+from actors.sandbox.isolation import IsolationChoice, choose
 from actors.sandbox.limits import SandboxLimits
 from actors.sandbox.sandbox import Sandbox
 from streamrl.config.section import Positive, Seconds, Section
@@ -23,8 +31,12 @@ from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt
 from streamrl.placement.devices import num_cores
 
-Run = Callable[[Program], Awaitable[str | None]]
-"""What the program printed; None unless it ended with success."""
+Run = Callable[[Sequence[Program]], AsyncGenerator[str | None, None]]
+"""What each of these programs printed, which have one code; None unless it ended with success."""
+_CASES = Path(__file__).with_name("cases.py").read_text(encoding="utf-8")
+# After so long the outputs that are there are compared, so that wrong programs end early.
+_BUDGET_S, _START_S = 1.0, 10.0
+_MOST_INPUT = 2**22
 
 
 class TestSettings(Section):
@@ -67,9 +79,48 @@ class Code:
         """Waits for the tests."""
         return await _share(episode, self._settings, self._run)
 
-    async def _run(self, program: Program) -> str | None:
-        result = await self._sandbox.run(program.code, stdin=program.stdin)
-        return result.stdout if result.is_success else None
+    async def _run(self, programs: Sequence[Program]) -> AsyncGenerator[str | None, None]:
+        """Those with one code in one sandbox, where that may start processes."""
+        isolation = await asyncio.to_thread(choose, self._settings.isolation)
+        rest = programs
+        while rest:
+            fitting = _fitting(rest)
+            if len(fitting) > 1 and isolation == "namespaces":
+                outputs = await self._run_together(fitting)
+            else:
+                result = await self._sandbox.run(rest[0].code, stdin=rest[0].stdin)
+                outputs = [result.stdout if result.is_success else None]
+            for output in outputs:
+                yield output
+            rest = rest[len(outputs) :]
+
+    async def _run_together(self, programs: Sequence[Program]) -> Sequence[str | None]:
+        """What the first of them printed, as many as ran; at least one."""
+        limits = self._sandbox.limits
+        job = {
+            "code": programs[0].code,
+            "prelude": PRELUDE,
+            "inputs": [program.stdin for program in programs],
+            "time_s": limits.time_s,
+            "output_bytes": limits.output_bytes,
+            "budget_s": _BUDGET_S,
+            "stops": not self._settings.partial,
+        }
+        together = replace(
+            limits,
+            time_s=limits.time_s + _BUDGET_S + _START_S,
+            # An escaped character has six bytes.
+            output_bytes=6 * len(programs) * limits.output_bytes,
+        )
+        result = await self._sandbox.run(_CASES, stdin=json.dumps(job), limits=together)
+        lines = result.stdout.split("\n")[:-1]
+        return [json.loads(line) for line in lines] or [None]
+
+
+def _fitting(programs: Sequence[Program]) -> Sequence[Program]:
+    """The first of them, whose inputs take little of the memory that each has; at least one."""
+    sizes = accumulate(len(program.stdin) for program in programs)
+    return programs[: max(1, sum(size <= _MOST_INPUT for size in sizes))]
 
 
 class RunResult(Struct, frozen=True):
@@ -110,7 +161,12 @@ class SandboxFusion:
         """Waits for the answers to the tests, one after the other."""
         return await _share(episode, self._settings, self._run)
 
-    async def _run(self, program: Program) -> str | None:
+    async def _run(self, programs: Sequence[Program]) -> AsyncGenerator[str | None, None]:
+        """One after the other."""
+        for program in programs:
+            yield await self._run_one(program)
+
+    async def _run_one(self, program: Program) -> str | None:
         settings = self._settings
         request = {
             "code": program.code,
@@ -136,20 +192,31 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
         FinalError: the row has no tests, or they cannot be run where programs are.
         RolloutError: the sandbox does not answer.
     """
-    solution, num_passed, num_tests = solution_of(episode.response), 0, 0
-    for test in _tests(settings, episode.prompt):
+    solution, num_passed, num_tests = solution_of(answer_part(episode.turn)), 0, 0
+    header = _header(episode, solution)
+    for batch in _batches(_tests(settings, episode.prompt)):
         most = None if settings.max_tests is None else settings.max_tests - num_tests
-        if most == 0:
-            break
-        program = program_of(solution, test, _header(episode, solution), most)
-        outcome = outcome_of(test, program, await run(program))
-        if outcome.missing:
-            raise FinalError(not_installed(episode.prompt, outcome.missing))
-        num_passed += outcome.num_passed
-        num_tests += min(outcome.num_tests, most or outcome.num_tests)
-        if not settings.partial and num_passed < num_tests:
-            return 0.0
+        mark, tests = secrets.token_hex(16), batch[:most]
+        programs = [program_of(solution, test, header, most, mark) for test in tests]
+        ran = zip(tests, programs, strict=True)
+        async with aclosing(run(programs)) as outputs:
+            async for output in outputs:
+                outcome = outcome_of(*next(ran), output)
+                if outcome.missing:
+                    raise FinalError(not_installed(episode.prompt, outcome.missing))
+                num_passed += outcome.num_passed
+                num_tests += min(outcome.num_tests, most or outcome.num_tests)
+                if not settings.partial and num_passed < num_tests:
+                    return 0.0
     return num_passed / num_tests
+
+
+def _batches(tests: Sequence[Test]) -> Iterator[Sequence[Test]]:
+    """Tests side by side that are one code with several inputs; a test in Python alone, since it
+    may be several and has a mark that no other process may have."""
+    for kind, found in groupby(tests, type):
+        batch = list(found)
+        yield from ([test] for test in batch) if kind is PythonTest else [batch]
 
 
 def check_tests(settings: TestSettings, prompt: Prompt, *, is_local: bool) -> None:

@@ -30,7 +30,8 @@ from streamrl.interfaces import Prompt
 
 COLUMNS = (
     *("input_output", "public_test_cases", "private_test_cases", "test_list", "test", "tests"),
-    *("test_cases", "verification_info", "public_tests", "private_tests", "generated_tests"),
+    *("test_code", "test_cases", "verification_info"),
+    *("public_tests", "private_tests", "generated_tests"),
 )
 """Where tests are looked for, unless a column is named; then in `inputs` and `outputs`, and then
 in the answer."""

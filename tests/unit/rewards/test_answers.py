@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 
 from actors.rewards.answers import answer_part, answered_number, marked_answer, words
-from actors.rewards.builtin import format_of_tags, numeric_answer
-from actors.rewards.math_answer import math
+from actors.rewards.builtin import format_of_tags, math_at_once, numeric_answer
+from actors.rewards.math_answer import math as math_of_siblings
 from streamrl.interfaces import Episode, Prompt
 from streamrl.types import FinishReason
 
@@ -26,6 +26,11 @@ def episode(response: str, answer: object = "42", prefill: str = "") -> Episode:
     row = {} if isinstance(answer, str) else {"reward_model": {"ground_truth": answer}}
     prompt = Prompt("question", answer if isinstance(answer, str) else "", row)
     return Episode(prompt, response, len(response), FinishReason.STOP, prefill=prefill)
+
+
+def math(episode: Episode) -> float:
+    (score,) = math_of_siblings([episode])
+    return score
 
 
 @pytest.mark.parametrize("answer", KINDS)
@@ -121,3 +126,21 @@ def test_the_format_counts_what_the_chat_template_has_opened():
 def test_words_are_no_formulas():
     assert words(r"\textbf{June  20}") == "june 20"
     assert not any(map(words, ["2x", "(C)", r"\sin x", "sin x", "xy", "12", ""]))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"\boxed{\left( 3, \dfrac{\pi}{2} \right)}", r"(3,\frac{\pi}{2})", 1),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1),
+        (r"\boxed{2.5}", ["7", r"\frac{1}{2}"], 0),
+        ("so it is felt", "left", 0),
+        (r"\boxed{1 1/2}", r"\frac{11}{2}", None),
+        (r"\boxed{11/2}", "1 1/2", None),
+        (r"\boxed{2x + 1}", "1 + 2x", None),
+        ("3 apples", "3", None),
+        ("3", "", None),
+    ],
+)
+def test_what_takes_no_math_verify_is_decided_at_once(response, answer, reward):
+    assert math_at_once(episode(response, answer)) == reward

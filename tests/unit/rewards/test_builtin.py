@@ -75,7 +75,7 @@ async def test_length_falls_beyond_its_limits():
     ],
 )
 def test_math_is_equality_of_expressions(response, answer, reward):
-    assert math(episode(response, answer)) == reward
+    assert math([episode(response, answer)]) == [reward]
 
 
 async def test_numeric_answer():
@@ -100,7 +100,8 @@ def test_a_row_without_what_is_compared_with_fails_its_group(reward, answer, nee
     row = {"reward_model": {"ground_truth": answer}} if reward == "math" else {}
     prompt = Prompt("question", "" if answer is None else str(answer), row, "row 3 of a.jsonl")
     empty = Episode(prompt, "", 0, FinishReason.STOP)
-    functions = {"exact_match": exact_match, "numeric_answer": numeric_answer, "math": math}
+    functions = {"exact_match": exact_match, "numeric_answer": numeric_answer}
+    functions["math"] = lambda episode: math([episode])
     with pytest.raises(RolloutError, match=rf"row 3 of a\.jsonl: the answer {needed}"):
         functions[reward](empty)
 

@@ -1,6 +1,8 @@
 """Code that the policy wrote, scored by the tests of a row in a real sandbox."""
 
+import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +155,72 @@ def test_what_a_function_returns_is_compared_by_value(returned, expected, is_sam
 )
 async def test_right_programs_that_our_own_lines_must_not_break(code, row):
     assert await score(block(code), **row) == 1.0
+
+
+ONE_PROCESS_EACH = [
+    ("print(len(globals().get('seen', '')) + 1)\nseen = 'x'", 1.0),
+    ("import json\njson.seen = getattr(json, 'seen', 0) + 1\nprint(json.seen)", 1.0),
+    ("open('a', 'x')\nprint(1)", 1.0),
+    ("import atexit\natexit.register(print, 1)", 1.0),
+    ("import threading, time\nthreading.Timer(0.2, print, [1]).start()", 1.0),
+    ("import os\nprint(1)\nos._exit(0)", 1.0),
+    ("import sys\nprint(1)\nsys.exit('wrong')", 0.0),
+    ("import sys\nprint(1)\nsys.exit()", 1.0),
+    ("print(1)\nraise ValueError", 0.0),
+    ("if __name__ == '__main__':\n    print(open(0).read().count('x'))", 1 / 3),
+    ("import sys\nprint(sum(line == 'x\\n' for line in sys.stdin))", 1 / 3),
+    ("n = input()\nwhile n == '':\n    pass\nprint(1)", 2 / 3),
+    ("import os, signal\nn = input()\nprint(1)\nif n:\n    os.kill(os.getppid(), 9)", 1 / 3),
+    ("n = input()\nprint(1)\nif n:\n    print('y' * 10**6)", 1 / 3),
+    ("import os, time\nif not os.fork():\n    time.sleep(60)\nprint(1)", 1.0),
+    ("import os\nprint(1)\nif os.fork():\n    os._exit(0)\nwhile True:\n    pass", 1.0),
+]
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("code", "share"), ONE_PROCESS_EACH)
+async def test_each_input_of_a_program_has_a_process_of_its_own(code, share):
+    """Which differ here: the first is empty, the second has one line, the third two."""
+    row = {"tests": {"inputs": ["\n", "x\n", "x\nx\n"], "outputs": ["1"] * 3}}
+    assert await score(block(code), **row, kwargs={"partial": True, "time_s": 2.0}) == share
+    if share not in (0.0, 1.0):
+        assert await score(block(code), **row, kwargs={"time_s": 2.0}) == 0.0
+
+
+@needs_sandbox
+async def test_outputs_are_compared_before_all_inputs_have_run(monkeypatch):
+    """What is wrong early does not run on."""
+    monkeypatch.setattr("actors.rewards.code.reward._BUDGET_S", 0.0)
+    code = "import time\nn = input()\ntime.sleep(0 if n == '0' else 30)\nprint(7)"
+    row = {"tests": {"inputs": ["0", "1"], "outputs": ["8", "7"]}}
+    assert await asyncio.wait_for(score(block(code), **row), 20) == 0.0
+    code = "print(int(input()) + 1)"
+    row = {"tests": {"inputs": ["0", "1", "2"], "outputs": ["1", "2", "3"]}}
+    assert await score(block(code), **row) == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("prefill", "response", "reward"),
+    [
+        ("<think>", block(ADD), 0.0),
+        ("<think>", f"{block(ADD)}</think>I cannot.", 0.0),
+        ("<think>", f"no</think>{block(ADD)}", 1.0),
+        ("```python\n", f"{ADD}\n```", 1.0),
+    ],
+)
+async def test_a_program_of_a_thought_is_no_answer(prefill, response, reward):
+    made = make_reward(DataSettings(source="addition", reward="code"))
+    whole = replace(episode(response, "assert add(2, 2) == 4"), prefill=prefill)
+    assert [score.reward for score in await made.score([whole])] == [reward]
+
+
+@needs_sandbox
+async def test_long_inputs_do_not_take_the_memory_of_a_program():
+    """Of 256 MiB; the inputs are 60 MB together."""
+    code = "x = bytearray(200_000_000)\nprint(len(input()))"
+    row = {"tests": {"inputs": ["x" * 10**7] * 6, "outputs": [str(10**7)] * 6}}
+    assert await score(block(code), **row, kwargs={"memory_bytes": 2**28}) == 1.0
 
 
 def test_the_last_block_is_the_solution():

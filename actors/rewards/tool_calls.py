@@ -1,0 +1,130 @@
+"""The reward `tool_calls`: an episode makes the calls of the row's answer, in any order.
+
+    [{"name": NAME, "arguments": {...}}, ...]                xLAM; one alone, `parameters` (Llama)
+                                                             and OpenAI's `function` as well
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call> Hermes, also as Python prints a record
+    [NAME(KEY=VALUE, ...), ...]                              ToolACE
+
+Calls that the chat template's parser has read count as it read them; else the last turn is read in
+the same forms as the answer.
+Invariant: nothing of a response is run; what cannot be read is no call.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from actors.rewards.answers import answer_part
+from actors.rewards.builtin import no_gold
+from actors.rewards.code.encodings import decoded
+from actors.rewards.forms import gold_of
+from streamrl.interfaces import Episode, Prompt
+
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
+_NAME = re.compile(r"\s*,?\s*([^()\[\]{},'\"=]+?)\s*\(")
+_IN_ARGUMENTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[()]", re.DOTALL)
+# As JSON writes them.
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+def tool_calls(episode: Episode) -> float:
+    """The calls are the answer's: as many, of the same tools, with arguments of the same values."""
+    return float(calls_to_match(episode.prompt) == sorted(_made(episode)))
+
+
+def calls_to_match(prompt: Prompt) -> list[str]:
+    """The calls of the answer.
+
+    Raises:
+        FinalError: it has none.
+    """
+    gold = gold_of(prompt)
+    calls = sorted(_read(gold))
+    if not calls:
+        raise no_gold(prompt, gold, "tool_calls needs calls of tools")
+    return calls
+
+
+def _made(episode: Episode) -> list[str]:
+    turns = [m for m in episode.messages if m.get("role") == "assistant"]
+    own = turns[-(len(episode.turn_rewards) or 1) :]
+    parsed = [call for turn in own for call in turn.get("tool_calls") or ()]
+    return _read(parsed or answer_part(episode.turn))
+
+
+def _read(value: Any) -> list[str]:
+    """Each call as a text of its own; none of what cannot be read."""
+    try:
+        return list(_calls(value))
+    except (TypeError, ValueError, KeyError, SyntaxError, RecursionError, MemoryError):
+        return []
+
+
+def _calls(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        record = value.get("function", value)
+        arguments = decoded(record.get("arguments", record.get("parameters", {})))
+        yield _written(record["name"], arguments)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _calls(item)
+    elif _OPENING in value:
+        for part in value.split(_OPENING)[1:]:
+            yield from _calls(part.rpartition(_CLOSING)[0] or part)
+    else:
+        fenced = _FENCED.fullmatch(value.strip())
+        text = fenced[1].strip() if fenced else value.strip()
+        record = decoded(text)
+        yield from _in_python(text) if isinstance(record, str) else _calls(record)
+
+
+def _in_python(text: str) -> Iterator[str]:
+    """Of "[NAME(KEY=VALUE), ...]", where a name may have spaces."""
+    if not text.startswith("[") or not text.endswith("]"):
+        return
+    inner, place = text[1:-1], 0
+    while inner[place:].strip():
+        name = _NAME.match(inner, place)
+        if name is None:
+            raise ValueError(inner[place:])
+        end = _end(inner, name.end())
+        call = ast.parse(f"f({inner[name.end() : end]})", mode="eval").body
+        assert isinstance(call, ast.Call), "it is written as one"
+        values = (_Constants().visit(key.value) for key in call.keywords)
+        names = (str(key.arg) for key in call.keywords)
+        yield _written(name[1], dict(zip(names, map(ast.literal_eval, values), strict=True)))
+        place = end + 1
+
+
+def _end(text: str, start: int) -> int:
+    """Where the bracket that was opened before `start` is closed."""
+    depth = 1
+    for found in _IN_ARGUMENTS.finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if not depth:
+            return found.start()
+    raise ValueError(text[start:])
+
+
+class _Constants(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(_CONSTANTS[node.id])
+
+
+def _written(name: str, arguments: Mapping[str, Any]) -> str:
+    return json.dumps([name, _plain(dict(arguments))], sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """A whole number is one however it is written."""
+    match value:
+        case Mapping():
+            return {str(key): _plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [*map(_plain, value)]
+        case float() if value.is_integer():
+            return int(value)
+    return value
