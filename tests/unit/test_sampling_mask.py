@@ -250,7 +250,9 @@ def test_the_gradient_is_that_of_a_dense_softmax_over_the_mask():
     total.backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     for name, parameter in policy.parameters().items():
-        assert torch.allclose(parameter.grad, expected[name], atol=1e-4, rtol=1e-3), name
+        # Sums of float32, in an order that the processor chooses: the largest is 80.
+        atol = 3e-5 * float(expected[name].abs().max())
+        assert torch.allclose(parameter.grad, expected[name], atol=atol, rtol=1e-3), name
 
 
 def test_a_trajectory_without_a_mask_has_the_whole_vocabulary_beside_others():
