@@ -14,8 +14,8 @@ from types import TracebackType
 
 import msgspec
 
-from streamrl.config import PARENT_VARIABLE
 from streamrl.errors import StreamRLError, exit_code_of
+from streamrl.process_environment import PARENT_VARIABLE
 
 ERROR_FILE_VARIABLE = "STREAMRL_ERROR_FILE"
 # A pipe takes so much without a reader.

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+PARENT_VARIABLE = "STREAMRL_PARENT_PID"
+"""Of a process that a launcher has started: the launcher's id."""
 _PROC = Path("/proc")
 
 

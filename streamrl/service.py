@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from streamrl.config import PARENT_VARIABLE, RunConfig, to_yaml
+from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
 from streamrl.error_record import leave_record
 from streamrl.errors import (
@@ -41,7 +41,7 @@ from streamrl.errors import (
     exit_code_of,
 )
 from streamrl.log_lines import JsonFormatter, log_as_json
-from streamrl.process_environment import processes_with
+from streamrl.process_environment import PARENT_VARIABLE, processes_with
 from streamrl.shutdown import Shutdown, Stopped
 from streamrl.user_code import user_traceback
 

@@ -6,7 +6,6 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 
 import argparse
 import asyncio
-from contextlib import nullcontext
 
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
-from streamrl.cli.processes.fork_server import ForkServer, forking
+from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.cli.processes.run_commands import (
     call_for,
     evaluation_may_fail,
@@ -36,10 +35,11 @@ from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
 from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
+from streamrl.placement.devices import is_rocm, usable_devices
 from streamrl.placement.hosts import hosts_of
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """On this machine, or wherever the options and `cluster` say; the exit code."""
     require_launcher(arguments)
     arguments = with_hosts(arguments)
@@ -47,16 +47,17 @@ def main(arguments: argparse.Namespace) -> int:
     if loaded is not None:
         hand_down(arguments, loaded.config.buffer.password_of_url)
     name = chosen(loaded.config if loaded else None, arguments)
-    is_here = not name and not arguments.dry_run
-    with forking() if loaded and is_here else nullcontext() as fork_server:
-        if starts_here(name):
-            require_startable(arguments)
-        if refusal is not None:
-            raise refusal
-        assert loaded is not None, "what is not refused is usable"
-        if name:
-            return launcher(name)(loaded.config, arguments)
-        return launch_here(loaded.config, arguments, fork_server)
+    if fork_server is not None and (name or arguments.dry_run or is_rocm() or usable_devices()):
+        fork_server.close()
+        fork_server = None
+    if starts_here(name):
+        require_startable(arguments)
+    if refusal is not None:
+        raise refusal
+    assert loaded is not None, "what is not refused is usable"
+    if name:
+        return launcher(name)(loaded.config, arguments)
+    return launch_here(loaded.config, arguments, fork_server)
 
 
 def launch_here(

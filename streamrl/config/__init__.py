@@ -1,6 +1,6 @@
 """Configuration: one YAML file, one frozen `RunConfig`, a section per owner. Imports no torch."""
 
-from streamrl.config.loading import PARENT_VARIABLE, LoadedConfig, load_config, render, to_yaml
+from streamrl.config.loading import LoadedConfig, load_config, render, to_yaml
 from streamrl.config.run_config import RunConfig
 
-__all__ = ["PARENT_VARIABLE", "LoadedConfig", "RunConfig", "load_config", "render", "to_yaml"]
+__all__ = ["LoadedConfig", "RunConfig", "load_config", "render", "to_yaml"]

@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.cli.processes import fork_server
+from streamrl.cli import launch
+from streamrl.cli.main import main
 from streamrl.cli.processes.command import call, executable
 from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer, forking
-from streamrl.config import PARENT_VARIABLE
 from streamrl.error_record import ErrorPipe
 from streamrl.errors import ConfigError
+from streamrl.process_environment import PARENT_VARIABLE
 from tests.ports import free_port
 from tests.waiting import block_until
 
@@ -138,7 +139,10 @@ def test_the_server_ends_with_its_launcher():
         server.wait(60)
 
 
-def test_a_machine_with_gpus_has_no_server(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fork_server, "usable_devices", lambda: ("a GPU",))
-    with forking() as server:
-        assert server is None
+def test_a_machine_with_gpus_has_no_server(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(launch, "usable_devices", lambda: ("a GPU",))
+    monkeypatch.setattr(launch, "require_startable", lambda _: None)
+    monkeypatch.setattr(launch, "_launch", lambda *words: given.append(words[-1]) or 0)
+    assert main(["launch", str(config)]) == 0
+    assert given == [None]

@@ -26,7 +26,7 @@ class Command:
 
 _RUN = {
     "launch": Command(
-        "streamrl.cli.launch:main",
+        "streamrl.cli.processes.fork_server:launch",
         "run everything that a configuration needs, here or on other machines",
         launch,
     ),

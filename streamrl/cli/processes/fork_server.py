@@ -6,13 +6,14 @@ and shares its memory.
 
 Invariant: a forked command is what an executed one would be: a child of the launcher, with its
 arguments, environment, output, session and exit code. Where there is no server, or it has failed,
-the command is executed.
+the command is executed. A machine with GPUs has none: a fork may break their drivers.
 
 The server waits for a request or for the end of the launcher, which ends it. It forks twice: the
 first fork ends, so that the launcher, a reaper of orphans for that moment, has the second one as
 its child. Imported by the launcher, and run with `python -m` as the server.
 """
 
+import argparse
 import asyncio
 import gc
 import importlib
@@ -32,9 +33,8 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from streamrl.cli.arguments.commands import COMMANDS
-from streamrl.config import PARENT_VARIABLE
-from streamrl.error_record import ERROR_FILE_VARIABLE
-from streamrl.placement.devices import is_rocm, usable_devices
+from streamrl.cli.main import import_command, main
+from streamrl.process_environment import PARENT_VARIABLE
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_BYTES = 2**17
@@ -166,15 +166,22 @@ class ForkServer:
             os.close(answer)
 
     def close(self) -> None:
+        """Has no effect a second time."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
+def launch(arguments: argparse.Namespace) -> int:
+    """`streamrl launch`: what it imports, checks and plans is done beside the server's imports."""
+    with forking() as fork_server:
+        code: int = import_command("streamrl.cli.launch").main(arguments, fork_server)
+        return code
+
+
 @contextmanager
 def forking() -> Iterator[ForkServer | None]:
-    """A server for the daemons of a run, until the end of the block. None on a machine with GPUs,
-    whose drivers a fork may break, and on a system that lacks what a server needs."""
+    """A server until the end of the block; None on a system that lacks what it needs."""
     if not _can_fork():
         yield None
         return
@@ -186,7 +193,7 @@ def forking() -> Iterator[ForkServer | None]:
 
 
 def _can_fork() -> bool:
-    if sys.platform != "linux" or is_rocm() or usable_devices():
+    if sys.platform != "linux":
         return False
     with suppress(OSError):
         os.close(os.pidfd_open(os.getpid()))
@@ -244,6 +251,8 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
     import numpy
     import torch
 
+    from streamrl.error_record import ERROR_FILE_VARIABLE
+
     if os.getppid() != request.launcher:
         os._exit(1)
     os.setsid()
@@ -287,8 +296,6 @@ def _main() -> NoReturn:
     connection.close()
     *given, answer = descriptors
     _become(request, Descriptors(*given), answer)
-    from streamrl.cli.main import main
-
     sys.exit(main())
 
 

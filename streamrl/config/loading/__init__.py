@@ -2,6 +2,5 @@
 
 from streamrl.config.loading.load import LoadedConfig, load_config
 from streamrl.config.loading.rendering import render, to_yaml
-from streamrl.config.loading.sources import PARENT_VARIABLE
 
-__all__ = ["PARENT_VARIABLE", "LoadedConfig", "load_config", "render", "to_yaml"]
+__all__ = ["LoadedConfig", "load_config", "render", "to_yaml"]

@@ -61,7 +61,6 @@ for _tag, (_pattern, _first) in _SCALARS.items():
 
 
 ENVIRONMENT_PREFIX = "STREAMRL__"
-PARENT_VARIABLE = "STREAMRL_PARENT_PID"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import pytest
 
 from streamrl.cli.arguments.parser import parse
 from streamrl.cli.processes.torchrun import main
-from streamrl.config import PARENT_VARIABLE
 from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorPipe
 from streamrl.errors import ConfigError, DivergedError, StreamRLError, TransportError
+from streamrl.process_environment import PARENT_VARIABLE
 
 RANK = """
 import os, sys, time

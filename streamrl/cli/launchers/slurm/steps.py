@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.cli.processes.planned import PlannedChild
-from streamrl.config import PARENT_VARIABLE
 from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord, read_record
 from streamrl.errors import StreamRLError
+from streamrl.process_environment import PARENT_VARIABLE
 
 # All cores, memory and GPUs of the node that the job has, shared by its steps.
 ON_NODES = ("--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")
