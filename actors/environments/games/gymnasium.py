@@ -4,7 +4,10 @@ The state is what it renders with render mode `ansi`, or its observation where t
 actions are those of a `Discrete` space, by name or number, or the whole answer for a `Text` space.
 """
 
+import importlib
+import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,22 +104,32 @@ def gymnasium_text(
     max_moves: int = 0,
     **kwargs: Any,
 ) -> GameEnvironment:
-    """`gymnasium:ID`; what else is given is for the environment itself.
+    """`gymnasium:ID`, or `gymnasium:MODULE:ID` where a module that registers it is imported first,
+    from the working folder, too; what else is given is for the environment itself.
 
     Raises:
         ConfigError: Gymnasium cannot make it.
         ValueError: it is not played in text.
     """
     with attributed_to(f"environment gymnasium:{env_id}"):
-        entry_point = gymnasium.spec(env_id).entry_point
+        module, _, name = env_id.rpartition(":")
+        if module:
+            _import(module)
+        entry_point = gymnasium.spec(name).entry_point
         creator: Any = (
             load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
         )
         modes = getattr(creator, "metadata", {}).get("render_modes", ())
         shown: dict[str, Any] = {"render_mode": "ansi"} if "ansi" in modes else {}
-        env = gymnasium.make(env_id, disable_env_checker=True, **shown, **kwargs)
+        env = gymnasium.make(name, disable_env_checker=True, **shown, **kwargs)
     game = GymnasiumGame(env, actions=actions, rules=rules)
     return GameEnvironment(game, instructions=instructions, max_moves=max_moves)
+
+
+def _import(module: str) -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    importlib.import_module(module)
 
 
 def plain(text: str) -> str:

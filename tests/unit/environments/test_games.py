@@ -1,6 +1,7 @@
 """FrozenLake, Sokoban and any other Gymnasium environment, turn by turn."""
 
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,6 +166,19 @@ async def test_any_gymnasium_environment_with_text_is_played_by_named_actions():
         _, transition = await played.answer(illegal)
         assert (transition.reward, transition.is_valid) == (0.0, False)
     assert "|" in first
+
+
+def test_an_environment_of_a_module_in_the_working_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_taxi.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('OwnTaxi-v0', 'gymnasium.envs.toy_text.taxi:TaxiEnv')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert make_environment(entry("gymnasium:own_taxi:OwnTaxi-v0")) is not None
+    with pytest.raises(ConfigError, match="environment gymnasium:no_module:OwnTaxi-v0: .*"):
+        make_environment(entry("gymnasium:no_module:OwnTaxi-v0"))
 
 
 @pytest.mark.parametrize(
