@@ -45,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return EXIT_BROKEN_PIPE
+    except SystemExit as end:
+        # A console of rich takes the error and ends the program.
+        if isinstance(end.__context__, BrokenPipeError):
+            return EXIT_BROKEN_PIPE
+        raise
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise

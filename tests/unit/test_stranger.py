@@ -81,11 +81,17 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
     assert f"{tmp_path / 'file' / 'keys'}: Not a directory" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_gone_ends_a_command_quietly():
+@pytest.mark.parametrize("command", ["check", "plan", "status"], ids=str)
+def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path, command):
+    """Also where rich writes."""
+    (tmp_path / "config.yaml").write_text(Path(QUICKSTART).read_text())
     read, write = os.pipe()
     os.close(read)
     process = subprocess.Popen(
-        [*STREAMRL, "check", QUICKSTART], stdout=write, stderr=subprocess.PIPE, text=True
+        [*STREAMRL, command, str(tmp_path) if command == "status" else QUICKSTART],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(write)
     assert process.communicate(timeout=120)[1] == ""

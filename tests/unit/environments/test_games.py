@@ -177,7 +177,7 @@ def test_an_environment_of_a_module_in_the_working_folder_is_found(
     )
     monkeypatch.chdir(tmp_path)
     assert make_environment(entry("gymnasium:own_taxi:OwnTaxi-v0")) is not None
-    with pytest.raises(ConfigError, match="environment gymnasium:no_module:OwnTaxi-v0: .*"):
+    with pytest.raises(ConfigError, match=r"environment gymnasium:no_module:OwnTaxi-v0: .*"):
         make_environment(entry("gymnasium:no_module:OwnTaxi-v0"))
 
 
