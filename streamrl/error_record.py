@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from streamrl.errors import StreamRLError, exit_code_of
+from streamrl.errors import ConfigError, StreamRLError, exit_code_of
 from streamrl.process_environment import PARENT_VARIABLE
 
 ERROR_FILE_VARIABLE = "STREAMRL_ERROR_FILE"
@@ -31,8 +31,14 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> "ErrorRecord":
+        """Of several problems of a configuration each has a line.
+
+        >>> ErrorRecord.of(ConfigError("run.x: is wrong\\nrun.y: so is this")).sentence
+        'run.x: is wrong; run.y: so is this'
+        """
         kind, place = type(error).__name__, _place(error.__traceback__)
-        message = " ".join(str(error).split())
+        lines = filter(None, (" ".join(line.split()) for line in str(error).splitlines()))
+        message = ("; " if isinstance(error, ConfigError) else " ").join(lines)
         if not isinstance(error, StreamRLError):
             message = f"{kind}: {message} ({place})" if message else f"{kind} ({place})"
         return cls(exit_code_of(error), message[: _MAX_BYTES // 8], f"{kind} at {place}")
