@@ -1,6 +1,9 @@
-"""The examples of the pages on engines, buffer backends and trackers, run as they stand there."""
+"""The examples of the pages on engines, buffer backends and trackers, and those in docstrings, run
+as they stand there."""
 
 import csv
+import doctest
+import importlib
 import importlib.util
 import math
 from pathlib import Path
@@ -12,8 +15,23 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from streamrl import wire
 from streamrl.types import SamplingParams, TrajectoryGroup
-from tests.documents import write_files
+from tests.documents import ROOT, write_files
 from tests.records import make_group
+
+PACKAGES = ("actors", "buffers", "learners", "streamrl")
+WITH_EXAMPLES = [
+    file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for package in PACKAGES
+    for file in sorted((ROOT / package).rglob("*.py"))
+    if ">>> " in file.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_the_examples_in_docstrings_hold(module: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(module))
+    assert attempted > 0
+    assert failed == 0
 
 
 @pytest.fixture

@@ -69,8 +69,10 @@ def own_places(model: type[BaseModel], path: str) -> tuple[str, ...]:
     own section, if it is one of ours.
 
     >>> from streamrl.config import RunConfig
-    >>> own_places(RunConfig, "learner.lr"), own_places(RunConfig, "learner.temperature")
-    (('learner.optimizer.lr',), ('generator.temperature',))
+    >>> own_places(RunConfig, "learner.lr")
+    ('learner.optimizer.lr', 'learner.optimizer.groups.lr')
+    >>> own_places(RunConfig, "learner.temperature")
+    ('generator.temperature', 'validation.temperature')
     """
     parts = path.split(".")
     for start in range(len(parts)):

@@ -37,7 +37,8 @@ def object_name(config: RunConfig) -> str:
     """The run's name as a part of Kubernetes' names: lower case, digits and hyphens.
 
     >>> from streamrl.config import RunConfig
-    >>> object_name(RunConfig.model_validate({"run": {"name": "GSM8k_7b.v2"}}))
+    >>> rest = {"model": {"path": "m"}, "data": {"source": "copy"}}
+    >>> object_name(RunConfig.model_validate({"run": {"name": "GSM8k_7b.v2"}, **rest}))
     'gsm8k-7b-v2'
     """
     name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")
