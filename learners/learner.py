@@ -27,6 +27,7 @@ from learners.session import LearnerSession, LearnerState, unless_set
 from learners.status_reporter import StatusReporter
 from learners.validations import Validations
 from streamrl.config import RunConfig
+from streamrl.diagnosis.learning import Signs
 from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
 from streamrl.types import BufferStats, LearnerActivity, TakenBatch, replace
@@ -59,6 +60,8 @@ class Learner:
         self._published_version = -1
         self._logged_s = time.perf_counter()
         self._times = StepTimes()
+        self._signs = Signs(config.run.signs)
+        self._said_signs: frozenset[str] = frozenset()
         self._scaling = ScalingWindow(lockstep.num_ranks)
         self._stopping = session.stopping
         every = config.learner.checkpoint.every
@@ -189,29 +192,34 @@ class Learner:
     def _log(self, taken: TakenBatch, metrics: Mapping[str, float], stats: BufferStats) -> None:
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
-        self._records.log(
-            self._version,
-            taken.headers,
-            {
-                **metrics,
-                # Of the save after the step before, if there was one.
-                **self._times.take("snapshot", "save"),
-                **self._validations.take(),
-                **staleness_metrics(taken.headers, self._version - 1),
-                **books_metrics(stats.books),
-                **buffer_metrics(stats),
-                **reward_metrics(stats, [r.label for r in self._config.data.all_rewards]),
-                **self._fairness.metrics(stats, step_s, taken.headers),
-                **self._scaling.metrics(stats, step_s, metrics),
-                **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
-                "learner/policy_version": self._version,
-                "learner/step_s": step_s,
-                "learner/wait_frac": metrics["learner/wait_s"] / max(step_s, 1e-9),
-                "learner/stalls": self._reporter.num_stalls,
-                "learner/num_unsaved_steps": self._version - self._saver.saved_version,
-                "time_s": time.time(),
-            },
-        )
+        line = {
+            **metrics,
+            # Of the save after the step before, if there was one.
+            **self._times.take("snapshot", "save"),
+            **self._validations.take(),
+            **staleness_metrics(taken.headers, self._version - 1),
+            **books_metrics(stats.books),
+            **buffer_metrics(stats),
+            **reward_metrics(stats, [r.label for r in self._config.data.all_rewards]),
+            **self._fairness.metrics(stats, step_s, taken.headers),
+            **self._scaling.metrics(stats, step_s, metrics),
+            **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
+            "learner/policy_version": self._version,
+            "learner/step_s": step_s,
+            "learner/wait_frac": metrics["learner/wait_s"] / max(step_s, 1e-9),
+            "learner/stalls": self._reporter.num_stalls,
+            "learner/num_unsaved_steps": self._version - self._saver.saved_version,
+            "time_s": time.time(),
+        }
+        self._records.log(self._version, taken.headers, line)
+        self._say_signs(self._signs.add(self._version, line))
+
+    def _say_signs(self, signs: Mapping[str, str]) -> None:
+        """That the run does not learn: in each report, and once in the log."""
+        for name in signs.keys() - self._said_signs:
+            log.warning("%s", signs[name])
+        self._said_signs = frozenset(signs)
+        self._reporter.update(signs=tuple(signs.values()))
 
     async def _save(self, state: LearnerState) -> Future[Path]:
         """Copy the state on every rank; the checkpoint, once it is durable."""

@@ -8,11 +8,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from streamrl.config.section import NotNegative, Positive, Seconds, Section
+from streamrl.config.section import NotNegative, Positive, Probability, Seconds, Section
 from streamrl.types.ranges import ID_PATTERN
 
 # What other systems call their ways to resume, and no path.
 _NO_PATHS = ("disable", "resume_path", "none")
+
+
+class SignSettings(Section):
+    """When a run is said not to learn: in the learner's log, by the live view, `streamrl status`
+    and the summary, each time with a remedy."""
+
+    steps: NotNegative = 10
+    """Steps over which a sign has to hold; 0: none is looked for."""
+    max_reward_fall: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of the best mean reward of so many steps that may be lost."""
+    min_entropy_frac: Probability = 0.05
+    """Entropy in parts of that of the first steps, unless the prompts are solved."""
+    min_eff_sample_size: Probability = 0.3
+    """Effective sample size of rollout importance sampling, in parts of the batch."""
+    max_clip_ratio: Probability = 0.5
+    """Part of the responses that a limit may cut."""
+    max_kl: Annotated[float, Field(gt=0)] = 1.0
+    """KL to the reference, in nats a token."""
 
 
 class RunSettings(Section):
@@ -37,6 +55,8 @@ class RunSettings(Section):
     stall_s: Seconds = 300.0
     """A step that waits or computes longer is reported with its cause, in the learner's log and by
     `streamrl status`."""
+    signs: SignSettings = SignSettings()
+    """What says that the run does not learn."""
     max_restarts: NotNegative = 5
     """Times that `streamrl launch` starts a failed process again within `restart_window_s`; further
     failures end the run."""

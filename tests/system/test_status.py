@@ -139,3 +139,17 @@ def test_a_run_without_daemons_is_reported_within_seconds(
     assert "! the buffer has not answered for 0.2 s" in capsys.readouterr().out
     assert main(["status", str(tmp_path)]) == 2
     assert "no run folder" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_learn_is_told_so_with_a_remedy(
+    launch: Callable[..., Launched], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "never.py").write_text("def score(episode):\n    return 0.0\n")
+    settings = (f"data.reward={tmp_path}/never.py:score", "run.max_steps=8", "run.signs.steps=5")
+    run = launch(*_set(*settings))
+    assert run.end() == 0
+    said = "for 5 steps every reward is 0: compare answers with what is expected"
+    assert run.log("learner").count(said) == 1
+    assert main(["status", str(run.folder)]) == 0
+    assert f"learning {said}" in capsys.readouterr().out
+    assert "for 5 steps every reward is 0" in " ".join(run.output.split())

@@ -150,6 +150,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     waiting = waits_for(status.reading)
     if waiting and not status.reading.is_stalled:
         yield "waiting", waiting
+    if learner is not None:
+        yield from (("learning", sign) for sign in learner.signs)
     if (hint := status.scaling) is not None:
         yield "scaling", hint.sentence
 
@@ -167,6 +169,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "step": status.last_line.get("step"),
         "max_steps": reading.max_steps,
         "failures": failures_of(reading),
+        "learning": [] if reading.learner is None else list(reading.learner.signs),
         "reward": status.last_line.get("reward/mean"),
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,

@@ -82,6 +82,7 @@ def summary_rows(
     learner = read_learner(folder)
     if learner is not None and learner.failures:
         rows.append(("failures", learner.failures))
+    rows += [("learning", sign) for sign in learner.signs] if learner is not None else []
     rows += restart_rows(folder)
     if (hint := scaling_hint(lines[-1])) is not None:
         rows.append(("scaling", hint.sentence))

@@ -146,13 +146,14 @@ def read_wait(folder: Path) -> str:
 
 
 def notes(folder: Path) -> list[str]:
-    """That the learner is silent, or what it waits for, what is being validated, and the groups
-    that failed; a sentence each. None of a learner of an earlier launch."""
+    """That the learner is silent, or what it waits for, what is being validated, the groups
+    that failed, and that it does not learn; a sentence each. None of a learner of an earlier
+    launch."""
     learner = read_learner(folder)
     if learner is None or is_launched_since(folder, learner.time_s):
         return []
-    sentences = (_silence(learner), read_wait(folder), learner.validating, learner.failures)
-    return [sentence for sentence in sentences if sentence]
+    said = (_silence(learner), read_wait(folder), learner.validating, learner.failures)
+    return [sentence for sentence in (*said, *learner.signs) if sentence]
 
 
 def _silence(learner: LearnerStatus) -> str:

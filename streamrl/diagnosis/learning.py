@@ -1,0 +1,242 @@
+"""Signs that a run does not learn, from the metrics of its last steps, each with a remedy.
+
+Pure. The learner adds each step's metrics; its log and its report, and so the live view, `streamrl
+status` and the summary, have what is found.
+
+Invariant: a sign is a line of `SIGNS`, and holds over the last `run.signs.steps` steps together. A
+sign that another one explains is not said beside it. What is not measured is no sign.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from streamrl.config.run import SignSettings
+
+_SOLVED = 0.9
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last steps, as many as are looked at, oldest first; `first` and `best` are the mean
+    entropy of the first such window and the largest mean reward of one, with its last step."""
+
+    settings: SignSettings
+    lines: tuple[Mapping[str, Any], ...]
+    first_entropy: float | None
+    best: tuple[float, int]
+    max_reward: float
+
+    def values(self, name: str) -> list[float]:
+        """One of each step; none if a step has none."""
+        found = [line.get(name) for line in self.lines]
+        return [] if None in found else [float(value) for value in found if value is not None]
+
+    def mean(self, name: str) -> float | None:
+        values = self.values(name)
+        return fmean(values) if values else None
+
+    def are_all(self, name: str, value: float) -> bool:
+        values = self.values(name)
+        return bool(values) and all(one == value for one in values)
+
+    def names(self, beginning: str, end: str) -> Iterator[str]:
+        """Of the newest metrics."""
+        return (n for n in self.lines[-1] if n.startswith(beginning) and n.endswith(end))
+
+
+@dataclass(frozen=True)
+class Sign:
+    """`find` returns what is seen in the window, as the end of a sentence, or ""."""
+
+    find: Callable[[Window], str]
+    remedy: str
+    explains: tuple[str, ...] = ()
+
+
+def _no_reward(window: Window) -> str:
+    return "every reward is 0" if _all_rewards(window) == 0 else ""
+
+
+def _one_reward(window: Window) -> str:
+    value = _all_rewards(window)
+    return "" if value is None or value == 0 else f"every reward is {value:g}"
+
+
+def _all_rewards(window: Window) -> float | None:
+    """The one value of all rewards."""
+    values = {*window.values("reward/min"), *window.values("reward/max")}
+    return values.pop() if len(values) == 1 else None
+
+
+def _alike(window: Window) -> str:
+    is_alike = window.are_all("reward/groups_alike_frac", 1.0)
+    is_flat = window.are_all("advantage/abs_mean", 0.0)
+    return (
+        "the rewards of each group are alike, so no advantage is left" if is_alike & is_flat else ""
+    )
+
+
+def _no_gradient(window: Window) -> str:
+    return "the gradient is 0" if window.are_all("learner/grad_norm", 0.0) else ""
+
+
+def _bad_gradient(window: Window) -> str:
+    norms = window.values("learner/grad_norm")
+    is_bad = bool(norms) and all(not math.isfinite(norm) or norm < 0 for norm in norms)
+    return "the gradient is not finite" if is_bad else ""
+
+
+def _falling(window: Window) -> str:
+    now, (best, step) = window.mean("reward/mean"), window.best
+    if now is None or best <= 0 or now >= (1 - window.settings.max_reward_fall) * best:
+        return ""
+    return f"the training reward is {now:.3f}, and was {best:.3f} at step {step}"
+
+
+def _collapsed(window: Window) -> str:
+    """The policy of a task that it has solved is sure for a good reason."""
+    now, reward = window.mean("actor/entropy"), window.mean("reward/mean")
+    if now is None or reward is None or window.first_entropy is None:
+        return ""
+    is_solved = reward >= _SOLVED * window.max_reward
+    if is_solved or now >= window.settings.min_entropy_frac * window.first_entropy:
+        return ""
+    return f"the entropy is {now:.2g} nats, and was {window.first_entropy:.2g} at the start"
+
+
+def _few_count(window: Window) -> str:
+    size = window.mean("mismatch/rollout_is_eff_sample_size")
+    if size is None or size >= window.settings.min_eff_sample_size:
+        return ""
+    return f"the effective sample size is {size:.2f} of the batch"
+
+
+def _cut(window: Window) -> str:
+    share = window.mean("response_length/clip_ratio")
+    if share is None or share <= window.settings.max_clip_ratio:
+        return ""
+    return f"a limit cuts {100 * share:.0f} % of the responses"
+
+
+def _far(window: Window) -> str:
+    for name in ("actor/kl_loss", "reward/kl"):
+        kl = window.mean(name)
+        if kl is not None and kl > window.settings.max_kl:
+            return f"the KL to the reference is {kl:.2g} nats a token"
+    return ""
+
+
+def _no_form(window: Window) -> str:
+    return (
+        "no response has the form that format pays for"
+        if window.are_all("reward/format", 0.0)
+        else ""
+    )
+
+
+def _no_tool(window: Window) -> str:
+    names = window.names("episode/tools/", "num_tool_calls")
+    return "no tool is called" if any(window.are_all(name, 0.0) for name in names) else ""
+
+
+SIGNS: Mapping[str, Sign] = {
+    "falling": Sign(
+        _falling,
+        "lower learner.optimizer.lr or buffer.max_staleness, and go on from a checkpoint of before "
+        "(run.resume)",
+        ("no_reward", "alike", "no_gradient"),
+    ),
+    "no_reward": Sign(
+        _no_reward,
+        "compare answers with what is expected in `streamrl samples`; begin with easier prompts, "
+        "or pay for parts of an answer",
+        ("alike", "no_gradient"),
+    ),
+    "one_reward": Sign(
+        _one_reward,
+        "if the prompts are solved, take harder ones; else see what the reward pays for in "
+        "`streamrl samples`",
+        ("alike", "no_gradient"),
+    ),
+    "alike": Sign(
+        _alike,
+        "raise generator.group_size or generator.temperature, or take prompts that are answered "
+        "rightly at times",
+        ("no_gradient",),
+    ),
+    "no_gradient": Sign(
+        _no_gradient,
+        "see which corrections mask all tokens (mismatch/*), and whether algorithm.loss reads the "
+        "advantages",
+    ),
+    "bad_gradient": Sign(
+        _bad_gradient, "lower learner.optimizer.lr, bound the reward, or try learner.dtype: float32"
+    ),
+    "collapsed": Sign(
+        _collapsed,
+        "raise algorithm.entropy_coef, loss_config.clip_ratio_high or generator.temperature, or "
+        "lower learner.optimizer.lr",
+    ),
+    "few_count": Sign(
+        _few_count,
+        "lower buffer.max_staleness or learner.optimizer.lr, and compare engine and learner with "
+        "`streamrl parity`",
+    ),
+    "cut": Sign(
+        _cut,
+        "raise generator.max_new_tokens, or pay less for long answers (algorithm.reward.length, "
+        "algorithm.reward.truncated)",
+    ),
+    "far": Sign(_far, "raise algorithm.kl_loss.coef, or lower learner.optimizer.lr"),
+    "no_form": Sign(_no_form, "show the form in data.system_prompt, with an example"),
+    "no_tool": Sign(
+        _no_tool,
+        "say in data.system_prompt when to call, and see with `streamrl samples` what is written "
+        "instead",
+    ),
+}
+
+
+@dataclass
+class Signs:
+    """Those of a run, from the first step that is added on."""
+
+    settings: SignSettings
+    _lines: deque[Mapping[str, Any]] = field(default_factory=deque)
+    _first_entropy: float | None = None
+    _best: tuple[float, int] = (-math.inf, 0)
+    _max_reward: float = -math.inf
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, str]:
+        """What is seen with this step, by the names of `SIGNS`, as a sentence with its remedy; {}
+        before there are enough steps."""
+        steps = self.settings.steps
+        if not steps:
+            return {}
+        self._lines.append(metrics)
+        if len(self._lines) > steps:
+            self._lines.popleft()
+        self._max_reward = max(self._max_reward, metrics.get("reward/max") or -math.inf)
+        if len(self._lines) < steps:
+            return {}
+        window = Window(
+            self.settings, tuple(self._lines), self._first_entropy, self._best, self._max_reward
+        )
+        if self._first_entropy is None:
+            self._first_entropy = window.mean("actor/entropy")
+        if (reward := window.mean("reward/mean")) is not None:
+            self._best = max(self._best, (reward, step))
+        return dict(_sentences(window))
+
+
+def _sentences(window: Window) -> Iterator[tuple[str, str]]:
+    explained: set[str] = set()
+    for name, sign in SIGNS.items():
+        found = sign.find(window)
+        if found and name not in explained:
+            yield name, f"for {len(window.lines)} steps {found}: {sign.remedy}"
+            explained |= set(sign.explains)

@@ -1,0 +1,144 @@
+"""A run that does not learn is told so, by one sentence with a remedy; one that learns is not."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from streamrl.config.run import SignSettings
+from streamrl.diagnosis.learning import SIGNS, Signs
+from tests.documents import ROOT
+
+STEPS = 4
+GOOD: Mapping[str, Any] = {
+    "reward/mean": 0.4,
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "reward/groups_alike_frac": 0.3,
+    "reward/format": 0.6,
+    "advantage/abs_mean": 0.4,
+    "actor/entropy": 0.5,
+    "actor/kl_loss": 0.01,
+    "learner/grad_norm": 0.9,
+    "mismatch/rollout_is_eff_sample_size": 0.95,
+    "response_length/clip_ratio": 0.1,
+    "episode/tools/num_tool_calls": 1.5,
+}
+ALIKE = {"reward/groups_alike_frac": 1.0, "advantage/abs_mean": 0.0, "learner/grad_norm": 0.0}
+
+
+def seen(*parts: Mapping[str, Any], **settings: Any) -> list[Mapping[str, str]]:
+    """After each step of a run with STEPS steps of each part."""
+    signs = Signs(SignSettings(steps=STEPS, **settings))
+    lines = [{**GOOD, **part} for part in parts for _ in range(STEPS)]
+    return [signs.add(step, line) for step, line in enumerate(lines, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "sentence"),
+    [
+        (
+            "no_reward",
+            {**ALIKE, "reward/mean": 0.0, "reward/max": 0.0},
+            "for 4 steps every reward is 0: compare answers",
+        ),
+        (
+            "one_reward",
+            {**ALIKE, "reward/mean": 1.0, "reward/min": 1.0},
+            "for 4 steps every reward is 1: if the prompts are solved",
+        ),
+        ("alike", ALIKE, "the rewards of each group are alike, so no advantage is left: raise"),
+        ("no_gradient", {"learner/grad_norm": 0.0}, "the gradient is 0: see which"),
+        ("bad_gradient", {"learner/grad_norm": -1.0}, "the gradient is not finite: lower"),
+        ("bad_gradient", {"learner/grad_norm": math.nan}, "the gradient is not finite: lower"),
+        (
+            "falling",
+            {"reward/mean": 0.1},
+            "the training reward is 0.100, and was 0.400 at step 4: lower",
+        ),
+        (
+            "collapsed",
+            {"actor/entropy": 0.01},
+            "the entropy is 0.01 nats, and was 0.5 at the start: raise",
+        ),
+        (
+            "few_count",
+            {"mismatch/rollout_is_eff_sample_size": 0.1},
+            "the effective sample size is 0.10 of the batch: lower",
+        ),
+        ("cut", {"response_length/clip_ratio": 0.75}, "a limit cuts 75 % of the responses: raise"),
+        ("far", {"actor/kl_loss": 3.0}, "the KL to the reference is 3 nats a token: raise"),
+        ("far", {"actor/kl_loss": None, "reward/kl": 3.0}, "is 3 nats a token: raise"),
+        ("no_form", {"reward/format": 0.0}, "no response has the form that format pays for: show"),
+        ("no_tool", {"episode/tools/num_tool_calls": 0.0}, "no tool is called: say in"),
+    ],
+)
+def test_a_sign_is_said_alone_once_it_holds_over_the_steps(
+    name: str, line: Mapping[str, Any], sentence: str
+) -> None:
+    found = seen({"reward/mean": 0.0} if name == "no_reward" else {}, line)
+    if name == "falling":
+        # Less than half of the best, as a mean of these steps, comes before the last of them.
+        assert all(not one.keys() - {name} for one in found)
+    else:
+        assert [set(one) for one in found[: STEPS + 1]] == [set()] * (STEPS + 1)
+    assert set(found[-1]) == {name}
+    assert sentence in found[-1][name]
+
+
+def test_a_reward_that_fell_to_nothing_is_said_to_have_fallen():
+    assert set(seen({}, {**ALIKE, "reward/mean": 0.0, "reward/max": 0.0})[-1]) == {"falling"}
+
+
+def test_a_run_that_learns_has_none():
+    assert not any(seen({}, {"reward/mean": 0.6}, {"reward/mean": 0.3}))
+
+
+def test_a_policy_that_has_solved_its_prompts_may_be_sure():
+    assert not any(seen({}, {"reward/mean": 0.95, "actor/entropy": 0.001}))
+
+
+def test_what_is_not_measured_is_no_sign():
+    assert not any(seen({name: None for name in GOOD}))
+    signs = Signs(SignSettings(steps=1))
+    assert signs.add(1, {}) == {}
+
+
+def test_one_step_that_is_good_ends_a_sign():
+    signs = Signs(SignSettings(steps=2))
+    bad = {**GOOD, "learner/grad_norm": 0.0}
+    assert [set(signs.add(i, one)) for i, one in enumerate((bad, bad, GOOD, bad))] == [
+        set(),
+        {"no_gradient"},
+        set(),
+        set(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"max_reward_fall": 0.9}, {"reward/mean": 0.1}),
+        ({"min_entropy_frac": 0.01}, {"actor/entropy": 0.01}),
+        ({"min_eff_sample_size": 0.05}, {"mismatch/rollout_is_eff_sample_size": 0.1}),
+        ({"max_clip_ratio": 0.8}, {"response_length/clip_ratio": 0.75}),
+        ({"max_kl": 5.0}, {"actor/kl_loss": 3.0}),
+    ],
+)
+def test_a_threshold_is_a_setting(settings: Mapping[str, float], line: Mapping[str, Any]) -> None:
+    assert any(seen({}, line))
+    assert not any(seen({}, line, **settings))
+
+
+def test_none_is_looked_for_with_no_steps():
+    signs = Signs(SignSettings(steps=0))
+    assert not any(signs.add(step, {"learner/grad_norm": 0.0}) for step in range(50))
+
+
+def test_the_page_has_every_remedy():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = page.partition("<!-- signs -->")[2].partition("Beside these:")[0]
+    assert [sign.remedy for sign in SIGNS.values()] == [
+        line.split(" | ")[1].removesuffix(" |") for line in rows.splitlines()[4:] if line
+    ]
