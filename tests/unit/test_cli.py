@@ -546,6 +546,8 @@ def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
     rows = dict(summary_rows(LINES, tmp_path))
     assert rows[name] == "40 sampled, 40 trained, 25.0 % of tokens dropped"
     assert dict(summary_rows(LINES[:15], tmp_path))[name] == "25 sampled, 25 trained"
+    resumed = {**LINES[-1], "fairness/sampled_length_mean": 0.0}
+    assert name not in dict(summary_rows([resumed], tmp_path))
     assert name not in dict(summary_rows([{"step": 1, "reward/mean": 0.5}], tmp_path))
 
 

@@ -125,7 +125,7 @@ def headline(status: RunStatus) -> str:
     if not last and reading.stats is not None:
         parts.append(f"version {reading.stats.policy_version}{of}")
     if (reward := last.get("reward/mean")) is not None:
-        parts.append(f"training reward {reward:.3f}")
+        parts.append(f"training reward {reward:.3f} in that step")
     if reading.idle_s is not None:
         parts.append(f"last step {age(reading.idle_s)} ago")
     return f"{status.name}: {', '.join(parts) or 'no step yet'}"

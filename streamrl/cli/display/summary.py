@@ -130,7 +130,8 @@ def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Of the last window of steps, if its responses were counted."""
     names = ("sampled_length_mean", "trained_length_mean", "dropped_tokens_frac")
     sampled, trained, dropped = (last.get(f"fairness/{name}") for name in names)
-    if sampled is None or trained is None or dropped is None:
+    # A learner that has just gone on has seen none that was sampled.
+    if not sampled or trained is None or dropped is None:
         return []
     lost = f", {100 * dropped:.1f} % of tokens dropped" if dropped else ""
     return [("response length, last steps", f"{sampled:.3g} sampled, {trained:.3g} trained{lost}")]
