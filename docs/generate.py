@@ -78,9 +78,10 @@ file. A value is taken from the first of these that has it:
 What is allowed stands behind a default in parentheses, but for what the default shows: `1` is an
 integer, `1.0` any number.
 
-`streamrl check FILE` prints every value and where it came from. An unknown key, a value out of
-range and two settings that contradict each other are refused in a sentence that names the setting,
-the value and what is allowed; so is what [cannot start on this machine](operating.md#before-a-run).
+`streamrl check FILE` prints what was set and where, `--all` every value. An unknown key, a value
+out of range and two settings that contradict each other are refused in a sentence that names the
+setting, the value and what is allowed; so is what
+[cannot start on this machine](operating.md#before-a-run).
 Values are read by the rules of YAML 1.2: `3e-6` is a number and `on` is text.
 
 """

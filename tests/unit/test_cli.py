@@ -186,6 +186,13 @@ def test_the_version_is_printed(capsys):
 def test_check_prints_the_resolved_configuration(capsys):
     assert main(["check", QUICKSTART, "--set", "run.seed=5"]) == 0
     printed = capsys.readouterr().out
+    assert "# --set run.seed" in printed
+    assert "# default" not in printed
+    assert "   ok   " not in printed
+    assert yaml.safe_load(printed)["run"].keys() == {"name", "max_steps", "seed"}
+    assert main(["check", QUICKSTART, "--set", "run.seed=5", "--all"]) == 0
+    printed = capsys.readouterr().out
+    assert "# default" in printed
     assert "seed: 5" in printed
     assert "# --set run.seed" in printed
     assert "\n#   ok       data.source: reverse" in printed

@@ -23,8 +23,14 @@ def check(parser: ArgumentParser) -> None:
         "--deep", action="store_true", help="sample one group with the model, score and print it"
     )
     json_output(output)
-    parser.add_argument(
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
         "--quiet", action="store_true", help="print problems and warnings, not the configuration"
+    )
+    length.add_argument(
+        "--all",
+        action="store_true",
+        help="print every setting and every check, also defaults and what is in order",
     )
 
 

@@ -97,8 +97,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.quiet or arguments.deep:
         _print(found, is_brief=True)
     else:
-        print(render(loaded))
-        _print(found, prefix="# ")
+        print(render(loaded, with_defaults=arguments.all))
+        _print(found, is_brief=not arguments.all, prefix="# ")
     if arguments.deep:
         from streamrl.cli.check.deep import sample_one_group
 
@@ -179,14 +179,15 @@ def _print_json(found: Sequence[Finding]) -> None:
 
 
 def _print(found: Sequence[Finding], *, is_brief: bool = False, prefix: str = "") -> None:
-    """By area; `is_brief` leaves out what is in order. The prefix makes comments of all lines."""
+    """By area; `is_brief` leaves out what is in order. The prefix makes comments of all lines, of
+    which the last one counts."""
     shown = [f for f in found if not (is_brief and f.severity is Severity.OK)]
     console = Console(soft_wrap=True, highlight=False)
     with console.capture() as captured:
         for area in Area:
             for line in _lines(area, [finding for finding in shown if finding.area is area]):
                 console.print(Text(prefix).append_text(line))
-        if not is_brief:
+        if prefix or not is_brief:
             console.print(f"{prefix}{_counted(found)}")
     # Not the console's own printing, which does not tell that the reader has gone.
     print(captured.get(), end="")

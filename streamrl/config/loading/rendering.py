@@ -24,12 +24,30 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+_DEFAULT = "default"
 _WIDEST = 60  # Characters of a setting; the origin of a longer one stands right behind it.
 
 
-def render(loaded: LoadedConfig) -> str:
+def render(loaded: LoadedConfig, *, with_defaults: bool = True) -> str:
     """The resolved configuration as YAML; behind each value, where it came from."""
-    return rendered(loaded.config.model_dump(mode="json"), loaded.origins)
+    values = loaded.config.model_dump(mode="json")
+    return rendered(
+        values if with_defaults else _without_defaults(values, (), loaded.origins), loaded.origins
+    )
+
+
+def _without_defaults(
+    values: Mapping[str, Any], path: tuple[str, ...], origins: Mapping[str, str]
+) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, item in values.items():
+        here = (*path, key)
+        if isinstance(item, dict) and item:
+            if inner := _without_defaults(item, here, origins):
+                kept[key] = inner
+        elif _origin_of(here, origins) != _DEFAULT:
+            kept[key] = item
+    return kept
 
 
 def rendered(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -69,4 +87,4 @@ def _origin_of(path: tuple[str, ...], origins: Mapping[str, str]) -> str:
     for length in range(len(path), 0, -1):
         if origin := origins.get(".".join(path[:length])):
             return origin
-    return "default"
+    return _DEFAULT
