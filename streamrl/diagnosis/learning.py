@@ -220,7 +220,8 @@ class Signs:
         self._lines.append(metrics)
         if len(self._lines) > steps:
             self._lines.popleft()
-        self._max_reward = max(self._max_reward, metrics.get("reward/max") or -math.inf)
+        if (largest := metrics.get("reward/max")) is not None:
+            self._max_reward = max(self._max_reward, largest)
         if len(self._lines) < steps:
             return {}
         window = Window(
