@@ -159,7 +159,7 @@ class ChatRenderer:
 
         A completion that ended with a token which ends a turn in the template, or with the one that
         opens the reply, is followed by what the template puts behind it; any other one is ended
-        first.
+        first. Behind such a token may be the end of sequence, which not every template writes.
 
         Raises:
             ConfigError: there is no template, or it cannot render them.
@@ -172,6 +172,8 @@ class ChatRenderer:
         for last in completion_token_ids[:-3:-1]:
             if last in ends:
                 return ids[ids.index(last) + 1 :]
+            if last not in self._special_ids:
+                break
         if not reply.is_behind_call:
             return ids
         ending = [i for i in range(num_ending) if ids[i] in self._special_ids]

@@ -43,10 +43,6 @@ class Window:
         values = self.values(name)
         return bool(values) and all(one == value for one in values)
 
-    def names(self, beginning: str, end: str) -> Iterator[str]:
-        """Of the newest metrics."""
-        return (n for n in self.lines[-1] if n.startswith(beginning) and n.endswith(end))
-
 
 @dataclass(frozen=True)
 class Sign:
@@ -139,8 +135,7 @@ def _no_form(window: Window) -> str:
 
 
 def _no_tool(window: Window) -> str:
-    names = window.names("episode/tools/", "num_tool_calls")
-    return "no tool is called" if any(window.are_all(name, 0.0) for name in names) else ""
+    return "no tool is called" if window.are_all("episode/tools/num_tool_calls", 0.0) else ""
 
 
 SIGNS: Mapping[str, Sign] = {

@@ -139,6 +139,19 @@ def test_a_completion_that_another_token_ended_is_ended_by_the_template():
     )
 
 
+@pytest.mark.parametrize(
+    ("completion", "ending"), [("7<|im_end|><|endoftext|>", ""), ("7<|im_end|>8", "<|im_end|>")]
+)
+def test_what_follows_the_end_of_a_turn_is_its_end_of_sequence_or_a_turn_that_goes_on(
+    completion: str, ending: str
+) -> None:
+    renderer = renderer_of(TEMPLATES / "chatml.jinja")
+    behind = renderer.encode_reply(REPLIES["user"], renderer.encode_text(completion))
+    assert behind == renderer.encode_text(
+        f"{ending}\n<|im_start|>user\nAnd 5 + 6?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_a_line_end_that_was_sampled_is_not_the_one_of_the_template():
     renderer = renderer_of(TEMPLATES / "chatml.jinja")
     behind = renderer.encode_reply(REPLIES["user"], renderer.encode_text("7\n"))
