@@ -15,10 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
+from tests.benchmarks.peers.usage import family, proportional_mib
 
 _SETTINGS = {"run.max_steps": "2", "learner.optimizer.warmup_steps": "0"}
 _LAUNCH = """
@@ -66,18 +65,10 @@ def run(way: str, config: Path) -> Mapping[str, float]:
             while not any(Path(folder).glob("*/trained.jsonl")):
                 assert launch.poll() is None, "the launch has ended without a step"
                 time.sleep(0.01)
-            first_s, mib = time.monotonic() - begin, _memory_mib(launch.pid)
+            first_s, mib = time.monotonic() - begin, sum(map(proportional_mib, family(launch.pid)))
             assert launch.wait() == 0
         end_s = time.monotonic() - begin
     return {"first_step_s": round(first_s, 2), "end_s": round(end_s, 2), "memory_mib": round(mib)}
-
-
-def _memory_mib(pid: int) -> float:
-    launch, num_bytes = psutil.Process(pid), 0
-    for process in (launch, *launch.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            num_bytes += process.memory_full_info().pss
-    return num_bytes / 2**20
 
 
 if __name__ == "__main__":

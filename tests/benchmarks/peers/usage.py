@@ -68,7 +68,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], limit_s: float =
 
 def _sample(pid: int) -> tuple[float, float, float]:
     processes = family(pid)
-    return time.time(), sum(map(_cpu_s, processes)), sum(map(_proportional_mib, processes))
+    return time.time(), sum(map(_cpu_s, processes)), sum(map(proportional_mib, processes))
 
 
 def family(pid: int) -> list[int]:
@@ -90,7 +90,8 @@ def _cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / TICKS
 
 
-def _proportional_mib(pid: int) -> float:
+def proportional_mib(pid: int) -> float:
+    """The proportional set size of a process; 0 for one that has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
