@@ -147,6 +147,7 @@ class _Source:
                 dtype=torch.float32,
                 trust_remote_code=self._trust,
                 setting=self._setting,
+                needs_head=not self.has_values,
             )
         network = self._network(model.to(device))
         if self.config.learner.check_packing:

@@ -32,10 +32,12 @@ def load_pretrained(
     dtype: torch.dtype | str,
     trust_remote_code: bool,
     setting: str = "model.path",
+    needs_head: bool = True,
     **kwargs: Any,
 ) -> Any:
     """The model of the folder or hub name, with all its weights from there; transformers by itself
-    draws those at random that are missing, in each process others. `setting` names the folder.
+    draws those at random that are missing, in each process others. `setting` names the folder;
+    without `needs_head` the weights of the LM head may be missing, as a reward model's are.
 
     Raises:
         OSError, ValueError: there is no model.
@@ -52,7 +54,10 @@ def load_pretrained(
         )
     except SafetensorError as error:
         raise ConfigError(f"{setting}: the weights of {path} are damaged: {error}") from error
-    _require_whole(setting, path, found["missing_keys"], found["mismatched_keys"])
+    head = None if needs_head else model.get_output_embeddings()
+    unused = {n for n, module in model.named_modules() if module is head}
+    missing = {key for key in found["missing_keys"] if key.rpartition(".")[0] not in unused}
+    _require_whole(setting, path, missing, found["mismatched_keys"])
     return model
 
 

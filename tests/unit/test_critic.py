@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from learners.batch.packing import share
 from learners.batch.training_batch import TrainingBatch
@@ -151,15 +157,18 @@ def test_a_model_of_another_family_and_size_learns_and_is_resumed(folder: Path, 
         load_trainer(configure(folder, {"lr": 0.01}, lora=lora), read_checkpoint(path))
 
 
-def test_it_learns_what_is_expected(folder: Path):
+@pytest.mark.parametrize("is_reward_model", [False, True])
+def test_it_learns_what_is_expected(folder: Path, is_reward_model: bool):
+    if is_reward_model:
+        facts = AutoConfig.from_pretrained(folder / "value", num_labels=1, pad_token_id=0)
+        Qwen3ForSequenceClassification(facts).save_pretrained(folder / "value")
     trainer, _ = load_trainer(of_another_model(folder), None)
     losses = [trainer.step(make_batch())["critic/vf_loss"] for _ in range(40)]
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_each_model_runs_packed_or_not_as_it_can(folder: Path):
-    own = make_model("Nemotron", vocab_size=VOCAB_SIZE)
-    own.save_pretrained(folder / "value")
+    make_model("Nemotron").save_pretrained(folder / "value")
     trainer, _ = load_trainer(of_another_model(folder), None)
     assert trainer.critic is not None
     assert trainer.policy.network.is_packed
