@@ -286,15 +286,21 @@ def token_that_silences_its_sequence(c: "RunConfig") -> str | None:
     )
 
 
-def warmup_without_a_critic(c: "RunConfig") -> str | None:
-    warmup = c.algorithm.value.critic_warmup
-    if not warmup or (c.algorithm.needs_values and warmup < c.run.max_steps):
+def setting_without_a_critic(c: "RunConfig") -> str | None:
+    own = c.algorithm.value.model_dump(exclude_defaults=True)
+    if c.algorithm.needs_values or not own:
         return None
-    if not c.algorithm.needs_values:
-        return (
-            f"algorithm.value.critic_warmup {warmup} has no critic to warm up: "
-            f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
-        )
+    name, value = next(iter(own.items()))
+    return (
+        f"algorithm.value.{name} {value} has no critic to act on: "
+        f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
+    )
+
+
+def warmup_longer_than_run_of_a_critic(c: "RunConfig") -> str | None:
+    warmup = c.algorithm.value.critic_warmup
+    if warmup < c.run.max_steps or not c.algorithm.needs_values:
+        return None
     return (
         f"algorithm.value.critic_warmup {warmup} leaves none of run.max_steps {c.run.max_steps} "
         "to the policy"
@@ -533,7 +539,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     epochs_not_counted,
     warmup_longer_than_run,
     decay_within_warmup,
-    warmup_without_a_critic,
+    setting_without_a_critic,
+    warmup_longer_than_run_of_a_critic,
     decay_of_all_of_a_critic,
     shaped_beside_a_greedy_reward,
     token_that_silences_its_sequence,
