@@ -166,6 +166,9 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
         sent = f"version {learner.policy_version} for {learner.num_receivers} receivers"
         yield "weights", sent + behind
+        # Beside what the learner does itself: it saves a checkpoint meanwhile.
+        if learner.validating and status.reading.is_learner_reporting:
+            yield "held-out", learner.validating
     elif stats is not None and stats.books.learner_term:
         yield (
             "learner",
