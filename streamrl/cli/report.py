@@ -16,7 +16,7 @@ from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
 
 # title, (metric, label)s
 _PANELS = (
-    ("Reward of sampled rollouts", (("reward/mean", "mean"),)),
+    ("Training reward of each step", (("reward/mean", "mean"),)),
     (
         "Staleness in versions",
         (("buffer/staleness_mean", "mean"), ("buffer/staleness_max", "largest")),

@@ -545,7 +545,10 @@ class Fit:
     def _refusal(self, host: Host, device: Device, sharing: Sequence[tuple[Seat, int]]) -> str:
         who = "; ".join(self._described(seat, index, device) for seat, index in sharing)
         needs = [need for seat, index in sharing if (need := self.need(seat, index))]
-        remedies = ", ".join(dict.fromkeys(name for need in needs for name in need.remedies))
+        has_validator = any(seat.role == "validator" for seat, _ in sharing)
+        names = ["validation.every 0"] if has_validator else []
+        names += [name for need in needs for name in need.remedies]
+        remedies = ", ".join(dict.fromkeys(names))
         return (
             f"{_SETTINGS[sharing[0][0].role]}: {_place(host, device)} has "
             f"{gib(device.memory_bytes)}, which is too little: {who}; what would help: {remedies}"
