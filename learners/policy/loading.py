@@ -52,6 +52,7 @@ from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
@@ -158,7 +159,6 @@ class _Source:
 
     def _network(self, model: PreTrainedModel) -> Network:
         if self.lora is not None:
-            _require_whole_matrices(self.mesh)
             add_adapter(model, self.lora)
         return Network(
             model,
@@ -243,14 +243,6 @@ def _allocate(network: Network, device: torch.device, *, on_host: bool) -> None:
             setattr(network.get_submodule(owner), attribute, network.get_parameter(first))
 
 
-def _require_whole_matrices(mesh: Mesh | None) -> None:
-    if mesh is not None and mesh.size("tensor") > 1:
-        raise ConfigError(
-            f"learner.mesh.tensor: was {mesh.size('tensor')}, and the matrices of learner.lora "
-            "are not divided: set it to 1"
-        )
-
-
 def _tower(
     model: PreTrainedModel, settings: ModelSettings, mesh: Mesh | None, *, is_trained: bool
 ) -> VisionTower | None:
@@ -260,12 +252,9 @@ def _tower(
     """
     reader = PatchReader.of(settings.path, trust_remote_code=settings.trust_remote_code)
     tower = vision_tower(model, reader, is_trained=is_trained)
-    for axis in ("sequence", "tensor"):
-        if tower is not None and mesh is not None and mesh.size(axis) > 1:
-            raise ConfigError(
-                f"learner.mesh.{axis}: was {mesh.size(axis)}; it must be 1 for a model that sees "
-                f"images, such as this {model.config.model_type}"
-            )
+    if tower is not None and mesh is not None:
+        sizes = {axis: mesh.size(axis) for axis in ("sequence", "tensor")}
+        require_undivided_images(facts_of(model.config), sizes)
     return tower
 
 
