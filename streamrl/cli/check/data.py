@@ -412,8 +412,9 @@ def _check_rendered(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Fi
     """Encodes them as the generators do; the first refusal tells."""
     try:
         renderer = _renderer(config)
-        for prompt in prompts if renderer is not None else ():
-            if isinstance(prompt.content, str) or not has_media(prompt.content):
+        for prompt in prompts:
+            has_images = not isinstance(prompt.content, str) and has_media(prompt.content)
+            if renderer is not None and not has_images:
                 renderer.encode(prompt)
     except ConfigError as error:
         yield DATA.problem(str(error))
