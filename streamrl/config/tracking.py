@@ -42,9 +42,9 @@ class TrackingSettings(Section):
     console: bool = True
     """One line a step in the learner's log."""
     tensorboard: bool = False
-    """Event files in the run folder (extra: tensorboard)."""
+    """Event files in the run folder (`pip install 'streamrl[tensorboard]'`)."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Weights & Biases (extra: wandb)."""
+    """Weights & Biases (`pip install 'streamrl[wandb]'`)."""
     project: str = "streamrl"
     """Project name at Weights & Biases."""
     prometheus: PrometheusSettings = PrometheusSettings()

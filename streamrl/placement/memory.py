@@ -87,7 +87,7 @@ class ModelShape:
         """Of the run's model; None where it is not on this machine, or is of another kind."""
         model = config.model
         if model.recipe is not None and not Path(model.path).exists():
-            return cls.of_facts(_recipe_facts(model.recipe))
+            return cls.of_facts(recipe_facts(model.recipe))
         return cls._of_folder("model.path", model.path)
 
     @classmethod
@@ -162,7 +162,7 @@ def _active_width(facts: Mapping[str, Any], inner: int) -> int:
     return _num_active(facts) * int(facts.get("moe_intermediate_size") or inner)
 
 
-def _recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
+def recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
     return {
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
