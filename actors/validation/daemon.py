@@ -52,13 +52,13 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
         if config.generator.num_threads:
             torch.set_num_threads(config.generator.num_threads)
         stream = open_held_out_stream(config)
-        renderer, decode = ChatRenderer.from_config(config), open_decoder(config.model)
+        renderer, decoder = ChatRenderer.from_config(config), open_decoder(config.model)
         engine = make_engine(config, seed=config.run.seed)
     buffer = connect(config)
     try:
         runner = make_runner(config, engine, renderer, stream).single()
         several = runner.changed(group_size=config.validation.num_samples)
-        validator = Validator(config, NAME, several, len(stream), decode)
+        validator = Validator(config, NAME, several, len(stream), decoder)
         log.info("%s serves %s with %s", NAME, config.model.path, config.generator.engine)
         with exporting(config, "validator", NAME) as exported:
             validator.on_status = lambda status: exported.show(

@@ -302,7 +302,11 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
     if config.buffer.url.startswith("redi"):
         yield from CONFIGURATION.refusal(require_redis)
     tracking = config.tracking
-    wanted = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb != "off"}
+    wanted = {
+        "tensorboard": tracking.tensorboard,
+        "trackio": tracking.trackio,
+        "wandb": tracking.wandb != "off",
+    }
     for name, is_wanted in wanted.items():
         if is_wanted and find_spec(name) is None:
             yield CONFIGURATION.problem(

@@ -448,6 +448,7 @@ def dtypes_in(warnings: Sequence[str]) -> set[str]:
         ("sglang", ["generator.engine=sglang"], "generator.engine sglang: SGLang is not installed"),
         ("wandb", ["tracking.wandb=offline"], "tracking.wandb: is not installed"),
         ("tensorboard", ["tracking.tensorboard=true"], "tracking.tensorboard: is not installed"),
+        ("trackio", ["tracking.trackio=true"], "tracking.trackio: is not installed"),
         ("redis", ["buffer.url=redis://127.0.0.1:1"], "buffer.url redis:// needs the package"),
         (
             "reasoning_gym",
