@@ -364,7 +364,7 @@ def test_trackio_goes_on_with_the_run_of_a_folder_and_begins_one_for_another(
 
 
 def test_what_trackio_refuses_is_a_sentence_that_names_the_setting(tmp_path, trackio_store):
-    config = make_config(tmp_path, trackio=True, project="..", console=False)
+    config = make_config(tmp_path, trackio=True, project="my_system", console=False)
     with pytest.raises(ConfigError, match=r"^tracking\.trackio: Trackio says: "):
         open_trackers(config, first_step=1)
 
