@@ -14,6 +14,7 @@ import yaml
 from docs import coverage, reference
 from streamrl.config import RunConfig
 from streamrl.config.loading.foreign_names import SYSTEMS
+from streamrl.extras import EXTRAS
 from streamrl.metrics import CATALOGUE, OWN, Metric
 from streamrl.metrics.metric import CLOSED, OPEN
 from streamrl.tracking.groups import groups_of
@@ -85,7 +86,19 @@ setting, the value and what is allowed; so is what
 Values are read by the rules of YAML 1.2: `3e-6` is a number and `on` is text.
 
 """
-    return _NOTICE + introduction + "\n".join(reference.sections(RunConfig))
+    return _NOTICE + introduction + "\n".join((*reference.sections(RunConfig), _extras()))
+
+
+def _extras() -> str:
+    rows = (
+        f"| `{name}` | {extra.needed_by} | `pip install 'streamrl[{name}]'` |\n"
+        for name, extra in EXTRAS.items()
+    )
+    return (
+        "## Extras\n\nPackages that a part of StreamRL alone needs; where one is missed, the "
+        "sentence has the command. Several: `pip install 'streamrl[vllm,math]'`.\n\n"
+        "| extra | needed by | command |\n|---|---|---|\n" + "".join(rows)
+    )
 
 
 def _metrics() -> str:

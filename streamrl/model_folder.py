@@ -13,6 +13,9 @@ from typing import Any
 from streamrl.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Models that see images: their vision tower takes patches with their grid, and their text model
+positions of three axes, as `streamrl.vision.tower` has it."""
 _LONGEST_HEADER = 100_000_000
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -51,6 +54,10 @@ class ModelFolder:
     @property
     def brings_code(self) -> bool:
         return "auto_map" in self.config
+
+    @property
+    def sees_images(self) -> bool:
+        return self._read("config.json").get("model_type") in VISION
 
     @property
     def context(self) -> float:

@@ -78,7 +78,7 @@ def _require_vllm() -> None:
     if find_spec("vllm") is None:
         raise ConfigError(
             "generator.engine vllm: vLLM is not installed here; on a GPU machine "
-            "`pip install streamrl[vllm]`, on a CPU `make .venv-vllm/vllm.stamp` and start the "
+            "pip install 'streamrl[vllm]', on a CPU `make .venv-vllm/vllm.stamp` and start the "
             "generator with .venv-vllm/bin/streamrl"
         )
 

@@ -42,11 +42,12 @@ class TrackingSettings(Section):
     console: bool = True
     """One line a step in the learner's log."""
     tensorboard: bool = False
-    """Event files in the run folder (extra: tensorboard)."""
+    """Event files in the run folder (`pip install 'streamrl[tensorboard]'`)."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Weights & Biases (extra: wandb)."""
+    """Weights & Biases (`pip install 'streamrl[wandb]'`)."""
     trackio: bool = False
-    """Trackio, a dashboard on this machine: `trackio show --project streamrl` (extra: trackio)."""
+    """Trackio, a dashboard on this machine: `trackio show --project streamrl`
+    (`pip install 'streamrl[trackio]'`)."""
     project: str = "streamrl"
     """Project name at Weights & Biases and in Trackio."""
     prometheus: PrometheusSettings = PrometheusSettings()

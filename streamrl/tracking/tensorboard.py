@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import ConfigError
+from streamrl.extras import missing
 from streamrl.tracking.groups import GROUPS, grouped
 from streamrl.tracking.jsonl import VERSION
 from streamrl.tracking.tables import HELD_OUT, TRAINED, markdown_table
@@ -18,9 +18,7 @@ class TensorboardTracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "tracking.tensorboard: is not installed: pip install 'streamrl[tensorboard]'"
-            ) from error
+            raise missing("tracking.tensorboard:", error) from error
         self._writer = SummaryWriter(folder, purge_step=first_step)
         self._writer.add_custom_scalars(
             {

@@ -5,6 +5,7 @@ from typing import Any
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.extras import missing
 from streamrl.tracking.groups import grouped
 from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, rows
 
@@ -21,9 +22,7 @@ class TrackioTracker:
         try:
             import trackio
         except ImportError as error:
-            raise ConfigError(
-                "tracking.trackio: is not installed: pip install 'streamrl[trackio]'"
-            ) from error
+            raise missing("tracking.trackio:", error) from error
         self._table = trackio.Table
         self._file = config.run.path / "trackio-step"
         is_known = self._file.exists()

@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.extras import missing
 from streamrl.tracking.groups import grouped
 from streamrl.tracking.jsonl import VERSION
 from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, rows
@@ -26,9 +27,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(
-                "tracking.wandb: is not installed: pip install 'streamrl[wandb]'"
-            ) from error
+            raise missing("tracking.wandb:", error) from error
         if config.tracking.wandb == "off":
             raise ConfigError("tracking.wandb: is off")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))

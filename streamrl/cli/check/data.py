@@ -36,10 +36,12 @@ from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import has_rows, shown
 from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean
+from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
 from streamrl.interfaces import Prompt, PromptSource, ToolSchema
 from streamrl.model_folder import local_folder
 from streamrl.user_code import attributed_to, find_user_code, is_finite_number, is_user_code
+from streamrl.vision.parts import has_media
 
 _SCANNED, _SCORED = 256, 16
 _LARGEST_SCAN = 2000
@@ -274,7 +276,11 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"
         )
-    if isinstance(prompt.content, str) or _is_made(config):
+    if isinstance(prompt.content, str):
+        return
+    if has_media(prompt.content):
+        yield from _check_media(config)
+    if _is_made(config):
         return
     tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
     has_none = tokenizer is not None and not tokenizer.has_chat_template
@@ -283,6 +289,15 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
             "which the tokenizer has no chat template; name a Jinja file"
         )
+
+
+def _check_media(config: RunConfig) -> Iterator[Finding]:
+    """Of prompts with images."""
+    has_images = f"data.source: {_sources(config)} has images, which"
+    yield from DATA.refusal(partial(require, has_images, "PIL"))
+    folder = None if _is_made(config) else local_folder("model.path", config.model.path)
+    if folder is not None and not folder.sees_images:
+        yield DATA.problem(f"{has_images} the model at model.path {folder.path} does not see")
 
 
 def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:
@@ -401,9 +416,7 @@ def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
         yield from DATA.refusal(partial(check_scorer, name))
     spec = find_spec("reasoning_gym")
     if spec is None or spec.origin is None:
-        yield DATA.problem(
-            "data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'"
-        )
+        yield DATA.problem(str(not_installed(f"data.source: {data.source}", "reasoning_gym")))
         return
     sources = (file.read_text(encoding="utf-8") for file in Path(spec.origin).parent.rglob("*.py"))
     known = {found for text in sources for found in _GYM_NAME.findall(text)}

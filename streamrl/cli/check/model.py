@@ -14,6 +14,7 @@ from threading import Thread
 from streamrl.cli.get_model import PACKAGED
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.extras import require
 from streamrl.findings import MODEL, Finding
 from streamrl.model_folder import ModelFolder, local_folder
 from streamrl.user_code import find_user_code, is_user_code
@@ -116,6 +117,8 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
             f"model.trust_remote_code: is false, and {path} brings its own code "
             f"({facts['auto_map']})"
         )
+    if folder.sees_images:
+        yield from MODEL.refusal(partial(require, f"model.path: {path} sees images, which", "PIL"))
     if config.max_model_len > folder.context:
         yield MODEL.problem(
             f"{_length_settings(config)} is longer than the context of {path}, which is "

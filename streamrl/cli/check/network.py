@@ -20,6 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket, host_of, places_of, port_of
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, StreamRLError
+from streamrl.extras import not_installed
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
 
 ANSWER_S = 0.8
@@ -190,7 +191,7 @@ class RedisFacts(Struct, frozen=True):
 def ask_redis(config: RunConfig) -> RedisFacts | str:
     """The facts of the server that `buffer.url` names, or why there are none."""
     if find_spec("redis") is None:
-        return "the package redis is not installed: pip install 'streamrl[redis]'"
+        return str(not_installed("the client", "redis"))
     from redis.exceptions import RedisError
 
     try:
