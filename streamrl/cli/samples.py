@@ -59,32 +59,33 @@ def rendered_side_by_side(samples: Sequence[Sample], *, markup: bool = False) ->
     """A panel for each prompt, with the response of each version, oldest first."""
     shown = (sample if markup else sample.without_markup() for sample in samples)
     for index, of_prompt in groupby(shown, key=lambda sample: sample.prompt_index):
-        versions = list(of_prompt)
-        first = versions[0]
-        table = Table("version", "reward", "extracted", "response", box=None, pad_edge=False)
-        for sample in versions:
-            extracted = "" if sample.extracted is None else _extracted(sample)
+        table = Table("version", "reward", "response", "", box=None, pad_edge=False)
+        for sample in of_prompt:
             response = Text(_shown(sample.response, _SIDE_BY_SIDE))
-            table.add_row(f"{sample.step}", f"{sample.reward:.4g}", Text(extracted), response)
-        expected = f", expected {_shown(first.answer, _ANSWER)}" if first.answer else ""
-        prompt = Text(_shown(first.prompt, _SIDE_BY_SIDE), style="dim")
-        title = Text(f"prompt {index}{expected}")
+            said = Text("\n".join(_readings(sample)))
+            table.add_row(f"{sample.step}", f"{sample.reward:.4g}", response, said)
+        prompt = Text(_shown(sample.prompt, _SIDE_BY_SIDE), style="dim")
+        title = Text(", ".join((f"prompt {index}", *_expectation(sample))))
         yield Panel(Group(prompt, table), title=title, title_align="left")
 
 
 def verdict(sample: Sample) -> Iterator[str]:
     """The answer that was expected, the one that was read, and each of several rewards."""
+    yield from _expectation(sample)
+    yield from _readings(sample)
+
+
+def _expectation(sample: Sample) -> Iterator[str]:
     if sample.answer:
         yield f"expected {_shown(sample.answer, _ANSWER)}"
+
+
+def _readings(sample: Sample) -> Iterator[str]:
     if sample.extracted is not None:
-        yield f"extracted {_extracted(sample)}"
+        yield f"extracted {_shown(sample.extracted or 'nothing', _ANSWER)}"
     if len(sample.rewards) > 1:
         for name, value in sample.rewards.items():
             yield f"{printable(name)} {value:.4g}"
-
-
-def _extracted(sample: Sample) -> str:
-    return _shown(sample.extracted or "nothing", _ANSWER)
 
 
 def facts(sample: Sample) -> Iterator[str]:
