@@ -62,25 +62,27 @@ def rendered_side_by_side(samples: Sequence[Sample], *, markup: bool = False) ->
         table = Table("version", "reward", "response", "", box=None, pad_edge=False)
         for sample in of_prompt:
             response = Text(_shown(sample.response, _SIDE_BY_SIDE))
-            said = Text("\n".join(_readings(sample)))
+            said = Text("\n".join(readings(sample)))
             table.add_row(f"{sample.step}", f"{sample.reward:.4g}", response, said)
         prompt = Text(_shown(sample.prompt, _SIDE_BY_SIDE), style="dim")
-        title = Text(", ".join((f"prompt {index}", *_expectation(sample))))
+        title = Text(", ".join((f"prompt {index}", *expectation(sample))))
         yield Panel(Group(prompt, table), title=title, title_align="left")
 
 
 def verdict(sample: Sample) -> Iterator[str]:
     """The answer that was expected, the one that was read, and each of several rewards."""
-    yield from _expectation(sample)
-    yield from _readings(sample)
+    yield from expectation(sample)
+    yield from readings(sample)
 
 
-def _expectation(sample: Sample) -> Iterator[str]:
+def expectation(sample: Sample) -> Iterator[str]:
+    """The answer that was expected, where it is known."""
     if sample.answer:
         yield f"expected {_shown(sample.answer, _ANSWER)}"
 
 
-def _readings(sample: Sample) -> Iterator[str]:
+def readings(sample: Sample) -> Iterator[str]:
+    """What was extracted from the response, where a reward looks for something, and each reward."""
     if sample.extracted is not None:
         yield f"extracted {_shown(sample.extracted or 'nothing', _ANSWER)}"
     if len(sample.rewards) > 1:

@@ -11,6 +11,7 @@ from msgspec import structs
 from rich.console import Console
 
 from learners.samples import MOST_WAITING, SampleWriter, StepSamples
+from streamrl.cli.display.view import newest_sample
 from streamrl.cli.main import main
 from streamrl.cli.page.write import page_data, write_page
 from streamrl.cli.samples import rendered
@@ -207,6 +208,8 @@ def test_the_versions_of_a_held_out_prompt_stand_side_by_side(tmp_path, capsys):
     write_page(config, [])
     (section,) = page_data(config, [])["samples"]
     (first, _) = section["samples"]
+    assert (first["title"], first["verdict"]) == ("prompt 3", "expected 9")
+    assert [v["verdict"] for v in first["versions"]] == [f"extracted {v}" for v in (0, 10, 20)]
     assert [v["title"] for v in first["versions"]] == [
         f"version {v}, reward 0" for v in (0, 10, 20)
     ]
@@ -267,6 +270,27 @@ def test_a_table_has_what_was_expected_what_was_read_each_reward_and_no_markup()
     assert response == ["so 7", "7", 0.0, 0.0, 1.0]
     alone = as_json(make_marked(rewards={"math": 0.0}))
     assert columns_of(TRAINED, [alone]) == list(TRAINED)
+
+
+def test_the_page_and_the_live_view_show_what_was_read_and_no_markup(tmp_path):
+    config = make_run(tmp_path)
+    sample = make_marked(rewards={"math": 0.0, "format": 1.0})
+    (message,) = sample.messages
+    weighed = structs.replace(message, token_lengths=(3, 1, 10), weights=(1.0, 0.5, 2.0))
+    file = SampleFile(config.run.path, 1, 10_000)
+    file.append([structs.replace(sample, messages=(weighed,))])
+    (section,) = page_data(config, [])["samples"]
+    (found,) = section["samples"]
+    assert found["verdict"] == "expected 9, extracted 7, math 0, format 1"
+    assert found["prompt"] == "What is 4 + 5?"
+    assert found["messages"][0] == {
+        "role": "assistant",
+        "pieces": [("so ", 1.0), ("7", 0.5)],
+        "rest": "",
+    }
+    said = shown([newest_sample(config.run.path)])
+    assert "expected 9, extracted 7, math 0, format 1" in said
+    assert "<|im" not in said
 
 
 def test_the_files_are_bounded_and_lose_the_oldest_samples(tmp_path):

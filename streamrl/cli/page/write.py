@@ -17,7 +17,7 @@ from typing import Any
 from streamrl.cli.display.summary import summary_rows, validation_text
 from streamrl.cli.page.events import read_events
 from streamrl.cli.page.series import as_series, read_points
-from streamrl.cli.samples import facts, verdict
+from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
 from streamrl.samples.files import newest_first, side_by_side
@@ -119,17 +119,22 @@ def _sample(sample: Sample) -> dict[str, Any]:
 
 def _of_versions(samples: Sequence[Sample]) -> dict[str, Any]:
     """The samples of one prompt as one, in which the responses stand side by side."""
-    newest = _sample(samples[-1])
     versions = [
         {
             "title": f"version {sample.step}, reward {sample.reward:.4g}",
-            "verdict": ", ".join(verdict(sample)),
+            "verdict": ", ".join(readings(sample)),
             "messages": [_message(message, sample) for message in sample.messages],
         }
         for sample in samples
     ]
-    title = f"prompt {samples[-1].prompt_index}"
-    return {"title": title, "prompt": newest["prompt"], "messages": [], "versions": versions}
+    newest = samples[-1]
+    return {
+        "title": f"prompt {newest.prompt_index}",
+        "verdict": ", ".join(expectation(newest)),
+        "prompt": _cut(without_markup(newest.prompt, newest.special_tokens)),
+        "messages": [],
+        "versions": versions,
+    }
 
 
 def _message(message: Message, sample: Sample) -> dict[str, Any]:
