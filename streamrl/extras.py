@@ -23,6 +23,7 @@ EXTRAS: Mapping[str, Extra] = {
     "vllm": Extra(("vllm",), "`generator.engine: vllm` without `vllm.url`"),
     "redis": Extra(("redis",), "`buffer.url: redis://...`"),
     "wandb": Extra(("wandb",), "`tracking.wandb`"),
+    "trackio": Extra(("trackio",), "`tracking.trackio`"),
     "tensorboard": Extra(("tensorboard",), "`tracking.tensorboard`"),
     "flash": Extra(("flash_attn",), "nothing: the learner's attention is faster with it on a GPU"),
     "liger": Extra(("liger_kernel",), "nothing: log-probabilities are faster with it on a GPU"),

@@ -159,6 +159,7 @@ def test_no_key_of_a_service_is_written_and_penalties_lose_their_minus(folder):
 
 def test_batches_of_trl_are_counted_in_groups(folder):
     settings, comments = imported(EXAMPLES / "trl" / "grpo.yaml", "trl")
+    assert (settings["tracking.wandb"], settings["tracking.trackio"]) == ("online", True)
     assert settings["learner.groups_per_step"] == 4
     assert settings["algorithm.kl_loss.kind"] == "low_var_kl+"
     assert settings["algorithm.advantage_config.norm_adv_by_std"] is False

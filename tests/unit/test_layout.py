@@ -23,7 +23,7 @@ SHORT = {
         "config/algorithm/presets config/section config/tracking"
     ),
     "one tracker, or one kind of file": (
-        "tracking/console tracking/tables tracking/tensorboard data_files/parquet"
+        "tracking/console tracking/tensorboard data_files/parquet"
     ),
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation tools/tool metrics/catalogue"

@@ -305,6 +305,7 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
         "redis": ("buffer.url: redis://", config.buffer.url.startswith("redi")),
         "peft": ("learner.lora:", config.learner.lora is not None),
         "tensorboard": ("tracking.tensorboard:", tracking.tensorboard),
+        "trackio": ("tracking.trackio:", tracking.trackio),
         "wandb": ("tracking.wandb:", tracking.wandb != "off"),
     }
     for module, (needs, is_wanted) in wanted.items():

@@ -22,6 +22,7 @@ NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "vllm": ("generator.engine=vllm",),
     "redis": ("buffer.url=redis://127.0.0.1:1",),
     "wandb": ("tracking.wandb=offline",),
+    "trackio": ("tracking.trackio=true",),
     "tensorboard": ("tracking.tensorboard=true",),
     "lora": ("learner.lora={}",),
     "gateway": ("generator.environment=agent",),
