@@ -565,9 +565,9 @@ def test_the_report_is_drawn_from_the_metrics(tmp_path):
     for line in LINES:
         tracker.log(line, int(line["step"]))
     tracker.close()
-    assert len(write_report(config)) == 30
-    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert "Training reward" in (folder / "report.html").read_text()
+    text = write_report(config).read_text()
+    assert '"state":"30 of' in text
+    assert '"title":"Staleness in versions"' in text
 
 
 def test_a_sparkline_shows_the_shape():
