@@ -232,8 +232,8 @@ function section(title, ...children) {
 
 function makePage() {
   const broken = data.checks.filter((check) => !check.holds).length;
-  const state = node("a", { href: "#integrity", className: broken ? "fault" : "good", textContent: broken ? `\u2717 ${broken} of ${data.checks.length} checks of integrity` : "\u2713 integrity" });
-  document.getElementById("state").append(`${data.state} \u00b7 `, state);
+  const state = node("a", { href: "#integrity", className: broken ? "fault" : "good", textContent: broken ? `\u2717 ${broken} of ${data.checks.length} checks of integrity failed` : "\u2713 integrity" });
+  document.getElementById("state").append(data.state, ...(data.checks.length ? [" \u00b7 ", state] : []));
   main.append(makeAbout(), ...[true, false].map((first) => node("div", { className: "tiles" }, ...data.tiles.filter((t) => t.is_first === first).map(makeTile))));
   if (data.notes.length) main.append(node("ul", {}, ...data.notes.map(([name, text]) => node("li", {}, node("b", { textContent: `${name}: ` }), text))));
   if (data.overview.length) main.append(makeControls(), makeCharts(data.overview.slice(0, 1)), makeCharts(data.overview.slice(1)));
@@ -244,7 +244,7 @@ function makePage() {
     section(title, ...(weighed ? [makeScale()] : []), shown[0], ...(samples.length > 6 ? [more] : []));
   }
   if (data.events.length) section("What happened to the processes", makeEvents());
-  section("Integrity", node("ul", { className: "checks card" }, ...data.checks.map(makeCheck)));
+  if (data.checks.length) section("Integrity", node("ul", { className: "checks card" }, ...data.checks.map(makeCheck)));
   if (data.groups.length) section("All metrics", ...data.groups.map((group) => node("details", { id: group.name }, node("summary", { textContent: `${group.title} (${group.charts.length})` }), makeCharts(group.charts))));
 }
 
