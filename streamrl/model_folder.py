@@ -123,6 +123,28 @@ class ModelFolder:
         return content if isinstance(content, Mapping) else {}
 
 
+def require_same_tokens(
+    setting: str, path: str, wanted: Mapping[str, int], found: Mapping[str, int]
+) -> None:
+    """
+    Args:
+        setting: names the model at `path`.
+        wanted: the policy's tokens, with their ids.
+        found: those of the model at `path`.
+
+    Raises:
+        ConfigError: a token of the policy has another id there, or none.
+    """
+    for token, number in sorted(wanted.items(), key=lambda item: item[1]):
+        if found.get(token) != number:
+            there = f"is {found[token]}" if token in found else "does not exist"
+            raise ConfigError(
+                f"{setting}: {path} has another tokenizer than the policy: token {token!r} is "
+                f"{number} for the policy and {there} in {path}; name a model with the policy's "
+                "tokenizer, such as a smaller one of its family"
+            )
+
+
 def local_folder(setting: str, name: str) -> ModelFolder | None:
     """The folder of this name, here or in the Hub's cache."""
     path = Path(name) if Path(name).is_dir() else hub_folder(name)

@@ -286,15 +286,21 @@ def token_that_silences_its_sequence(c: "RunConfig") -> str | None:
     )
 
 
-def warmup_without_a_critic(c: "RunConfig") -> str | None:
-    warmup = c.algorithm.value.critic_warmup
-    if not warmup or (c.algorithm.needs_values and warmup < c.run.max_steps):
+def setting_without_a_critic(c: "RunConfig") -> str | None:
+    own = c.algorithm.value.model_dump(exclude_defaults=True)
+    if c.algorithm.needs_values or not own:
         return None
-    if not c.algorithm.needs_values:
-        return (
-            f"algorithm.value.critic_warmup {warmup} has no critic to warm up: "
-            f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
-        )
+    name, value = next(iter(own.items()))
+    return (
+        f"algorithm.value.{name} {value} has no critic to act on: "
+        f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
+    )
+
+
+def warmup_longer_than_run_of_a_critic(c: "RunConfig") -> str | None:
+    warmup = c.algorithm.value.critic_warmup
+    if warmup < c.run.max_steps or not c.algorithm.needs_values:
+        return None
     return (
         f"algorithm.value.critic_warmup {warmup} leaves none of run.max_steps {c.run.max_steps} "
         "to the policy"
@@ -364,7 +370,7 @@ def truncated_of_nothing(c: "RunConfig") -> str | None:
 
 def alike_samples(c: "RunConfig") -> str | None:
     v = c.validation
-    if not v.every or v.num_samples == 1 or v.temperature > 0:
+    if not c.is_validated or v.num_samples == 1 or v.temperature > 0:
         return None
     return (
         f"validation.num_samples {v.num_samples} with validation.temperature 0 samples the same "
@@ -374,7 +380,7 @@ def alike_samples(c: "RunConfig") -> str | None:
 
 def never_published(c: "RunConfig") -> str | None:
     every, publish_every = c.validation.every, c.weights.publish_every
-    if every % publish_every == 0:
+    if not isinstance(every, int) or every % publish_every == 0:
         return None
     return (
         f"validation.every {every} is no multiple of weights.publish_every {publish_every}: "
@@ -401,7 +407,7 @@ def bad_generator(c: "RunConfig") -> str | None:
         engine = c.validation.engine_settings(c.generator)
     except ValidationError as error:
         return f"validation.generator: {_sentence(error, tuple(type(c.generator).model_fields))}"
-    if not c.validation.every or engine.url is None or engine.url != c.generator.url:
+    if not c.is_validated or engine.url is None or engine.url != c.generator.url:
         return None
     return (
         f"validation.every {c.validation.every} needs an engine of its own, which keeps a version "
@@ -412,7 +418,7 @@ def bad_generator(c: "RunConfig") -> str | None:
 
 def early_stop_without_validation(c: "RunConfig") -> str | None:
     patience = c.validation.early_stop.patience
-    if c.validation.every or not patience:
+    if c.is_validated or not patience:
         return None
     return f"validation.early_stop.patience {patience} needs validations: set validation.every"
 
@@ -421,13 +427,16 @@ def best_without_validation(c: "RunConfig") -> str | None:
     checkpoint = c.learner.checkpoint
     if not checkpoint.keep_best or not checkpoint.is_best_validated:
         return None
-    if not c.validation.every:
-        return f"learner.checkpoint.best_by {checkpoint.best_by} needs validation.every"
-    longer = max(checkpoint.every, c.validation.every)
-    if longer % min(checkpoint.every, c.validation.every) == 0:
+    every = c.validation.every
+    if not isinstance(every, int) or not every:
+        return (
+            f"learner.checkpoint.best_by {checkpoint.best_by} needs validation.every as a number, "
+            f"such as {checkpoint.every}, so that the versions of checkpoints are validated"
+        )
+    if max(checkpoint.every, every) % min(checkpoint.every, every) == 0:
         return None
     return (
-        f"validation.every {c.validation.every} and learner.checkpoint.every {checkpoint.every} "
+        f"validation.every {every} and learner.checkpoint.every {checkpoint.every} "
         "rarely meet, and only a validated checkpoint can be the best: make one a multiple of the "
         "other"
     )
@@ -435,7 +444,7 @@ def best_without_validation(c: "RunConfig") -> str | None:
 
 def agents_of_others(c: "RunConfig") -> str | None:
     agents = [entry.setting for entry in c.entries if entry.environment == "agent"]
-    if not c.validation.every or not agents:
+    if not c.is_validated or not agents:
         return None
     return (
         f"validation.every {c.validation.every} cannot validate {agents[0]} agent: agents from "
@@ -533,7 +542,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     epochs_not_counted,
     warmup_longer_than_run,
     decay_within_warmup,
-    warmup_without_a_critic,
+    setting_without_a_critic,
+    warmup_longer_than_run_of_a_critic,
     decay_of_all_of_a_critic,
     shaped_beside_a_greedy_reward,
     token_that_silences_its_sequence,

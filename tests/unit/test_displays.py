@@ -103,13 +103,16 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     held_out = "0.336 (greedy, 256 prompts, 2 failed)"
     lines = [json.loads(t) for t in (config.run.path / "metrics.jsonl").read_text().splitlines()]
     view = printed(render(config, lines, {}))
-    assert view[0].startswith("step 6/550  training reward 0.350")
+    assert view[0].startswith("step 6/550  training reward 0.550 (last 2 steps)")
     assert f"training reward {change}" in view
     assert f"held-out reward {held_out}" in view
     assert change in shown(config)
     assert held_out in shown(config)
     main(["status", str(config.run.path)])
-    assert "step 6 of 550, training reward 0.600" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "step 6 of 550, training reward 0.550 (last 2 steps)" in text
+    main(["status", str(config.run.path), "--json"])
+    assert json.loads(capsys.readouterr().out)["training_reward"] == pytest.approx(0.55)
     unlabeled = [n for n in view if "reward" in n and not n.startswith(("training", "held-out"))]
     assert unlabeled == view[:1]
 

@@ -108,7 +108,7 @@ def test_defaults_interpolation_and_the_critic_of_verl(folder):
     assert settings["run.resume"] == "never"
     assert settings["run.evaluate"] is False
     assert has_line(comments, "defaults: no file 'ppo_trainer'; verl's own defaults stand")
-    assert has_line(comments, "critic.model.path: models/value; the critic begins as the policy's")
+    assert settings["algorithm.value.model_path"] == "models/value"
     assert settings["algorithm.value.weight_decay"] == 0.01
     assert has_line(comments, "actor.clip_ratio: 0.2; ", "with one update a batch")
 
@@ -137,6 +137,13 @@ def test_files_that_roll_takes_as_defaults_and_roles_of_its_own(folder):
     assert {name: settings.get(name) for name in expected} == expected
     assert has_line(comments, "strategy_config.zero_optimization.stage: 3; here it is learner.mesh")
     assert has_line(comments, "rewards.math_rule.tag_included: [deepmath]; here it is data.rewards")
+
+
+def test_the_critic_of_roll_begins_as_its_reward_model(folder):
+    settings, comments = imported(EXAMPLES / "roll" / "ppo.yaml", "roll")
+    assert settings["algorithm.value.model_path"] == "models/base"
+    line = "critic.training_args.per_device_train_batch_size: 2; here it is algorithm.value.max_tok"
+    assert has_line(comments, line)
 
 
 def test_no_key_of_a_service_is_written_and_penalties_lose_their_minus(folder):

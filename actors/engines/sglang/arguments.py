@@ -8,6 +8,7 @@ the same difference between the two distributions.
 """
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from actors.engines.sglang.messages import GenerateMetaInfo, GenerateReqInput, S
 from streamrl.config import RunConfig
 from streamrl.config.generator import SGLANG_OURS
 from streamrl.errors import ConfigError, RolloutError
+from streamrl.placement.devices import visible_alone
 from streamrl.types import SamplingParams, TokenSets, TopLogprobs
 
 
@@ -83,7 +85,9 @@ def launch_environment(config: RunConfig) -> dict[str, str]:
     """What the process of `launch_command` needs beside this one's environment."""
     num_threads = config.generator.num_threads
     threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
-    return threads if has_gpu() else {**threads, "SGLANG_USE_CPU_ENGINE": "1"}
+    if not has_gpu():
+        return {**threads, "SGLANG_USE_CPU_ENGINE": "1"}
+    return {**threads, **visible_alone(config.generator.device, os.environ)}
 
 
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:

@@ -67,6 +67,7 @@ from streamrl.config.generator import VllmSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
+from streamrl.placement.devices import visible_alone
 from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.pixels import decode
@@ -260,7 +261,8 @@ class VllmEngine(UpdatableEngine):
         processes = VllmProcesses(config.run.path / "logs")
         vision = VllmVision.of(config.model, facts)
         arguments = engine_arguments(config, facts, seed=seed)
-        return cls(arguments, config.generator.vllm, facts, processes, vision)
+        with _finding(config.generator.device):
+            return cls(arguments, config.generator.vllm, facts, processes, vision)
 
     async def generate(
         self,
@@ -384,6 +386,20 @@ class InProcessVerbs:
     async def require_alive(self) -> None:
         if self._llm.errored:
             raise await asyncio.to_thread(self._processes.death)
+
+
+@contextmanager
+def _finding(device: str) -> Iterator[None]:
+    """vLLM's processes, which take every GPU that they find, find this one; we see all again."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ.update(visible_alone(device, os.environ))
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses) -> AsyncLLM:

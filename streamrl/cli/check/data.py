@@ -204,7 +204,7 @@ def _check_source(config: RunConfig) -> Iterator[Finding]:
         yield from _check_gym(data, data.source.removeprefix(_GYM))
         return
     yield from _check_training(config)
-    if config.run.evaluate or config.validation.every:
+    if config.run.evaluate or config.is_validated:
         yield from _check_held_out(config)
 
 
@@ -243,7 +243,7 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
     try:
         held_out = open_held_out(config.data)
     except ConfigError as error:
-        off = "validation.every: 0" if config.validation.every else "run.evaluate: false"
+        off = "validation.every: 0" if config.is_validated else "run.evaluate: false"
         hint = f"; or set {off}" if config.data.eval_source is None else ""
         yield DATA.problem(f"{error}{hint}")
         return

@@ -15,7 +15,7 @@ from streamrl.cli.get_model import PACKAGED
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.findings import MODEL, Finding
-from streamrl.model_folder import ModelFolder, local_folder
+from streamrl.model_folder import ModelFolder, local_folder, require_same_tokens
 from streamrl.user_code import find_user_code, is_user_code
 
 HUB_S = 5.0
@@ -46,6 +46,27 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield tokenizer
     else:
         yield from _check_tokenizer(config, folder, tokenizer)
+        yield from _check_critic(config, tokenizer)
+
+
+def _check_critic(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding]:
+    """Whether a model of its own is there, and knows the tokens of the policy."""
+    setting, path = "algorithm.value.model_path", config.algorithm.value.model_path
+    if path is None:
+        return
+    folder = find_folder(setting, path)
+    if isinstance(folder, Finding):
+        yield folder
+        return
+    if config.max_model_len > folder.context:
+        yield MODEL.problem(
+            f"{setting}: {path} has a context of {folder.context:g}, and "
+            f"{_length_settings(config)} is longer"
+        )
+    if tokenizer.token_ids and folder.token_ids:
+        known = [{**one.token_ids, **one.special_token_ids} for one in (tokenizer, folder)]
+        yield from MODEL.refusal(partial(require_same_tokens, setting, path, *known))
+    yield MODEL.ok(f"{setting}: {path}: {folder.config.get('model_type', 'a model')}")
 
 
 def _makeable(path: Path) -> Finding:

@@ -20,14 +20,17 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.display.numbers import (
-    duration,
+    RECENT,
     metric_mean,
     rate,
+    remaining,
+    remaining_texts,
     reward_change,
+    reward_text,
     sparkline,
     wait_shares,
 )
-from streamrl.cli.display.summary import held_out_reward, validation_text
+from streamrl.cli.display.summary import held_out_rows, validation_text
 from streamrl.cli.processes.child import Child
 from streamrl.cli.samples import rendered
 from streamrl.config import RunConfig
@@ -40,7 +43,6 @@ from streamrl.tracking.followed import FollowedMetrics
 from streamrl.types import LearnerActivity, LearnerStatus
 
 REFRESH_S = 0.5
-_RECENT = 20
 _LINE_S = 5.0
 _REPEAT_S = 60.0
 _PARTS = ("wait", "plan", "score", "forward", "backward", "update", "snapshot", "save")
@@ -102,7 +104,10 @@ class LinePrinter:
         now_s, lines = time.monotonic(), self._metrics.read()
         headlines = [headline(self._config, lines)] if lines else []
         texts = {text: text for text in headlines}
-        texts |= {_NUMBER.sub("", text): text for text in notes(self._config.run.path)}
+        said = notes(self._config.run.path)
+        if validated := validation_text(self._config):
+            said.append(f"held-out reward {validated}")
+        texts |= {_NUMBER.sub("", text): text for text in said}
         # What is no longer so is new when it is so again.
         self._said = {words: self._said[words] for words in texts if words in self._said}
         for words, text in texts.items():
@@ -113,28 +118,25 @@ class LinePrinter:
 
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Where the run is, in one line; numbers are means of the last _RECENT steps."""
-    return "  ".join([f"step {lines[-1]['step']}/{config.run.max_steps}", *means(config, lines)])
+    """Where the run is, in one line, with the means of the last steps and what is to come."""
+    max_steps, checkpoint = config.run.max_steps, config.learner.checkpoint
+    reward = (text for text in (reward_text(lines),) if text)
+    left = remaining_texts(remaining(lines, max_steps, checkpoint.every))
+    return "  ".join([f"step {lines[-1]['step']}/{max_steps}", *reward, *means(lines), *left])
 
 
-def means(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Of the last _RECENT steps: reward, staleness, effective sample size, wait, speed; and how
-    long the rest takes."""
-    last = lines[-1]
+def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of the last RECENT steps: staleness, effective sample size, wait, speed."""
     for label, name, digits in (
-        ("training reward", "reward/mean", 3),
         ("staleness", "buffer/staleness_mean", 2),
         ("ESS", "mismatch/rollout_is_eff_sample_size", 3),
         ("wait", "learner/wait_s", 2),
     ):
         if (value := _recent(lines, name)) is not None:
             yield f"{label} {value:.{digits}f}"
-    generated = rate(lines[-_RECENT:], "generator/tokens_per_s")
+    generated = rate(lines[-RECENT:], "generator/tokens_per_s")
     if generated is not None:
         yield f"{generated:.0f} tokens/s"
-    step_s, num_left = _recent(lines, "learner/step_s"), config.run.max_steps - last["step"]
-    if step_s is not None and num_left > 0:
-        yield f"ETA {duration(num_left * step_s)}"
 
 
 def read_wait(folder: Path) -> str:
@@ -193,15 +195,13 @@ def screen(
 
 
 def _progress_texts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if parts := step_parts(lines[-_RECENT:]):
+    if parts := step_parts(lines[-RECENT:]):
         yield parts
     if rewards := [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]:
         yield f"training reward {reward_change(lines)}"
         yield sparkline(rewards)
-    if validated := validation_text(config):
-        yield f"validation {validated}"
-    if held_out := held_out_reward(config.run.path):
-        yield f"held-out reward {held_out}"
+    for name, value in held_out_rows(config.run.path, validation_text(config)):
+        yield f"{name} {value}"
 
 
 def step_parts(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -233,7 +233,7 @@ def _role_cells(
 ) -> tuple[str, str, str]:
     if role == "learner" and last:
         rate = _recent(lines, "learner/tokens_per_s") or 0
-        return f"{rate:.0f}", str(last["step"]), wait_shares(lines[-_RECENT:])
+        return f"{rate:.0f}", str(last["step"]), wait_shares(lines[-RECENT:])
     if role == "buffer" and last:
         held = f"{last.get('buffer/leased', 0)} leased, {last.get('buffer/buffered', 0)} buffered"
         return "", "", held
@@ -243,4 +243,4 @@ def _role_cells(
 
 
 def _recent(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    return metric_mean(lines[-_RECENT:], name)
+    return metric_mean(lines[-RECENT:], name)
