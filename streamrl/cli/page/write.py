@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,16 @@ from streamrl.cli.display.summary import summary_rows, validation_text
 from streamrl.cli.page.about import about, checks
 from streamrl.cli.page.events import read_events
 from streamrl.cli.page.series import as_series, read_points
-from streamrl.cli.samples import facts
+from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.samples.files import newest_first, read_samples, validation_files
-from streamrl.samples.record import Message, Sample, printable
+from streamrl.samples.files import newest_first, side_by_side
+from streamrl.samples.record import Message, Sample, cut, printable, without_markup
 from streamrl.tracking.groups import OVERVIEW, Chart, groups_of, label_of
 from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE
 
 PAGE_FILE = "report.html"
-NUM_SAMPLES = 24
+NUM_SAMPLES, NUM_PROMPTS, NUM_VERSIONS = 24, 8, 4
 _LONGEST = 8000
 _CHARTS = "uPlot-1.6.32"
 """The library that draws the charts, as npm has it: https://www.npmjs.com/package/uplot."""
@@ -83,10 +83,7 @@ def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str
             {"time": e.time_s, "role": e.role, "kind": e.kind, "text": printable(e.text)}
             for e in read_events(run)
         ],
-        "samples": [
-            {"title": title, "samples": [_sample(sample) for sample in samples]}
-            for title, samples in _samples(run)
-        ],
+        "samples": list(_samples(run)),
     }
 
 
@@ -118,41 +115,67 @@ def _chart(chart: Chart, names: Sequence[str]) -> dict[str, Any]:
     return {"title": chart.title, "kind": chart.kind, "note": chart.note, "series": series}
 
 
-def _samples(run: Path) -> Iterator[tuple[str, list[Sample]]]:
+def _samples(run: Path) -> Iterator[dict[str, Any]]:
+    """Sections, each with its samples; of a validation what each version wrote for a prompt is one
+    sample."""
     if newest := list(islice(newest_first(run), NUM_SAMPLES)):
-        yield f"What the newest steps have trained on ({len(newest)} samples)", newest
-    if files := validation_files(run):
-        sampled = list(islice(read_samples(files[-1]), NUM_SAMPLES))
-        yield f"Validation of version {int(files[-1].stem)} ({len(sampled)} samples)", sampled
+        title = f"What the newest steps have trained on ({len(newest)} samples)"
+        yield {"title": title, "samples": [_sample(sample) for sample in newest]}
+    if held_out := side_by_side(run, num_prompts=NUM_PROMPTS, num_versions=NUM_VERSIONS):
+        prompts = groupby(held_out, key=lambda sample: sample.prompt_index)
+        title = "The same held-out prompts, version by version"
+        yield {"title": title, "samples": [_of_versions(list(found)) for _, found in prompts]}
 
 
 def _sample(sample: Sample) -> dict[str, Any]:
     title = (f"step {sample.step}", f"prompt {sample.prompt_index}", f"reward {sample.reward:.4g}")
     return {
         "title": ", ".join(title),
+        "verdict": ", ".join(verdict(sample)),
         "facts": ", ".join(facts(sample)),
-        "prompt": _cut(sample.prompt),
-        "messages": [_message(message) for message in sample.messages],
+        "prompt": _cut(without_markup(sample.prompt, sample.special_tokens)),
+        "messages": [_message(message, sample) for message in sample.messages],
     }
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _of_versions(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The samples of one prompt as one, in which the responses stand side by side."""
+    versions = [
+        {
+            "title": f"version {sample.step}, reward {sample.reward:.4g}",
+            "verdict": ", ".join(readings(sample)),
+            "messages": [_message(message, sample) for message in sample.messages],
+        }
+        for sample in samples
+    ]
+    newest = samples[-1]
+    return {
+        "title": f"prompt {newest.prompt_index}",
+        "verdict": ", ".join(expectation(newest)),
+        "prompt": _cut(without_markup(newest.prompt, newest.special_tokens)),
+        "messages": [],
+        "versions": versions,
+    }
+
+
+def _message(message: Message, sample: Sample) -> dict[str, Any]:
     """The pieces of the tokens whose weights are known, as far as the text is shown, and the rest
-    of it."""
+    of it, both without the markup of the chat template."""
     pieces: list[tuple[str, float]] = []
     position = 0
     for length, weight in zip(message.token_lengths, message.weights, strict=False):
         if position + length > _LONGEST:
             break
-        pieces.append((printable(message.content[position : position + length]), weight))
+        piece = message.content[position : position + length]
+        if piece not in sample.special_tokens:
+            pieces.append((printable(piece), weight))
         position += length
-    rest = _cut(message.content[position:])
+    rest = _cut(without_markup(message.content[position:], sample.special_tokens))
     return {"role": message.role, "pieces": pieces, "rest": rest}
 
 
 def _cut(text: str) -> str:
-    cut = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
-    return printable(text if len(text) <= _LONGEST else cut)
+    return printable(cut(text, _LONGEST))
 
 
 def _filled(line: str, fields: Mapping[str, str]) -> str:

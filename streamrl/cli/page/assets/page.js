@@ -165,8 +165,12 @@ function makeMessage(message) {
   return text;
 }
 
+// Of several versions the responses to one prompt stand side by side.
 function makeSample(sample) {
-  return node("div", { className: "sample card" }, node("b", { textContent: sample.title }), node("p", { textContent: sample.facts }), node("pre", { className: "prompt", textContent: sample.prompt }), ...sample.messages.map(makeMessage));
+  const said = [sample.verdict, sample.facts].filter(Boolean).map((text) => node("p", { textContent: text }));
+  const prompt = sample.prompt ? [node("pre", { className: "prompt", textContent: sample.prompt })] : [];
+  const versions = sample.versions ? [node("div", { className: "versions" }, ...sample.versions.map(makeSample))] : [];
+  return node("div", { className: sample.versions ? "sample card wide" : "sample card" }, node("b", { textContent: sample.title }), ...said, ...prompt, ...sample.messages.map(makeMessage), ...versions);
 }
 
 function makeScale() {
