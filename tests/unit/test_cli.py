@@ -22,7 +22,7 @@ from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS
 from streamrl.cli.buffer.audit import check_folder
 from streamrl.cli.display.numbers import sparkline, wait_shares
 from streamrl.cli.display.summary import summary_rows
-from streamrl.cli.display.view import headline, read_wait, render
+from streamrl.cli.display.view import headline, means, read_wait, render
 from streamrl.cli.main import main
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
@@ -482,8 +482,10 @@ LINES = [
 def test_the_view_says_where_the_run_is(tmp_path):
     config = load_config(QUICKSTART, ["run.max_steps=150"]).config
     line = headline(config, LINES)
-    assert line.startswith("step 30/150  training reward 0.5")
-    assert "staleness 1.00  ESS 0.900  wait 0.10  1000 tokens/s  ETA 1:00" in line
+    assert line == (
+        "step 30/150  training reward 0.637 (last 10 steps)  checkpoint 100 in 0:35  ETA 1:00"
+    )
+    assert list(means(LINES)) == ["staleness 1.00", "ESS 0.900", "wait 0.10", "1000 tokens/s"]
     run = config.run.model_copy(update={"max_steps": 20})
     assert "ETA" not in headline(config.model_copy(update={"run": run}), LINES)
     rewards = [
@@ -522,8 +524,9 @@ def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time(tmp
     write_learner(config.run.path, waits_for="step 31 waits for prompt 812")
     view = printed(render(config, lines, {"learner": "runs"}))
     assert view[1] == "step 31 waits for prompt 812"
-    assert view[2].startswith("0.50 s a step: other 80 %, wait 20 %")
-    assert len(view) == 7
+    assert view[2] == "staleness 1.00, ESS 0.900, wait 0.10, 1000 tokens/s"
+    assert view[3].startswith("0.50 s a step: other 80 %, wait 20 %")
+    assert len(view) == 8
     assert wait_shares(lines) == WAITS
     assert wait_shares(LINES) == "waits 20 %"
 

@@ -102,8 +102,8 @@ class LinePrinter:
 
     def print_now(self) -> None:
         now_s, lines = time.monotonic(), self._metrics.read()
-        headlines = [headline(self._config, lines)] if lines else []
-        texts = {text: text for text in headlines}
+        shown = "  ".join([headline(self._config, lines), *means(lines)]) if lines else ""
+        texts = {shown: shown} if lines else {}
         said = notes(self._config.run.path)
         if validated := validation_text(self._config):
             said.append(f"held-out reward {validated}")
@@ -118,11 +118,11 @@ class LinePrinter:
 
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Where the run is, in one line, with the means of the last steps and what is to come."""
+    """Where the run is, in one line, and what is to come."""
     max_steps, checkpoint = config.run.max_steps, config.learner.checkpoint
     reward = (text for text in (reward_text(lines),) if text)
     left = remaining_texts(remaining(lines, max_steps, checkpoint.every))
-    return "  ".join([f"step {lines[-1]['step']}/{max_steps}", *reward, *means(lines), *left])
+    return "  ".join([f"step {lines[-1]['step']}/{max_steps}", *reward, *left])
 
 
 def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -178,7 +178,8 @@ def render(
         table.add_row(role, state, *_role_cells(role, last, lines))
     title = headline(config, lines) if lines else "starting: waiting for the first step"
     said = (Text(printable(note)) for note in notes(config.run.path))
-    return screen((Text(title, style="bold"), *said), config, lines, table)
+    recent = (Text(", ".join(means(lines))),) if lines else ()
+    return screen((Text(title, style="bold"), *said, *recent), config, lines, table)
 
 
 def screen(
