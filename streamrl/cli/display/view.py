@@ -104,10 +104,10 @@ class LinePrinter:
         now_s, lines = time.monotonic(), self._metrics.read()
         shown = "  ".join([headline(self._config, lines), *means(lines)]) if lines else ""
         texts = {shown: shown} if lines else {}
-        said = notes(self._config.run.path)
+        sentences = notes(self._config.run.path)
         if validated := validation_text(self._config):
-            said.append(f"held-out reward {validated}")
-        texts |= {_NUMBER.sub("", text): text for text in said}
+            sentences.append(f"held-out reward {validated}")
+        texts |= {_NUMBER.sub("", text): text for text in sentences}
         # What is no longer so is new when it is so again.
         self._said = {words: self._said[words] for words in texts if words in self._said}
         for words, text in texts.items():
