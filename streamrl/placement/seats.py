@@ -369,7 +369,9 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     for index, wanted in enumerate(generator_hosts(config, hosts)):
         name = f"generator-{index}"
         taken = (*taken, engine_seat(name, "generator", config.generator, wanted, taken))
-    if config.is_validated:
+    # By default where there is a place; what a setting asks for has to have one.
+    has_place = any("validator" in host.roles for host in hosts)
+    if config.is_validated and (has_place or config.validation.every is not None):
         generator, wanted = config.for_validator().generator, allowed_for("validator", hosts)
         taken = (*taken, engine_seat("validator", "validator", generator, wanted, taken))
     return (*buffer, *taken)
