@@ -83,6 +83,19 @@ def _require_vllm() -> None:
         )
 
 
+def require_torchvision(path: str) -> None:
+    """What vLLM's own processors of images need.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("torchvision") is None:
+        raise ConfigError(
+            f"generator.engine: vllm needs torchvision for the images that {path} sees, and it is "
+            "not installed: use generator.engine hf"
+        )
+
+
 def _require_sglang() -> None:
     if find_spec("sglang") is None:
         raise ConfigError(

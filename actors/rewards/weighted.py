@@ -70,7 +70,11 @@ class Rewards:
         known = [(r, s) for r, s in zip(rewards, scores, strict=True) if s is not None]
         if not known:
             names = " and ".join(reward.label for reward in rewards)
-            raise RewardError(f"reward {names} applies to no episode of the row", rewards[0].label)
+            raise RewardError(
+                f"reward {names} applies to no episode of the row: it returned None for one; a "
+                "reward of the run must return a number",
+                rewards[0].label,
+            )
         metrics = {f"reward/{r.label}": s.reward for r, s in known}
         further = {
             f"reward/{r.label}/{name}": value for r, s in known for name, value in s.metrics.items()

@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FILES = 15
 MIN_FILE_LINES = 60
 SHORT = {
-    "a command": "cli/evaluate cli/keys cli/new",
+    "a command": "cli/keys cli/new cli/report",
     "a section of the configuration, or what all sections are made of": (
         "config/algorithm/presets config/section config/tracking"
     ),

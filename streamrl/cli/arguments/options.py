@@ -75,7 +75,7 @@ def run_folder(parser: ArgumentParser) -> None:
 def report(parser: ArgumentParser) -> None:
     run_folder(parser)
     parser.add_argument(
-        "--html", action="store_true", help="write report.html alone, and print where it is"
+        "--html", action="store_true", help="print where report.html is, and no summary"
     )
 
 

@@ -38,6 +38,12 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
     if config.buffer.has_daemon:
         yield from check_listening("buffer.url", url)
     yield from check_listening("weights.address", address)
+    prometheus, agent = config.tracking.prometheus, config.generator.agent
+    if prometheus.enabled:
+        yield from check_listening("tracking.prometheus.host", f"tcp://{prometheus.host}:0")
+    if any(entry.environment == "agent" for entry in config.entries):
+        yield from check_listening("generator.agent.host", f"tcp://{agent.host}:0")
+        yield from CONFIGURATION.refusal(lambda: agent.token)
     if config.buffer.curve is not None:
         yield from _check_keys(config.buffer.curve)
     yield CONFIGURATION.ok(f"buffer.url: {url}; weights.address: {address}")

@@ -59,7 +59,7 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
             "generator.max_completion_length=9",
             "TRL's name, by its last part alone; here it is generator.max_new_tokens",
         ),
-        ("per_device_train_batch_size=1", "here it is learner.max_tokens_per_micro_batch"),
+        ("per_device_train_batch_size=1", "here it is learner.groups_per_step"),
         (
             "algorithm.mask_truncated_completions=true",
             "TRL's name, by its last part alone; here it is algorithm.reward.truncated: mask",
@@ -255,7 +255,7 @@ def test_the_tables_are_read_without_torch_and_when_a_key_is_unknown_alone(tmp_p
         ("skip.rollout.steps", "no such setting here (`streamrl replay` trains"),
         ("critic.loss_agg_mode", "here it is algorithm.value.loss_agg_mode"),
         ("critic.optim.weight_decay", "here it is algorithm.value.weight_decay"),
-        ("critic.model.path", "no such setting here (the critic begins as the policy's model"),
+        ("critic.model.path", "here it is algorithm.value.model_path"),
         ("actor_rollout_ref.actor.fsdp_config.qat.group_size", "quantization-aware training"),
         ("distillation.distillation_loss.loss_mode", "(there is no distillation from a teacher)"),
         ("data.tool_config_path", "here it is generator.tools and generator.mcp_servers"),
