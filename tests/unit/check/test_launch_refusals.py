@@ -11,6 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from actors.make_model import make_tokenizer
+from streamrl.cli.main import main
+from streamrl.config import load_config
+from streamrl.errors import ConfigError
+from streamrl.run_folder import prepare
 from tests.documents import ROOT
 from tests.unit.check.test_check import (
     folder,  # noqa: F401
@@ -162,6 +166,18 @@ def test_check_warns_of_what_a_daemon_may_refuse(
     found = report(models, *overrides)
     assert not found.problems
     assert any(re.search(sentence, warning) for warning in found.warnings), found.warnings
+
+
+def test_a_folder_that_holds_a_run_is_said_with_what_a_launch_needs(
+    models: Path, capsys: pytest.CaptureFixture[str]
+):
+    (models / "run").mkdir()
+    (models / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    main(["check", "run.yaml", "--quiet"])
+    assert "holds a run already: --resume goes on with it, --new moves" in capsys.readouterr().out
+    assert not [w for w in report(models).warnings if "holds a run" in w], "a launch has its flags"
+    with pytest.raises(ConfigError, match="holds a run already: --resume goes on with it, --new"):
+        prepare(load_config("run.yaml").config, resume=False, new=False, next_prompt_index=len)
 
 
 SAID: Mapping[str, str] = {
