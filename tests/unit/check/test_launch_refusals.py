@@ -31,6 +31,8 @@ SIZES = {
     "intermediate_size": 32,
 }
 TWO = "learner.num_ranks=2"
+MADE = ("model.path=made", "model.recipe.num_layers=1")
+"""A model that a launch makes."""
 MODELS: Mapping[str, Mapping[str, object]] = {
     "model": SIZES,
     "recurrent": {**SIZES, "layer_types": ["full_attention", "linear_attention"]},
@@ -93,12 +95,21 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"data\.chat_template: it cannot render .*System role not supported",
     ),
     (
+        ["generator.environment=agent"],
+        r"data\.chat_template: was native, and environment agent talks by messages",
+    ),
+    (
+        ["generator.environment=tools", "generator.tools=[calculator]", *MADE],
+        r"data\.chat_template: was native, and environment tools talks by messages",
+    ),
+    (["data.source=chat.jsonl", *MADE], r"data\.chat_template: was native, and prompts are lists"),
+    (
         ["data.source=rows.jsonl", "data.truncation=filter", "data.max_prompt_length=2"],
         r"data\.max_prompt_length: was 2; none of the first 10 prompts fits, the shortest has 3",
     ),
     (
         [
-            *("generator.environment=agent", "generator.agent.host=127.0.0.2"),
+            *("model.path=chats", "generator.environment=agent", "data.max_prompt_length=40"),
             "generator.agent.token_variable=NO_SUCH_TOKEN",
         ],
         r"generator\.agent\.token_variable: there is no NO_SUCH_TOKEN",
