@@ -84,10 +84,9 @@ class Gateway:
         """The URL at which the episodes are served.
 
         Raises:
-            ConfigError: the address cannot be used, or the chat template renders no conversation.
+            ConfigError: the address cannot be used.
             TransportError: other processes have the ports.
         """
-        renderer.encode_messages([{"role": "user", "content": "?"}])
         self._renderer = renderer
         self._url = await self._server.start(self._num_generators)
         if self._is_pulled:
