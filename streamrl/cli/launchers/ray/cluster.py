@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import re
+import socket
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from streamrl.config.addresses import port_of
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Plan
 
+CONNECT_S = 10.0
 LostError = ray.exceptions.RayActorError
 
 
@@ -36,6 +38,7 @@ def connected(address: str) -> Iterator[None]:
     Raises:
         ConfigError: no cluster is there, or one of another version.
     """
+    _require_listener(address)
     try:
         # Nothing of the nodes' workers is printed here: what they run has logs of its own.
         ray.init(
@@ -50,6 +53,18 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Waits CONNECT_S at most: Ray itself tries for minutes."""
+    given = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = given.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--ray: {_refusal(given, str(error))}") from None
 
 
 def _refusal(address: str, message: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
-from streamrl.cli.display.summary import summary
+from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.child import Child
@@ -80,14 +80,17 @@ def _run_and_report(given: RunConfig, arguments: argparse.Namespace, console: Co
     config = prepared(with_keys(given), arguments, binds=False)
     make_missing_model(config, console)
     write_secrets(given)
-    run = _Run(config, arguments, console)
     try:
-        stopped_by, lost = asyncio.run(run.to_its_end())
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
-    finally:
-        write_report(config)
-        console.print(summary(config))
+        stopped_by, lost = asyncio.run(_Run(config, arguments, console).to_its_end())
+    except Interrupted as interrupted:
+        stopped_by, lost = interrupted.number, None
+    except StreamRLError:
+        # Whoever reads the reason reads what came before it, too.
+        for name, value in restart_rows(config.run.path):
+            console.print(f"{name}, {value}", soft_wrap=True, highlight=False, markup=False)
+        raise
+    write_report(config)
+    console.print(summary(config))
     if stopped_by is not None:
         remedy = f"streamrl launch {config.run.path / RESOLVED_FILE} --ray --resume"
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
