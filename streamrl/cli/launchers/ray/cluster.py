@@ -189,11 +189,8 @@ class Nodes:
             )
         node = found["node"]
         self._used[node] += 1
-        total = next((n["Resources"] for n in ray.nodes() if n["NodeID"] == node), {})
-        place.found = {
-            **found,
-            "num_cores": max(1, int(total.get("CPU", 1)) // self._used[node]),
-        }
+        cores = next((n["Resources"].get("CPU", 1) for n in ray.nodes() if n["NodeID"] == node), 1)
+        place.found = {**found, "num_cores": max(1, int(cores) // self._used[node])}
 
     async def hold_ports(self, place: Place, config: RunConfig) -> int:
         """The first of the ports for the addresses of the plan, which are free on this node.
@@ -225,15 +222,10 @@ class Nodes:
         assert self.plan is not None, "the learner's nodes are there first"
         if not (place.found["shares_folder"] and place.found["shares_directory"]):
             config, host = self.plan.config, place.bundle.name
-            if "learner" in place.bundle.roles and not place.found["shares_folder"]:
-                raise ConfigError(
-                    f"run.folder: node {place.found['address']}, which has the {host}, does not "
-                    f"see {config.run.path} of this machine: name a folder on storage that both "
-                    "have"
-                )
+            is_new = host == "learner" and not place.found["shares_folder"]
             sent = b"" if place.found["shares_directory"] else archive(config)
             absent = await place.actor.prepare.remote(
-                sent, private_files(self.plan, host), required(config)
+                sent, private_files(self.plan, host), required(config), is_new=is_new
             )
             if absent:
                 raise ConfigError(

@@ -16,6 +16,7 @@ from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.curve import make_keys
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Plan, gib
+from streamrl.run_folder import DATA_FILE
 from streamrl.user_code import is_user_code
 
 MAX_BYTES = 500 * 2**20
@@ -64,8 +65,8 @@ def handed_on(config: RunConfig) -> Mapping[str, str]:
 def private_files(plan: Plan, host: str) -> Mapping[str, bytes]:
     """The configuration and the secrets for the processes of one host, by their paths."""
     is_server = any(process.role in ("buffer", "learner") for process in plan.on(host))
-    keys = sorted((plan.config.run.path / _KEYS).iterdir())
-    paths = [plan.config_file, *(k for k in keys if is_server or k.name != _SERVERS_ONLY)]
+    keys, data = sorted((plan.config.run.path / _KEYS).iterdir()), plan.config.run.path / DATA_FILE
+    paths = [plan.config_file, data, *(k for k in keys if is_server or k.name != _SERVERS_ONLY)]
     return {str(path): _content(path) for path in paths}
 
 

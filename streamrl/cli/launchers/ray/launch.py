@@ -46,7 +46,8 @@ from streamrl.placement.plan import Plan, PlannedProcess
 
 try:
     from streamrl.cli.launchers.ray.child import LearnerLostError, RayChild
-    from streamrl.cli.launchers.ray.cluster import Group, Nodes, connected, no_room, rooms
+    from streamrl.cli.launchers.ray.cluster import Group, Nodes, Place, connected, no_room, rooms
+    from streamrl.cli.launchers.ray.copies import Copies
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] != "ray":
         raise
@@ -139,8 +140,7 @@ class _Run:
 
     def plan(self, *, resume: bool) -> Plan:
         """With what is known of the nodes by now."""
-        places = [place for group in (self._learner, *self._engines) for place in group.places]
-        hosts = [host_of(place.bundle, place.found) for place in places]
+        hosts = [host_of(place.bundle, place.found) for place in self._places]
         return make_plan(self._config, hosts, resume=resume)
 
     async def _begin(self, *, resume: bool) -> Plan:
@@ -157,6 +157,7 @@ class _Run:
         write_file(plan.config_file, to_yaml(plan.config))
         for note in plan.notes:
             self._view.print(f"note: {note.sentence}")
+        self._require_folder(resume=resume)
         self._nodes.plan = plan
         for place in self._learner.places:
             await self._nodes.prepare(place)
@@ -168,21 +169,47 @@ class _Run:
         if not has_daemon:
             options = books_options(resume=arguments.resume, new=arguments.new)
             await self._call(plan, "buffer books", *options)
-        ending = await supervise(
-            self._children(plan),
-            view=self._view.run,
-            background=self._require_generators,
-            stop_s=plan.config.stop_within_s,
-            strict=arguments.strict,
-        )
-        if not has_daemon:
-            with contextlib.suppress(StreamRLError, TimeoutError):
-                async with asyncio.timeout(None if ending.stopped_by is None else STOPPED_S):
-                    await self._call(plan, "buffer books")
-        if plan.config.run.evaluate and ending.stopped_by is None:
-            with evaluation_may_fail():
-                await self._call(plan, "evaluate")
-        return ending
+        copies = Copies(plan.config.run.path, self._places)
+
+        async def beside(children: Sequence[Child]) -> None:
+            await asyncio.gather(copies.run(), self._require_generators(children))
+
+        try:
+            ending = await supervise(
+                self._children(plan),
+                view=self._view.run,
+                background=beside,
+                stop_s=plan.config.stop_within_s,
+                strict=arguments.strict,
+            )
+            if not has_daemon:
+                with contextlib.suppress(StreamRLError, TimeoutError):
+                    async with asyncio.timeout(None if ending.stopped_by is None else STOPPED_S):
+                        await self._call(plan, "buffer books")
+            if plan.config.run.evaluate and ending.stopped_by is None:
+                with evaluation_may_fail():
+                    await self._call(plan, "evaluate")
+            return ending
+        finally:
+            await copies.bring()
+
+    def _require_folder(self, *, resume: bool) -> None:
+        """
+        Raises:
+            ConfigError: the learner's nodes do not see the run's folder, and need to.
+        """
+        found = [place.found or {} for place in self._learner.places]
+        apart = [one["address"] for one in found if not one.get("shares_folder")]
+        if apart and (resume or len(found) > 1):
+            why = "a run goes on" if resume else "ranks on several nodes work"
+            raise ConfigError(
+                f"run.folder: node {apart[0]} does not see {self._config.run.path} of this "
+                f"machine, and {why} only on storage that both have: name a folder there"
+            )
+
+    @property
+    def _places(self) -> list[Place]:
+        return [place for group in (self._learner, *self._engines) for place in group.places]
 
     def _children(self, plan: Plan) -> list[RayChild]:
         homes = {
@@ -250,15 +277,20 @@ def _with_absolute_folder(config: RunConfig) -> RunConfig:
 async def _unless_signaled(work: Coroutine[Any, Any, T]) -> T:
     """The work's result; a signal cancels it."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    signaled: asyncio.Future[signal.Signals] = loop.create_future()
+    signaled: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        signaled.append(number)
+        task.cancel()
+
     for number in _SIGNALS:
-        loop.add_signal_handler(number, lambda n: signaled.done() or signaled.set_result(n), number)
+        loop.add_signal_handler(number, on_signal, number)
     try:
-        await asyncio.wait({task, signaled}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            raise Interrupted(signaled.result())
-        return task.result()
+        return await task
+    except asyncio.CancelledError:
+        if signaled:
+            raise Interrupted(signaled[0]) from None
+        raise
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)

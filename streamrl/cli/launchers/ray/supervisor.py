@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import time
 import uuid
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
@@ -100,10 +101,14 @@ class Supervisor:
         raise OSError(f"{host} has no {NUM_PORTS} free ports side by side")
 
     async def prepare(
-        self, files: bytes, private: Mapping[str, bytes], required: Sequence[str]
+        self, files: bytes, private: Mapping[str, bytes], required: Sequence[str], *, is_new: bool
     ) -> str:
         """Write what the driver has, as a tar archive of the working folder and as files that
-        their owner alone can read; the first required path that is not here, or ""."""
+        their owner alone can read; the first required path that is not here, or "". An older run
+        is moved aside where this is a new one."""
+        if is_new and (self._folder / "metrics.jsonl").exists():
+            aside = f"{self._folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+            self._folder.rename(self._folder.with_name(aside))
         return await asyncio.to_thread(self._write, files, private, required)
 
     def _write(self, files: bytes, private: Mapping[str, bytes], required: Sequence[str]) -> str:
@@ -138,6 +143,19 @@ class Supervisor:
             with contextlib.suppress(OSError), log.open("a") as output:
                 print(line, file=output)
         return code, _plain(record)
+
+    async def files(self, pattern: str) -> dict[str, tuple[int, int]]:
+        """Size and time, in ns, of the files of the run's folder that the pattern matches."""
+        return await asyncio.to_thread(_files, self._folder, pattern)
+
+    async def read(self, path: str, offset: int, size: int) -> bytes:
+        """A part of a file of the run's folder; nothing of one that is gone."""
+        try:
+            with (self._folder / path).open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except OSError:
+            return b""
 
     async def signal(self, name: str, number: int) -> None:
         """Send the signal to the command, if it runs; SIGKILL to all of its group. Waits for its
@@ -183,6 +201,16 @@ class Supervisor:
 
 def _plain(record: ErrorRecord | None) -> tuple[int, str, str] | None:
     return None if record is None else (record.exit_code, record.sentence, record.origin)
+
+
+def _files(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if path.is_file():
+                found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
+    return found
 
 
 def _read(file: Path) -> str:
