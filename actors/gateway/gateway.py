@@ -66,7 +66,7 @@ class Gateway:
         played = [entry for entry in config.entries if entry.environment == AGENT]
         self._entries = {entry.name: _entry(entry, config.generator.agent) for entry in played}
         self._settings = config.generator.agent
-        self._num_generators = config.generator.count
+        self._num_generators = config.generator.max_count
         self._model = config.model.path
         self._places = asyncio.Semaphore(self._settings.max_agents)
         self._episodes = OpenEpisodes()

@@ -210,7 +210,7 @@ def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[
     named = [(host, host.generators) for host in allowed if host.generators is not None]
     open_hosts = tuple(host for host in allowed if host.generators is None)
     placed = sum(count for _, count in named)
-    total = config.generator.count
+    total = config.generator.max_count
     if placed < total and not open_hosts:
         raise ConfigError(
             f"generator.count: was {total}, and cluster.hosts have room for {placed}: "

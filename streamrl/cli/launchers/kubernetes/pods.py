@@ -91,7 +91,7 @@ def hosts_of_pods(config: RunConfig, sizes: PodSizes) -> tuple[Host, ...]:
     return (
         *([_host(name, "buffer", 0, 0)] if config.buffer.has_daemon else []),
         *(_host(name, "learner", i, sizes.learner) for i in range(num_learners)),
-        *(_host(name, "generator", i, sizes.generator) for i in range(config.generator.count)),
+        *(_host(name, "generator", i, sizes.generator) for i in range(config.generator.max_count)),
         *([_host(name, "validator", 0, sizes.generator)] if config.validation.every else []),
     )
 
