@@ -16,13 +16,6 @@ from tests.system.test_launch import assert_audit_passes, assert_every_step_once
 
 DEADLINE_S = 300.0
 MAX_STEPS = 100_000
-HOSTS = """
-cluster:
-  hosts:
-    - {name: first, roles: [buffer, learner], devices: 0}
-    - {name: second, roles: [generator], devices: 0, generators: 1}
-    - {name: third, roles: [generator], devices: 0, generators: 1}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +36,7 @@ class Job(RunFolder):
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         super().__init__(folder / "run")
         self._cluster = cluster
-        text = CONFIG.format(folder=folder, model=folder / "model") + HOSTS
+        text = CONFIG.format(folder=folder, model=folder / "model")
         # Through the network, although the nodes' /dev/shm is one.
         text = text.replace("weights: {", "weights: {backend: gloo, ")
         text = text.replace("max_steps: 12", f"max_steps: {MAX_STEPS}")

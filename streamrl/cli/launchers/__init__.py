@@ -22,26 +22,18 @@ JOB_VARIABLE = "SLURM_JOB_ID"
 _OPTIONS = (
     ("nodes", "slurm", "--slurm"),
     ("sbatch", "slurm", "--slurm"),
-    ("image", "kubernetes", "--k8s"),
-    ("namespace", "kubernetes", "--k8s"),
-    ("gpus_per_node", "kubernetes", "--k8s"),
-    ("storage", "kubernetes", "--k8s"),
 )
 
 LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
-        "ssh": "streamrl.cli.launchers.ssh.launch:launch",
         "slurm": "streamrl.cli.launchers.slurm.launch:launch",
-        "kubernetes": "streamrl.cli.launchers.kubernetes.launch:launch",
     }
 )
 
 
-def chosen(config: RunConfig | None, arguments: argparse.Namespace) -> str:
-    """The name in LAUNCHERS, "" for this machine: that of an option, else ssh where
-    `cluster.hosts` names machines."""
-    given = [name for name in LAUNCHERS if getattr(arguments, name, None)]
-    return given[0] if given else "ssh" if config and config.cluster.hosts else ""
+def chosen(arguments: argparse.Namespace) -> str:
+    """The name in LAUNCHERS that an option gives, "" for this machine."""
+    return next((name for name in LAUNCHERS if getattr(arguments, name, None)), "")
 
 
 def require_launcher(arguments: argparse.Namespace) -> None:

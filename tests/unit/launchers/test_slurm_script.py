@@ -114,9 +114,8 @@ def test_what_cannot_be_submitted_is_refused(
 
 
 @pytest.mark.parametrize("words", [("--nodes", "4"), ("--sbatch", "partition=gpu")])
-@pytest.mark.parametrize("where", [(), ("--k8s",)])
-def test_options_of_a_job_without_slurm_start_nothing_here(capsys, file, words, where):
-    assert main(["launch", file, *words, *where]) == 2
+def test_options_of_a_job_without_slurm_start_nothing_here(capsys, file, words):
+    assert main(["launch", file, *words]) == 2
     said = f"{words[0]}: is an option of --slurm, which was not given"
     assert said in capsys.readouterr().err
 
@@ -137,7 +136,7 @@ def test_a_step_gets_its_variables_on_its_node(tmp_path):
 def test_a_run_that_another_launch_has_is_left_as_it_is(capsys, file, tmp_path, monkeypatch, job):
     """Submitted again, or in an allocation, before its first step."""
     monkeypatch.setattr("streamrl.cli.launchers.slurm.job._LOST_LOCK_S", 0.0)
-    monkeypatch.setattr("streamrl.cli.launchers.slurm.job.hosts_of_job", lambda _: (HOST,))
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.job.hosts_of_job", lambda: (HOST,))
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", job)
         monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
@@ -153,8 +152,8 @@ def test_a_run_that_another_launch_has_is_left_as_it_is(capsys, file, tmp_path, 
 def test_an_allocation_gets_keys_and_steps_that_can_be_pasted(capsys, file, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
-    hosts = (HOST, Host("n2", "10.0.0.2", num_cores=2, roles=("generator",)))
-    monkeypatch.setattr("streamrl.cli.launchers.slurm.job.hosts_of_job", lambda _: hosts)
+    hosts = (HOST, Host("n2", "10.0.0.2", num_cores=2))
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.job.hosts_of_job", lambda: hosts)
     assert main(["launch", file, "--slurm", "--dry-run"]) == 0
     steps = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert steps
@@ -181,7 +180,7 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
 def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(file, tmp_path, monkeypatch):
     requeued: list[Sequence[str]] = []
     job = "streamrl.cli.launchers.slurm.job"
-    monkeypatch.setattr(f"{job}.hosts_of_job", lambda _: (HOST,))
+    monkeypatch.setattr(f"{job}.hosts_of_job", lambda: (HOST,))
     monkeypatch.setattr(f"{job}.subprocess.run", lambda words, **_: requeued.append(words))
     monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
     monkeypatch.setattr(

@@ -66,7 +66,7 @@ def run_in_job(config: RunConfig, arguments: argparse.Namespace, job: str) -> in
     """Exit code of the run; with `--dry-run`, of making the plan."""
     console = Console()
     requeue = _Requeue()
-    hosts = hosts_of_job(config)
+    hosts = hosts_of_job()
     has_own_keys = config.buffer.curve is None and len(hosts) > 1
     if has_own_keys:
         config = with_keys(config)

@@ -29,7 +29,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _submit(config: RunConfig, arguments: argparse.Namespace) -> int:
-    num_nodes = arguments.nodes or len(config.cluster.hosts) or 1
+    num_nodes = arguments.nodes or 1
     has_own_keys = config.buffer.curve is None and num_nodes > 1
     if has_own_keys:
         config = with_keys(config)
