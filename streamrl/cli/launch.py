@@ -13,7 +13,7 @@ from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.check.before_launch import require_startable
 from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
-from streamrl.cli.launchers import chosen, launcher, require_launcher, starts_here
+from streamrl.cli.launchers import chosen, launcher, starts_here
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
@@ -40,7 +40,6 @@ from streamrl.placement.hosts import this_machine
 
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """On this machine, or wherever the options say; the exit code."""
-    require_launcher(arguments)
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
     if loaded is not None:
         hand_down(arguments, loaded.config.buffer.password_of_url)

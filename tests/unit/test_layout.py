@@ -34,7 +34,7 @@ SHORT = {
     ),
     "read by rooms that don't see each other": (
         "durable_files process_environment prompts/seeds rendering/messages "
-        "placement/assign slurm/keys redis/run_end"
+        "placement/assign redis/run_end"
     ),
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""

@@ -163,6 +163,8 @@ GROUPS = {"run": _RUN, "look": _LOOK, "use": _USE}
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()} | _VERBS
 GONE: Mapping[str, str] = {
     "--hosts": "`streamrl launch` has --ray; deploy/multi_node.sh starts a Ray cluster over ssh",
+    "--nodes": "in a job `streamrl launch` has --slurm; sbatch submits deploy/slurm/run.sbatch",
+    "--sbatch": "in a job `streamrl launch` has --slurm; sbatch submits deploy/slurm/run.sbatch",
     "--k8s": "`streamrl launch` has --ray; deploy/ray has what KubeRay makes a Ray cluster of",
     "doctor": "`streamrl check` says what is wrong with this machine, with CONFIG also with a run",
     "top": "`streamrl status RUN --follow` is the live screen",

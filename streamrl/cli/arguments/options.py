@@ -285,23 +285,10 @@ def launch(parser: ArgumentParser) -> None:
     where.add_argument(
         "--slurm",
         action="store_true",
-        help="submit a job to Slurm; within a job or an allocation: start the run on its nodes",
+        help="within a job of Slurm or an allocation: start the run on its nodes",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and where"
-    )
-    _slurm(parser)
-
-
-def _slurm(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("with --slurm")
-    group.add_argument("--nodes", type=count, help="nodes of the job; default: 1")
-    group.add_argument(
-        "--sbatch",
-        metavar="OPTION[=VALUE]",
-        action="append",
-        default=[],
-        help="option of sbatch, such as partition=gpu or time=8:00:00; can be repeated",
     )
 
 

@@ -14,16 +14,10 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
 
 Launcher: TypeAlias = Callable[[RunConfig, argparse.Namespace], int]
 
 JOB_VARIABLE = "SLURM_JOB_ID"
-_OPTIONS = (
-    ("nodes", "slurm", "--slurm"),
-    ("sbatch", "slurm", "--slurm"),
-)
-
 LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
         "slurm": "streamrl.cli.launchers.slurm.launch:launch",
@@ -34,19 +28,6 @@ LAUNCHERS: Mapping[str, str] = MappingProxyType(
 def chosen(arguments: argparse.Namespace) -> str:
     """The name in LAUNCHERS that an option gives, "" for this machine."""
     return next((name for name in LAUNCHERS if getattr(arguments, name, None)), "")
-
-
-def require_launcher(arguments: argparse.Namespace) -> None:
-    """
-    Raises:
-        ConfigError: an option is for a launcher that is not asked for: without it the run would be
-            started here.
-    """
-    for option, name, flag in _OPTIONS:
-        if getattr(arguments, option) not in (None, []) and not getattr(arguments, name):
-            raise ConfigError(
-                f"--{option.replace('_', '-')}: is an option of {flag}, which was not given"
-            )
 
 
 def starts_here(name: str) -> bool:
