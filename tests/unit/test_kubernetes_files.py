@@ -1,4 +1,7 @@
-"""deploy/kubernetes: manifests that Kubernetes' own schemas take, about a run that can start."""
+"""deploy/kubernetes and deploy/ray: manifests that the schemas of Kubernetes take, of runs that can
+start. The schemas of KubeRay are in no package: of its objects the pods are checked by those of
+Kubernetes, and the fields that stand here by a list of those that KubeRay has (ray.io/v1).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import yaml
 
 from streamrl.cli.arguments.parser import parse
 from streamrl.config import load_config
+from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FENCED
 from tests.documents import ROOT
 
@@ -67,3 +71,57 @@ def test_pods_are_no_roots_and_are_given_longer_than_their_daemon_takes_to_end()
         assert pod["terminationGracePeriodSeconds"] > stop_s
     (secret,) = (v["secret"] for v in PODS["example-generator"]["volumes"] if "secret" in v)
     assert secret["secretName"] == "example-client-keys"
+
+
+RAY = {
+    one["kind"]: one
+    for name in ("raycluster", "rayjob")
+    for one in yaml.safe_load_all((ROOT / "deploy" / "ray" / f"{name}.yaml").read_text())
+}
+FIELDS = {
+    "RayCluster": {
+        *("rayVersion", "enableInTreeAutoscaling", "autoscalerOptions"),
+        *("headGroupSpec", "workerGroupSpecs"),
+    },
+    "RayJob": {
+        *("clusterSelector", "submissionMode", "entrypoint", "runtimeEnvYAML"),
+        *("shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"),
+    },
+    "head": {"rayStartParams", "template"},
+    "group": {
+        *("groupName", "replicas", "minReplicas", "maxReplicas"),
+        *("rayStartParams", "template"),
+    },
+}
+
+
+def test_the_cluster_of_kuberay_grows_by_generators_and_learners_that_share_a_folder():
+    spec = RAY["RayCluster"]["spec"]
+    groups = spec["workerGroupSpecs"]
+    assert set(spec) <= FIELDS["RayCluster"]
+    assert set(spec["headGroupSpec"]) <= FIELDS["head"]
+    assert all(set(group) <= FIELDS["group"] for group in groups)
+    for group in (spec["headGroupSpec"], *groups):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **group["template"]}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    kubernetes_validate.validate(RAY["PersistentVolumeClaim"], "1.34", strict=True)
+    assert spec["enableInTreeAutoscaling"] is True
+    assert [group["groupName"] for group in groups] == ["learners", "generators"]
+    assert all(group["minReplicas"] == 0 < group["maxReplicas"] for group in groups)
+    with_runs = [
+        [mount["mountPath"] for mount in group["template"]["spec"]["containers"][0]["volumeMounts"]]
+        for group in (spec["headGroupSpec"], groups[0])
+    ]
+    assert all("/runs" in mounts for mounts in with_runs)
+
+
+def test_the_job_of_kuberay_is_a_launch_on_that_cluster_with_time_to_save():
+    spec = RAY["RayJob"]["spec"]
+    assert set(spec) <= FIELDS["RayJob"]
+    assert spec["clusterSelector"] == {"ray.io/cluster": RAY["RayCluster"]["metadata"]["name"]}
+    program, command, file, *options = spec["entrypoint"].split()
+    assert (program, command, options) == ("streamrl", "launch", ["--ray", "--no-view"])
+    head = RAY["RayCluster"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert any(file.startswith(mount["mountPath"]) for mount in head["volumeMounts"])
+    variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+    assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > RunSettings().stop_s
