@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from streamrl.cli.launchers import LAUNCHERS
+from streamrl.tracking.jsonl import read_metrics
 from tests.deploy import namespaces
 from tests.deploy.namespaces import Machine
 from tests.system.conftest import CONFIG
@@ -203,8 +204,9 @@ def test_a_run_of_two_machines_ends_with_its_books_closed(hosts, model, tmp_path
     (hosts["desk"].home / "run.yaml").write_text(text)
     script = Script(hosts, BIN, "hosts", "run.yaml", "--no-view")
     assert script.end() == 0, script.described()
-    audit = hosts["a"].run(str(BIN / "streamrl"), "buffer", "audit", str(tmp_path / "run"))
-    assert "nothing" in audit or "0 " in audit, audit
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 12
+    assert len([*(tmp_path / "run" / "logs").glob("generator-*.log")]) == 2
+    hosts["desk"].run(str(BIN / "streamrl"), "buffer", "audit", str(tmp_path / "run"))
     script.assert_nothing_is_left()
 
 
