@@ -19,7 +19,7 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
     """Where every process of the run is started, with which devices, and how.
 
     Args:
-        hosts: see `streamrl.placement.hosts.hosts_of`.
+        hosts: in the order in which they are filled.
         resume: whether the learner goes on from its newest checkpoint.
 
     Raises:

@@ -217,7 +217,7 @@ class _Fitted(NamedTuple):
         yield self.above
         if self.sample is None:
             return
-        above, sample = (console.render_lines(part, options) for part in self)
+        above, sample = (console.render_lines(part, options) for part in (self.above, self.sample))
         left = console.height - len(above) - 1
         if not console.is_terminal or len(sample) <= left:
             yield self.sample

@@ -105,7 +105,6 @@ def host_of(bundle: Bundle, found: Mapping[str, Any] | None) -> Host:
         or tuple(Device(index) for index in range(count)),
         found.get("num_cores", 0),
         bundle.roles,
-        ssh=found.get("address", bundle.name),
         interface=found.get("interface", ""),
         generators=1 if "generator" in bundle.roles else None,
     )
