@@ -104,8 +104,8 @@ class LinePrinter:
 
     def print_now(self) -> None:
         now_s, lines = time.monotonic(), self._metrics.read()
-        shown = headline(self._config, lines) if lines else ""
-        texts = {shown: shown} if lines else {}
+        headlines = [headline(self._config, lines)] if lines else []
+        texts = {text: text for text in headlines}
         sentences = notes(self._config.run.path)
         if validated := validation_text(self._config):
             sentences.append(f"held-out reward {validated}")
@@ -210,16 +210,15 @@ def screen(
 class _Fitted(NamedTuple):
     """The sample has the rows of the terminal that are left, or none."""
 
-    above: RenderableType
+    above: Group
     sample: Panel | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.above
         if self.sample is None:
             return
-        above, sample = (console.render_lines(part, options) for part in (self.above, self.sample))
-        left = console.height - len(above) - 1
-        if not console.is_terminal or len(sample) <= left:
+        left = console.height - len(console.render_lines(self.above, options)) - 1
+        if not console.is_terminal or len(console.render_lines(self.sample, options)) <= left:
             yield self.sample
         elif left >= _SHORTEST_SAMPLE:
             self.sample.height = left
