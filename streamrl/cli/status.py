@@ -160,7 +160,9 @@ class _Followed:
         table = self._generators(status.reading.stats, width)
         if self._config is None:
             return Group(*texts(status), table)
-        return screen(texts(status), self._config, lines, table)
+        # Below it stands with the training reward.
+        said = (text for text in texts(status) if not text.plain.startswith("held-out"))
+        return screen(said, self._config, lines, table)
 
     def _read_config(self) -> None:
         if self._config is not None and is_launched_since(self._config.run.path, self._read_s):

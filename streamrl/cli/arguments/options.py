@@ -290,6 +290,14 @@ def launch(parser: ArgumentParser) -> None:
         help="start the run on these machines, over ssh; short for cluster.hosts",
     )
     where.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="start the run on the nodes of a Ray cluster: that of RAY_ADDRESS or of this machine, "
+        "HOST:PORT, or ray://HOST:PORT from a machine outside",
+    )
+    where.add_argument(
         "--slurm",
         action="store_true",
         help="submit a job to Slurm; within a job or an allocation: start the run on its nodes",

@@ -50,6 +50,7 @@ from streamrl.config.loading.load import config_file, configuration, load_usable
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
 from streamrl.findings import CONFIGURATION, Area, Finding, Severity
+from streamrl.run_folder import held_run
 
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_model,
@@ -87,6 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     found = [
         *machine_findings(loaded.config.run.path, buffer.has_daemon and buffer.journal),
         *run_findings(loaded, refused),
+        *map(CONFIGURATION.warning, filter(None, [held_run(loaded.config.run.path)])),
     ]
     if arguments.json:
         _print_json(found)

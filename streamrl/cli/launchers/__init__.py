@@ -31,6 +31,7 @@ _OPTIONS = (
 LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
         "ssh": "streamrl.cli.launchers.ssh.launch:launch",
+        "ray": "streamrl.cli.launchers.ray.launch:launch",
         "slurm": "streamrl.cli.launchers.slurm.launch:launch",
         "kubernetes": "streamrl.cli.launchers.kubernetes.launch:launch",
     }

@@ -59,9 +59,7 @@ def _model(config: RunConfig) -> str:
     path, recipe = Path(config.model.path), config.model.recipe
     if recipe is None:
         return path.name if path.is_absolute() else config.model.path
-    return (
-        f"{path.name} ({recipe.num_layers} layers of width {recipe.hidden_size}, made for the run)"
-    )
+    return f"{path.name} ({recipe.num_layers} layers of width {recipe.hidden_size})"
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from actors.make_model import make_tokenizer
+from streamrl.cli.main import main
+from streamrl.config import load_config
+from streamrl.errors import ConfigError
+from streamrl.run_folder import prepare
 from tests.documents import ROOT
 from tests.unit.check.test_check import (
     folder,  # noqa: F401
@@ -27,6 +31,8 @@ SIZES = {
     "intermediate_size": 32,
 }
 TWO = "learner.num_ranks=2"
+MADE = ("model.path=made", "model.recipe.num_layers=1")
+"""A model that a launch makes."""
 MODELS: Mapping[str, Mapping[str, object]] = {
     "model": SIZES,
     "recurrent": {**SIZES, "layer_types": ["full_attention", "linear_attention"]},
@@ -89,12 +95,21 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"data\.chat_template: it cannot render .*System role not supported",
     ),
     (
+        ["generator.environment=agent"],
+        r"data\.chat_template: was native, and environment agent talks by messages",
+    ),
+    (
+        ["generator.environment=tools", "generator.tools=[calculator]", *MADE],
+        r"data\.chat_template: was native, and environment tools talks by messages",
+    ),
+    (["data.source=chat.jsonl", *MADE], r"data\.chat_template: was native, and prompts are lists"),
+    (
         ["data.source=rows.jsonl", "data.truncation=filter", "data.max_prompt_length=2"],
         r"data\.max_prompt_length: was 2; none of the first 10 prompts fits, the shortest has 3",
     ),
     (
         [
-            *("generator.environment=agent", "generator.agent.host=127.0.0.2"),
+            *("model.path=chats", "generator.environment=agent", "data.max_prompt_length=40"),
             "generator.agent.token_variable=NO_SUCH_TOKEN",
         ],
         r"generator\.agent\.token_variable: there is no NO_SUCH_TOKEN",
@@ -162,6 +177,18 @@ def test_check_warns_of_what_a_daemon_may_refuse(
     found = report(models, *overrides)
     assert not found.problems
     assert any(re.search(sentence, warning) for warning in found.warnings), found.warnings
+
+
+def test_a_folder_that_holds_a_run_is_said_with_what_a_launch_needs(
+    models: Path, capsys: pytest.CaptureFixture[str]
+):
+    (models / "run").mkdir()
+    (models / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    main(["check", "run.yaml", "--quiet"])
+    assert "holds a run already: --resume goes on with it, --new moves" in capsys.readouterr().out
+    assert not [w for w in report(models).warnings if "holds a run" in w], "a launch has its flags"
+    with pytest.raises(ConfigError, match="holds a run already: --resume goes on with it, --new"):
+        prepare(load_config("run.yaml").config, resume=False, new=False, next_prompt_index=len)
 
 
 SAID: Mapping[str, str] = {

@@ -59,6 +59,13 @@ def test_ranks_come_first_then_engines_of_several_gpus_then_the_validator():
     assert [p.is_optional for p in plan.processes] == [False, False, False, False, True]
 
 
+def test_a_validator_that_no_setting_asks_for_is_there_where_a_host_may_have_it():
+    config = configured(data={"source": "copy", "eval_source": "copy"})
+    assert "validator" in on_one(make_plan(config, one_host(2)))
+    hosts = (Host("a", "a", roles=("buffer", "learner", "generator")),)
+    assert "validator" not in {p.role for p in make_plan(config, hosts).processes}
+
+
 def test_an_engine_shares_with_engines_before_it_shares_with_a_learner():
     plan = make_plan(configured(generator=vllm(3, 2)), one_host(3))
     assert set(on_one(plan).values()) == {(0,), (1, 2)}
