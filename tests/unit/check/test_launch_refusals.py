@@ -191,6 +191,14 @@ def test_a_folder_that_holds_a_run_is_said_with_what_a_launch_needs(
         prepare(load_config("run.yaml").config, resume=False, new=False, next_prompt_index=len)
 
 
+def test_compiled_layers_need_a_compiler(models: Path, monkeypatch: pytest.MonkeyPatch):
+    assert not report(models, "learner.compile=true").problems
+    monkeypatch.setenv("PATH", "")
+    (problem,) = report(models, "learner.compile=true").problems
+    assert problem.startswith("learner.compile: was true, and torch.compile needs a C++ compiler")
+    assert not report(models).problems
+
+
 SAID: Mapping[str, str] = {
     "check calls what raises": """
         actors/engines/__init__ actors/environments/__init__ actors/environments/stream
