@@ -48,11 +48,13 @@ on() { # on HOST SCRIPT: run it there, with this function's input as its input
         "exec sh -c $(quoted "$path $2")"
 }
 
-# Runs "$@" on a machine. When the input ends it gets SIGTERM, and SIGKILL $wait seconds later.
+# Runs "$@" on a machine. A line of the input is SIGTERM for it, and the end SIGKILL; where the end comes
+# first that is SIGTERM, and SIGKILL $wait seconds later.
 # shellcheck disable=SC2016  # for the shell of the machine
 guard='guarded() { exec 3<&0; "$@" </dev/null 3<&- & child=$!
-    { cat <&3; kill $child; while [ $wait -gt 0 ] && kill -0 $child; do sleep 1; wait=$((wait - 1)); done
-        kill -9 $child; } >/dev/null 2>&1 & guard=$!
+    { asked=; read -r asked <&3; kill $child
+        while [ -z "$asked" ] && [ $wait -gt 0 ] && kill -0 $child; do sleep 1; wait=$((wait - 1)); done
+        cat <&3; kill -9 $child; } >/dev/null 2>&1 & guard=$!
     exec 3<&-; wait $child; code=$?; kill $guard 2>/dev/null; exit $code; }'
 
 # What was started reads from a pipe that this shell alone holds open: 8 of the run, 9 of the cluster.
@@ -72,7 +74,7 @@ finish() {
 stop() {
     stopped=$1
     trap 'exit $stopped' INT TERM HUP
-    exec 8>&-
+    echo stop >&8
 }
 stopped=''
 trap finish EXIT

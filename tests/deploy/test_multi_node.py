@@ -162,6 +162,18 @@ def test_a_run_saves_after_ctrl_c_and_another_cluster_of_a_machine_stays(hosts, 
     script.assert_nothing_is_left()
 
 
+def test_a_second_ctrl_c_does_not_wait(hosts, programs):
+    deaf = "signal.signal(signal.SIGTERM, lambda *_: print('deaf', flush=True))"
+    what(hosts, f"{deaf}\nwhile True:\n    time.sleep(1)")
+    script = Script(hosts, programs, "-c", "data", "hosts", "run.yaml")
+    script.until_said("two nodes, ")
+    script.signal(signal.SIGINT)
+    script.until_said("deaf")
+    script.signal(signal.SIGINT)
+    assert script.end() == 130, script.described()
+    script.assert_nothing_is_left()
+
+
 def test_nothing_is_left_of_a_script_that_is_killed(hosts, programs):
     what(hosts, "time.sleep(600)")
     script = Script(hosts, programs, "-c", "data", "hosts", "run.yaml")
