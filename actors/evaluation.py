@@ -7,10 +7,11 @@ sent them as a learner sends a version, and keeps them.
 import asyncio
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from msgspec import structs
@@ -33,6 +34,8 @@ from streamrl.weights.sender import WeightSender
 
 log = logging.getLogger(__name__)
 
+OnDone: TypeAlias = Callable[[int, int], None]
+"""How many of the prompts are finished, and how many there are."""
 _NUM_ATTEMPTS = 2
 
 
@@ -74,9 +77,12 @@ def _model_in(checkpoint: Checkpoint) -> Path:
     return checkpoint.path
 
 
-async def evaluate(config: RunConfig, model: Path) -> dict[str, Any]:
-    """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts."""
-    return scores_of(str(model), await greedy_groups(config, model))
+async def evaluate(
+    config: RunConfig, model: Path, on_done: OnDone = lambda num_done, num_prompts: None
+) -> dict[str, Any]:
+    """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts; `on_done` is
+    called as each is finished."""
+    return scores_of(str(model), await greedy_groups(config, model, on_done))
 
 
 def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
@@ -87,7 +93,9 @@ def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
     return {"model": model, "num_prompts": len(groups), **counts, **_summary(groups)}
 
 
-async def greedy_groups(config: RunConfig, model: Path) -> FirstGroups:
+async def greedy_groups(
+    config: RunConfig, model: Path, on_done: OnDone = lambda num_done, num_prompts: None
+) -> FirstGroups:
     """One greedy response to each held-out prompt.
 
     Raises:
@@ -105,12 +113,14 @@ async def greedy_groups(config: RunConfig, model: Path) -> FirstGroups:
     try:
         if generator.url is not None:
             await _send_weights(config, engine)
-        return await greedy_groups_of(config, engine)
+        return await greedy_groups_of(config, engine, on_done)
     finally:
         await engine.close()
 
 
-async def greedy_groups_of(config: RunConfig, engine: Engine) -> FirstGroups:
+async def greedy_groups_of(
+    config: RunConfig, engine: Engine, on_done: OnDone = lambda num_done, num_prompts: None
+) -> FirstGroups:
     """The same from an engine with whatever weights it has.
 
     Raises:
@@ -120,7 +130,13 @@ async def greedy_groups_of(config: RunConfig, engine: Engine) -> FirstGroups:
     renderer, stream = ChatRenderer.from_config(config), open_held_out_stream(config)
     sampling = structs.replace(sampling_params(config), temperature=0.0)
     greedy = make_runner(config, engine, renderer, stream).single().changed(sampling=sampling)
-    first = await greedy.run_first(len(stream), "evaluation", config.generator.max_num_seqs)
+    done = count(1)
+    first = await greedy.run_first(
+        len(stream),
+        "evaluation",
+        config.generator.max_num_seqs,
+        lambda: on_done(next(done), len(stream)),
+    )
     if not first.groups:
         raise ConfigError(
             f"data.max_prompt_length: was {config.data.max_prompt_length}; none of the "

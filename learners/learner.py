@@ -236,7 +236,7 @@ class Learner:
 
     async def _publish_last(self) -> None:
         """Publish the last version for validators, however early it comes for them."""
-        if not self._config.validation.needs_last_version:
+        if not self._validations.needs_last_version:
             return
         if self._published_version < self._version:
             await self._publish()

@@ -52,7 +52,8 @@ class StatusReporter:
         self._sender = sender
         self._startup_s = startup_s(config)
         self._start_s = self._validator_seen_s = time.monotonic()
-        self._is_validated = config.validation.every > 0
+        self._is_validated = config.is_validated
+        self._awaits_validator = config.validation.every is not None
         self._report_stall_after_s = self._stall_s
         self._status = LearnerStatus(
             policy_version=0,
@@ -160,10 +161,15 @@ class StatusReporter:
         )
 
     def _no_validator_s(self) -> float | None:
+        """A validator begins after the first step; one that no setting asks for may be away."""
         if not self._is_validated:
             return None
         now_s = time.monotonic()
         if self._sender.validators():
+            self._validator_seen_s, self._awaits_validator = now_s, True
+        if not self._awaits_validator:
+            return None
+        if not self._status.policy_version:
             self._validator_seen_s = now_s
         return now_s - self._validator_seen_s
 

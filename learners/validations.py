@@ -33,6 +33,7 @@ class Validations:
         self, config: RunConfig, sender: WeightSender, records: RunRecords, reporter: StatusReporter
     ) -> None:
         self._settings = config.validation
+        self._is_validated = config.is_validated
         self._max_steps = config.run.max_steps
         self._sender = sender
         self._records = records
@@ -50,18 +51,23 @@ class Validations:
         version, recorded = report.policy_version, self._records.validated
         if version in recorded:
             return
-        every = self._settings.every
-        metrics = {
-            **dict(report.metrics),
-            VERSION: float(version),
-            "validation/num_missed": float(num_missed({*recorded, version}, every)),
-        }
+        metrics = {**dict(report.metrics), VERSION: float(version)}
+        if isinstance(every := self._settings.every, int):
+            metrics["validation/num_missed"] = float(num_missed({*recorded, version}, every))
         if (watched := self._settings.watched_metric) not in metrics:
             hint = did_you_mean(watched, metrics)
             log.warning("validation.metric: there is no %r; %s", watched, hint)
         self._records.log_validation(version, metrics)
         self._new = metrics
         self._changed.set()
+
+    @property
+    def needs_last_version(self) -> bool:
+        """Whether the last version of the run is validated: where no setting asks for a validator,
+        only if there has been one."""
+        self._look()
+        is_there = self._settings.every is not None or self._seen_s is not None
+        return self._is_validated and self._settings.at_end and is_there
 
     def take(self) -> Mapping[str, float]:
         """What was reported since the last call, for the line of a step."""
@@ -91,7 +97,7 @@ class Validations:
         Waits for the report, `validation.end_wait_s` at most, and for a validator to appear until
         there has been none for ABSENT_S; unblocked by `stopping`, too.
         """
-        if not self._settings.needs_last_version:
+        if not self.needs_last_version:
             return
         self._reporter.set_activity(LearnerActivity.VALIDATING)
         start_s = time.monotonic()

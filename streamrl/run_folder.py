@@ -1,7 +1,7 @@
 """A run's folder: prepared by a launch, read by every command.
 
 runs/NAME/  config.yaml  data.json  metrics.jsonl  trained.jsonl  books.json  learner.json
-            parity.json  restarts.jsonl  evaluation.json  report.png  checkpoints/  abandoned/
+            parity.json  restarts.jsonl  evaluation.json  report.html  checkpoints/  abandoned/
             buffer/  logs/ROLE.log  weights/  parity/  quarantine/  record/  replay/
 
 buffer/     journal.sqlite  payloads/

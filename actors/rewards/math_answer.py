@@ -25,17 +25,17 @@ from actors.rewards.answers import (
     answered_number,
     latex,
     marked_answer,
+    shown_number,
     whole_number,
 )
 from actors.rewards.builtin import (
     acceptable,
     compared,
     expression_to_match,
-    given_expression,
     math_at_once,
     no_gold,
 )
-from streamrl.interfaces import Episode
+from streamrl.interfaces import Episode, Score
 
 # It warns of being called without a limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -98,7 +98,7 @@ def quick(*, is_on: bool = True) -> None:
 quick()
 
 
-def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[float]:
+def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[Score]:
     """Whether the answer of each sibling, marked or its last expression, equals the row's, or one
     of the row's where that is a list. Numbers are compared as numbers, words as words, all else by
     math-verify.
@@ -109,20 +109,25 @@ def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[float]:
     return [_score(episode, strict) for episode in episodes]
 
 
-def _score(episode: Episode, strict: bool) -> float:
+def _score(episode: Episode, strict: bool) -> Score:
     golds = acceptable(expression_to_match(episode.prompt))
     if (decided := math_at_once(episode)) is not None:
         return decided
     text = answer_part(episode.turn)
     marked = marked_answer(text)
-    undecided = [gold for gold in golds if compared(gold, given_expression(episode)) is None]
+    given = text.strip() if marked is None else marked
+    undecided = [gold for gold in golds if compared(gold, given) is None]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold))]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
     expression = latex(text if marked is None else f"\\boxed{{{marked}}}")
-    if marked is None and not _parse(expression):
+    parsed = _parse(expression)
+    if marked is None and not parsed:
         number = answered_number(text)
-        return float(number is not None and number in map(whole_number, golds))
-    return float(any(_is_equal(_marked_gold(gold), expression, strict) for gold in undecided))
+        is_right = number is not None and number in map(whole_number, golds)
+        return Score(float(is_right), extracted="" if number is None else shown_number(number))
+    is_right = any(_is_equal(_marked_gold(gold), expression, strict) for gold in undecided)
+    # math-verify ends its list with the text that it has read.
+    return Score(float(is_right), extracted=str(parsed[-1]) if marked is None else marked)
 
 
 def _marked_gold(gold: str) -> str:

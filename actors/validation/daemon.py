@@ -1,6 +1,7 @@
 """The validator daemon, `streamrl validator`: one engine, one `Validator`.
 
-Waits for the learner without a limit; ends by a signal or when the run is over.
+Waits for the learner without a limit; ends by a signal or when the run is over. An engine in this
+process is made once the run has made a step, which has the cores to itself until then.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import torch
 
 from actors.daemon import require_model
 from actors.engines import make_engine
-from actors.environments.stream import open_held_out_stream
+from actors.environments.stream import HeldOutStream, open_held_out_stream
 from actors.episodes.runner import make_runner
 from actors.rendering.renderer import ChatRenderer
 from actors.validation.validator import Validator
@@ -42,23 +43,54 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
     """Validates until the run is over or a signal arrives.
 
     Raises:
-        ConfigError: `validation.every` is 0, or there are no held-out prompts.
+        ConfigError: the run is not validated, or there are no held-out prompts.
     """
-    if not config.validation.every:
-        raise ConfigError("validation.every: was 0, so there is nothing to validate")
+    if not config.is_validated:
+        raise ConfigError(
+            f"validation.every: was {config.validation.every}, so there is nothing to validate; a "
+            "number is the versions between two validations, auto takes 5 % of the time"
+        )
     config = config.for_validator()
     with shutdown.empty_handed():
         require_model(config)
+        stream = open_held_out_stream(config)
+    buffer = connect(config)
+    try:
+        if config.generator.engine == "hf" and not await _first_step(buffer, shutdown):
+            return
+        await _validate(config, shutdown, buffer, stream)
+    finally:
+        await buffer.close()
+
+
+async def _first_step(buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
+    """Waits for the first step of the run; whether it came before a signal, or the run's end."""
+    ended, made = shutdown.requested, False
+    log.info("waiting for the first step of the run")
+    while not (made or ended.is_set()):
+        stats, _ = await try_stats(buffer)
+        if stats is not None and stats.is_over:
+            log.info("the run is over")
+            return False
+        made = stats is not None and stats.policy_version > 0
+        if not made:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), ASK_S)
+    return made
+
+
+async def _validate(
+    config: RunConfig, shutdown: Shutdown, buffer: TrajectoryBuffer, stream: HeldOutStream
+) -> None:
+    with shutdown.empty_handed():
         if config.generator.num_threads:
             torch.set_num_threads(config.generator.num_threads)
-        stream = open_held_out_stream(config)
-        renderer, decode = ChatRenderer.from_config(config), open_decoder(config.model)
+        renderer, decoder = ChatRenderer.from_config(config), open_decoder(config.model)
         engine = make_engine(config, seed=config.run.seed)
-    buffer = connect(config)
     try:
         runner = make_runner(config, engine, renderer, stream).single()
         several = runner.changed(group_size=config.validation.num_samples)
-        validator = Validator(config, NAME, several, len(stream), decode)
+        validator = Validator(config, NAME, several, len(stream), decoder)
         log.info("%s serves %s with %s", NAME, config.model.path, config.generator.engine)
         with exporting(config, "validator", NAME) as exported:
             validator.on_status = lambda status: exported.show(
@@ -67,7 +99,6 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
             await _run_until_over(validator, buffer, shutdown)
     finally:
         await engine.close()
-        await buffer.close()
 
 
 async def _run_until_over(

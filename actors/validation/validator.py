@@ -12,6 +12,7 @@ training is admitted as without it. What a kill interrupts is begun anew with th
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +21,12 @@ from msgspec import structs
 
 from actors.engines.targets import weight_locality
 from actors.episodes.runner import MixedRunner
-from actors.validation.scores import PREFIX, PromptResult, answer_of, scores
+from actors.validation.scores import PREFIX, PromptResult, scores, vote
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.interfaces import Prompt
 from streamrl.samples.files import validation_file, write_validation
-from streamrl.samples.record import Decode, Sample, sample_of
+from streamrl.samples.record import Decoder, Sample, sample_of
 from streamrl.types import (
     LoadReport,
     Trajectory,
@@ -49,23 +50,24 @@ class Validator:
         name: str,
         runner: MixedRunner,
         num_prompts: int,
-        decode: Decode,
+        decoder: Decoder,
     ) -> None:
         self._config = config
         self._settings = config.validation
         self._runner = runner
-        self._decode = decode
+        self._decoder = decoder
         self._num_prompts = num_prompts
         is_done = validation_file(config.run.path, 0).exists()
         lacks_weights = config.generator.lacks_weights
         self._has_first = self._settings.at_start and not is_done and not lacks_weights
         self._status = ValidatorStatus(
-            next_version=0 if self._settings.at_start else self._settings.every,
+            next_version=0 if self._settings.at_start else self._settings.next_version(0),
             is_busy=self._has_first,
             num_prompts=self._num_prompts,
         )
         self.on_status: Callable[[ValidatorStatus], None] = lambda _: None
         """Called with each change of what it does."""
+        self._rest_s = 0.0
         self._loaded: asyncio.Queue[WeightUpdate] = asyncio.Queue()
         self._receiver = WeightReceiver(
             config.weights.address,
@@ -86,7 +88,7 @@ class Validator:
             if self._has_first:
                 await self._validate_and_report(0, "")
             while True:
-                update = await self._loaded.get()
+                update = await self._next_update()
                 await self._validate_and_report(update.policy_version, update.learner_id)
 
     async def validate(self, policy_version: int, learner_id: str) -> ValidationReport:
@@ -126,11 +128,23 @@ class Validator:
         )
 
     async def _validate_and_report(self, policy_version: int, learner_id: str) -> None:
+        start_s = time.monotonic()
         report = await self.validate(policy_version, learner_id)
-        every = self._settings.every
-        next_version = (policy_version // every + 1) * every
-        self._set(is_busy=False, next_version=next_version, report=report)
+        self._rest_s = self._settings.rest_s(time.monotonic() - start_s)
+        next_version = self._settings.next_version(policy_version)
+        is_resting = self._rest_s > 0
+        self._set(is_busy=False, is_resting=is_resting, next_version=next_version, report=report)
         self._receiver.say_hello()
+
+    async def _next_update(self) -> WeightUpdate:
+        """Waits for it without a limit; after the rest, which the last version cuts short, another
+        one may come."""
+        if self._status.is_resting:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._loaded.get(), self._rest_s)
+            self._set(is_resting=False)
+            self._receiver.say_hello()
+        return await self._loaded.get()
 
     async def _load_weights(self, update: WeightUpdate) -> LoadReport:
         """
@@ -139,7 +153,7 @@ class Validator:
         """
         if self._status.is_busy:
             raise WeightTransferError("the validator is busy with another version")
-        self._set(is_busy=True, num_done=0)
+        self._set(is_busy=True, is_resting=False, num_done=0)
         try:
             report = await self._runner.engine.load_weights(update)
         except WeightTransferError:
@@ -153,12 +167,14 @@ class Validator:
 
     def _result(self, prompt: Prompt, group: TrajectoryGroup) -> PromptResult:
         number = group.prompt_index
-        read = answer_of([r.reward for r in self._runner.stream.entry_at(number).data.all_rewards])
         episodes = _episodes(group)
         return PromptResult(
             data_source=self._source(prompt),
             rewards=tuple(segments[-1].reward for segments in episodes),
-            answers=tuple(read(self._turn(number, prompt, segments)) for segments in episodes),
+            answers=tuple(
+                vote(segments[-1].extracted or "") or self._turn(number, prompt, segments).strip()
+                for segments in episodes
+            ),
         )
 
     def _samples(
@@ -168,13 +184,13 @@ class Validator:
             for trajectory in segments:
                 yield sample_of(
                     trajectory,
-                    self._decode,
+                    self._decoder,
                     step=policy_version,
                     prompt_index=group.prompt_index,
                     sibling=i,
                     environment=group.environment,
                     data_source=self._source(prompt),
-                    answer=prompt.answer,
+                    answer=group.answer,
                 )
 
     def _source(self, prompt: Prompt) -> str:

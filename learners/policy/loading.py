@@ -51,6 +51,7 @@ from learners.policy.tensor_parallel import split_matrices
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
@@ -164,7 +165,6 @@ class _Source:
 
     def _network(self, model: PreTrainedModel) -> Network:
         if self.lora is not None:
-            _require_whole_matrices(self.mesh)
             add_adapter(model, self.lora)
         return Network(
             model,
@@ -182,12 +182,9 @@ class _Source:
         reader = PatchReader.of(place, trust_remote_code=self._trust, setting=self._setting)
         is_trained = not self.config.learner.freeze_vision_tower
         tower = vision_tower(model, reader, is_trained=is_trained)
-        for axis in ("sequence", "tensor"):
-            if tower is not None and self.mesh is not None and self.mesh.size(axis) > 1:
-                raise ConfigError(
-                    f"learner.mesh.{axis}: was {self.mesh.size(axis)}; it must be 1 for a model "
-                    f"that sees images, such as this {model.config.model_type}"
-                )
+        if tower is not None and self.mesh is not None:
+            sizes = {axis: self.mesh.size(axis) for axis in ("sequence", "tensor")}
+            require_undivided_images(facts_of(model.config), sizes)
         return tower
 
     @property
@@ -264,14 +261,6 @@ def _allocate(network: Network, device: torch.device, *, on_host: bool) -> None:
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(network.get_submodule(owner), attribute, network.get_parameter(first))
-
-
-def _require_whole_matrices(mesh: Mesh | None) -> None:
-    if mesh is not None and mesh.size("tensor") > 1:
-        raise ConfigError(
-            f"learner.mesh.tensor: was {mesh.size('tensor')}, and the matrices of learner.lora "
-            "are not divided: set it to 1"
-        )
 
 
 def device_of(name: str) -> torch.device:

@@ -1,14 +1,17 @@
 """`streamrl evaluate`: the greedy score of a checkpoint on held-out prompts.
 
-Prints one JSON line. That of a checkpoint of the run is also written to `evaluation.json` in the
-run's folder, if there is one.
+Prints one JSON line, and on a terminal its progress before. The line of a checkpoint of the run is
+also written to `evaluation.json` in the run's folder, if there is one.
 """
 
 import argparse
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
 from actors.evaluation import evaluate, named_model, newest_model
@@ -17,12 +20,25 @@ from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.run_folder import require_run
 
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("prompts"),
+    TimeRemainingColumn(),
+)
+
 
 def main(arguments: argparse.Namespace) -> int:
     disable_progress_bar()
     config: RunConfig = arguments.run_config
     model = _model(config, arguments.checkpoint)
-    line = json.dumps(asyncio.run(evaluate(config, model)))
+    console = Console(stderr=True)
+    with Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as p:
+        task = p.add_task("evaluating", total=None)
+        show = partial(p.update, task)
+        scores = evaluate(config, model, lambda done, total: show(completed=done, total=total))
+        line = json.dumps(asyncio.run(scores))
     print(line)
     is_of_the_run = arguments.checkpoint is None or _is_within(model, config.run.path)
     if config.run.path.is_dir() and is_of_the_run:

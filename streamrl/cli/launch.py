@@ -20,8 +20,7 @@ from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
 from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.cli.processes.run_commands import (
-    call_for,
-    evaluation_may_fail,
+    evaluate_final,
     make_missing_model,
     prepared,
     require_books,
@@ -91,9 +90,7 @@ def _launch(
             fork_server=fork_server,
         )
         remedy = f"streamrl evaluate {_config_file(config)}"
-        if config.run.evaluate:
-            with evaluation_may_fail():
-                call_for(config, "evaluate", fork_server=fork_server)
+        evaluate_final(config, fork_server)
     except KeyboardInterrupt:
         _summarize(config, console)
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from streamrl.cli.buffer.target import read_folder, require_url
 from streamrl.cli.display.generators import generator_rows, generator_table, print_generators
-from streamrl.cli.display.numbers import Lines, numbers_of
+from streamrl.cli.display.numbers import RECENT, Lines, numbers_of
 from streamrl.cli.display.run_status import (
     RunStatus,
     as_json,
@@ -34,13 +34,12 @@ from streamrl.cli.display.run_status import (
     status_of,
     texts,
 )
-from streamrl.cli.display.view import REFRESH_S, LinePrinter, means, screen
+from streamrl.cli.display.view import REFRESH_S, LinePrinter, screen
 from streamrl.cli.probe import probe
-from streamrl.config import RunConfig
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.outcome import RunState, outcome, state_of
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
-from streamrl.run_folder import find_config, find_run
+from streamrl.run_folder import find_config, find_run, is_launched_since
 from streamrl.tracking.followed import FollowedMetrics
 from streamrl.types import BufferStats
 
@@ -59,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         return _print(asyncio.run(read_status(arguments.target)), as_record=arguments.json)
     if arguments.lines or not sys.stdout.isatty():
         _require_folder(arguments.target, "--follow in lines")
-        return _print_lines(find_run(arguments.target))
+        return _print_lines(arguments.target)
     asyncio.run(_follow(_Followed(arguments.target), arguments.interval))
     return 0
 
@@ -85,13 +84,17 @@ def _print(status: RunStatus, *, as_record: bool) -> int:
     return 1 if diagnose(status.reading) else 0
 
 
-def _print_lines(config: RunConfig) -> int:
+def _print_lines(target: str) -> int:
     """Waits for new lines in metrics.jsonl, also of a run that other machines write."""
-    console = Console(highlight=False)
+    console, read_s = Console(highlight=False), time.time()
+    config = find_run(target)
     printer = LinePrinter(config, console)
     while not _has_ended(read_folder(config)):
         printer.print_if_due()
         time.sleep(REFRESH_S)
+        if is_launched_since(config.run.path, read_s):
+            config, read_s = find_run(target), time.time()
+            printer = LinePrinter(config, console)
     printer.print_now()
     console.print(outcome(read_folder(config)))
     return 0
@@ -128,7 +131,8 @@ async def _follow(followed: "_Followed", interval_s: float) -> None:
 
 class _Followed:
     """A run that is read again and again. Invariant: a reading costs what the run has written since
-    the one before, and waits a few seconds for the buffer at most.
+    the one before, and waits a few seconds for the buffer at most. Its configuration is that of its
+    newest launch.
 
     Raises:
         ConfigError: the target names no run.
@@ -139,6 +143,7 @@ class _Followed:
         self._url = target if "://" in target else ""
         if self._url:
             require_url(target)
+        self._target, self._read_s = target, time.time()
         self._config = None if self._url else find_config(target)
         self._metrics = self._config and FollowedMetrics(self._config.run.path / "metrics.jsonl")
         self._earlier: deque[tuple[float, BufferStats]] = deque()
@@ -147,6 +152,7 @@ class _Followed:
         """The screen; a run that cannot be read any more is shown as that."""
         lines = self._lines()
         try:
+            self._read_config()
             status = await self._read(lines)
         except (StreamRLError, OSError) as error:
             return Text(str(error), style="red")
@@ -154,12 +160,17 @@ class _Followed:
         table = self._generators(status.reading.stats, width)
         if self._config is None:
             return Group(*texts(status), table)
-        recent = (Text(", ".join(means(self._config, lines))),) if lines else ()
-        return screen((*texts(status), *recent), self._config, lines, table)
+        # Below it stands with the training reward.
+        said = (text for text in texts(status) if not text.plain.startswith("held-out"))
+        return screen(said, self._config, lines, table)
+
+    def _read_config(self) -> None:
+        if self._config is not None and is_launched_since(self._config.run.path, self._read_s):
+            self._config, self._read_s = find_config(self._target), time.time()
 
     async def _read(self, lines: Lines) -> RunStatus:
         status = await (status_at(self._url) if self._config is None else status_of(self._config))
-        return replace(status, last_line=lines[-1]) if lines else status
+        return replace(status, lines=lines[-RECENT:]) if lines else status
 
     def _lines(self) -> Lines:
         lines = [numbers_of(line) for line in self._metrics.read()] if self._metrics else []

@@ -19,6 +19,16 @@ from streamrl.errors import did_you_mean
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
 
+_OURS_OF_ENGINES = {
+    "hf": frozenset({"dtype", "torch_dtype", "trust_remote_code"}),
+    "vllm": frozenset(
+        {"logprobs_mode", "generation_config", "disable_log_stats", "skip_tokenizer_init"}
+    ),
+    "sglang": frozenset(
+        {"model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed"}
+    ),
+}
+"""Arguments of engines that correctness needs as they are."""
 _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob")
 
 
@@ -43,6 +53,21 @@ def more_updates_than_groups(c: "RunConfig") -> str | None:
     return (
         f"learner.updates_per_batch {c.learner.updates_per_batch} is more than "
         f"learner.groups_per_step {c.learner.groups_per_step}: each update trains whole groups"
+    )
+
+
+def argument_of_streamrl(c: "RunConfig") -> str | None:
+    ours = _OURS_OF_ENGINES.get(c.generator.engine, frozenset())
+    clash = min(ours & c.generator.engine_kwargs.keys(), default=None)
+    return clash and f"generator.engine_kwargs.{clash}: is set by StreamRL; leave it out"
+
+
+def adapter_of_divided_matrices(c: "RunConfig") -> str | None:
+    if c.learner.lora is None or c.learner.mesh.tensor == 1:
+        return None
+    return (
+        f"learner.mesh.tensor: was {c.learner.mesh.tensor}, and the matrices of learner.lora are "
+        "not divided: set it to 1"
     )
 
 
@@ -370,7 +395,7 @@ def truncated_of_nothing(c: "RunConfig") -> str | None:
 
 def alike_samples(c: "RunConfig") -> str | None:
     v = c.validation
-    if not v.every or v.num_samples == 1 or v.temperature > 0:
+    if not c.is_validated or v.num_samples == 1 or v.temperature > 0:
         return None
     return (
         f"validation.num_samples {v.num_samples} with validation.temperature 0 samples the same "
@@ -380,7 +405,7 @@ def alike_samples(c: "RunConfig") -> str | None:
 
 def never_published(c: "RunConfig") -> str | None:
     every, publish_every = c.validation.every, c.weights.publish_every
-    if every % publish_every == 0:
+    if not isinstance(every, int) or every % publish_every == 0:
         return None
     return (
         f"validation.every {every} is no multiple of weights.publish_every {publish_every}: "
@@ -407,7 +432,7 @@ def bad_generator(c: "RunConfig") -> str | None:
         engine = c.validation.engine_settings(c.generator)
     except ValidationError as error:
         return f"validation.generator: {_sentence(error, tuple(type(c.generator).model_fields))}"
-    if not c.validation.every or engine.url is None or engine.url != c.generator.url:
+    if not c.is_validated or engine.url is None or engine.url != c.generator.url:
         return None
     return (
         f"validation.every {c.validation.every} needs an engine of its own, which keeps a version "
@@ -418,7 +443,7 @@ def bad_generator(c: "RunConfig") -> str | None:
 
 def early_stop_without_validation(c: "RunConfig") -> str | None:
     patience = c.validation.early_stop.patience
-    if c.validation.every or not patience:
+    if c.is_validated or not patience:
         return None
     return f"validation.early_stop.patience {patience} needs validations: set validation.every"
 
@@ -427,13 +452,16 @@ def best_without_validation(c: "RunConfig") -> str | None:
     checkpoint = c.learner.checkpoint
     if not checkpoint.keep_best or not checkpoint.is_best_validated:
         return None
-    if not c.validation.every:
-        return f"learner.checkpoint.best_by {checkpoint.best_by} needs validation.every"
-    longer = max(checkpoint.every, c.validation.every)
-    if longer % min(checkpoint.every, c.validation.every) == 0:
+    every = c.validation.every
+    if not isinstance(every, int) or not every:
+        return (
+            f"learner.checkpoint.best_by {checkpoint.best_by} needs validation.every as a number, "
+            f"such as {checkpoint.every}, so that the versions of checkpoints are validated"
+        )
+    if max(checkpoint.every, every) % min(checkpoint.every, every) == 0:
         return None
     return (
-        f"validation.every {c.validation.every} and learner.checkpoint.every {checkpoint.every} "
+        f"validation.every {every} and learner.checkpoint.every {checkpoint.every} "
         "rarely meet, and only a validated checkpoint can be the best: make one a multiple of the "
         "other"
     )
@@ -441,7 +469,7 @@ def best_without_validation(c: "RunConfig") -> str | None:
 
 def agents_of_others(c: "RunConfig") -> str | None:
     agents = [entry.setting for entry in c.entries if entry.environment == "agent"]
-    if not c.validation.every or not agents:
+    if not c.is_validated or not agents:
         return None
     return (
         f"validation.every {c.validation.every} cannot validate {agents[0]} agent: agents from "
@@ -525,6 +553,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     micro_batch_too_small,
     memory_setting_without_its_pass,
     more_updates_than_groups,
+    adapter_of_divided_matrices,
+    argument_of_streamrl,
     model_len_too_short,
     min_tokens_above_max,
     greedy_siblings,

@@ -104,6 +104,28 @@ class RunConfig(Section):
         is_best_validated = bool(checkpoint.keep_best) and checkpoint.is_best_validated
         return bool(self.validation.early_stop.patience) or is_best_validated
 
+    @property
+    def is_validated(self) -> bool:
+        """Whether a validator scores versions of the run while it trains."""
+        if self.validation.every is not None:
+            return self.validation.every != 0
+        return self.generator.engine == "hf" and all(
+            entry.data.eval_sources and entry.environment != "agent" for entry in self.entries
+        )
+
+    @property
+    def final_is_validated(self) -> bool:
+        """Whether the validation of the last version scores what `streamrl evaluate` would: one
+        greedy response to each of the same prompts, by the same engine."""
+        v, own = self.validation, {"device", "max_num_seqs", "num_threads"}
+        is_greedy = v.num_samples == 1 and v.temperature == 0
+        alike = (
+            v.num_prompts in (None, self.data.num_eval_prompts),
+            v.max_new_tokens in (None, self.generator.max_new_tokens),
+            v.generator.keys() <= own,
+        )
+        return self.is_validated and v.at_end and is_greedy and all(alike)
+
     def for_validator(self) -> "RunConfig":
         """With the sampling and the engine of the validator as those of `generator`."""
         generator = self.validation.engine_settings(self.generator)

@@ -18,7 +18,7 @@ def _of_learner(name: str, unit: Unit, meaning: str) -> Metric:
 
 
 _REWARD = (
-    _of_batch("reward/mean", "reward", Merge.EPISODES, "Training reward."),
+    _of_batch("reward/mean", "reward", Merge.EPISODES, "Training reward of the step."),
     _of_batch("reward/std", "reward", Merge.WHOLE, "Standard deviation of the training reward."),
     _of_batch("reward/min", "reward", Merge.MIN, "Smallest training reward."),
     _of_batch("reward/max", "reward", Merge.MAX, "Largest training reward."),

@@ -87,7 +87,7 @@ class ModelShape:
         """Of the run's model; None where it is not on this machine, or is of another kind."""
         model = config.model
         if model.recipe is not None and not Path(model.path).exists():
-            return cls.of_facts(_recipe_facts(model.recipe))
+            return cls.of_facts(recipe_facts(model.recipe))
         return cls._of_folder("model.path", model.path)
 
     @classmethod
@@ -162,7 +162,7 @@ def _active_width(facts: Mapping[str, Any], inner: int) -> int:
     return _num_active(facts) * int(facts.get("moe_intermediate_size") or inner)
 
 
-def _recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
+def recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
     return {
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
@@ -545,7 +545,10 @@ class Fit:
     def _refusal(self, host: Host, device: Device, sharing: Sequence[tuple[Seat, int]]) -> str:
         who = "; ".join(self._described(seat, index, device) for seat, index in sharing)
         needs = [need for seat, index in sharing if (need := self.need(seat, index))]
-        remedies = ", ".join(dict.fromkeys(name for need in needs for name in need.remedies))
+        has_validator = any(seat.role == "validator" for seat, _ in sharing)
+        names = ["validation.every 0"] if has_validator else []
+        names += [name for need in needs for name in need.remedies]
+        remedies = ", ".join(dict.fromkeys(names))
         return (
             f"{_SETTINGS[sharing[0][0].role]}: {_place(host, device)} has "
             f"{gib(device.memory_bytes)}, which is too little: {who}; what would help: {remedies}"

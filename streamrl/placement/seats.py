@@ -369,7 +369,7 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     for index, wanted in enumerate(generator_hosts(config, hosts)):
         name = f"generator-{index}"
         taken = (*taken, engine_seat(name, "generator", config.generator, wanted, taken))
-    if config.validation.every:
+    if config.is_validated:
         generator, wanted = config.for_validator().generator, allowed_for("validator", hosts)
         taken = (*taken, engine_seat("validator", "validator", generator, wanted, taken))
     return (*buffer, *taken)

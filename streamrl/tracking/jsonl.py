@@ -13,6 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -97,12 +98,18 @@ def read_metrics(path: Path, names: Collection[str] | None = None) -> list[dict[
 
 def read_last(path: Path) -> dict[str, Any]:
     """The last whole line of a `metrics.jsonl`, {} without one; reads only the end of the file."""
+    return next(iter(read_newest(path, 1)), {})
+
+
+def read_newest(path: Path, num_lines: int) -> list[dict[str, Any]]:
+    """The last whole lines, at most so many and those in its last _TAIL_BYTES, oldest first."""
     if not path.exists():
-        return {}
+        return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line for text in reversed(lines) if (line := _parsed(text))), {})
+        texts = file.read().decode(errors="replace").splitlines()
+    whole = (line for text in reversed(texts) if (line := _parsed(text)))
+    return list(islice(whole, num_lines))[::-1]
 
 
 def _keep_before(path: Path, first_step: int) -> None:

@@ -27,11 +27,13 @@ class ValidationReport(Struct, frozen=True, kw_only=True):
 class ValidatorStatus(Struct, frozen=True, kw_only=True):
     """`next_version` is the oldest version of its learner that the validator is to be sent. While
     it `is_busy` it is to be sent none: it validates one, of which `num_done` of `num_prompts` are
-    finished. `report` is of the validation before.
+    finished; while it `is_resting`, so that validations cost little, only the last of the run.
+    `report` is of the validation before.
     """
 
     next_version: Count = 0
     is_busy: bool = False
+    is_resting: bool = False
     num_done: Count = 0
     num_prompts: Count = 0
     report: ValidationReport | None = None

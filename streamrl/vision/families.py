@@ -1,8 +1,4 @@
-"""Which models see images, and how transformers loads a model of either kind.
-
-A family is here if its vision tower takes patches with their grid and its text model takes
-positions of three axes, as Qwen2-VL's do; see tower.py.
-"""
+"""How transformers loads a model that sees images, and one that does not."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,8 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from streamrl.errors import ConfigError
-
-VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
+from streamrl.model_folder import VISION
 
 
 def has_vision(config: Any) -> bool:

@@ -308,7 +308,9 @@ class Membership:
         if status.is_busy:
             return False
         is_of_another = hello.learner_id not in (self._learner_id, "", NO_LEARNER)
-        return is_of_another or self.is_last_version or version >= status.next_version
+        if is_of_another or self.is_last_version:
+            return True
+        return version >= status.next_version and not status.is_resting
 
     def _is_left_out(self, peer: Peer) -> bool:
         """Whether others, for whose sake it is, go on without it at present."""

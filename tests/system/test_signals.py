@@ -128,7 +128,7 @@ def test_daemons_whose_buffer_never_was(daemons):
     validator = run.start("validator", settings=("validation.every=1",))
     for role in ("learner", "one"):
         run.until(lambda role=role: "no answer from the buffer" in run.log(role))
-    run.until(lambda: "validator serves" in run.log("validator"))
+    run.until(lambda: "waiting for the first step" in run.log("validator"))
     # It has not begun: it asks the buffer whose run it holds before it changes anything.
     assert terminate(learner) == 0
     assert last_line(run, "learner").endswith("learner: done")

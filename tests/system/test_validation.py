@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from streamrl.run_folder import read_json
 from streamrl.samples.files import read_samples, validation_files
 from streamrl.tracking.jsonl import read_validations
 
@@ -53,3 +54,26 @@ def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(laun
         mean = sum(sample.reward for sample in samples) / len(samples)
         assert abs(mean - validated[int(file.stem)]["validation/mean@4"]) < 1e-6
     assert "the run is over" in run.log("validator")
+
+
+@pytest.mark.long
+def test_a_run_with_held_out_prompts_has_a_baseline_and_a_final_score_without_being_asked(
+    launch, tmp_path
+):
+    """Of which the last validation is the evaluation: the checkpoint is not scored again."""
+    reward = tmp_path / "slow.py"
+    reward.write_text(REWARD)
+    held_out = ("data.eval_source=copy", "data.num_eval_prompts=8", "run.evaluate=true")
+    settings = (*held_out, f"data.reward={reward}:score")
+    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    assert run.end() == 0, run.log("validator")
+    validated = read_validations(run.folder)
+    assert {0, 12} <= validated.keys()
+    assert len(validated) < 12, "it rests"
+    log = run.log("validator")
+    assert log.index("waiting for the first step") < log.index("validator serves")
+    evaluation = read_json(run.folder / "evaluation.json")
+    assert evaluation["by"] == "validator"
+    assert evaluation["greedy_reward_mean"] == validated[12]["validation/mean@1"]
+    assert "evaluated" not in run.output
+    assert "versions 0 and 12" in " ".join(run.output.split())

@@ -346,3 +346,17 @@ def test_a_signal_ends_the_command_that_another_one_calls(tmp_path, number):
         caller.communicate(timeout=60)
     assert caller.returncode == 128 + number
     assert (tmp_path / "evaluate.ended").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "again"), [(signal.SIGINT, "Ctrl-C again"), (signal.SIGTERM, "a second signal")]
+)
+def test_the_first_signal_says_what_it_does_and_what_a_second_one_would(
+    launched: Launch, number, again
+):
+    async def interrupt() -> None:
+        await launched.until("buffer.ready", "learner.ready", "generator.ready")
+        os.kill(os.getpid(), number)
+
+    assert launched.run({}, then=interrupt) is number
+    assert launched.notices == [f"finishing the step and saving it; {again} stops now"]

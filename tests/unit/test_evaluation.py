@@ -26,7 +26,9 @@ def config(tmp_path: Path) -> RunConfig:
 async def test_prompts_that_wait_for_the_engine_have_their_whole_deadline(config):
     """It counts from the begin of an episode: those that have begun are few."""
     engine = FakeEngine()
-    greedy = await greedy_groups_of(config, engine)
+    done: list[tuple[int, int]] = []
+    greedy = await greedy_groups_of(config, engine, lambda *counts: done.append(counts))
+    assert done == [(number, 10) for number in range(1, 11)]
     assert [group.prompt_index for group in greedy.groups] == list(range(10))
     assert engine.most_running == 2
 

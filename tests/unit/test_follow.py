@@ -13,11 +13,14 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from streamrl.cli.display.numbers import remaining
 from streamrl.cli.display.run_status import RunStatus
+from streamrl.cli.display.summary import summary_rows, validation_text
 from streamrl.cli.display.view import step_parts
 from streamrl.cli.main import main
 from streamrl.cli.status import _Followed
 from streamrl.diagnosis import Reading
+from streamrl.tracking.jsonl import VALIDATION_FILE, JsonlTracker
 from streamrl.types import (
     Books,
     BufferStats,
@@ -112,7 +115,7 @@ def shown(folder: Path, monkeypatch: pytest.MonkeyPatch, width: int, num_generat
     )
 
     async def read(_: object) -> RunStatus:
-        return RunStatus("run", reading, {})
+        return RunStatus("run", reading, (), config=config)
 
     monkeypatch.setattr("streamrl.cli.status.status_of", read)
     return drawn(_Followed(str(config.run.path)), width)
@@ -135,8 +138,10 @@ def test_every_line_fits_the_terminal(
     text = " ".join(output.split())
     assert "run: step 42 of 550" in text
     assert "2.00 s a step: backward 40 %, forward 30 %, wait 25 %, other 5 %" in text
-    for part in ("staleness 1.50", "ESS 0.910", "ETA 16:56", "the books close", "2500 tokens/s"):
+    for part in ("staleness 1.50", "ESS 0.910", "the books close", "2,500 tokens/s"):
         assert part in text
+    # A run that nothing feeds has no end in sight.
+    assert ("checkpoint 100 in 1:56, ETA 16:56" in text) is (num_generators > 0)
     assert ("another generator would raise 0.5 steps/s" in text) is (num_generators > 1)
     assert ("generator-1" in text) is (num_generators > 1)
     assert (" 42 %" in text) is (num_generators > 1)
@@ -173,7 +178,7 @@ def test_a_metric_that_is_no_number_is_left_out(tmp_path, capsys, value):
     text = f'{{"step": 7, "reward/mean": {value}, "learner/step_s": {value}, "time_s": {value}}}\n'
     (config.run.path / "metrics.jsonl").write_text(text)
     found = record(capsys, config.run.path)
-    assert (found["reward"], found["last_step_s"]) == (None, None)
+    assert (found["training_reward"], found["last_step_s"]) == (None, None)
     assert "run: step 7 of 550" in drawn(_Followed(str(config.run.path)))
 
 
@@ -238,3 +243,43 @@ def test_a_signal_leaves_the_terminal_as_it_was(tmp_path, number, code):
         assert is_put_back(terminal.output)
     finally:
         terminal.kill()
+
+
+def test_a_view_left_open_shows_the_launch_that_goes_on(tmp_path):
+    """With more steps, and a buffer at another port: not `step 41 of 40` of what it began with."""
+    config = make_run(tmp_path)
+    file = config.run.path / "config.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("max_steps: 550", "max_steps: 40"))
+    os.utime(file, (0, 0))
+    followed = _Followed(str(config.run.path))
+    assert "step 6 of 40" in drawn(followed)
+    file.write_text(text.replace("max_steps: 550", "max_steps: 90").replace("29610", "29777"))
+    os.utime(file, (time.time() + 60,) * 2)
+    assert "step 6 of 90" in drawn(followed)
+    assert followed._config.buffer.url == "zmq://127.0.0.1:29777"
+
+
+def test_held_out_rewards_are_in_the_status_and_so_is_what_is_being_validated(tmp_path, capsys):
+    """Also while the learner saves its last checkpoint."""
+    validating = "version 6 is being validated: 12 of 20 prompts"
+    config = make_run(tmp_path, activity=LearnerActivity.SAVING, validating=validating)
+    for version, mean in ((0, 0.107), (3, 0.5), (5, 0.477)):
+        metrics = {"validation/mean@1": mean, "validation/num_prompts": 20.0}
+        tracker = JsonlTracker(config.run.path / VALIDATION_FILE, first_step=version)
+        tracker.log(metrics, version)
+        tracker.close()
+    main(["status", str(config.run.path)])
+    output = capsys.readouterr().out
+    held_out = "0.107 -> 0.477 (greedy, 20 prompts; versions 0 and 5), best 0.500 of version 3"
+    assert f"held-out reward {held_out}" in " ".join(output.split())
+    assert f"held-out {validating}" in " ".join(output.split())
+    summary = dict(summary_rows([{"step": 6}], config.run.path, validation_text(config)))
+    assert summary["held-out reward"] == held_out
+
+
+def test_what_is_to_come_is_the_next_checkpoint_and_the_end(tmp_path, capsys):
+    lines = [line(step) for step in range(1, 43)]
+    assert remaining(lines, 550, 100) == {"checkpoint 100": 116.0, "end": 1016.0}
+    assert remaining(lines, 60, 100) == {"checkpoint 60": 36.0, "end": 36.0}
+    assert remaining(lines, 42, 100) == remaining([], 42, 100) == {}

@@ -159,6 +159,7 @@ def test_no_key_of_a_service_is_written_and_penalties_lose_their_minus(folder):
 
 def test_batches_of_trl_are_counted_in_groups(folder):
     settings, comments = imported(EXAMPLES / "trl" / "grpo.yaml", "trl")
+    assert (settings["tracking.wandb"], settings["tracking.trackio"]) == ("online", True)
     assert settings["learner.groups_per_step"] == 4
     assert settings["algorithm.kl_loss.kind"] == "low_var_kl+"
     assert settings["algorithm.advantage_config.norm_adv_by_std"] is False
@@ -167,9 +168,52 @@ def test_batches_of_trl_are_counted_in_groups(folder):
     options, _ = imported(EXAMPLES / "trl" / "grpo.sh", "trl", "options.yaml")
     assert options["learner.lora.targets"] == ["q_proj", "v_proj"]
     assert options["data.reward"] == "math"
+    arithmetic = (
+        "# per_device_train_batch_size 8 * gradient_accumulation_steps 4 * num_processes 1 "
+        "(a default) / num_generations 8\n"
+    )
+    assert arithmetic in Path("run.yaml").read_text()
     several, _ = imported(EXAMPLES / "trl" / "gspo.yaml", "trl", "several.yaml")
     assert several["algorithm.loss"] == "gspo"
     assert several["learner.updates_per_batch"] == 4
+
+
+def test_the_batch_of_trl_is_that_of_all_processes(folder):
+    text = (EXAMPLES / "trl" / "grpo.sh").read_text()
+    for name, more, expected in (
+        ("processes", "--num_processes 4 ", {"groups_per_step": 4}),
+        (
+            "generation",
+            "--num_processes 2 --generation_batch_size 64 --gradient_accumulation_steps 2 ",
+            {"groups_per_step": 8, "updates_per_batch": 2},
+        ),
+        (
+            "steps",
+            "--num_processes 2 --steps_per_generation 4 --gradient_accumulation_steps 2 ",
+            {"groups_per_step": 8, "updates_per_batch": 2},
+        ),
+    ):
+        script = folder / f"{name}.sh"
+        script.write_text(text.replace("accelerate launch", f"accelerate launch {more}"))
+        settings, _ = imported(script, "trl", f"{name}.yaml")
+        assert {key: settings[f"learner.{key}"] for key in expected} == expected, name
+
+
+def test_a_batch_that_is_no_whole_number_of_groups_is_said_with_its_arithmetic(folder):
+    Path("trl.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: rows/train.jsonl\n"
+        "per_device_train_batch_size: 2\nnum_generations: 8\n"
+    )
+    _, comments = imported(Path("trl.yaml"), "trl")
+    assert has_line(comments, "per_device_train_batch_size: 2; per_device_train_batch_size 2 * ")
+    assert has_line(comments, "num_processes 1 (a default) / num_generations 8; learner.groups_per")
+
+
+def test_a_batch_of_verl_is_counted_in_prompts(folder):
+    settings, _ = imported(EXAMPLES / "verl" / "grpo.sh", "verl")
+    assert (settings["learner.groups_per_step"], settings["learner.updates_per_batch"]) == (64, 4)
+    text = Path("run.yaml").read_text()
+    assert "# data.train_batch_size 64 / actor_rollout_ref.actor.ppo_mini_batch_size 16" in text
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,13 @@ MAX_FUNCTION_LINES = 60
 MAX_FILES = 15
 MIN_FILE_LINES = 60
 SHORT = {
-    "a command": "cli/evaluate cli/keys cli/new",
+    "a command": "cli/keys cli/new cli/report",
     "a section of the configuration, or what all sections are made of": (
         "config/algorithm/presets config/section config/tracking"
     ),
-    "one tracker, or one kind of file": ("tracking/console tracking/tables tracking/tensorboard"),
+    "one tracker, or one kind of file": (
+        "tracking/console tracking/tensorboard data_files/parquet"
+    ),
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation tools/tool metrics/catalogue"
     ),

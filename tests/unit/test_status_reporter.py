@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from buffers.memory import MemoryBuffer
 from learners import status_reporter as module
 from learners.status_reporter import StatusReporter
 from streamrl.cli.display.view import read_wait
+from streamrl.config.validation import ValidationSettings
 from streamrl.errors import TransportError
 from streamrl.types import (
     BufferStats,
@@ -29,6 +30,11 @@ STALL_S = 0.05
 
 
 class Sender:
+    present: Mapping[str, ValidatorStatus] = {}
+
+    def validators(self) -> Mapping[str, ValidatorStatus]:
+        return self.present
+
     def gauges(self) -> dict[str, float]:
         return {"num_receivers": 2.0}
 
@@ -165,3 +171,30 @@ async def test_the_file_is_kept_up_to_date_where_no_other_can_be_written(tmp_pat
     reporter.set_activity(LearnerActivity.SAVING, policy_version=7, unsaved="no space left")
     await reporting(reporter, lambda: json.loads(file.read_text())["policy_version"] == 7)
     assert json.loads(file.read_text())["unsaved"] == "no space left"
+
+
+async def test_a_validator_counts_as_absent_from_the_first_step_on_or_where_one_has_been(
+    tmp_path, monkeypatch
+):
+    """It begins then; daemons that are started one by one may be without one by default."""
+    (tmp_path / "run").mkdir()
+    config = make_config(run={"name": "run", "folder": tmp_path, "stall_s": STALL_S})
+    held_out = config.data.model_copy(update={"eval_source": "addition"})
+    by_default = config.model_copy(update={"data": held_out})
+    asked = by_default.model_copy(update={"validation": ValidationSettings(every=2)})
+    now_s = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    for one, absent in (
+        (config, [None] * 4),
+        (by_default, [None, None, 0, 7]),
+        (asked, [0, 7, 0, 7]),
+    ):
+        sender, now_s = Sender(), 0.0
+        reporter = StatusReporter(one, make_buffer(), sender)
+        found = []
+        for version, is_there in ((0, False), (1, False), (2, True), (3, False)):
+            sender.present = {"validator": ValidatorStatus()} if is_there else {}
+            now_s += 7.0
+            reporter.update(policy_version=version)
+            found.append(reporter._current().no_validator_s)
+        assert found == absent

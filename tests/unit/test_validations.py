@@ -140,3 +140,26 @@ def test_the_best_validation_is_by_the_metric_alone():
     assert best_of(values, "a", "highest", min_improvement=0.1) == (0, 1.0, 2)
     assert best_of(values, "a", "lowest") == (6, 0.5, 0)
     assert best_of(values, "c", "lowest") is None
+
+
+@pytest.mark.parametrize("has_reported", [False, True])
+async def test_a_validator_that_no_setting_asks_for_is_waited_for_if_there_is_one(
+    has_reported, monkeypatch
+):
+    """Daemons that are started one by one may be without."""
+    data = {"source": "addition", "eval_source": "addition"}
+    config = validated(configure(max_steps=1), every=None)
+    config = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    assert config.is_validated
+    run = Run(config)
+    if not has_reported:
+        monkeypatch.setattr(run.sender, "validators", dict)
+    await until(run, lambda: run.buffer.held)
+    await lend_batch(run)
+    if has_reported:
+        await until(run, lambda: run.reporter.activities[-1] is LearnerActivity.VALIDATING)
+        run.sender.report(report(1))
+    await run.end()
+    assert (LearnerActivity.VALIDATING in run.reporter.activities) is has_reported
+    assert run.sender.is_last is has_reported
+    assert "validation/num_missed" not in run.records.validated.get(1, {})

@@ -36,7 +36,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from actors.engines import require_torchvision
 from actors.engines.candidates import candidates, num_asked, sets_of
 from actors.engines.model import ModelFacts, require_known_tokens, room_for
 from actors.engines.requests import InFlightRequests, aborted_on, finish_reason, nothing_sampled
@@ -196,11 +196,7 @@ class VllmVision:
         """
         if facts.placeholders is None:
             return None
-        if find_spec("torchvision") is None:
-            raise ConfigError(
-                f"generator.engine vllm: {model.path} sees images, for which vLLM needs "
-                "torchvision, and it is not installed: use generator.engine hf"
-            )
+        require_torchvision(model.path)
         reader = PatchReader.of(model.path, trust_remote_code=model.trust_remote_code)
         assert reader is not None, "the facts say that it sees images"
         return cls(reader, facts.placeholders)

@@ -83,7 +83,7 @@ _LOOK = {
     ),
     "report": Command(
         "streamrl.cli.report:main",
-        "print the summary of a run folder, write report.html and draw report.png",
+        "print the summary of a run folder and write report.html, its page",
         options.report,
     ),
     "samples": Command(

@@ -75,7 +75,7 @@ def run_folder(parser: ArgumentParser) -> None:
 def report(parser: ArgumentParser) -> None:
     run_folder(parser)
     parser.add_argument(
-        "--html", action="store_true", help="write report.html alone, and print where it is"
+        "--html", action="store_true", help="print where report.html is, and no summary"
     )
 
 
@@ -361,7 +361,8 @@ def samples(parser: ArgumentParser) -> None:
         metavar="VERSION",
         nargs="?",
         const="newest",
-        help="of the validation of this version, or of the newest, instead of training",
+        help="of the validation of this version, or of the newest, instead of training; all: what "
+        "each version wrote for the same prompts, side by side",
     )
     parser.add_argument("--min-reward", type=float, metavar="R", help="with this reward or more")
     parser.add_argument("--max-reward", type=float, metavar="R", help="with this reward or less")
@@ -372,6 +373,7 @@ def samples(parser: ArgumentParser) -> None:
     order.add_argument("--best", action="store_true", help="highest rewards first, not the newest")
     order.add_argument("--worst", action="store_true", help="lowest rewards first")
     parser.add_argument("--limit", type=count, default=20, metavar="N", help="default: 20")
+    parser.add_argument("--markup", action="store_true", help="show the chat template's tokens")
     parser.add_argument("--json", action="store_true", help="print JSON Lines")
 
 

@@ -74,6 +74,12 @@ def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[
         yield CONFIGURATION.problem(
             f"learner.offload.{name}: moves memory from a GPU to the host, and {lacks}"
         )
+    profiler = config.learner.profiler
+    for name in ("memory", "nvtx"):
+        if getattr(profiler, name):
+            yield CONFIGURATION.problem(
+                f"learner.profiler.{name}: was true, and {lacks}; it needs a GPU"
+            )
 
 
 def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:

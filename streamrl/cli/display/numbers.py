@@ -1,11 +1,14 @@
 """Numbers of a run's metrics and of its books, and how they are printed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from streamrl.types import Books
 
+RECENT = 20
+"""Steps that the means of a display are of, but for the training reward."""
 _LARGEST = 1e100
+_REWARD_STEPS = 10
 _BARS = " ▁▂▃▄▅▆▇█"
 
 Lines = Sequence[Mapping[str, Any]]
@@ -39,20 +42,49 @@ def steps_s(lines: Lines) -> float:
     return sum(line.get("learner/step_s") or 0.0 for line in lines)
 
 
+def training_reward(lines: Lines) -> float | None:
+    """That of every display: the mean of the last steps, 10 or a third of a short run, so that the
+    first and the last ones share none. `lines` are those, or more; None without one."""
+    return metric_mean(lines[-_num_reward_steps(lines) :], "reward/mean")
+
+
+def reward_text(lines: Lines) -> str:
+    """Such as: training reward 0.176 (last 10 steps); "" without one."""
+    value, num_steps = training_reward(lines), _num_reward_steps(lines)
+    steps = f"last {num_steps} steps" if num_steps > 1 else "last step"
+    return "" if value is None else f"training reward {value:.3f} ({steps})"
+
+
 def reward_change(lines: Lines) -> str:
     """The training reward of the first and the last steps, such as: 0.254 -> 0.176 (mean of the
-    first 2 and the last 2 steps); "" without one.
-
-    At most a third each, so that the two means of a short run share no step.
-    """
-    part = max(1, len(lines) // 3)
-    num_first, num_last = min(5, part), min(10, part)
-    first = metric_mean(lines[:num_first], "reward/mean")
-    last = metric_mean(lines[-num_last:], "reward/mean")
+    first 2 and the last 2 steps); "" without one. `lines` are all of the run."""
+    num_last = _num_reward_steps(lines)
+    num_first = min(5, num_last)
+    first, last = metric_mean(lines[:num_first], "reward/mean"), training_reward(lines)
     if first is None or last is None:
         return ""
     steps = f"mean of the first {num_first} and the last {num_last} steps"
     return f"{first:.3f} -> {last:.3f} ({steps if len(lines) > 1 else '1 step'})"
+
+
+def _num_reward_steps(lines: Lines) -> int:
+    return min(_REWARD_STEPS, max(1, lines[-1]["step"] // 3)) if lines else 1
+
+
+def remaining(lines: Lines, max_steps: int, checkpoint_every: int) -> Mapping[str, float]:
+    """In how many seconds the next checkpoint and the last step come, by the time of the last
+    steps; {} where nothing tells."""
+    step_s = metric_mean(lines[-RECENT:], "learner/step_s")
+    if step_s is None or (step := lines[-1]["step"]) >= max_steps:
+        return {}
+    due = min(max_steps, (step // checkpoint_every + 1) * checkpoint_every)
+    return {f"checkpoint {due}": (due - step) * step_s, "end": (max_steps - step) * step_s}
+
+
+def remaining_texts(seconds: Mapping[str, float]) -> Iterator[str]:
+    """Such as: checkpoint 400 in 0:12; ETA 1:30."""
+    for name, left_s in seconds.items():
+        yield f"ETA {duration(left_s)}" if name == "end" else f"{name} in {duration(left_s)}"
 
 
 def wait_shares(lines: Lines) -> str:

@@ -14,7 +14,19 @@ import msgspec
 from rich.text import Text
 
 from streamrl.cli.buffer.target import read_folder, read_stats, require_url
-from streamrl.cli.display.numbers import balance, books_rows, numbers_of, wait_shares
+from streamrl.cli.display.numbers import (
+    RECENT,
+    Lines,
+    balance,
+    books_rows,
+    numbers_of,
+    remaining,
+    remaining_texts,
+    reward_text,
+    training_reward,
+    wait_shares,
+)
+from streamrl.cli.display.summary import validation_text
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose, pending
@@ -25,19 +37,32 @@ from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.run_folder import find_config, read_books
 from streamrl.samples.record import printable
-from streamrl.tracking.jsonl import read_last
+from streamrl.tracking.jsonl import METRICS_FILE, read_newest
 from streamrl.types import Books, BufferStats, LearnerStatus, replace
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of the run; `last_line` is the newest line of its metrics, or {}, `books` what
-    a buffer that has ended wrote."""
+    """What is known of the run; `lines` are the newest ones of its metrics, `books` what a buffer
+    that has ended wrote, and `config` is None of a URL."""
 
     name: str
     reading: Reading
-    last_line: Mapping[str, Any]
+    lines: Lines
     books: Books | None = None
+    config: RunConfig | None = None
+
+    @property
+    def last_line(self) -> Mapping[str, Any]:
+        return self.lines[-1] if self.lines else {}
+
+    @property
+    def remaining(self) -> Mapping[str, float]:
+        """See `remaining`; of a run that goes on."""
+        if self.config is None or not self._is_current or state_of(self.reading).has_ended:
+            return {}
+        run, checkpoint = self.config.run, self.config.learner.checkpoint
+        return remaining(self.lines, run.max_steps, checkpoint.every)
 
     @property
     def scaling(self) -> ScalingHint | None:
@@ -84,19 +109,19 @@ async def status_at(url: str) -> RunStatus:
     """Of the run of the buffer at this URL."""
     stats, unreachable = await read_stats(url)
     reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
-    return RunStatus(url, reading, {})
+    return RunStatus(url, reading, ())
 
 
 async def status_of(config: RunConfig) -> RunStatus:
     """Of the run of this configuration, from its folder and its buffer."""
     reading = read_folder(config)
-    last_line = numbers_of(read_last(config.run.path / "metrics.jsonl"))
-    if "time_s" in last_line:
-        reading = replace(reading, idle_s=max(0.0, time.time() - last_line["time_s"]))
+    lines = [numbers_of(line) for line in read_newest(config.run.path / METRICS_FILE, RECENT)]
+    if lines and "time_s" in lines[-1]:
+        reading = replace(reading, idle_s=max(0.0, time.time() - lines[-1]["time_s"]))
     if state_of(reading) is not RunState.FINISHED:
         stats, unreachable = await read_stats(config)
         reading = replace(reading, stats=stats, unreachable=unreachable)
-    return RunStatus(config.run.name, reading, last_line, read_books(config.run.path))
+    return RunStatus(config.run.name, reading, lines, read_books(config.run.path), config)
 
 
 def is_healthy(reading: Reading) -> bool:
@@ -124,10 +149,11 @@ def headline(status: RunStatus) -> str:
     parts = [f"step {last['step']}{of}"] if last else []
     if not last and reading.stats is not None:
         parts.append(f"version {reading.stats.policy_version}{of}")
-    if (reward := last.get("reward/mean")) is not None:
-        parts.append(f"training reward {reward:.3f} in that step")
+    if reward := reward_text(status.lines):
+        parts.append(reward)
     if reading.idle_s is not None:
         parts.append(f"last step {age(reading.idle_s)} ago")
+    parts += remaining_texts(status.remaining)
     return f"{status.name}: {', '.join(parts) or 'no step yet'}"
 
 
@@ -140,6 +166,9 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
         sent = f"version {learner.policy_version} for {learner.num_receivers} receivers"
         yield "weights", sent + behind
+        # Beside what the learner does itself: it saves a checkpoint meanwhile.
+        if learner.validating and status.reading.is_learner_reporting:
+            yield "held-out", learner.validating
     elif stats is not None and stats.books.learner_term:
         yield (
             "learner",
@@ -147,6 +176,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         )
     if (failures := failures_of(status.reading)) and not _is_finding(status.reading, failures):
         yield "failed", failures
+    if status.config is not None and (held_out := validation_text(status.config)):
+        yield "held-out", f"reward {held_out}"
     waiting = waits_for(status.reading)
     if waiting and not status.reading.is_stalled:
         yield "waiting", waiting
@@ -170,7 +201,8 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "max_steps": reading.max_steps,
         "failures": failures_of(reading),
         "learning": [] if reading.learner is None else list(reading.learner.signs),
-        "reward": status.last_line.get("reward/mean"),
+        "training_reward": training_reward(status.lines),
+        "remaining_s": status.remaining,
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,
         "waits_for": waits_for(reading),

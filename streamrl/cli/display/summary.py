@@ -59,10 +59,7 @@ def summary_rows(
     rows = [("steps", str(lines[-1]["step"]))]
     if change := reward_change(lines):
         rows.append(("training reward", change))
-    if validated:
-        rows.append(("validation", validated))
-    if held_out := held_out_reward(folder):
-        rows.append(("held-out reward", held_out))
+    rows += held_out_rows(folder, validated)
     for label, name in (
         ("staleness, mean", "buffer/staleness_mean"),
         ("ESS, mean", "mismatch/rollout_is_eff_sample_size"),
@@ -89,10 +86,21 @@ def summary_rows(
     return [*rows, ("time of the steps", duration(steps_s(lines)))]
 
 
+def held_out_rows(folder: Path, validated: str) -> list[tuple[str, str]]:
+    """The validations of the run and, where it is not the last of these, the evaluation of its
+    final checkpoint; the name and what it is."""
+    rows = [("held-out reward", validated)] if validated else []
+    is_among = bool(validated) and read_json(folder / "evaluation.json").get("by") == "validator"
+    if (evaluated := held_out_reward(folder)) and not is_among:
+        rows.append((f"held-out reward{', evaluated' if validated else ''}", evaluated))
+    return rows
+
+
 def validation_text(config: RunConfig) -> str:
-    """Such as: mean@4 0.250 -> 0.344 (versions 0 and 40), best 0.375 of version 30; "" before the
-    first one."""
-    metric, best_is = config.validation.watched_metric, config.validation.best_is
+    """Such as: 0.250 -> 0.344 (greedy, 256 prompts; versions 0 and 40), best 0.375 of version 30;
+    "" before the first one. What is not the mean reward has its name in front."""
+    settings = config.validation
+    metric, best_is = settings.watched_metric, settings.best_is
     validated = read_validations(config.run.path)
     known = {version: m[metric] for version, m in validated.items() if m.get(metric) is not None}
     best = best_of(validated, metric, best_is)
@@ -100,11 +108,17 @@ def validation_text(config: RunConfig) -> str:
         return ""
     first, last = min(known), max(known)
     name = metric.removeprefix("validation/")
+    name = "" if name.startswith("mean@") else f"{name} "
+    is_greedy = settings.num_samples == 1 and settings.temperature == 0
+    how = "greedy" if is_greedy else f"{settings.num_samples} samples"
+    how += f", {validated[last].get('validation/num_prompts', 0):.0f} prompts"
     if first == last:
-        return f"{name} {known[first]:.3f} (version {first})"
+        return f"{name}{known[first]:.3f} ({how}; version {first})"
+    versions = f"{how}; versions {first} and {last}"
+    best_text = f", best {best.value:.3f} of version {best.policy_version}"
     return (
-        f"{name} {known[first]:.3f} -> {known[last]:.3f} (versions {first} and {last}), best "
-        f"{best.value:.3f} of version {best.policy_version}"
+        f"{name}{known[first]:.3f} -> {known[last]:.3f} ({versions})"
+        f"{'' if best.policy_version == last else best_text}"
     )
 
 

@@ -53,7 +53,9 @@ async def run_daemons(
     restart."""
     children = make_children(plan, notify=notify, fork_server=fork_server)
     stop_s = plan.config.stop_within_s
-    return await supervise(children, view=view, background=background, stop_s=stop_s, strict=strict)
+    return await supervise(
+        children, view=view, background=background, stop_s=stop_s, strict=strict, notify=notify
+    )
 
 
 async def supervise(
@@ -63,6 +65,7 @@ async def supervise(
     background: BackgroundTask | None,
     stop_s: float,
     strict: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Ending:
     """Start, watch, and stop every child.
 
@@ -75,7 +78,7 @@ async def supervise(
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _on_signal, number, interrupted, children)
+        loop.add_signal_handler(number, _on_signal, number, interrupted, children, notify)
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
     showing = asyncio.ensure_future(view(children))
     showing.add_done_callback(_say_failure)
@@ -136,10 +139,13 @@ def _on_signal(
     number: signal.Signals,
     interrupted: "asyncio.Future[signal.Signals]",
     children: Sequence[Child],
+    notify: Callable[[str], None],
 ) -> None:
-    """The first signal stops the run, the second one kills its processes."""
+    """The first signal stops the run, which is said, the second one kills its processes."""
     if not interrupted.done():
         interrupted.set_result(number)
+        again = "Ctrl-C again" if number is signal.SIGINT else "a second signal"
+        notify(f"finishing the step and saving it; {again} stops now")
         return
     for child in children:
         child.stop(signal.SIGKILL)

@@ -6,9 +6,11 @@ Invariant: they get the run's configuration as it was resolved, in the run's fol
 
 import argparse
 import contextlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -18,9 +20,10 @@ from streamrl.cli.processes.command import call
 from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
+from streamrl.durable_files import write_file
 from streamrl.errors import StreamRLError
 from streamrl.run_folder import prepare, read_books
-from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
+from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics, read_validations
 
 STOPPED_S = 3.0
 
@@ -92,6 +95,36 @@ def make_missing_model(
     if config.model.recipe is not None and not Path(config.model.path).exists():
         console.print(f"making {config.model.path} of model.recipe")
         call_for(config, "get-model", fork_server=fork_server)
+
+
+def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> None:
+    """`evaluation.json` of the final checkpoint, if `run.evaluate` asks for it: by what the
+    validator has found where it has sampled the same, else by `streamrl evaluate`."""
+    if not config.run.evaluate:
+        return
+    if (found := _validated_final(config)) is not None:
+        write_file(config.run.path / "evaluation.json", json.dumps(found) + "\n")
+        return
+    with evaluation_may_fail():
+        call_for(config, "evaluate", fork_server=fork_server)
+
+
+def _validated_final(config: RunConfig) -> Mapping[str, Any] | None:
+    checkpoint = newest(config.run.path, contents=False).checkpoint
+    if checkpoint is None or not config.final_is_validated:
+        return None
+    found = read_validations(config.run.path).get(checkpoint.policy_version)
+    if found is None or "validation/mean@1" not in found:
+        return None
+    left_out = {n: int(found.get(f"validation/{n}", 0)) for n in ("num_too_long", "num_failed")}
+    return {
+        "model": str(checkpoint.path),
+        "num_prompts": int(found["validation/num_prompts"]),
+        **{name: count for name, count in left_out.items() if count},
+        "greedy_reward_mean": found["validation/mean@1"],
+        "response_length_mean": found["validation/response_length_mean"],
+        "by": "validator",
+    }
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@ settings that exist, but elsewhere, it says where: `learner.lr` stands at `learn
 So is what was probably meant by a path that is not there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,7 @@ def explain(
 def _sentences(
     error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]
 ) -> Iterator[str]:
-    for detail in error.errors(include_url=False):
+    for detail in _joined(error.errors(include_url=False)):
         path = [str(part) for part in detail["loc"] if not _is_union_branch(part)]
         for field, sentence in _findings(detail, path, model):
             near = (origin for key, origin in origins.items() if _is_at(key, field))
@@ -122,6 +123,21 @@ def _sentences(
             place = f" ({origin})" if origin else ""
             hint = _hint(field, detail)
             yield f"{field}: {sentence}{hint}{place}" if field else f"{sentence}{place}"
+
+
+def _joined(details: "Sequence[ErrorDetails]") -> "Iterator[ErrorDetails]":
+    """What each type of a union of plain ones would take, as one refusal."""
+
+    def place(detail: "ErrorDetails") -> tuple[int | str, ...]:
+        return tuple(part for part in detail["loc"] if not _is_plain_branch(part))
+
+    for loc, same in groupby(details, place):
+        first, *others = same
+        if others and any(map(_is_plain_branch, first["loc"])):
+            allowed = (other["msg"].removeprefix("Input should be ") for other in others)
+            yield {**first, "loc": loc, "msg": ", or ".join((first["msg"], *allowed))}
+        else:
+            yield from (first, *others)
 
 
 def _hint(field: str, detail: "ErrorDetails") -> str:
@@ -215,7 +231,13 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 def _is_union_branch(part: int | str) -> bool:
     """Pydantic puts the tried class of a union into the path, such as "MakeModelSection"."""
-    return isinstance(part, str) and (part[:1].isupper() or "[" in part)
+    is_class = isinstance(part, str) and (part[:1].isupper() or "[" in part)
+    return is_class or _is_plain_branch(part)
+
+
+def _is_plain_branch(part: int | str) -> bool:
+    """Such as "constrained-int" or "literal['auto']"."""
+    return isinstance(part, str) and part.startswith(("constrained-", "literal["))
 
 
 def _shown(value: Any) -> str:

@@ -59,7 +59,7 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
             "generator.max_completion_length=9",
             "TRL's name, by its last part alone; here it is generator.max_new_tokens",
         ),
-        ("per_device_train_batch_size=1", "here it is learner.max_tokens_per_micro_batch"),
+        ("per_device_train_batch_size=1", "here it is learner.groups_per_step"),
         (
             "algorithm.mask_truncated_completions=true",
             "TRL's name, by its last part alone; here it is algorithm.reward.truncated: mask",

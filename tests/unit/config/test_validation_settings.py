@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from streamrl.config import RunConfig
+from streamrl.config.loading.load import load_config
+from streamrl.errors import ConfigError
 
 
 def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
@@ -50,7 +52,7 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
         (
             {},
             {"learner": {"checkpoint": {"keep_best": 1, "best_by": "validation/mean@1"}}},
-            "best_by validation/mean@1 needs validation.every",
+            "best_by validation/mean@1 needs validation.every as a number, such as 50",
         ),
         (
             {"every": 7},
@@ -89,3 +91,57 @@ def test_the_validator_has_the_generators_settings_but_for_its_own():
     assert (generator.group_size, generator.max_num_seqs) == (4, 8)
     assert (generator.environment, own.data.num_eval_prompts) == ("own.py:Game", 10)
     assert config.generator.url == "http://there:80"
+
+
+HELD_OUT = {"data": {"source": "train.jsonl", "eval_source": "held_out.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("validation", "sections", "is_validated"),
+    [
+        ({}, HELD_OUT, True),
+        ({}, {}, False),
+        ({"every": 0}, HELD_OUT, False),
+        ({"every": "auto"}, {}, True),
+        ({"every": 3}, {}, True),
+        ({}, {**HELD_OUT, "generator": {"engine": "vllm"}}, False),
+        ({}, {**HELD_OUT, "generator": {"environment": "agent"}}, False),
+    ],
+)
+def test_a_run_with_prompts_to_hold_out_is_validated_unless_it_is_told_otherwise(
+    validation, sections, is_validated
+):
+    assert make(validation, **sections).is_validated is is_validated
+
+
+def test_a_validator_rests_nineteen_times_as_long_as_a_validation_took():
+    automatic, fixed = make({"every": "auto"}).validation, make({"every": 4}).validation
+    assert automatic.rest_s(10.0) == pytest.approx(190.0)
+    assert (automatic.next_version(0), automatic.next_version(6)) == (1, 7)
+    assert (fixed.rest_s(10.0), fixed.next_version(0), fixed.next_version(6)) == (0.0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("validation", "is_alike"),
+    [
+        ({}, True),
+        ({"every": 5, "generator": {"device": "cpu", "max_num_seqs": 2}}, True),
+        ({"every": 0}, False),
+        ({"at_end": False}, False),
+        ({"num_samples": 4, "temperature": 0.8}, False),
+        ({"num_prompts": 8}, False),
+        ({"max_new_tokens": 3}, False),
+        ({"generator": {"dtype": "bfloat16"}}, False),
+    ],
+)
+def test_the_last_validation_is_the_evaluation_where_it_samples_the_same(validation, is_alike):
+    assert make(validation, **HELD_OUT).final_is_validated is is_alike
+
+
+def test_what_may_be_a_number_or_a_word_is_refused_in_one_sentence():
+    with pytest.raises(ConfigError) as refused:
+        load_config("configs/quickstart.yaml", ["validation.every=-1"], {})
+    assert str(refused.value) == (
+        "validation.every: was -1; input should be greater than or equal to 0, or 'auto'; verl's "
+        "-1 is 0 here (--set validation.every)"
+    )

@@ -208,6 +208,12 @@ def test_what_cannot_fit_is_refused_with_process_host_gpu_bytes_and_remedies(fol
         ConfigError, match=r"generator\.device: GPU 0 here has 40 GiB.* at least 61"
     ):
         make_plan(with_model(folder, generator=engine, learner=learner), one_host(1, 40))
+    hf, learner = {"engine": "hf"}, {"device": "cpu"}
+    data = {"source": "copy", "eval_source": "copy"}
+    given = {"generator": hf, "learner": learner, "data": data}
+    with pytest.raises(ConfigError, match=r"what would help: validation\.every 0, "):
+        make_plan(with_model(folder, **given), one_host(1, 80))
+    assert make_plan(with_model(folder, **given, validation={"every": 0}), one_host(1, 80))
 
 
 def test_a_gpu_of_unknown_memory_and_a_model_elsewhere_refuse_nothing(folder):

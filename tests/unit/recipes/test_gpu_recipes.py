@@ -81,5 +81,5 @@ def test_the_data_and_the_reward_of_gsm8k_fit_each_other(name, tmp_path):
     local = config.data.model_copy(update={"source": source, "eval_source": source})
     prompt = open_prompts(local, config.run.seed)[0]
     assert prompt.content.endswith('output the final answer after "####".')
-    assert numeric_answer(Episode(prompt, prompt.answer, 1, FinishReason.STOP)) == 1.0
-    assert numeric_answer(Episode(prompt, "#### -7.25", 1, FinishReason.STOP)) == 0.0
+    assert numeric_answer(Episode(prompt, prompt.answer, 1, FinishReason.STOP)).reward == 1.0
+    assert numeric_answer(Episode(prompt, "#### -7.25", 1, FinishReason.STOP)).reward == 0.0

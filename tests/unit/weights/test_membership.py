@@ -245,7 +245,10 @@ def test_a_validator_is_sent_the_version_that_it_wants_next_and_none_while_it_is
     assert not wants(made, validator(0, "", next_version=10), 9)
     resumed = validator(30, "of another learner", next_version=40)
     assert wants(made, resumed, 25), "its version 30 is not that of this learner"
+    resting = validator(10, "h", next_version=11, is_resting=True)
+    assert not wants(made, resting, 20)
     made.is_last_version = True
+    assert wants(made, resting, 20)
     assert wants(made, said, 19), "the last version of a run comes when it comes"
 
 

@@ -3,7 +3,7 @@
     NAME-buffer-0      StatefulSet   its name and its journal stay when it is started again
     NAME-learner-N     Indexed Job   as many as the ranks need
     NAME-generator-*   Deployment    as many as one wants; the plan has `generator.count`
-    NAME-validator-*   Deployment    one, where `validation.every` says so
+    NAME-validator-*   Deployment    one, where the run is validated
 
 Invariant: a pod that others connect to has a name that stays, so that it is in the configuration
 which every pod gets.
@@ -92,7 +92,7 @@ def hosts_of_pods(config: RunConfig, sizes: PodSizes) -> tuple[Host, ...]:
         *([_host(name, "buffer", 0, 0)] if config.buffer.has_daemon else []),
         *(_host(name, "learner", i, sizes.learner) for i in range(num_learners)),
         *(_host(name, "generator", i, sizes.generator) for i in range(config.generator.count)),
-        *([_host(name, "validator", 0, sizes.generator)] if config.validation.every else []),
+        *([_host(name, "validator", 0, sizes.generator)] if config.is_validated else []),
     )
 
 
