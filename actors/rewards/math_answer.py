@@ -3,14 +3,22 @@
 It runs in a process of its own: sympy may take hours over an expression that a model wrote, and
 holds the interpreter meanwhile. Siblings have one gold and often one answer, so they are scored by
 one process, which keeps what it has read and compared.
+
+`quick`: most of math-verify's time goes into ANTLR's full prediction, and into `simplify` of
+differences that are not 0. Its answers stay: what the quick ways do not decide, the slow ones do.
 """
 
 import logging
+import random
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
+from antlr4 import CommonTokenStream
+from antlr4.atn.PredictionMode import PredictionMode
+from latex2sympy2_extended import latex2sympy2
+from math_verify import grader, parse, verify
+from sympy import Derivative, Integral, Limit, Product, Sum
 
 from actors.rewards.answers import (
     answer_part,
@@ -32,6 +40,62 @@ from streamrl.interfaces import Episode, Score
 # It warns of being called without a limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _KEPT = 512
+_SLOW = (Derivative, Integral, Limit, Product, Sum)
+_CLEAR = 1e-3
+"""A difference, as a share of what differs or of 1, that is none of rounding."""
+
+
+class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
+    """Reads a formula by ANTLR's SLL prediction, which makes the tree of LL or an error, and by LL
+    where it was an error (Adaptive LL(*) Parsing, Parr, Harwell and Fisher 2014, section 3.2)."""
+
+    def math(self) -> Any:
+        self._interp.predictionMode = PredictionMode.SLL
+        try:
+            return super().math()
+        except Exception:
+            lexer = self._input.tokenSource
+            lexer.reset()
+            self.setTokenStream(CommonTokenStream(lexer))
+            self._interp.predictionMode = PredictionMode.LL
+            return super().math()
+
+
+def clearly_differ(one: Any, other: Any) -> bool:
+    """Whether two formulas have values that differ beyond rounding, at two points; False where that
+    cannot be said."""
+    try:
+        symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+        if one.has(*_SLOW) or other.has(*_SLOW):
+            return False
+        return all(_gap_at(point, symbols, one, other) > _CLEAR for point in range(2))
+    except Exception:
+        return False
+
+
+def _gap_at(seed: int, symbols: Sequence[Any], one: Any, other: Any) -> float:
+    """NaN where one has no value. Symbols have positive ones, where all that `simplify` may assume
+    of them holds."""
+    draw = random.Random(seed)
+    values = {symbol: draw.uniform(0.5, 2.5) for symbol in symbols}
+    here, there = (complex(formula.evalf(15, subs=values)) for formula in (one, other))
+    return abs(here - there) / max(1.0, abs(here), abs(there))
+
+
+_symbolic_eq = grader.sympy_symbolic_eq
+
+
+def _quick_symbolic_eq(one: Any, other: Any) -> bool:
+    return not clearly_differ(one, other) and bool(_symbolic_eq(one, other))
+
+
+def quick(*, is_on: bool = True) -> None:
+    """Let math-verify read and compare in the quick ways first, in all of this process."""
+    latex2sympy2.PSParser = TwoStageParser if is_on else TwoStageParser.__base__
+    grader.sympy_symbolic_eq = _quick_symbolic_eq if is_on else _symbolic_eq
+
+
+quick()
 
 
 def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[Score]:

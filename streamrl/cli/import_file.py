@@ -79,13 +79,14 @@ def imported(path: Path, system: str) -> str:
     names = foreign_names(system)
     values, missing = read_keys(path, lambda name: default_of(names[name]))
     keys = _keys(values, system)
+    given = {key.name.name: key.value for key in keys if key.name}
     settings: dict[str, Key] = {}
     ours: dict[str, Any] = {}
     comments: list[str] = []
     left_out: list[str] = []
 
     def lookup(name: str) -> Any:
-        return values[name] if name in values else default_of(names[name])
+        return given[name] if name in given else default_of(names[name])
 
     def shown(name: str) -> str:
         return f"{lookup(name)}" if name in values else f"{lookup(name)} (a default)"

@@ -8,8 +8,11 @@ import pytest
 import yaml
 
 from streamrl.cli.check.command import refusals, run_findings
+from streamrl.cli.import_file import _in_our_form, _problem
 from streamrl.cli.main import main
 from streamrl.config import load_config
+from streamrl.config.loading.foreign_names import SYSTEMS, foreign_names
+from streamrl.config.loading.foreign_names.values import WITHOUT, default_of, translate
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "foreign"
 FILES = sorted(path for path in EXAMPLES.glob("*/*.*"))
@@ -144,6 +147,35 @@ def test_the_critic_of_roll_begins_as_its_reward_model(folder):
     assert settings["algorithm.value.model_path"] == "models/base"
     line = "critic.training_args.per_device_train_batch_size: 2; here it is algorithm.value.max_tok"
     assert has_line(comments, line)
+
+
+def test_two_names_that_are_one_setting_are_read_together(folder):
+    Path("a.yaml").write_text(
+        "pretrain: models/base\nadv_estimator: gae\nactor_train:\n"
+        "  data_args: {file_name: rows/train.jsonl}\n"
+        "  training_args: {adam_beta1: 0.8, adam_beta2: 0.95}\n"
+        "critic: {training_args: {adam_beta2: 0.95, max_grad_norm: 0.5}}\n"
+    )
+    settings, _ = imported(Path("a.yaml"), "roll")
+    assert settings["learner.optimizer.betas"] == [0.8, 0.95]
+    assert settings["algorithm.value.betas"] == [0.9, 0.95]
+    assert settings["algorithm.value.max_grad_norm"] == 0.5
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_defaults_of_a_release_are_values_of_ours(system):
+    """Whatever the other settings are: of the right kind, unit and sign."""
+    names = foreign_names(system)
+    for name in names.values():
+        if not name.default or "${" in name.default:
+            continue
+        value = default_of(name)
+        ours = translate(name, value, lambda other: default_of(names[other])) or {}
+        for setting in ours.keys() - {WITHOUT}:
+            tree = {setting: _in_our_form(setting, ours[setting])}
+            problem = _problem({"model.path": "m", "data.source": "addition", **tree})
+            assert "input should" not in problem, (name.name, problem)
+            assert "did you mean" not in problem, (name.name, problem)
 
 
 def test_no_key_of_a_service_is_written_and_penalties_lose_their_minus(folder):
