@@ -62,6 +62,10 @@ def test_ranks_come_first_then_engines_of_several_gpus_then_the_validator():
 def test_a_validator_that_no_setting_asks_for_is_there_where_a_host_may_have_it():
     config = configured(data={"source": "copy", "eval_source": "copy"})
     assert "validator" in on_one(make_plan(config, one_host(2)))
+    processes = make_plan(config, one_host(0)).processes
+    threads = {p.name: p.environment.get("OMP_NUM_THREADS") for p in processes}
+    # Of 16 cores, since it rests nearly all the time.
+    assert threads == {"buffer": None, "learner": "8", "generator-0": "8", "validator": "8"}
     hosts = (Host("a", "a", roles=("buffer", "learner", "generator")),)
     assert "validator" not in {p.role for p in make_plan(config, hosts).processes}
 
