@@ -19,7 +19,7 @@ BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart recipe test test-lowest test-deploy test-vllm test-sglang check docs format bench bench-peers clean
+.PHONY: quickstart recipe test test-lowest test-deploy test-vllm test-sglang check docs format bench gpu-report bench-peers clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
@@ -81,8 +81,6 @@ check: $(VENV)/dev.stamp
 # Writes what is generated, and `site/index.html`; a test fails while a generated file is stale.
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m docs.generate
-	$(BIN)/streamrl launch deploy/kubernetes/run.yaml --k8s --dry-run > example.new
-	mv example.new deploy/kubernetes/example.yaml
 	$(BUILD_DOCS)
 
 format: $(VENV)/dev.stamp
@@ -93,6 +91,10 @@ format: $(VENV)/dev.stamp
 # --bounds, --seeds, --checkpoints, --folder, --table.
 bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
+
+# On a machine with a GPU; ARGS="--small" on one without.
+gpu-report: $(VENV)/core.stamp
+	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.gpu.report --docs docs/gpu.md $(ARGS)
 
 # Beside TRL, verl and TransferQueue, each installed from PyPI into .venv-peers/. An hour or two.
 bench-peers: $(VENV)/dev.stamp

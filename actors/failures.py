@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
+from streamrl.diagnosis.causes import NOTHING_SCORED
 from streamrl.error_record import ErrorRecord
 from streamrl.errors import LostAgentError, RewardError, RolloutError, StreamRLError, WireError
 from streamrl.service import user_code_details
@@ -71,6 +72,7 @@ class FailureLimit:
         self._limit = MAX_FAILURES_AT_START
         self._are_malformed: deque[bool] = deque(maxlen=MAX_FAILURES)
         self._origins: frozenset[str] = frozenset()
+        self._has_failed = False
 
     def on_success(self) -> None:
         self._num_failures = 0
@@ -87,6 +89,7 @@ class FailureLimit:
         if self._num_failures >= self._limit:
             raise RolloutError(
                 f"{error}; {self._num_failures} groups have failed one after the other"
+                f"{self.remedy(error)}"
             ) from error.__cause__
         num_malformed, num_groups = sum(self._are_malformed), len(self._are_malformed)
         if num_groups == MAX_FAILURES and 2 * num_malformed > num_groups:
@@ -94,6 +97,16 @@ class FailureLimit:
                 f"{error}; {num_malformed} of the last {num_groups} groups were refused as "
                 "malformed"
             ) from error
+
+    def remedy(self, error: StreamRLError) -> str:
+        """The end of the sentence about a reward that has scored no group yet; "" for others."""
+        is_first = self._limit == MAX_FAILURES_AT_START and isinstance(error, RewardError)
+        return f"; {NOTHING_SCORED}" if is_first else ""
+
+    def first_remedy(self, error: StreamRLError) -> str:
+        """The same for the log; "" but for the first failure."""
+        has_failed, self._has_failed = self._has_failed, True
+        return "" if has_failed else self.remedy(error)
 
     def details(self, error: StreamRLError) -> Mapping[str, Any]:
         """Arguments of a logging call: the traceback of the user's code, once for each place that

@@ -189,7 +189,8 @@ class Generator:
         except RolloutError as error:
             row = self._runner.origin(lease)
             message = self._failure_record.add(lease.prompt_index, row, error)
-            log.warning("%s", message, **self._failure_limit.details(error))
+            remedy = self._failure_limit.first_remedy(error)
+            log.warning("%s%s", message, remedy, **self._failure_limit.details(error))
             await self._buffer.release(lease_id, DropReason.FAILED)
             self._failure_limit.on_failure(error)
         except LedgerError as error:

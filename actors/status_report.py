@@ -1,6 +1,7 @@
 """What a generator reports of itself with each heartbeat.
 
-Invariant: the rate of tokens is that since the report before.
+Invariant: the rate of tokens is that of the last RATE_S, so that it is none of a moment in which a
+slow model computes a prompt, or waits for weights.
 
 `Occupancy`: how much of its room for groups a generator uses, added up over time. A group counts
 from its begin until its siblings need no place, so one that waits for weights, or is only being
@@ -9,6 +10,7 @@ waits or ends, or a group ends.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -63,6 +65,26 @@ class Occupancy:
         return num_free_groups(groups, self._settings, self._num_episodes)
 
 
+RATE_S = 60.0
+
+
+class TokenRate:
+    """Of a counter that is read now and then."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._readings = deque([(clock(), 0.0)])
+
+    def read(self, num_tokens: float) -> float:
+        """Tokens per second since the last reading that is RATE_S old, or the first one."""
+        now_s = self._clock()
+        self._readings.append((now_s, num_tokens))
+        while self._readings[1][0] <= now_s - RATE_S:
+            self._readings.popleft()
+        begin_s, begin = self._readings[0]
+        return (num_tokens - begin) / max(now_s - begin_s, 1e-3)
+
+
 class StatusReport:
     """Of one process."""
 
@@ -79,7 +101,7 @@ class StatusReport:
         self._engine = engine
         self._failures = failures
         self._occupancy = occupancy
-        self._last = (time.monotonic(), 0.0)
+        self._rate = TokenRate()
 
     def make(
         self, groups: Mapping[str, LeasedGroup], *, is_leaving: bool, is_catching_up: bool
@@ -88,8 +110,6 @@ class StatusReport:
         gauges, failures = self._engine.gauges(), self._failures
         occupancy = self._occupancy.at_present()
         now_s, num_tokens = time.monotonic(), gauges["num_tokens"]
-        before_s, before = self._last
-        self._last = (now_s, num_tokens)
         return GeneratorStatus(
             generator_id=self._id,
             session=self._session,
@@ -100,7 +120,7 @@ class StatusReport:
             num_active=int(gauges["num_active"]),
             num_waiting=int(gauges["num_waiting"]),
             num_tokens=int(num_tokens),
-            tokens_per_s=(num_tokens - before) / max(now_s - before_s, 1e-3),
+            tokens_per_s=self._rate.read(num_tokens),
             pause_s=gauges["pause_s"],
             kv_usage=gauges.get("kv_usage"),
             max_num_groups=occupancy.max_num_groups,

@@ -20,10 +20,10 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from buffers.connect import require_redis
 from buffers.journal.journal import FREE, open_to_read, read_events, read_snapshot
 from buffers.ledger.entries import BY_BOOKS, Event, LedgerSnapshot
 from buffers.ledger.state import ends_without_group, most_retried
+from streamrl.extras import require
 from streamrl.types import (
     DropReason,
     IndexRanges,
@@ -163,7 +163,7 @@ def audit_journal(path: Path) -> EventAudit:
 
 async def audit_redis(url: str, run: str) -> EventAudit:
     """Of a run at rest: its snapshot and its events are read one after the other."""
-    require_redis()
+    require("buffer.url: redis://", "redis")
     from buffers.redis import events as stream
 
     snapshot = await stream.read_snapshot(url, run)

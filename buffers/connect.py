@@ -9,10 +9,10 @@ For callers that explain why a run stands still, and must not wait themselves.
 """
 
 import asyncio
-import importlib.util
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, StreamRLError
+from streamrl.extras import require
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import BufferStats, OverduePolicy
 
@@ -46,7 +46,7 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
 
 
 def _redis(config: RunConfig) -> TrajectoryBuffer:
-    require_redis()
+    require("buffer.url: redis://", "redis")
     from buffers.redis.buffer import RedisBuffer, RedisSettings
 
     settings = RedisSettings(
@@ -60,14 +60,6 @@ def _redis(config: RunConfig) -> TrajectoryBuffer:
         deadline_s=config.buffer.deadline_s,
     )
     return RedisBuffer(config.buffer.secret_url, config.run.name, settings)
-
-
-def require_redis() -> None:
-    """Raise ConfigError with the command that installs the Redis client, if it is missing."""
-    if importlib.util.find_spec("redis") is None:
-        raise ConfigError(
-            "buffer.url redis:// needs the package redis: pip install streamrl[redis]"
-        )
 
 
 ANSWER_S = 5.0

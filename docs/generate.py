@@ -14,6 +14,7 @@ import yaml
 from docs import coverage, reference
 from streamrl.config import RunConfig
 from streamrl.config.loading.foreign_names import SYSTEMS
+from streamrl.extras import EXTRAS
 from streamrl.metrics import CATALOGUE, OWN, Metric
 from streamrl.metrics.metric import CLOSED, OPEN
 from streamrl.tracking.groups import groups_of
@@ -85,7 +86,19 @@ setting, the value and what is allowed; so is what
 Values are read by the rules of YAML 1.2: `3e-6` is a number and `on` is text.
 
 """
-    return _NOTICE + introduction + "\n".join(reference.sections(RunConfig))
+    return _NOTICE + introduction + "\n".join((*reference.sections(RunConfig), _extras()))
+
+
+def _extras() -> str:
+    rows = (
+        f"| `{name}` | {extra.needed_by} | `pip install 'streamrl[{name}]'` |\n"
+        for name, extra in EXTRAS.items()
+    )
+    return (
+        "## Extras\n\nPackages that a part of StreamRL alone needs; where one is missed, the "
+        "sentence has the command. Several: `pip install 'streamrl[vllm,math]'`.\n\n"
+        "| extra | needed by | command |\n|---|---|---|\n" + "".join(rows)
+    )
 
 
 def _metrics() -> str:
@@ -148,6 +161,17 @@ starts a trainer. Behind each setting stands the name that it had; what the file
 where that system's default is not ours. At the end, as comments, stands each key that has no
 counterpart, with the reason, and each setting that `streamrl check` would refuse beside the others.
 Environment variables are not read, and no key of a service is written.
+
+Batches are counted in groups of siblings here, and behind `learner.groups_per_step` and
+`learner.updates_per_batch` stands how they come about:
+
+    learner:
+      groups_per_step: 4  # per_device_train_batch_size 8 * gradient_accumulation_steps 4
+                          # * num_processes 1 (a default) / num_generations 8
+
+A file of TRL does not say how many processes `accelerate launch` starts: add `num_processes: 8` to
+it, or import the shell script with the option. verl's `data.train_batch_size` counts prompts, as
+`learner.groups_per_step` does.
 
 """
     found = [entry._replace(here=_here(entry.here)) for entry in coverage.entries()]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from streamrl.config import RunConfig
 from streamrl.samples import Sample, sample_of
 from streamrl.samples.files import SampleFile
-from streamrl.samples.record import Decode, as_json, open_decoder
+from streamrl.samples.record import Decoder, as_json, open_decoder
 from streamrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class SampleWriter:
         self._first_step = policy_version + 1
         self._log_table = log_table
         self._file: SampleFile | None = None
-        self._decode: Decode | None = None
+        self._decoder: Decoder | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
         self._waiting: tuple[Future[None], ...] = ()
 
@@ -63,11 +63,11 @@ class SampleWriter:
         """A failure costs the samples of the step, and is logged once in a row."""
         number = step.policy_version + 1
         try:
-            if self._decode is None or self._file is None:
-                self._decode = open_decoder(self._model)
+            if self._decoder is None or self._file is None:
+                self._decoder = open_decoder(self._model)
                 num_bytes = self._settings.max_bytes
                 self._file = SampleFile(self._path, self._first_step, num_bytes)
-            samples = self._samples(step, self._decode)
+            samples = self._samples(step, self._decoder)
             self._file.append(samples)
         except (OSError, ValueError) as error:
             log.warning("step %d has no samples: %s", number, error)
@@ -75,20 +75,21 @@ class SampleWriter:
         if number % self._settings.table_every == 0:
             self._log_table([as_json(sample) for sample in samples], number)
 
-    def _samples(self, step: StepSamples, decode: Decode) -> list[Sample]:
+    def _samples(self, step: StepSamples, decoder: Decoder) -> list[Sample]:
         """Of groups drawn by the step's number."""
         num_groups = min(self._settings.num_groups, len(step.groups))
         numbers = random.Random(step.policy_version).sample(range(len(step.groups)), num_groups)
         return [
             sample_of(
                 trajectory,
-                decode,
+                decoder,
                 step.weights.get((i, j)),
                 step=step.policy_version + 1,
                 prompt_index=step.groups[i].prompt_index,
                 sibling=(step.groups[i].episode_indices or range(j + 1))[j],
                 environment=step.groups[i].environment,
                 staleness=_staleness(trajectory, step.policy_version),
+                answer=step.groups[i].answer,
             )
             for i in sorted(numbers)
             for j, trajectory in enumerate(step.groups[i].trajectories)

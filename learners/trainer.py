@@ -60,7 +60,8 @@ class Trainer:
         self.policy = policy
         self.critic = critic
         for other in (reference, critic):
-            if other is not None:
+            # Another model than the policy's has been compared by itself.
+            if other is not None and not (other is critic and config.algorithm.value.model_path):
                 other.network.run_packed(policy.network.is_packed)
         self.credit = CreditAssigner(config.algorithm)
         self.optimizer = make_optimizer(policy.parameters(), config.learner.optimizer)
@@ -179,6 +180,10 @@ class Trainer:
         """Add the gradient of the update on these trajectories, which the micro-batches hold."""
         targets, self._corrected = self._targets.of_update(batch, targets, micro_batches, chosen)
         self._accumulated = self._gradient.accumulate(micro_batches, targets, self._accumulated)
+        if self.critic is not None:
+            with self._profile.phase("plan"):
+                of_critic = self.critic.micro_batches(batch, micro_batches, chosen)
+            self._accumulated = self._gradient.with_critic(self._accumulated, of_critic, targets)
 
     def _update(self) -> dict[str, float]:
         """One update of the policy and the critic; its metrics.

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,6 +13,9 @@ from typing import Any
 from streamrl.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Models that see images: their vision tower takes patches with their grid, and their text model
+positions of three axes, as `streamrl.vision.tower` has it."""
 _LONGEST_HEADER = 100_000_000
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -43,14 +46,39 @@ class ModelFolder:
     @cached_property
     def num_parameters(self) -> int:
         """By the headers of its safetensors; 0 where it has none that can be read."""
+        return sum(map(prod, self.shapes.values()))
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Of the tensors in its safetensors, by their names; {} where none can be read."""
+        headers = (_header(self.path / name)[0] for name in self._weight_files)
+        return {name: tensor["shape"] for header in headers for name, tensor in header.items()}
+
+    @cached_property
+    def damage(self) -> str:
+        """Which file of the weights is missing or cut off; "" if none is, or none is known."""
+        for name in sorted(self._weight_files):
+            file = self.path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            size, wanted = file.stat().st_size, _num_bytes(file)
+            if size < wanted:
+                return f"{name} has {size} bytes of {wanted}"
+        return ""
+
+    @property
+    def _weight_files(self) -> set[str]:
+        """The safetensors, by their index where there is one."""
         listed = self._read("model.safetensors.index.json").get("weight_map") or {}
-        files = [self.path / name for name in set(listed.values())]
-        found = files or sorted(self.path.glob("*.safetensors"))
-        return sum(prod(shape) for file in found for shape in _shapes(file))
+        return {*listed.values()} or {file.name for file in self.path.glob("*.safetensors")}
 
     @property
     def brings_code(self) -> bool:
         return "auto_map" in self.config
+
+    @property
+    def sees_images(self) -> bool:
+        return self._read("config.json").get("model_type") in VISION
 
     @property
     def context(self) -> float:
@@ -82,8 +110,14 @@ class ModelFolder:
 
     @property
     def has_chat_template(self) -> bool:
-        template = self._read("tokenizer_config.json").get("chat_template")
-        return bool(template) or (self.path / "chat_template.jinja").is_file()
+        return bool(self.chat_template)
+
+    @cached_property
+    def chat_template(self) -> str:
+        """Jinja; of several the text of all; "" where there is none."""
+        file = self.path / "chat_template.jinja"
+        named = self._read("tokenizer_config.json").get("chat_template")
+        return str(named or (file.read_text(encoding="utf-8") if file.is_file() else ""))
 
     @cached_property
     def token_ids(self) -> Mapping[str, int]:
@@ -123,6 +157,28 @@ class ModelFolder:
         return content if isinstance(content, Mapping) else {}
 
 
+def require_same_tokens(
+    setting: str, path: str, wanted: Mapping[str, int], found: Mapping[str, int]
+) -> None:
+    """
+    Args:
+        setting: names the model at `path`.
+        wanted: the policy's tokens, with their ids.
+        found: those of the model at `path`.
+
+    Raises:
+        ConfigError: a token of the policy has another id there, or none.
+    """
+    for token, number in sorted(wanted.items(), key=lambda item: item[1]):
+        if found.get(token) != number:
+            there = f"is {found[token]}" if token in found else "does not exist"
+            raise ConfigError(
+                f"{setting}: {path} has another tokenizer than the policy: token {token!r} is "
+                f"{number} for the policy and {there} in {path}; name a model with the policy's "
+                "tokenizer, such as a smaller one of its family"
+            )
+
+
 def local_folder(setting: str, name: str) -> ModelFolder | None:
     """The folder of this name, here or in the Hub's cache."""
     path = Path(name) if Path(name).is_dir() else hub_folder(name)
@@ -146,19 +202,25 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
-def _shapes(file: Path) -> Iterator[tuple[int, ...]]:
-    """Of the tensors in a file: 8 bytes with the length of the JSON that follows."""
+def _header(file: Path) -> tuple[Mapping[str, Any], int]:
+    """The tensors in a file, by their names, and where their bytes begin: 8 bytes with the length
+    of the JSON that follows. Neither of a file that cannot be read."""
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             if length > _LONGEST_HEADER:
-                return
+                return {}, 0
             header = json.loads(content.read(length))
     except (OSError, ValueError):
-        return
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            yield tuple(tensor["shape"])
+        return {}, 0
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _num_bytes(file: Path) -> int:
+    """What the file has by its own header."""
+    tensors, begin = _header(file)
+    return begin + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
 
 
 def _listed(ids: Any) -> Iterator[int]:

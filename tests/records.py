@@ -114,6 +114,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         finish_reason=draw(st.sampled_from(FinishReason)),
         metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=2)),
+        extracted=draw(st.none() | st.text(max_size=5)),
     )
 
 
@@ -134,6 +135,7 @@ def _groups(draw: st.DrawFn) -> TrajectoryGroup:
         environment=draw(st.text(max_size=10)),
         trajectories=members,
         episode_indices=tuple(indices) if draw(st.booleans()) else (),
+        answer=draw(st.text(max_size=5)),
     )
 
 

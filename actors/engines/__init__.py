@@ -78,8 +78,21 @@ def _require_vllm() -> None:
     if find_spec("vllm") is None:
         raise ConfigError(
             "generator.engine vllm: vLLM is not installed here; on a GPU machine "
-            "`pip install streamrl[vllm]`, on a CPU `make .venv-vllm/vllm.stamp` and start the "
+            "pip install 'streamrl[vllm]', on a CPU `make .venv-vllm/vllm.stamp` and start the "
             "generator with .venv-vllm/bin/streamrl"
+        )
+
+
+def require_torchvision(path: str) -> None:
+    """What vLLM's own processors of images need.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("torchvision") is None:
+        raise ConfigError(
+            f"generator.engine: vllm needs torchvision for the images that {path} sees, and it is "
+            "not installed: use generator.engine hf"
         )
 
 

@@ -8,6 +8,7 @@ Either is made anew for each episode, with the entry's arguments.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from actors.environments.user import UserEnvironment, check_arguments
@@ -15,6 +16,7 @@ from actors.tools.environment import TOOLS, ToolEnvironment
 from actors.tools.toolset import Toolset
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, did_you_mean
+from streamrl.extras import missing
 from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
 from streamrl.types import Completion
 from streamrl.user_code import is_user_code
@@ -42,6 +44,9 @@ class SingleTurn:
 def _agent() -> Make:
     from actors.gateway.start import UnservedAgent
 
+    if find_spec("aiohttp") is None:
+        # The gateway's, which is imported once it serves.
+        raise ImportError("aiohttp", name="aiohttp")
     return UnservedAgent
 
 
@@ -83,7 +88,6 @@ BY_ID: Mapping[str, Callable[[], Make]] = {
 }
 _IN_RECIPES = frozenset({"calculator", "file_search"})
 """Environments of earlier releases, each with a recipe of its name."""
-_EXTRAS = {"gymnasium": "gym", "textarena": "textarena", "verifiers": "verifiers"}
 
 
 def make_environment(
@@ -123,6 +127,8 @@ def require_rendering(entries: Sequence[EnvironmentEntry], renderer: "ChatRender
         renderer.require_replies()
     if any(entry.environment == TOOLS for entry in entries):
         renderer.require_tools()
+    if any(entry.environment == "agent" for entry in entries):
+        renderer.encode_messages([{"role": "user", "content": "?"}])
 
 
 def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
@@ -141,11 +147,7 @@ def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
     try:
         return loads[kind]()
     except ImportError as error:
-        package = str(error.name).partition(".")[0]
-        raise ConfigError(
-            f"{entry.setting}: {entry.environment} needs {package}, which is not installed: "
-            f"pip install 'streamrl[{_EXTRAS.get(package, package)}]'"
-        ) from error
+        raise missing(f"{entry.setting}: {entry.environment}", error) from error
 
 
 def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":

@@ -32,6 +32,7 @@ from actors.prompts.seeds import seed_of
 from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
+from actors.rewards.forms import shown_gold
 from streamrl.config.generator import EpisodeSettings, OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
@@ -134,6 +135,7 @@ class ScoredRollout(NamedTuple):
     rollout: Rollout
     reward: float
     metrics: Mapping[str, float]
+    extracted: str | None = None
 
     def facts(self, segment: Segment) -> GroupFacts:
         rollout = self.rollout
@@ -144,6 +146,7 @@ class ScoredRollout(NamedTuple):
             turns=segment.turns,
             metrics={**self.metrics, **rollout.metrics},
             media=tuple(medium.id for medium in segment.media),
+            extracted=self.extracted,
         )
 
 
@@ -325,8 +328,9 @@ class GroupRunner:
             ) from error
         kept = first_of_each([score.reward for score in scores], self.group_size)
         scored = [
-            ScoredRollout(siblings[i], scores[i].reward, {**metrics, **scores[i].metrics})
+            ScoredRollout(siblings[i], score.reward, {**metrics, **score.metrics}, score.extracted)
             for i in kept
+            for score in (scores[i],)
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         try:
@@ -336,6 +340,7 @@ class GroupRunner:
                 prompt_index=lease.prompt_index,
                 environment=self.environment,
                 discarded_lengths=(*discarded, *canceled, *cut),
+                answer=shown_gold(prompt),
             )
         except ValueError as error:
             raise RolloutError(f"what was sampled cannot be recorded: {error}") from error

@@ -13,7 +13,8 @@ from actors.gateway.agent import Agent, AgentResult
 from actors.gateway.session import Session
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import RolloutError
+from streamrl.extras import missing
 from streamrl.interfaces import EnvironmentContext
 
 if TYPE_CHECKING:
@@ -79,8 +80,5 @@ def _gateway(config: RunConfig) -> "Gateway":
     try:
         from actors.gateway.gateway import Gateway
     except ImportError as error:
-        raise ConfigError(
-            f"generator.environment: agent needs {error.name}, which is not installed: pip install "
-            "'streamrl[gateway]'"
-        ) from error
+        raise missing("generator.environment: agent", error) from error
     return Gateway(config)

@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.prompts.seeds import block_seed
 from streamrl.errors import ConfigError, did_you_mean
+from streamrl.extras import missing
 from streamrl.interfaces import Prompt
 from streamrl.user_code import attributed_to
 
@@ -39,9 +40,7 @@ class ReasoningGymPrompts:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
-            raise ConfigError(
-                "data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'"
-            ) from error
+            raise missing(f"data.source: reasoning_gym:{name}", error) from error
         if name not in DATASETS:
             hint = did_you_mean(name, DATASETS)
             raise ConfigError(f"data.source: reasoning_gym has no {name!r}; {hint}")

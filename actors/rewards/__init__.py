@@ -11,7 +11,6 @@ PATH.py:NAME:
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from actors.rewards import builtin
@@ -25,6 +24,7 @@ from actors.rewards.tool_calls import tool_calls
 from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
+from streamrl.extras import missing
 from streamrl.interfaces import Reward
 from streamrl.placement.devices import num_cores
 from streamrl.user_code import is_user_code, load_user_code
@@ -94,14 +94,17 @@ def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
     """The function of a user's own or of `BUILT_IN`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or its package is not installed.
     """
     if is_user_code(name):
         return load_user_code(field, name)
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name in ISOLATED:
-        function: Callable[..., Any] = _imported(ISOLATED[name])
+        try:
+            function: Callable[..., Any] = _imported(ISOLATED[name])
+        except ImportError as error:
+            raise missing(f"{field}: {name}", error) from error
         return function
     hint = did_you_mean(name, [*BUILT_IN, *ISOLATED, *STATEFUL])
     raise ConfigError(f"{field}: was {name!r}; PATH.py:FUNCTION or {hint}")
@@ -137,8 +140,6 @@ def _function(
         with prefixed(kwargs_field):
             return made(settings_of_it).score, {}
     function = function_of(name, field)
-    if name == "math" and find_spec("math_verify") is None:
-        raise ConfigError(f"{field}: math-verify is not installed: pip install 'streamrl[math]'")
     if is_user_code(name):
         check_call(field, name, function, kwargs)
     else:

@@ -148,6 +148,20 @@ def whole_number(text: str) -> Fraction | None:
     return _value(found) if found else None
 
 
+def shown_number(number: Fraction) -> str:
+    """As people write it: a decimal where it is one, else a fraction; of a long one the first 28
+    digits.
+
+    >>> shown_number(Fraction(1007)), shown_number(Fraction(-1, 4)), shown_number(Fraction(1, 3))
+    ('1007', '-0.25', '1/3')
+    """
+    value = Decimal(number.numerator) / Decimal(number.denominator)
+    is_long = max(abs(number.numerator), number.denominator) >= 10**28
+    if Fraction(value) == number or is_long:
+        return f"{value.normalize():f}" if abs(value.adjusted()) < 28 else f"{value.normalize()}"
+    return str(number)
+
+
 def answered_number(turn: str) -> Fraction | None:
     """The number that a turn answers with, None without one: that of its marked answer, or its last
     one where it marks none.

@@ -16,6 +16,7 @@ from actors.rewards.answers import (
     answer_part,
     answered_number,
     marked_answer,
+    shown_number,
     whole_number,
     words,
     written,
@@ -48,16 +49,26 @@ def expression_to_match(prompt: Prompt) -> Any:
     return gold
 
 
-def math_at_once(episode: Episode) -> float | None:
+def math_at_once(episode: Episode) -> Score | None:
     """The reward `math` where texts, words and numbers decide it; None where it takes math-verify,
     or the row has no answer."""
     try:
         golds = acceptable(expression_to_match(episode.prompt))
     except FinalError:
         return None
-    given = given_expression(episode)
+    text = answer_part(episode.turn)
+    marked = marked_answer(text)
+    given = text.strip() if marked is None else marked
     same = [compared(gold, given) for gold in golds]
-    return 1.0 if any(same) else None if None in same else 0.0
+    if None in same and not any(same):
+        return None
+    return Score(float(any(same)), extracted=_number_text(text) if marked is None else marked)
+
+
+def _number_text(text: str) -> str:
+    """Of the number that it answers with; "" without one."""
+    number = answered_number(text)
+    return "" if number is None else shown_number(number)
 
 
 def acceptable(gold: Any) -> Sequence[str]:
@@ -68,13 +79,6 @@ def acceptable(gold: Any) -> Sequence[str]:
         except ValueError:
             return [gold]
     return [str(one) for one in gold] if isinstance(gold, list | tuple) else [str(gold)]
-
-
-def given_expression(episode: Episode) -> str:
-    """The marked answer, or all behind the thought."""
-    text = answer_part(episode.turn)
-    marked = marked_answer(text)
-    return text.strip() if marked is None else marked
 
 
 def compared(gold: str, given: str) -> bool | None:
@@ -96,27 +100,30 @@ def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
 log = logging.getLogger(__name__)
 
 
-def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "") -> float:
+def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "") -> Score:
     """The response is the answer, but for white space around it.
 
     With a pattern, what its last match in the response has in its first group, or all of the match.
     """
-    given, answer = episode.response, text_to_match(episode.prompt)
+    given, answer, extracted = episode.response, text_to_match(episode.prompt), None
     if pattern:
         found = list(re.finditer(pattern, given, re.DOTALL))
         if not found:
-            return 0.0
-        given = found[-1][1 if found[-1].re.groups else 0] or ""
+            return Score(0.0, extracted="")
+        given = extracted = found[-1][1 if found[-1].re.groups else 0] or ""
     if ignore_case:
         given, answer = given.casefold(), answer.casefold()
-    return float(given.strip() == answer.strip())
+    return Score(float(given.strip() == answer.strip()), extracted=extracted)
 
 
-def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> float:
+def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> Score:
     """The response's number equals the answer's: that of its marked answer (see
     `actors.rewards.answers`), else the last number there is."""
     expected, given = number_to_match(episode.prompt), answered_number(episode.turn)
-    return float(given is not None and abs(expected - given) <= Fraction(str(tolerance)))
+    if given is None:
+        return Score(0.0, extracted="")
+    is_right = abs(expected - given) <= Fraction(str(tolerance))
+    return Score(float(is_right), extracted=shown_number(given))
 
 
 def regex(episode: Episode, *, pattern: str) -> float:

@@ -6,7 +6,8 @@
     verl's (data_sources, solution_strs, ground_truths, extra_infos) a list of numbers
     TRL's (prompts, completions, completion_ids, **columns)          a list of numbers or None
 
-Instead of a number, a dict with `score` and further numbers will do, or a `Score`. None means that
+Instead of a number, a dict with `score` and further numbers will do, or a `Score`. A text in the
+dict under `extracted`, or `pred` as verl has it, is what was read in the response. None means that
 the reward does not apply to the episode.
 
 A form is recognized by the names of the parameters.
@@ -27,6 +28,7 @@ from typing import Any
 from actors.rewards.calls.limits import FinalError
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt, Score
+from streamrl.samples.record import shortened_answer
 from streamrl.user_code import attributed_to, defined_at
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -171,7 +173,7 @@ def score_of(answer: Any) -> Score:
         metrics = {str(name): _number(value) for name, value in answer.metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
             raise ValueError(answer)
-        return Score(_number(answer.reward), metrics)
+        return Score(_number(answer.reward), metrics, _text(answer.extracted))
     if not isinstance(answer, Mapping):
         return Score(_number(answer))
     key = "score" if "score" in answer else "reward"
@@ -180,7 +182,11 @@ def score_of(answer: Any) -> Score:
         for name, value in answer.items()
         if name != key and isinstance(value, Real) and math.isfinite(value)
     }
-    return Score(_number(answer[key]), numbers)
+    return Score(_number(answer[key]), numbers, _text(answer.get("extracted", answer.get("pred"))))
+
+
+def _text(value: Any) -> str | None:
+    return shortened_answer(value) if isinstance(value, str) else None
 
 
 def _number(value: Any) -> float:
@@ -211,6 +217,12 @@ def gold_of(prompt: Prompt) -> Any:
     if isinstance(column, Mapping) and "ground_truth" in column:
         return column["ground_truth"]
     return prompt.answer
+
+
+def shown_gold(prompt: Prompt) -> str:
+    """For people, shortened: a gold may be the tests of a program."""
+    gold = gold_of(prompt)
+    return shortened_answer(gold if isinstance(gold, str) else reprlib.repr(gold))
 
 
 def _own(episodes: Sequence[Episode], _: str) -> Arguments:

@@ -5,6 +5,7 @@ Invariant: a function that fails or answers nonsense costs its group (RolloutErr
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -107,4 +108,4 @@ class FunctionReward:
 def _with_suppressed(score: Score | None, num_bytes: float) -> Score | None:
     if score is None or not num_bytes:
         return score
-    return Score(score.reward, {**score.metrics, SUPPRESSED: num_bytes})
+    return replace(score, metrics={**score.metrics, SUPPRESSED: num_bytes})

@@ -3,38 +3,102 @@
 It runs in a process of its own: sympy may take hours over an expression that a model wrote, and
 holds the interpreter meanwhile. Siblings have one gold and often one answer, so they are scored by
 one process, which keeps what it has read and compared.
+
+`quick`: most of math-verify's time goes into ANTLR's full prediction, and into `simplify` of
+differences that are not 0. Its answers stay: what the quick ways do not decide, the slow ones do.
 """
 
 import logging
+import random
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
+from antlr4 import CommonTokenStream
+from antlr4.atn.PredictionMode import PredictionMode
+from latex2sympy2_extended import latex2sympy2
+from math_verify import grader, parse, verify
+from sympy import Derivative, Integral, Limit, Product, Sum
 
 from actors.rewards.answers import (
     answer_part,
     answered_number,
     latex,
     marked_answer,
+    shown_number,
     whole_number,
 )
 from actors.rewards.builtin import (
     acceptable,
     compared,
     expression_to_match,
-    given_expression,
     math_at_once,
     no_gold,
 )
-from streamrl.interfaces import Episode
+from streamrl.interfaces import Episode, Score
 
 # It warns of being called without a limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _KEPT = 512
+_SLOW = (Derivative, Integral, Limit, Product, Sum)
+_CLEAR = 1e-3
+"""A difference, as a share of what differs or of 1, that is none of rounding."""
 
 
-def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[float]:
+class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
+    """Reads a formula by ANTLR's SLL prediction, which makes the tree of LL or an error, and by LL
+    where it was an error (Adaptive LL(*) Parsing, Parr, Harwell and Fisher 2014, section 3.2)."""
+
+    def math(self) -> Any:
+        self._interp.predictionMode = PredictionMode.SLL
+        try:
+            return super().math()
+        except Exception:
+            lexer = self._input.tokenSource
+            lexer.reset()
+            self.setTokenStream(CommonTokenStream(lexer))
+            self._interp.predictionMode = PredictionMode.LL
+            return super().math()
+
+
+def clearly_differ(one: Any, other: Any) -> bool:
+    """Whether two formulas have values that differ beyond rounding, at two points; False where that
+    cannot be said."""
+    try:
+        symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+        if one.has(*_SLOW) or other.has(*_SLOW):
+            return False
+        return all(_gap_at(point, symbols, one, other) > _CLEAR for point in range(2))
+    except Exception:
+        return False
+
+
+def _gap_at(seed: int, symbols: Sequence[Any], one: Any, other: Any) -> float:
+    """NaN where one has no value. Symbols have positive ones, where all that `simplify` may assume
+    of them holds."""
+    draw = random.Random(seed)
+    values = {symbol: draw.uniform(0.5, 2.5) for symbol in symbols}
+    here, there = (complex(formula.evalf(15, subs=values)) for formula in (one, other))
+    return abs(here - there) / max(1.0, abs(here), abs(there))
+
+
+_symbolic_eq = grader.sympy_symbolic_eq
+
+
+def _quick_symbolic_eq(one: Any, other: Any) -> bool:
+    return not clearly_differ(one, other) and bool(_symbolic_eq(one, other))
+
+
+def quick(*, is_on: bool = True) -> None:
+    """Let math-verify read and compare in the quick ways first, in all of this process."""
+    latex2sympy2.PSParser = TwoStageParser if is_on else TwoStageParser.__base__
+    grader.sympy_symbolic_eq = _quick_symbolic_eq if is_on else _symbolic_eq
+
+
+quick()
+
+
+def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[Score]:
     """Whether the answer of each sibling, marked or its last expression, equals the row's, or one
     of the row's where that is a list. Numbers are compared as numbers, words as words, all else by
     math-verify.
@@ -45,20 +109,25 @@ def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[float]:
     return [_score(episode, strict) for episode in episodes]
 
 
-def _score(episode: Episode, strict: bool) -> float:
+def _score(episode: Episode, strict: bool) -> Score:
     golds = acceptable(expression_to_match(episode.prompt))
     if (decided := math_at_once(episode)) is not None:
         return decided
     text = answer_part(episode.turn)
     marked = marked_answer(text)
-    undecided = [gold for gold in golds if compared(gold, given_expression(episode)) is None]
+    given = text.strip() if marked is None else marked
+    undecided = [gold for gold in golds if compared(gold, given) is None]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold))]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
     expression = latex(text if marked is None else f"\\boxed{{{marked}}}")
-    if marked is None and not _parse(expression):
+    parsed = _parse(expression)
+    if marked is None and not parsed:
         number = answered_number(text)
-        return float(number is not None and number in map(whole_number, golds))
-    return float(any(_is_equal(_marked_gold(gold), expression, strict) for gold in undecided))
+        is_right = number is not None and number in map(whole_number, golds)
+        return Score(float(is_right), extracted="" if number is None else shown_number(number))
+    is_right = any(_is_equal(_marked_gold(gold), expression, strict) for gold in undecided)
+    # math-verify ends its list with the text that it has read.
+    return Score(float(is_right), extracted=str(parsed[-1]) if marked is None else marked)
 
 
 def _marked_gold(gold: str) -> str:

@@ -20,7 +20,7 @@ from actors.rewards.answers import answer_part
 from actors.rewards.builtin import no_gold
 from actors.rewards.code.encodings import decoded
 from actors.rewards.forms import gold_of
-from streamrl.interfaces import Episode, Prompt
+from streamrl.interfaces import Episode, Prompt, Score
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
@@ -30,9 +30,10 @@ _IN_ARGUMENTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[()]", re.DO
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
-def tool_calls(episode: Episode) -> float:
+def tool_calls(episode: Episode) -> Score:
     """The calls are the answer's: as many, of the same tools, with arguments of the same values."""
-    return float(calls_to_match(episode.prompt) == sorted(_made(episode)))
+    made = sorted(_made(episode))
+    return Score(float(calls_to_match(episode.prompt) == made), extracted=", ".join(made))
 
 
 def calls_to_match(prompt: Prompt) -> list[str]:

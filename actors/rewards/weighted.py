@@ -2,7 +2,8 @@
 reward of an episode.
 
 Invariant: the value of each reward is recorded as `reward/NAME`, whatever its weight; an error
-carries the name of the reward that failed.
+carries the name of the reward that failed. What the first reward that reads something in the
+response has read is what was extracted from it.
 """
 
 import math
@@ -13,6 +14,7 @@ from actors.concurrency import together
 from actors.rewards.functions import Scorer, Scores
 from streamrl.errors import RewardError, RolloutError
 from streamrl.interfaces import Episode, Score
+from streamrl.samples.record import shortened_answer
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,20 @@ class Rewards:
         known = [(r, s) for r, s in zip(rewards, scores, strict=True) if s is not None]
         if not known:
             names = " and ".join(reward.label for reward in rewards)
-            raise RewardError(f"reward {names} applies to no episode of the row", rewards[0].label)
+            raise RewardError(
+                f"reward {names} applies to no episode of the row: it returned None for one; a "
+                "reward of the run must return a number",
+                rewards[0].label,
+            )
         metrics = {f"reward/{r.label}": s.reward for r, s in known}
         further = {
             f"reward/{r.label}/{name}": value for r, s in known for name, value in s.metrics.items()
         }
+        extracted = next((s.extracted for _, s in known if s.extracted is not None), None)
         total = sum(r.weight * s.reward for r, s in known)
         if not math.isfinite(total):
             terms = " + ".join(f"{r.weight:g} * {s.reward:g} of {r.label}" for r, s in known)
             raise RewardError(
                 f"the reward {terms} is {total:g}; it must be finite", known[0][0].label
             )
-        return Score(total, {**metrics, **further})
+        return Score(total, {**metrics, **further}, extracted and shortened_answer(extracted))

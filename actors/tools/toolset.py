@@ -20,6 +20,7 @@ from actors.tools.python import PythonTool
 from actors.tools.tool import ToolError, ToolSession, ToolSource, name_of
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.extras import missing
 from streamrl.interfaces import Message, ToolSchema
 from streamrl.user_code import is_user_code
 
@@ -183,9 +184,7 @@ def make_sources(generator: GeneratorSettings) -> tuple[ToolSource, ...]:
     try:
         from actors.tools.mcp import McpServer
     except ImportError as error:
-        raise ConfigError(
-            f"generator.mcp_servers: {error.name} is not installed: pip install 'streamrl[mcp]'"
-        ) from error
+        raise missing("generator.mcp_servers:", error) from error
 
     places = enumerate(generator.mcp_servers)
     return (*tools, *(McpServer(s, f"generator.mcp_servers.{i}") for i, s in places))

@@ -85,12 +85,12 @@ async def _validate(
     with shutdown.empty_handed():
         if config.generator.num_threads:
             torch.set_num_threads(config.generator.num_threads)
-        renderer, decode = ChatRenderer.from_config(config), open_decoder(config.model)
+        renderer, decoder = ChatRenderer.from_config(config), open_decoder(config.model)
         engine = make_engine(config, seed=config.run.seed)
     try:
         runner = make_runner(config, engine, renderer, stream).single()
         several = runner.changed(group_size=config.validation.num_samples)
-        validator = Validator(config, NAME, several, len(stream), decode)
+        validator = Validator(config, NAME, several, len(stream), decoder)
         log.info("%s serves %s with %s", NAME, config.model.path, config.generator.engine)
         with exporting(config, "validator", NAME) as exported:
             validator.on_status = lambda status: exported.show(

@@ -2,50 +2,25 @@
 
 Invariant: pure, and each prompt counts alike, whatever its data source.
 
-Responses with the same answer, as text, vote together. A reward that reads an answer out of the
-last turn compares that; of any other one the whole turn is the answer.
+Responses with the same answer vote together: what a reward has extracted, or the whole last turn
+where none has.
 """
 
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from actors.rewards.answers import (
-    answer_part,
-    answered_number,
-    marked_answer,
-    whole_number,
-    words,
-    written,
-)
+from actors.rewards.answers import shown_number, whole_number, words, written
 from streamrl.types.validation import MAX_METRICS
 
-AnswerOf: TypeAlias = Callable[[str], str]
 
-
-def answer_of(rewards: Collection[str]) -> AnswerOf:
-    """That of the rewards of a prompt, by their names; it reads a turn, what the chat template has
-    begun of it included."""
-    if "numeric_answer" in rewards:
-        return _number
-    return _expression if "math" in rewards else str.strip
-
-
-def _number(turn: str) -> str:
-    number = answered_number(turn)
-    return turn.strip() if number is None else str(number)
-
-
-def _expression(turn: str) -> str:
-    """As `math` compares it, but that formulas are compared as they are written."""
-    marked = marked_answer(answer_part(turn))
-    if marked is None:
-        return _number(turn)
-    number = whole_number(marked)
-    return (words(marked) or written(marked)) if number is None else str(number)
+def vote(extracted: str) -> str:
+    """An extracted answer as `math` compares it, but that formulas are compared as they are
+    written: 0.5 and \\frac{1}{2} vote together, as "Left." and "left" do."""
+    number = whole_number(extracted)
+    return (words(extracted) or written(extracted)) if number is None else shown_number(number)
 
 
 PREFIX = "validation"

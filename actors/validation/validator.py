@@ -21,12 +21,12 @@ from msgspec import structs
 
 from actors.engines.targets import weight_locality
 from actors.episodes.runner import MixedRunner
-from actors.validation.scores import PREFIX, PromptResult, answer_of, scores
+from actors.validation.scores import PREFIX, PromptResult, scores, vote
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.interfaces import Prompt
 from streamrl.samples.files import validation_file, write_validation
-from streamrl.samples.record import Decode, Sample, sample_of
+from streamrl.samples.record import Decoder, Sample, sample_of
 from streamrl.types import (
     LoadReport,
     Trajectory,
@@ -50,12 +50,12 @@ class Validator:
         name: str,
         runner: MixedRunner,
         num_prompts: int,
-        decode: Decode,
+        decoder: Decoder,
     ) -> None:
         self._config = config
         self._settings = config.validation
         self._runner = runner
-        self._decode = decode
+        self._decoder = decoder
         self._num_prompts = num_prompts
         is_done = validation_file(config.run.path, 0).exists()
         lacks_weights = config.generator.lacks_weights
@@ -167,12 +167,14 @@ class Validator:
 
     def _result(self, prompt: Prompt, group: TrajectoryGroup) -> PromptResult:
         number = group.prompt_index
-        read = answer_of([r.reward for r in self._runner.stream.entry_at(number).data.all_rewards])
         episodes = _episodes(group)
         return PromptResult(
             data_source=self._source(prompt),
             rewards=tuple(segments[-1].reward for segments in episodes),
-            answers=tuple(read(self._turn(number, prompt, segments)) for segments in episodes),
+            answers=tuple(
+                vote(segments[-1].extracted or "") or self._turn(number, prompt, segments).strip()
+                for segments in episodes
+            ),
         )
 
     def _samples(
@@ -182,13 +184,13 @@ class Validator:
             for trajectory in segments:
                 yield sample_of(
                     trajectory,
-                    self._decode,
+                    self._decoder,
                     step=policy_version,
                     prompt_index=group.prompt_index,
                     sibling=i,
                     environment=group.environment,
                     data_source=self._source(prompt),
-                    answer=prompt.answer,
+                    answer=group.answer,
                 )
 
     def _source(self, prompt: Prompt) -> str:

@@ -142,6 +142,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
 
 
 MODEL = "model/"
+CRITIC = "critic/"
 """The names of the policy's tensors begin with it."""
 
 
@@ -213,7 +214,7 @@ def _roles(trainer: Trainer) -> Iterator[_Role]:
     policy, critic = trainer.policy, trainer.critic
     yield _Role(MODEL, "optimizer/", policy.parameters(), trainer.optimizer, policy.buffers())
     if critic is not None:
-        yield _Role("critic/", "critic_optimizer/", critic.parameters(), critic.optimizer)
+        yield _Role(CRITIC, "critic_optimizer/", critic.parameters(), critic.optimizer)
 
 
 def _require_same_model(ours: Tensors, saved: Tensors, path: Path, model_path: str) -> None:
@@ -232,10 +233,13 @@ def _require_same_model(ours: Tensors, saved: Tensors, path: Path, model_path: s
 
 
 def _require_critic(ours: Tensors, saved: Tensors, path: Path) -> None:
+    if not any(name.startswith(CRITIC) for name in saved):
+        raise ConfigError(
+            f"run.resume: {path} has no critic, which algorithm.advantage gae goes on with"
+        )
     for name, tensor in ours.items():
-        if name not in saved:
+        if name not in saved or saved[name].shape != tensor.shape:
             raise ConfigError(
-                f"run.resume: {path} has no critic, which algorithm.advantage gae goes on with"
+                f"run.resume: {path} is of another model: {name} does not fit; "
+                "algorithm.value.model_path names the model that its critic began as"
             )
-        if saved[name].shape != tensor.shape:
-            raise ConfigError(f"run.resume: {path} is of another model: {name} does not fit")

@@ -138,6 +138,7 @@ class RunRecords:
         self.validated = {**self.validated, policy_version: metrics}
         self._validations.log(metrics, policy_version)
         self._trackers.log_validation(metrics, policy_version)
+        self._trackers.log_validation_samples(self._config.run.path, policy_version)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """To the trackers that show tables."""

@@ -11,7 +11,7 @@ of a step. What is kept is a number a response token, on the device until they a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import TypeAlias, TypeVar
@@ -169,9 +169,9 @@ class Gradient:
             terms = [self._rescale(previous, totals)]
             shards = [previous.statistics]
         for i, (micro_batch, rows) in enumerate(slices, 1):
-            self._sum_gradients(self._sums_each or i == len(slices))
+            sum_gradients(self._policy.network, self._sums_each or i == len(slices))
             policy_terms, statistics, finite = self._backward(micro_batch, rows, totals)
-            terms.append({**policy_terms, **self._critic_backward(micro_batch, rows, totals)})
+            terms.append(policy_terms)
             shards.append(statistics)
             is_finite.append(finite)
         measured = [statistics for statistics in shards if statistics is not None]
@@ -186,15 +186,23 @@ class Gradient:
 
     def _clear(self) -> None:
         """Forget what was accumulated."""
-        networks = (self._policy,) if self._critic is None else (self._policy, self._critic)
-        for network in networks:
-            for parameter in network.parameters().values():
-                parameter.grad = None
+        for parameter in self._policy.parameters().values():
+            parameter.grad = None
 
-    def _sum_gradients(self, is_on: bool) -> None:
-        for trained in (self._policy, self._critic):
-            if trained is not None:
-                sum_gradients(trained.network, is_on)
+    def with_critic(
+        self, accumulated: Accumulated, micro_batches: Sequence[MicroBatch], targets: Targets
+    ) -> Accumulated:
+        """Add the gradient of the critic, and its terms, for a whole batch or update: of the
+        sequences in these micro-batches of its own that the policy's gradient is of."""
+        assert self._critic is not None, "who has its micro-batches has one"
+        trained = torch.cat([m.members for m, _ in accumulated.work])
+        terms = [accumulated.terms]
+        for i, given in enumerate(micro_batches, 1):
+            micro_batch = given.select(torch.isin(given.members, trained))
+            sum_gradients(self._critic.network, self._sums_each or i == len(micro_batches))
+            rows = targets.select(micro_batch)
+            terms.append(self._critic_backward(micro_batch, rows, accumulated.totals))
+        return replace(accumulated, terms=_total(terms))
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
         """Under their public names, of all ranks."""

@@ -322,12 +322,13 @@ class TargetCollector:
             reference = self._reference.batch_logprobs(cut(self._limits.reference), num_tokens)
             reference = self._ranks.sum(reference)
         if self._critic is not None:
-            values = self._critic.batch_values(cut(self._limits.values), num_tokens)
+            passes = self._critic.micro_batches(batch, micro_batches, limit=self._limits.values)
+            values = self._critic.batch_values(passes, num_tokens)
             values = self._ranks.sum(values)
         if self._needs_policy_pass:
             is_next = self._trains_whole and self._limits.proximal is None
-            passes = self._passes.logprobs if is_next else self._policy.batch_logprobs
-            policy = self._ranks.sum(passes(cut(self._limits.proximal), num_tokens))
+            logprobs = self._passes.logprobs if is_next else self._policy.batch_logprobs
+            policy = self._ranks.sum(logprobs(cut(self._limits.proximal), num_tokens))
         is_finite = finite_sequences(batch.sequences, policy, reference, values)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -77,18 +78,30 @@ def _torch_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
+    grouped: dict[str, Any] = {"enable_gqa": True} if _takes_grouped_heads() else {}
+    if groups > 1 and not grouped:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     attended: torch.Tensor = varlen_attn(  # type: ignore[assignment]
         query.contiguous(),
-        key.repeat_interleave(groups, dim=1),
-        value.repeat_interleave(groups, dim=1),
+        key.contiguous(),
+        value.contiguous(),
         ends,
         ends,
         longest,
         longest,
         scale=scale,
         window_size=(past, 0),
+        **grouped,
     )
     return attended
+
+
+@cache
+def _takes_grouped_heads() -> bool:
+    """Whether torch's kernel reads each key-value head for all its query heads: since 2.12."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 @cache

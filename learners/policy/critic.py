@@ -1,15 +1,19 @@
 """The critic of advantage gae: a value for every response token, and its own optimizer.
 
-Invariant: it starts as a copy of the initial policy's decoder with a value head of zeros, so the
-first values are 0; denominators are those of the whole step, like the policy's.
+Invariant: it starts as the decoder of the initial policy, or of a model of its own that knows the
+same tokens, with a value head of zeros, so the first values are 0; denominators are those of the
+whole step, like the policy's.
 Shapes: R response tokens of a micro-batch or of the step.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from transformers import AutoTokenizer
 
 from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.optimizer import keep_state_on_host, learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
 from learners.policy.loading import load_network
@@ -17,6 +21,9 @@ from learners.policy.network import Network
 from learners.policy.sharding import end_passes, master_of
 from streamrl.algorithms.losses import BatchTotals, value_loss
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.model_folder import require_same_tokens
+from streamrl.vision.patches import PatchReader
 
 
 class Critic:
@@ -27,6 +34,8 @@ class Critic:
         self._aggregation = config.loss_config
         self._max_steps = config.run.max_steps
         self._settings = config.critic_optimizer
+        self._policy_max_tokens = config.learner.max_tokens_per_micro_batch
+        self._max_tokens = self._config.max_tokens_per_micro_batch or self._policy_max_tokens
         self.network = network
         self.optimizer = make_optimizer(self.parameters(), self._settings)
         if config.learner.offload.optimizer:
@@ -34,8 +43,15 @@ class Critic:
 
     @classmethod
     def from_config(cls, config: RunConfig, mesh: Mesh | None = None) -> "Critic":
-        """With the decoder of `model.path`."""
-        return cls(config, load_network(config, has_values=True, mesh=mesh))
+        """With the decoder of `algorithm.value.model_path`, or of `model.path`.
+
+        Raises:
+            ConfigError: there is no model, or it does not read the policy's tokens and images.
+        """
+        own = config.algorithm.value.model_path
+        if own is not None:
+            _require_same_input(config, own)
+        return cls(config, load_network(config, own, has_values=True, mesh=mesh))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; the decoder's, and those of `value_head`."""
@@ -47,6 +63,26 @@ class Critic:
         head = self.network.value_head.named_parameters(prefix="value_head")
         named = {n: p for n, p in model.named_parameters() if p not in skipped} | dict(head)
         return {name: master_of(p) for name, p in named.items()}
+
+    def micro_batches(
+        self,
+        batch: TrainingBatch,
+        of_policy: Sequence[MicroBatch],
+        chosen: Sequence[int] | None = None,
+        *,
+        limit: int | None = None,
+    ) -> Sequence[MicroBatch]:
+        """Those of its passes over all trajectories of the batch, or the chosen ones: the policy's,
+        unless it has a model or a limit of tokens of its own."""
+        limit = limit or self._max_tokens
+        if limit == self._policy_max_tokens and not self._config.model_path:
+            return of_policy
+        network = self.network
+        shares_prompts = network.shares_prompts
+        cut = batch.pack(limit, network.device, chosen, shares_prompts=shares_prompts)
+        # Rows that pad an embedding are of no token, and larger models have more of them.
+        last = network.model.config.get_text_config().vocab_size - 1
+        return [replace(m, token_ids=m.token_ids.clamp(max=last)) for m in cut]
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R] expected return before each response token, float32, with gradient."""
@@ -93,4 +129,25 @@ class Critic:
             self._settings.max_grad_norm,
             prefix="critic",
             is_frozen=is_frozen,
+        )
+
+
+def _require_same_input(config: RunConfig, path: str) -> None:
+    setting, trust = "algorithm.value.model_path", config.model.trust_remote_code
+    vocabularies = []
+    for name in (config.model.tokenizer_path, path):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{setting}: {path}: no tokenizer at {name!r}: {error}") from error
+        vocabularies.append(tokenizer.get_vocab())
+    require_same_tokens(setting, path, *vocabularies)
+    policy = PatchReader.of(config.model.path, trust_remote_code=trust)
+    if policy is None:
+        return
+    critic = PatchReader.of(path, trust_remote_code=trust, setting=setting)
+    if critic is None or critic.settings != policy.settings:
+        raise ConfigError(
+            f"{setting}: {path} does not see images as the policy of {config.model.path} does, "
+            "whose prompts it reads: name a model of the same family, or leave it out"
         )

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from learners.batch.micro_batch import Packing
 from learners.policy.sequence_parallel import TokenSlice
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import facts_of, require_length, rope_limits
 from streamrl.types import Media
 from streamrl.vision.tower import VisionTower
 
@@ -186,20 +187,9 @@ def own_attention(model: PreTrainedModel) -> str:
 
 def _rotary_limit(model: PreTrainedModel, longest: int) -> float:
     """Length beyond which a trajectory's position embedding is another; infinite for most."""
-    config = model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    limits = {
-        layer["rope_type"]: layer.get("original_max_position_embeddings")
-        or config.max_position_embeddings
-        for layer in (parameters, *parameters.values())
-        if isinstance(layer, dict) and layer.get("rope_type") in ("longrope", "dynamic")
-    }
-    if longest > limits.get("dynamic", inf):
-        raise ConfigError(
-            f"model.path: a trajectory has {longest} tokens, and beyond {limits['dynamic']} the "
-            "dynamic position embedding of this model depends on what it computed before"
-        )
-    return float(min(limits.values(), default=inf))
+    facts = facts_of(model.config.get_text_config())
+    require_length(facts, longest)
+    return min(rope_limits(facts).values(), default=inf)
 
 
 def _layer_types(model: PreTrainedModel) -> set[str]:

@@ -50,8 +50,8 @@ from learners.policy.sharding import checkpoint_layers, is_sharded, layers, requ
 from learners.policy.tensor_parallel import split_matrices
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
-from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
@@ -100,7 +100,8 @@ def load_network(
     is_reference: bool = False,
     mesh: Mesh | None = None,
 ) -> Network:
-    """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
+    """With the weights at `path`, by default those of `model.path`; distributed over a mesh. The
+    `path` of a network with values is that of another model than the policy's.
 
     Raises:
         ConfigError: there is no model, or the settings of `learner` do not fit it.
@@ -142,7 +143,13 @@ class _Source:
     def load(self, device: torch.device) -> Network:
         """With its weights, in float32, and as packing allows."""
         with self._explained():
-            model = load_pretrained(self.name, dtype=torch.float32, trust_remote_code=self._trust)
+            model = load_pretrained(
+                self.name,
+                dtype=torch.float32,
+                trust_remote_code=self._trust,
+                setting=self._setting,
+                needs_head=not self.has_values,
+            )
         network = self._network(model.to(device))
         if self.config.learner.check_packing:
             choose_packing(network)
@@ -158,19 +165,32 @@ class _Source:
 
     def _network(self, model: PreTrainedModel) -> Network:
         if self.lora is not None:
-            _require_whole_matrices(self.mesh)
             add_adapter(model, self.lora)
         return Network(
             model,
             temperature=self.config.generator.temperature,
             has_values=self.has_values,
-            tower=_tower(
-                model,
-                self.config.model,
-                self.mesh,
-                is_trained=not self.config.learner.freeze_vision_tower,
-            ),
+            tower=self._tower(model),
         )
+
+    def _tower(self, model: PreTrainedModel) -> VisionTower | None:
+        """
+        Raises:
+            ConfigError: ranks would share the tokens or the matrices of a model that sees images.
+        """
+        place = self.name if self.has_values else self.config.model.path
+        reader = PatchReader.of(place, trust_remote_code=self._trust, setting=self._setting)
+        is_trained = not self.config.learner.freeze_vision_tower
+        tower = vision_tower(model, reader, is_trained=is_trained)
+        if tower is not None and self.mesh is not None:
+            sizes = {axis: self.mesh.size(axis) for axis in ("sequence", "tensor")}
+            require_undivided_images(facts_of(model.config), sizes)
+        return tower
+
+    @property
+    def _setting(self) -> str:
+        is_own = self.has_values and self.name != self.config.model.path
+        return "algorithm.value.model_path" if is_own else "model.path"
 
     @property
     def _trust(self) -> bool:
@@ -181,7 +201,7 @@ class _Source:
         try:
             yield
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: no model at {self.name!r}: {error}") from error
+            raise ConfigError(f"{self._setting}: no model at {self.name!r}: {error}") from error
 
 
 def _agree(network: Network, whole: Network | None, mesh: Mesh) -> None:
@@ -241,32 +261,6 @@ def _allocate(network: Network, device: torch.device, *, on_host: bool) -> None:
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(network.get_submodule(owner), attribute, network.get_parameter(first))
-
-
-def _require_whole_matrices(mesh: Mesh | None) -> None:
-    if mesh is not None and mesh.size("tensor") > 1:
-        raise ConfigError(
-            f"learner.mesh.tensor: was {mesh.size('tensor')}, and the matrices of learner.lora "
-            "are not divided: set it to 1"
-        )
-
-
-def _tower(
-    model: PreTrainedModel, settings: ModelSettings, mesh: Mesh | None, *, is_trained: bool
-) -> VisionTower | None:
-    """
-    Raises:
-        ConfigError: ranks would share the tokens or the matrices of a model that sees images.
-    """
-    reader = PatchReader.of(settings.path, trust_remote_code=settings.trust_remote_code)
-    tower = vision_tower(model, reader, is_trained=is_trained)
-    for axis in ("sequence", "tensor"):
-        if tower is not None and mesh is not None and mesh.size(axis) > 1:
-            raise ConfigError(
-                f"learner.mesh.{axis}: was {mesh.size(axis)}; it must be 1 for a model that sees "
-                f"images, such as this {model.config.model_type}"
-            )
-    return tower
 
 
 def device_of(name: str) -> torch.device:

@@ -22,6 +22,7 @@ from learners.policy.sharding import master_of
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, did_you_mean
+from streamrl.extras import missing
 from streamrl.vision.families import load_pretrained
 from streamrl.weights import lora
 
@@ -43,9 +44,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, is_filled: bo
     try:
         from peft import inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError(
-            f"learner.lora: peft is not installed ({error}); pip install 'streamrl[lora]'"
-        ) from error
+        raise missing("learner.lora:", error) from error
     _require_layers(model, settings)
     try:
         inject_adapter_in_model(

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts
 from learners.parallel.mesh import Mesh
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import facts_of, require_shared_tokens
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 
@@ -131,11 +132,6 @@ def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_ROPES_OF_THE_ROW = frozenset({"longrope", "dynamic"})
-"""Position embeddings that depend on the longest trajectory of a row, not on the token's place."""
-
-
 def sequence_block(
     model: PreTrainedModel, mesh: Mesh, *, is_packed: bool = True
 ) -> SequenceBlock | None:
@@ -150,7 +146,7 @@ def sequence_block(
     require_shareable(model, size, mesh.size("tensor"))
     if not is_packed:
         raise ConfigError(
-            f"learner.mesh.sequence {size} shares the tokens of one row, and "
+            f"learner.mesh.sequence: was {size}, which shares the tokens of one row, and "
             f"{model.config.model_type} runs each trajectory as a row of its own: set it to 1"
         )
     return SequenceBlock(mesh.group("sequence"), mesh.index("sequence"), size)
@@ -163,28 +159,10 @@ def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) ->
     Raises:
         ConfigError: as it says.
     """
-    config: Any = model.config.get_text_config()
-    name, layers = config.model_type, getattr(config, "layer_types", None) or ()
-    others = sorted(set(layers) - _ATTENTION_LAYERS)
-    if others or getattr(model, "_is_stateful", False):
-        raise ConfigError(
-            f"learner.mesh.sequence {size} exchanges attention heads for tokens, and {name} has "
-            f"layers that are no attention ({', '.join(others) or 'recurrent ones'}): set it to 1"
-        )
-    ropes = getattr(config, "rope_parameters", None) or {}
-    dicts = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
-    types = {str(rope.get("rope_type")) for rope in dicts}
-    if row := sorted(types & _ROPES_OF_THE_ROW):
-        raise ConfigError(
-            f"learner.mesh.sequence {size} cuts trajectories, and the {row[0]} position embedding "
-            f"of {name} depends on their whole length: set it to 1"
-        )
-    if config.num_attention_heads % (size * num_tensor):
-        ranks = f"{size} x tensor {num_tensor}" if num_tensor > 1 else f"{size}"
-        raise ConfigError(
-            f"learner.mesh.sequence {ranks} does not divide the {config.num_attention_heads} "
-            f"attention heads of {name}"
-        )
+    facts = facts_of(model.config.get_text_config())
+    if getattr(model, "_is_stateful", False) and not facts["layer_types"]:
+        facts = {**facts, "layer_types": ["recurrent ones"]}
+    require_shared_tokens(facts, size, num_tensor)
 
 
 @dataclass(frozen=True, eq=False)

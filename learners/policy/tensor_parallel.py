@@ -19,6 +19,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from learners.parallel.mesh import Mesh
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import facts_of, require_shared_matrices
 
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 _STYLES = frozenset(
@@ -70,31 +71,16 @@ def require_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
     }
     if not plan:
         raise ConfigError(
-            f"learner.mesh.tensor {size}: transformers has no tensor-parallel plan for {name}; set "
-            "it to 1"
+            f"learner.mesh.tensor: was {size}, and transformers has no tensor-parallel plan for "
+            f"{name}; set it to 1"
         )
     if others := sorted(set(plan.values()) - _STYLES):
         raise ConfigError(
-            f"learner.mesh.tensor {size}: the plan of {name} has {', '.join(others)}, which the "
-            "learner does not train; set it to 1"
+            f"learner.mesh.tensor: was {size}, and the plan of {name} has {', '.join(others)}, "
+            "which the learner does not train; set it to 1"
         )
-    _require_divisible(model, size)
+    require_shared_matrices(facts_of(model.config.get_text_config()), size)
     return plan
-
-
-def _require_divisible(model: PreTrainedModel, size: int) -> None:
-    config: Any = model.config.get_text_config()
-    counts = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": getattr(config, "num_key_value_heads", None),
-        "columns of an MLP": getattr(config, "intermediate_size", None),
-    }
-    for what, count in counts.items():
-        if count and count % size:
-            raise ConfigError(
-                f"learner.mesh.tensor {size} does not divide the {count} {what} of "
-                f"{config.model_type}"
-            )
 
 
 def _with_summed_gradients(

@@ -21,6 +21,7 @@ from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.data_files import as_json_values
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
+from streamrl.extras import missing
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -84,10 +85,8 @@ def _kept_by_value(argument: str, function: Callable[..., Any], folder: Path) ->
     try:
         import cloudpickle
     except ImportError as error:
-        raise ConfigError(
-            f"{argument}: a function of a notebook or of the script itself needs the extra "
-            "notebook: pip install 'streamrl[notebook]'; or put it into a file of its own"
-        ) from error
+        what = f"{argument}: a function of a notebook or of the script itself, not of a file,"
+        raise missing(what, error) from error
     try:
         data: bytes = cloudpickle.dumps(function)
     except (pickle.PicklingError, TypeError, ValueError, RecursionError) as error:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 from streamrl.config import load_config
 from streamrl.durable_files import new_folder
 from streamrl.errors import ConfigError, TransportError, did_you_mean
+from streamrl.extras import not_installed
 from streamrl.model_folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -222,9 +223,7 @@ def _convert(file: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
     except ImportError as error:
-        raise ConfigError(
-            "MODEL: reading GGUF needs gguf and accelerate: pip install 'streamrl[gguf]'"
-        ) from error
+        raise not_installed("MODEL: reading GGUF", "gguf") from error
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise ConfigError(f"MODEL: {file} cannot be read: {error}") from error
     save_file(_distinct(model.state_dict()), folder / "model.safetensors", {"format": "pt"})

@@ -2,7 +2,8 @@
 
 Invariant: what is written is no contradiction. A key that has no counterpart, of which the value
 has none, or that is refused beside the others stands as a comment with the reason; what is still to
-be done stands at the head. What the file leaves out is set where that system's default is not ours.
+be done stands at the head. Behind a setting that is computed, as batches are, stands how. What the
+file leaves out is set where that system's default is not ours.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from streamrl.config.loading.foreign_names import ForeignName, find_foreign_name
 from streamrl.config.loading.foreign_names.files import read_keys
 from streamrl.config.loading.foreign_names.values import (
     WITHOUT,
+    arithmetic,
     default_of,
     has_other_default,
     translate,
@@ -77,18 +79,25 @@ def imported(path: Path, system: str) -> str:
     names = foreign_names(system)
     values, missing = read_keys(path, lambda name: default_of(names[name]))
     keys = _keys(values, system)
+    given = {key.name.name: key.value for key in keys if key.name}
     settings: dict[str, Key] = {}
     ours: dict[str, Any] = {}
     comments: list[str] = []
     left_out: list[str] = []
 
     def lookup(name: str) -> Any:
-        return values[name] if name in values else default_of(names[name])
+        return given[name] if name in given else default_of(names[name])
 
+    def shown(name: str) -> str:
+        return f"{lookup(name)}" if name in values else f"{lookup(name)} (a default)"
+
+    computed: dict[str, str] = {}
     for key in keys:
         found = _translated(key, lookup)
         if found is None and key.is_given and not (key.value is None and key.name):
             comments.append(key.comment(_reason(key, system)))
+        if found and key.name is not None:
+            computed |= arithmetic(key.name, key.value, shown)
         for setting, value in (found or {}).items():
             if setting == WITHOUT:
                 left_out.append(value)
@@ -104,13 +113,17 @@ def imported(path: Path, system: str) -> str:
         if ours.pop("validation.every", 0) and settings["validation.every"].is_given:
             comments.append(settings["validation.every"].comment(_NO_ROWS))
     refused, problem = _without_refused(ours)
-    comments += [settings[n].comment(why) for n, why in refused.items() if settings[n].is_given]
+    comments += [
+        settings[name].comment("; ".join(filter(None, (computed.get(name), why))))
+        for name, why in refused.items()
+        if settings[name].is_given
+    ]
     kept = {name: value for name, value in ours.items() if name not in refused}
     head = [f"# From {path.name} of {system}; behind each setting, the name that it has there."]
     head += [f"# defaults: no file {name!r}; {system}'s own defaults stand" for name in missing]
     head += ["# data.reward: exact_match, as no key names a reward"] * ("data.reward" not in kept)
     head += [f"# To be mended: {line}" for line in problem.splitlines()]
-    origins = {name: settings[name].origin for name in kept}
+    origins = {name: computed.get(name, settings[name].origin) for name in kept}
     tail = ["", "# What has no counterpart, or another form here:", *comments] if comments else []
     return "\n".join([*head, rendered(_tree(kept), origins).rstrip(), *tail, ""])
 

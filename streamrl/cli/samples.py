@@ -1,7 +1,8 @@
-"""`streamrl samples`: a pager of what a run has trained on, or of what a validation has sampled.
+"""`streamrl samples`: a pager of what a run has trained on, or of what validations have sampled.
 
-Newest first, through filters. JSON Lines where `--json` asks for them. What the model wrote reaches
-the terminal without its control characters.
+Newest first, through filters; of all validations the versions of a prompt side by side. JSON Lines
+where `--json` asks for them. What the model wrote reaches the terminal without its control
+characters, and without the markup of the chat template unless `--markup` asks for it.
 """
 
 import argparse
@@ -10,10 +11,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console, Group
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from streamrl.errors import ConfigError
@@ -23,23 +26,68 @@ from streamrl.samples.files import (
     SampleFilter,
     newest_first,
     read_samples,
+    side_by_side,
     validation_file,
     validation_files,
 )
-from streamrl.samples.record import POLICY, Sample, as_json, printable
+from streamrl.samples.record import POLICY, Sample, as_json, cut, printable
+
+_ANSWER, _SIDE_BY_SIDE = 60, 400
+"""Characters that are shown of an answer, and of a text beside others."""
 
 
-def rendered(sample: Sample, longest: int | None = None) -> Panel:
-    """Its facts, its prompt and its messages; texts longer than `longest` are cut."""
+def rendered(sample: Sample, longest: int | None = None, *, markup: bool = False) -> Panel:
+    """Its verdict, its facts, its prompt and its messages; texts longer than `longest` are cut.
+
+    Args:
+        markup: whether the tokens of the chat template are shown.
+    """
+    sample = sample if markup else sample.without_markup()
     title = Text(f"step {sample.step}, prompt {sample.prompt_index}, reward {sample.reward:.4g}")
     parts = [
+        Text(", ".join(verdict(sample)), style="bold"),
         Text(", ".join(facts(sample)), style="italic"),
         Text(_shown(sample.prompt, longest), style="dim"),
     ]
     for message in sample.messages:
         style = "" if message.role == POLICY else "cyan"
         parts.append(Text(_shown(message.content, longest), style=style))
-    return Panel(Group(*parts), title=title, title_align="left")
+    return Panel(Group(*filter(None, parts)), title=title, title_align="left")
+
+
+def rendered_side_by_side(samples: Sequence[Sample], *, markup: bool = False) -> Iterator[Panel]:
+    """A panel for each prompt, with the response of each version, oldest first."""
+    shown = (sample if markup else sample.without_markup() for sample in samples)
+    for index, of_prompt in groupby(shown, key=lambda sample: sample.prompt_index):
+        table = Table("version", "reward", "response", "", box=None, pad_edge=False)
+        for sample in of_prompt:
+            response = Text(_shown(sample.response, _SIDE_BY_SIDE))
+            said = Text("\n".join(readings(sample)))
+            table.add_row(f"{sample.step}", f"{sample.reward:.4g}", response, said)
+        prompt = Text(_shown(sample.prompt, _SIDE_BY_SIDE), style="dim")
+        title = Text(", ".join((f"prompt {index}", *expectation(sample))))
+        yield Panel(Group(prompt, table), title=title, title_align="left")
+
+
+def verdict(sample: Sample) -> Iterator[str]:
+    """The answer that was expected, the one that was read, and each of several rewards."""
+    yield from expectation(sample)
+    yield from readings(sample)
+
+
+def expectation(sample: Sample) -> Iterator[str]:
+    """The answer that was expected, where it is known."""
+    if sample.answer:
+        yield f"expected {_shown(sample.answer, _ANSWER)}"
+
+
+def readings(sample: Sample) -> Iterator[str]:
+    """What was extracted from the response, where a reward looks for something, and each reward."""
+    if sample.extracted is not None:
+        yield f"extracted {_shown(sample.extracted or 'nothing', _ANSWER)}"
+    if len(sample.rewards) > 1:
+        for name, value in sample.rewards.items():
+            yield f"{printable(name)} {value:.4g}"
 
 
 def facts(sample: Sample) -> Iterator[str]:
@@ -54,16 +102,11 @@ def facts(sample: Sample) -> Iterator[str]:
     yield printable(sample.environment)
     if sample.data_source:
         yield printable(sample.data_source)
-    if sample.answer:
-        yield f"answer {_shown(sample.answer, 60)}"
 
 
 def _shown(text: str, longest: int | None) -> str:
     """Without control characters; the first and the last part of one that is too long."""
-    if longest is not None and len(text) > longest:
-        half = longest // 2
-        text = f"{text[:half]} [...] {text[-half:]}"
-    return printable(text)
+    return printable(text if longest is None else cut(text, longest))
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -72,17 +115,30 @@ def main(arguments: argparse.Namespace) -> int:
         ConfigError: a filter is malformed, or there is no such validation.
     """
     run = find_run(arguments.folder).run.path
-    samples = _filter(arguments).of(_all(run, arguments.validation))
+    chosen, order = _filter(arguments), _order(arguments)
+    if arguments.validation == "all":
+        if order != "newest":
+            raise ConfigError(f"--{order}: has no effect on --validation all")
+        found = side_by_side(run, num_prompts=arguments.limit)
+        samples = [sample for sample in found if chosen.matches(sample)]
+    else:
+        samples = chosen.of(_all(run, arguments.validation))
     if arguments.json:
         for sample in samples:
             print(json.dumps(as_json(sample)))
         return 0
     console = Console(highlight=False)
     with console.pager(styles=True) if sys.stdout.isatty() else nullcontext():
-        for sample in samples:
-            console.print(rendered(sample))
+        for panel in _panels(samples, arguments.validation == "all", arguments.markup):
+            console.print(panel)
         console.print(_count(samples, run))
     return 0
+
+
+def _panels(samples: Sequence[Sample], is_side_by_side: bool, markup: bool) -> Iterator[Panel]:
+    if is_side_by_side:
+        return rendered_side_by_side(samples, markup=markup)
+    return (rendered(sample, markup=markup) for sample in samples)
 
 
 def _all(run: Path, validation: str | None) -> Iterator[Sample]:
@@ -107,7 +163,7 @@ def _validated(run: Path, given: str) -> Sequence[Sample]:
 
 def _version(given: str) -> int:
     if not (given.isascii() and given.isdigit()):
-        raise ConfigError(f"--validation: was {given!r}; it must be a version, such as 20")
+        raise ConfigError(f"--validation: was {given!r}; it must be a version, such as 20, or all")
     return int(given)
 
 

@@ -34,7 +34,7 @@ from streamrl.cli.display.run_status import (
     status_of,
     texts,
 )
-from streamrl.cli.display.view import REFRESH_S, LinePrinter, means, screen
+from streamrl.cli.display.view import REFRESH_S, LinePrinter, screen
 from streamrl.cli.probe import probe
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.outcome import RunState, outcome, state_of
@@ -160,8 +160,9 @@ class _Followed:
         table = self._generators(status.reading.stats, width)
         if self._config is None:
             return Group(*texts(status), table)
-        recent = (Text(", ".join(means(lines))),) if lines else ()
-        return screen((*texts(status), *recent), self._config, lines, table)
+        # Below it stands with the training reward.
+        said = (text for text in texts(status) if not text.plain.startswith("held-out"))
+        return screen(said, self._config, lines, table)
 
     def _read_config(self) -> None:
         if self._config is not None and is_launched_since(self._config.run.path, self._read_s):

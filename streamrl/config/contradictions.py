@@ -19,6 +19,16 @@ from streamrl.errors import did_you_mean
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
 
+_OURS_OF_ENGINES = {
+    "hf": frozenset({"dtype", "torch_dtype", "trust_remote_code"}),
+    "vllm": frozenset(
+        {"logprobs_mode", "generation_config", "disable_log_stats", "skip_tokenizer_init"}
+    ),
+    "sglang": frozenset(
+        {"model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed"}
+    ),
+}
+"""Arguments of engines that correctness needs as they are."""
 _COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob")
 
 
@@ -43,6 +53,21 @@ def more_updates_than_groups(c: "RunConfig") -> str | None:
     return (
         f"learner.updates_per_batch {c.learner.updates_per_batch} is more than "
         f"learner.groups_per_step {c.learner.groups_per_step}: each update trains whole groups"
+    )
+
+
+def argument_of_streamrl(c: "RunConfig") -> str | None:
+    ours = _OURS_OF_ENGINES.get(c.generator.engine, frozenset())
+    clash = min(ours & c.generator.engine_kwargs.keys(), default=None)
+    return clash and f"generator.engine_kwargs.{clash}: is set by StreamRL; leave it out"
+
+
+def adapter_of_divided_matrices(c: "RunConfig") -> str | None:
+    if c.learner.lora is None or c.learner.mesh.tensor == 1:
+        return None
+    return (
+        f"learner.mesh.tensor: was {c.learner.mesh.tensor}, and the matrices of learner.lora are "
+        "not divided: set it to 1"
     )
 
 
@@ -286,15 +311,21 @@ def token_that_silences_its_sequence(c: "RunConfig") -> str | None:
     )
 
 
-def warmup_without_a_critic(c: "RunConfig") -> str | None:
-    warmup = c.algorithm.value.critic_warmup
-    if not warmup or (c.algorithm.needs_values and warmup < c.run.max_steps):
+def setting_without_a_critic(c: "RunConfig") -> str | None:
+    own = c.algorithm.value.model_dump(exclude_defaults=True)
+    if c.algorithm.needs_values or not own:
         return None
-    if not c.algorithm.needs_values:
-        return (
-            f"algorithm.value.critic_warmup {warmup} has no critic to warm up: "
-            f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
-        )
+    name, value = next(iter(own.items()))
+    return (
+        f"algorithm.value.{name} {value} has no critic to act on: "
+        f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
+    )
+
+
+def warmup_longer_than_run_of_a_critic(c: "RunConfig") -> str | None:
+    warmup = c.algorithm.value.critic_warmup
+    if warmup < c.run.max_steps or not c.algorithm.needs_values:
+        return None
     return (
         f"algorithm.value.critic_warmup {warmup} leaves none of run.max_steps {c.run.max_steps} "
         "to the policy"
@@ -522,6 +553,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     micro_batch_too_small,
     memory_setting_without_its_pass,
     more_updates_than_groups,
+    adapter_of_divided_matrices,
+    argument_of_streamrl,
     model_len_too_short,
     min_tokens_above_max,
     greedy_siblings,
@@ -536,7 +569,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     epochs_not_counted,
     warmup_longer_than_run,
     decay_within_warmup,
-    warmup_without_a_critic,
+    setting_without_a_critic,
+    warmup_longer_than_run_of_a_critic,
     decay_of_all_of_a_critic,
     shaped_beside_a_greedy_reward,
     token_that_silences_its_sequence,

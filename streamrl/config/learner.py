@@ -84,7 +84,7 @@ class LoraSettings(Section):
 
 class ForwardPassSettings(Section):
     """Tokens of one forward pass without gradient, which needs less memory than a training pass;
-    null takes `learner.max_tokens_per_micro_batch`."""
+    null takes that of the role's training pass."""
 
     proximal: Positive | None = None
     """Of the policy before the step, where the algorithm needs such a pass."""

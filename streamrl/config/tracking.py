@@ -20,7 +20,7 @@ class SampleSettings(Section):
     """Of samples.jsonl and of samples.1.jsonl, which has what came before, together; the oldest
     samples are deleted."""
     table_every: Positive = 10
-    """Steps between two tables of samples in TensorBoard and Weights & Biases."""
+    """Steps between two tables of samples in TensorBoard, Weights & Biases and Trackio."""
 
 
 class PrometheusSettings(Section):
@@ -42,11 +42,14 @@ class TrackingSettings(Section):
     console: bool = True
     """One line a step in the learner's log."""
     tensorboard: bool = False
-    """Event files in the run folder (extra: tensorboard)."""
+    """Event files in the run folder (`pip install 'streamrl[tensorboard]'`)."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Weights & Biases (extra: wandb)."""
+    """Weights & Biases (`pip install 'streamrl[wandb]'`)."""
+    trackio: bool = False
+    """Trackio, a dashboard on this machine: `trackio show --project streamrl`
+    (`pip install 'streamrl[trackio]'`)."""
     project: str = "streamrl"
-    """Project name at Weights & Biases."""
+    """Project name at Weights & Biases and in Trackio."""
     prometheus: PrometheusSettings = PrometheusSettings()
     """Metrics of each daemon while it runs."""
     samples: SampleSettings = SampleSettings()

@@ -53,7 +53,7 @@ class ValidationSettings(Section):
     """Settings of `generator` that differ for the validator's engine, such as
     {device: "cuda:1", max_num_seqs: 32}."""
     keep: Positive = 20
-    """Newest validations of which the responses are kept, in validation/."""
+    """Newest validations of which the responses are kept, in validation/, beside the first one."""
     metric: str | None = None
     """What `early_stop` compares; unset: the mean reward, validation/mean@k."""
     best_is: Literal["highest", "lowest"] = "highest"

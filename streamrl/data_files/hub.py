@@ -9,6 +9,7 @@ from typing import Any
 
 from streamrl.data_files.rows import Row, as_json_values, row
 from streamrl.errors import ConfigError
+from streamrl.extras import missing
 
 _HUB = "datasets:"
 
@@ -54,9 +55,7 @@ def open_data_set(
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f"{setting}: {source} needs the library datasets: pip install 'streamrl[datasets]'"
-        ) from error
+        raise missing(f"{setting}: {source}", error) from error
     datasets.disable_progress_bars()
     try:
         if source.startswith(_HUB):

@@ -7,6 +7,7 @@ from typing import Any
 
 from streamrl.data_files.rows import Row, as_json_values, row
 from streamrl.errors import ConfigError
+from streamrl.extras import missing
 
 _BATCH = 4096
 
@@ -50,9 +51,7 @@ def _parquet_file(setting: str, path: Path) -> Iterator[Any]:
         import pyarrow.lib
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            f"{setting}: {path} is parquet; install the extra: pip install 'streamrl[parquet]'"
-        ) from error
+        raise missing(f"{setting}: {path}", error) from error
     try:
         with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
             yield file

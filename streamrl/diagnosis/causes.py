@@ -97,6 +97,21 @@ def _failed(stats: BufferStats) -> Iterator[str]:
     if num_failed := stats.books.dropped.get(DropReason.FAILED, 0):
         yield f"{num_failed} of {stats.books.ended} groups failed"
         yield from (*_last(stats), *_rewards(stats), *_rows(stats))
+        if _is_nothing_scored(stats, num_failed):
+            yield NOTHING_SCORED
+
+
+NOTHING_SCORED = (
+    "no group has been scored yet: mend the reward and launch again; `streamrl check --deep` "
+    "samples one group and scores it"
+)
+
+
+def _is_nothing_scored(stats: BufferStats, num_failed: int) -> bool:
+    """Whether each group so far failed, by a reward."""
+    books = stats.books
+    is_alone = num_failed == books.ended and not (books.buffered or books.taken)
+    return is_alone and any(generator.failed_rewards for generator in stats.generators)
 
 
 def _last(stats: BufferStats) -> list[str]:

@@ -211,6 +211,9 @@ class Score:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    extracted: str | None = None
+    """What the reward has read in the response, such as its answer: "" where it found none, None
+    where it looks for none."""
 
     @classmethod
     def of(cls, score: "float | Score") -> "Score":

@@ -17,4 +17,10 @@ class Tracker(Protocol):
         """Some of what a step has trained on, as lines of `samples.jsonl`; at times from a thread
         of its own."""
 
+    def log_validation_samples(
+        self, samples: Sequence[Mapping[str, Any]], policy_version: int
+    ) -> None:
+        """What the validated versions wrote for the same held-out prompts, as lines of
+        `validation/VERSION.jsonl`: those of one prompt together, oldest version first."""
+
     def close(self) -> None: ...

@@ -69,7 +69,7 @@ def reward_metrics(stats: BufferStats, rewards: Iterable[str]) -> dict[str, floa
 
 
 def _tokens_per_s(generator: GeneratorStatus) -> float:
-    """Between its last two heartbeats; NaN, which is "not measured", before it reports a token."""
+    """Of its last minute; NaN, which is "not measured", before it reports a token."""
     return generator.tokens_per_s if generator.num_tokens else math.nan
 
 

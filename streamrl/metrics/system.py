@@ -99,7 +99,7 @@ _GENERATOR = (
         "generator/{generator}/tokens_per_s",
         "tokens/s",
         Merge.LAST,
-        "What this generator samples, by its last heartbeats; not a number before its first token.",
+        "What this generator samples, over its last minute; not a number before its first token.",
     ),
     _of_generators(
         "generator/{generator}/policy_version",

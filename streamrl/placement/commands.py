@@ -37,7 +37,7 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     if len(used) > 1:
         _require_keys(config, len(used))
         _require_reachable_redis(config)
-    if len(used) == 1 and not any(host.ssh for host in used.values()):
+    if len(used) == 1:
         return config
     address = _address(config, config.weights.address, "learner", seats)
     url = _address(config, config.buffer.url, "buffer", seats)

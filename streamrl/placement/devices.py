@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from streamrl.errors import ConfigError
 from streamrl.placement.plan import Device
 
 _ROCM = Path("/dev/kfd")
@@ -57,6 +58,33 @@ def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[De
         Device(device.index, device.memory_bytes, device.name, name)
         for name, device in zip(names, found, strict=False)
     )
+
+
+def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What a process that takes the devices it finds needs in its environment to find `device`
+    alone; nothing where `device` names none by its number.
+
+    >>> visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"})
+    {'CUDA_VISIBLE_DEVICES': 'GPU-2e'}
+    >>> visible_alone("cuda", {})
+    {}
+
+    Raises:
+        ConfigError: fewer devices are visible.
+    """
+    _, _, number = device.partition(":")
+    if not number:
+        return {}
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return {"CUDA_VISIBLE_DEVICES": number}
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if int(number) >= len(names):
+        raise ConfigError(
+            f"generator.device: was {device!r}, and CUDA_VISIBLE_DEVICES names {len(names)}: "
+            f"{listed!r}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": names[int(number)]}
 
 
 @cache

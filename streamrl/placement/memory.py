@@ -87,8 +87,18 @@ class ModelShape:
         """Of the run's model; None where it is not on this machine, or is of another kind."""
         model = config.model
         if model.recipe is not None and not Path(model.path).exists():
-            return cls.of_facts(_recipe_facts(model.recipe))
-        folder = local_folder("model.path", model.path)
+            return cls.of_facts(recipe_facts(model.recipe))
+        return cls._of_folder("model.path", model.path)
+
+    @classmethod
+    def of_critic(cls, config: RunConfig) -> "ModelShape | None":
+        """The same of the model that the critic begins as."""
+        own = config.algorithm.value.model_path
+        return cls._of_folder("algorithm.value.model_path", own) if own else cls.of(config)
+
+    @classmethod
+    def _of_folder(cls, setting: str, path: str) -> "ModelShape | None":
+        folder = local_folder(setting, path)
         try:
             return cls.of_facts(folder.config, folder.num_parameters) if folder else None
         except (ConfigError, KeyError, TypeError, ValueError):
@@ -152,7 +162,7 @@ def _active_width(facts: Mapping[str, Any], inner: int) -> int:
     return _num_active(facts) * int(facts.get("moe_intermediate_size") or inner)
 
 
-def _recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
+def recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
     return {
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
@@ -180,6 +190,8 @@ class LearnerMemory:
     shape: ModelShape
     num_ranks: int
     sends: bool = True
+    critic: ModelShape | None = None
+    """None: the policy's."""
 
     def need(self) -> Need:
         """At the peak of a step; loading takes less."""
@@ -219,19 +231,20 @@ class LearnerMemory:
     def _held(self) -> Iterator[MemoryPart]:
         """Between the steps."""
         learner, algorithm, total = self.config.learner, self.config.algorithm, self._total
+        critic = (self.critic or self.shape).num_parameters if algorithm.needs_values else 0
         if not learner.offload.parameters:
             yield MemoryPart("weights", self._shard(_FLOAT32 * total))
             yield MemoryPart("gradients", self._shard(_FLOAT32 * self.num_trained))
             if algorithm.needs_values:
-                yield MemoryPart("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * total))
+                yield MemoryPart("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * critic))
             if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
                 reference = _FLOAT32 if self._is_sharded else self._compute_bytes
                 yield MemoryPart("reference", self._shard(reference * total))
             if not learner.offload.optimizer:
                 yield MemoryPart("optimizer", self._shard(_MOMENTS * self.num_trained))
             if not self._is_sharded and self._compute_bytes < _FLOAT32:
-                copies = 1 + algorithm.needs_values
-                yield MemoryPart(f"copies in {learner.dtype}", copies * self._compute_bytes * total)
+                copies = self._compute_bytes * (total + critic)
+                yield MemoryPart(f"copies in {learner.dtype}", copies)
         if self._is_sharded and not learner.sum_each_micro_batch:
             yield MemoryPart("unsummed gradients", _FLOAT32 * self.num_trained)
         if self.sends:
@@ -239,20 +252,28 @@ class LearnerMemory:
 
     def _step(self) -> tuple[MemoryPart, ...]:
         """Of a pass, or of the update where its moments come from the host then."""
-        passing = tuple(self._pass())
+        passing = max(map(tuple, self._passes()), key=lambda parts: sum(p.num_bytes for p in parts))
         offload = self.config.learner.offload
         moments = self._shard(_MOMENTS * self.num_trained) if offload.optimizer else 0
         if moments > sum(part.num_bytes for part in passing):
             return (MemoryPart("optimizer, for the update", moments),)
         return passing
 
-    def _pass(self) -> Iterator[MemoryPart]:
-        shape, learner = self.shape, self.config.learner
+    def _passes(self) -> Iterator[Iterator[MemoryPart]]:
+        """Of the policy and of the critic, which come one after the other."""
+        tokens = self.config.learner.max_tokens_per_micro_batch
+        yield self._pass(self.shape, tokens)
+        if self.config.algorithm.needs_values:
+            own = self.config.algorithm.value.max_tokens_per_micro_batch
+            yield self._pass(self.critic or self.shape, own or tokens)
+
+    def _pass(self, shape: ModelShape, max_tokens: int) -> Iterator[MemoryPart]:
+        learner = self.config.learner
         size, tensor = self._compute_bytes, learner.mesh.tensor
         if self._is_sharded:
             layers = 2 * shape.num_in_layer // tensor
             yield MemoryPart("gathered layers", size * (layers + shape.num_embeddings))
-        tokens = -(-learner.max_tokens_per_micro_batch // learner.mesh.sequence)
+        tokens = -(-max_tokens // learner.mesh.sequence)
         layer = activation_bytes(shape, size, tensor) * tokens
         if learner.gradient_checkpointing:
             inputs = 0 if learner.offload.activations else shape.num_layers * shape.hidden_size
@@ -409,11 +430,12 @@ class DoesNotFitError(ConfigError):
 @dataclass(frozen=True)
 class Fit:
     """Of all seats of a run on the GPUs of its hosts; `shape` is None for a model that is not
-    here, of which nothing is known."""
+    here, of which nothing is known, and `critic` for one like the policy's."""
 
     config: RunConfig
     seats: Sequence[Seat]
     shape: ModelShape | None
+    critic: ModelShape | None = None
 
     def need(self, seat: Seat, position: int = 0) -> Need | None:
         """Of a seat on its GPU at this position; None where it has none, or nothing is known."""
@@ -422,7 +444,7 @@ class Fit:
         if seat.role == "learner":
             sends = seat == self._learners[0] and position == 0
             num_ranks = sum(other.num_ranks for other in self._learners)
-            return LearnerMemory(self.config, self.shape, num_ranks, sends).need()
+            return LearnerMemory(self.config, self.shape, num_ranks, sends, self.critic).need()
         return EngineMemory(self.config, self._generator(seat), self.shape).need()
 
     def overrides(self) -> Mapping[str, Mapping[str, str]]:

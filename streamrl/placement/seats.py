@@ -47,10 +47,7 @@ def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
     """
     if allowed := tuple(host for host in hosts if role in host.roles):
         return allowed
-    raise ConfigError(
-        f"cluster.hosts: the run needs a {role}, and {_none_of(hosts)} {role} among its roles: add "
-        "it to those of one"
-    )
+    raise ConfigError(f"the run needs a {role}, and {_none_of(hosts)} {role} among its roles")
 
 
 def at_address(
@@ -210,10 +207,10 @@ def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[
     named = [(host, host.generators) for host in allowed if host.generators is not None]
     open_hosts = tuple(host for host in allowed if host.generators is None)
     placed = sum(count for _, count in named)
-    total = config.generator.count
+    total = config.generator.max_count
     if placed < total and not open_hosts:
         raise ConfigError(
-            f"generator.count: was {total}, and cluster.hosts have room for {placed}: "
+            f"generator.count: was {total}, and the hosts have room for {placed}: "
             + ", ".join(f"{host.name} has generators {count}" for host, count in named)
         )
     for host, count in named:

@@ -2,6 +2,7 @@
 
 samples.jsonl                 of a few groups of each step; samples.1.jsonl what came before it
 validation/00000020.jsonl     the responses of the validation of version 20, written whole
+                              (the first one and the newest are kept)
 """
 
 import heapq
@@ -62,7 +63,8 @@ def text_of(samples: Iterable[Sample]) -> str:
 
 
 def write_validation(run: Path, policy_version: int, samples: Sequence[Sample], keep: int) -> Path:
-    """The file of this validation; the oldest beyond `keep` are deleted.
+    """The file of this validation; beside the first one, with which the others are compared, the
+    newest `keep` stay.
 
     Raises:
         OSError: it cannot be written.
@@ -71,7 +73,7 @@ def write_validation(run: Path, policy_version: int, samples: Sequence[Sample], 
     folder.mkdir(parents=True, exist_ok=True)
     path = validation_file(run, policy_version)
     write_file(path, text_of(samples))
-    for older in validation_files(run)[:-keep]:
+    for older in validation_files(run)[1:-keep]:
         older.unlink(missing_ok=True)
     return path
 
@@ -83,6 +85,29 @@ def validation_file(run: Path, policy_version: int) -> Path:
 def validation_files(run: Path) -> list[Path]:
     """Those that there are, oldest version first."""
     return sorted((run / VALIDATION_FOLDER).glob("[0-9]*.jsonl"))
+
+
+def side_by_side(run: Path, num_prompts: int = 10, num_versions: int | None = None) -> list[Sample]:
+    """What validated versions wrote for the first prompts of the newest validation, one response
+    each: those of a prompt together, oldest version first. Of more versions than `num_versions` the
+    first one and the newest are taken."""
+    files = validation_files(run)
+    if num_versions is not None and len(files) > num_versions:
+        files = [files[0], *files[len(files) - num_versions + 1 :]]
+    versions = [_first_responses(path, num_prompts) for path in files]
+    prompts = versions[-1] if versions else {}
+    return [responses[i] for i in prompts for responses in versions if i in responses]
+
+
+def _first_responses(path: Path, num_prompts: int) -> dict[int, Sample]:
+    """By prompt; of several contexts of a response its last one."""
+    found: dict[int, Sample] = {}
+    for sample in read_samples(path):
+        if sample.prompt_index not in found and len(found) == num_prompts:
+            break
+        if sample.sibling == 0:
+            found[sample.prompt_index] = sample
+    return found
 
 
 def set_validations_aside(run: Path, policy_version: int, folder: Path | None) -> None:
@@ -176,7 +201,7 @@ class SampleFilter:
 
     def of(self, samples: Iterable[Sample]) -> list[Sample]:
         """At most `limit` of these, which come newest first; no more than that are in memory."""
-        matching = (sample for sample in samples if self._matches(sample))
+        matching = (sample for sample in samples if self.matches(sample))
         match self.order:
             case "newest":
                 return list(islice(matching, self.limit))
@@ -185,7 +210,7 @@ class SampleFilter:
             case "worst":
                 return heapq.nsmallest(self.limit, matching, key=lambda s: s.reward)
 
-    def _matches(self, sample: Sample) -> bool:
+    def matches(self, sample: Sample) -> bool:
         return all(self._conditions(sample))
 
     def _conditions(self, s: Sample) -> Iterator[bool]:

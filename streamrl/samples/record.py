@@ -1,7 +1,7 @@
 """One trajectory as text: its prompt, what the policy wrote, and what came in between.
 
 Invariant: the text is that of the very tokens that the engine read and sampled, special ones
-included, so a template that went wrong is seen.
+included, so a template that went wrong is seen. `Sample.without_markup` has what people read.
 
 `printable`: a terminal obeys control characters, a person does not see them. `piece_lengths`: which
 characters of a text are whose token's; one after the other they are the beginning of the text.
@@ -9,9 +9,11 @@ characters of a text are whose token's; one after the other they are the beginni
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import NDArray
@@ -37,6 +39,39 @@ def printable(text: str) -> str:
 def _escape(character: str) -> str:
     number = ord(character)
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
+_GAP = " [...] "
+
+
+def cut(text: str, longest: int) -> str:
+    """At most so many characters: of a text that is longer its first and its last ones."""
+    half = (longest - len(_GAP)) // 2
+    return text if len(text) <= longest else f"{text[:half]}{_GAP}{text[-half:]}"
+
+
+def shortened_answer(text: str) -> str:
+    """An answer, expected or extracted, as it is kept for people; lone surrogates, which rows of
+    JSON may have and UTF-8 cannot, as question marks."""
+    return cut(text, 200).encode(errors="replace").decode()
+
+
+# With these, and nothing else in their line, chat templates say whose turn begins.
+_ROLE = re.compile(r"\A(assistant|developer|environment|ipython|model|system|tool|user)\s*(\n|$)")
+
+
+def without_markup(text: str, special_tokens: Collection[str]) -> str:
+    r"""A text without these tokens, and without the roles that they open.
+
+    >>> without_markup("<|im_start|>user\nWhy?<|im_end|>\n", {"<|im_start|>", "<|im_end|>"})
+    'Why?'
+    """
+    if not any(token in text for token in special_tokens):
+        return text
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    first, *others = re.split("|".join(map(re.escape, longest_first)), text)
+    parts = (first, *(_ROLE.sub("", part) for part in others))
+    return "\n".join(part.strip() for part in parts if part.strip())
 
 
 MAX_TOKENS = 1024
@@ -75,7 +110,7 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 POLICY, ENVIRONMENT = "assistant", "environment"
 
 
-class Message(Struct, frozen=True):
+class Message(Struct, frozen=True, omit_defaults=True):
     """Consecutive tokens of one origin: `role` is `assistant` or `environment`.
 
     Of what the policy wrote, where the importance weights are known, `weights` are those of its
@@ -123,17 +158,42 @@ class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
     importance_weights: ImportanceWeights | None = None
     data_source: str = ""
     answer: str = ""
-    """The reference answer, where it is known."""
+    """The one that was expected, where it is known."""
+    extracted: str | None = None
+    """What a reward has read in the response; "" if it found nothing, None if none looks for it."""
+    rewards: dict[str, float] = {}
+    """Each one's value, by its name."""
+    special_tokens: tuple[str, ...] = ()
+    """The tokenizer's, of those that occur."""
 
     @property
     def response(self) -> str:
         """All that the policy wrote."""
         return "\n".join(m.content for m in self.messages if m.role == POLICY)
 
+    def without_markup(self) -> "Sample":
+        """With texts that the chat template's tokens are not in, and without what is known of
+        single tokens."""
+        if not self.special_tokens:
+            return self
+        messages = (
+            Message(m.role, without_markup(m.content, self.special_tokens)) for m in self.messages
+        )
+        prompt = without_markup(self.prompt, self.special_tokens)
+        return structs.replace(self, prompt=prompt, messages=tuple(messages), special_tokens=())
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A tokenizer's; `special_tokens` are the texts of those that mark turns."""
+
+    decode: Decode
+    special_tokens: tuple[str, ...] = ()
+
 
 def sample_of(
     trajectory: Trajectory,
-    decode: Decode,
+    decoder: Decoder,
     weights: NDArray[np.float32] | None = None,
     **facts: Any,
 ) -> Sample:
@@ -144,9 +204,14 @@ def sample_of(
     versions = trajectory.policy_versions[trajectory.response_mask]
     if weights is not None and len(weights) != len(versions):
         weights = None
+    text, messages = decoder.decode(prompt), tuple(_messages(rest, decoder.decode, weights))
+    texts = (text, *(message.content for message in messages))
     return Sample(
-        prompt=decode(prompt),
-        messages=tuple(_messages(rest, decode, weights)),
+        prompt=text,
+        messages=messages,
+        extracted=trajectory.extracted,
+        rewards=_by_name(trajectory.metrics),
+        special_tokens=tuple(t for t in decoder.special_tokens if any(t in one for one in texts)),
         importance_weights=None if weights is None else ImportanceWeights.of(weights),
         reward=trajectory.reward,
         finish_reason=str(trajectory.finish_reason),
@@ -157,16 +222,16 @@ def sample_of(
     )
 
 
+def _by_name(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those of the rewards, without what they measured beside."""
+    rewards = ((name.partition("/"), value) for name, value in metrics.items())
+    return {name: v for (group, _, name), v in rewards if group == "reward" and "/" not in name}
+
+
 def as_json(sample: Sample) -> dict[str, Any]:
     """Of plain types, without what is not known."""
-    plain: dict[str, Any] = structs.asdict(sample)
-    messages = [
-        {name: value for name, value in structs.asdict(message).items() if value != ()}
-        for message in sample.messages
-    ]
-    weights = sample.importance_weights and structs.asdict(sample.importance_weights)
-    both = {**plain, "messages": messages, "importance_weights": weights}
-    return {name: value for name, value in both.items() if value not in (None, "")}
+    plain: dict[str, Any] = msgspec.to_builtins(sample)
+    return plain
 
 
 def _messages(
@@ -195,7 +260,7 @@ def _spans(trajectory: Trajectory) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield (POLICY if mask[start] else ENVIRONMENT), ids
 
 
-def open_decoder(model: ModelSettings) -> Decode:
+def open_decoder(model: ModelSettings) -> Decoder:
     """That of the model's tokenizer.
 
     Raises:
@@ -206,4 +271,9 @@ def open_decoder(model: ModelSettings) -> Decode:
     tokenizer = AutoTokenizer.from_pretrained(
         model.tokenizer_path, trust_remote_code=model.trust_remote_code
     )
-    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return Decoder(
+        lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
+        tuple(sorted(special)),
+    )

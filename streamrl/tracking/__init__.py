@@ -3,7 +3,7 @@
 A new tracker is a class with the methods of `streamrl.interfaces.Tracker` and a line in
 `open_trackers`. A tracker other than `metrics.jsonl` that fails is switched off and logged; the run
 continues. So does one that hangs: all but `metrics.jsonl` are called in a thread of their own, one
-after the other, and nobody waits for it but `close`.
+after the other, and nobody waits for it but `close`. A table that fails costs itself alone.
 """
 
 import logging
@@ -11,10 +11,14 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from streamrl.config import RunConfig
 from streamrl.interfaces import Tracker
+from streamrl.samples.files import side_by_side
+from streamrl.samples.record import as_json
 from streamrl.tracking.console import ConsoleTracker
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 
@@ -50,6 +54,10 @@ def open_trackers(
         from streamrl.tracking.wandb import WandbTracker
 
         makers.append(lambda: WandbTracker(config))
+    if tracking.trackio:
+        from streamrl.tracking.trackio import TrackioTracker
+
+        makers.append(lambda: TrackioTracker(config))
     return Trackers([*(make() for make in makers), *more])
 
 
@@ -76,7 +84,17 @@ class Trackers:
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """To those that show tables."""
-        self._call(lambda t: t.log_samples(samples, step))
+        self._call_for_table(lambda t: t.log_samples(samples, step))
+
+    def log_validation_samples(self, run: Path, policy_version: int) -> None:
+        """To those that show tables; the responses are read in their thread."""
+        read = cache(lambda: [as_json(sample) for sample in side_by_side(run, num_versions=10)])
+
+        def show(tracker: Tracker) -> None:
+            if samples := read():
+                tracker.log_validation_samples(samples, policy_version)
+
+        self._call_for_table(show)
 
     def flush(self) -> None:
         """Wait until every line of `metrics.jsonl` is on disk.
@@ -101,6 +119,16 @@ class Trackers:
             log.warning(
                 "%s has not taken its last lines within %g s: left alone", self._called, wait_s
             )
+
+    def _call_for_table(self, call: Callable[[Tracker], object]) -> None:
+        def spared(tracker: Tracker) -> None:
+            try:
+                call(tracker)
+            except Exception as error:
+                name = type(tracker).__name__
+                log.warning("%s lacks a table of samples: %s", name, error, exc_info=True)
+
+        self._call(spared)
 
     def _call(self, call: Callable[[Tracker], object] | None) -> None:
         """Of each tracker, in the thread; left out where the thread hangs or no tracker is left."""

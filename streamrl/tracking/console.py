@@ -33,5 +33,10 @@ class ConsoleTracker:
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """They are in samples.jsonl."""
 
+    def log_validation_samples(
+        self, samples: Sequence[Mapping[str, Any]], policy_version: int
+    ) -> None:
+        """They are in validation/."""
+
     def close(self) -> None:
         """It holds no resource."""

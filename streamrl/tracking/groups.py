@@ -137,6 +137,20 @@ GROUPS = (
     MetricGroup("episode", "Episodes"),
 )
 
+OVERVIEW = (
+    Chart("Response length in tokens", (r"response_length/(mean|max)",)),
+    Chart("Staleness in versions", (r"buffer/staleness_(mean|max)",)),
+    Chart("Effective sample size", (r"mismatch/rollout_is_(eff_sample_size)",)),
+    Chart("Entropy", (r"actor/(entropy)",)),
+    Chart("Time of a step in seconds", (r"learner/(wait|train|snapshot|save)_s",), "sums"),
+    Chart(
+        "Share of the time without work",
+        (r"(generator)/idle_frac", r"(learner)/wait_frac"),
+        note="Generators that have room for more groups, and a learner that waits for them.",
+    ),
+)
+"""What the page shows first, below the reward."""
+
 
 def grouped(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Those that belong to a group: all but the time of the line."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import ConfigError
+from streamrl.extras import missing
 from streamrl.tracking.groups import GROUPS, grouped
 from streamrl.tracking.jsonl import VERSION
-from streamrl.tracking.tables import markdown_table
+from streamrl.tracking.tables import HELD_OUT, TRAINED, markdown_table
 
 
 class TensorboardTracker:
@@ -18,9 +18,7 @@ class TensorboardTracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "tracking.tensorboard: is not installed: pip install 'streamrl[tensorboard]'"
-            ) from error
+            raise missing("tracking.tensorboard:", error) from error
         self._writer = SummaryWriter(folder, purge_step=first_step)
         self._writer.add_custom_scalars(
             {
@@ -42,7 +40,13 @@ class TensorboardTracker:
         self.log(metrics, policy_version)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        self._writer.add_text("samples", markdown_table(samples), step)
+        self._writer.add_text("samples", markdown_table(TRAINED, samples), step)
+
+    def log_validation_samples(
+        self, samples: Sequence[Mapping[str, Any]], policy_version: int
+    ) -> None:
+        table = markdown_table(HELD_OUT, samples)
+        self._writer.add_text("validation/samples", table, policy_version)
 
     def close(self) -> None:
         self._writer.close()

@@ -8,9 +8,10 @@ from typing import Any
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.extras import missing
 from streamrl.tracking.groups import grouped
 from streamrl.tracking.jsonl import VERSION
-from streamrl.tracking.tables import COLUMNS, rows
+from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, rows
 
 FINISH_S = 120
 
@@ -26,9 +27,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(
-                "tracking.wandb: is not installed: pip install 'streamrl[wandb]'"
-            ) from error
+            raise missing("tracking.wandb:", error) from error
         if config.tracking.wandb == "off":
             raise ConfigError("tracking.wandb: is off")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
@@ -56,10 +55,22 @@ class WandbTracker:
         self._run.log(dict(metrics), commit=False)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        self._log_table("samples", TRAINED, samples)
+
+    def log_validation_samples(
+        self, samples: Sequence[Mapping[str, Any]], policy_version: int
+    ) -> None:
+        """With the next step's metrics, as the validation's own."""
+        self._log_table("validation/samples", HELD_OUT, samples)
+
+    def _log_table(
+        self, name: str, columns: Sequence[str], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
         from wandb import Table
 
-        table = Table(columns=list(COLUMNS), data=rows(samples))
-        self._run.log({"samples": table}, commit=False)
+        shown = columns_of(columns, samples)
+        table = Table(columns=[*shown], data=rows(shown, samples))
+        self._run.log({name: table}, commit=False)
 
     def close(self) -> None:
         self._run.finish()

@@ -48,11 +48,12 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.media,
         TokenSets.joined([t.sampling_mask for t in members], lengths),
         TopLogprobs.joined([t.top_logprobs for t in members], lengths),
+        group.answer,
     )
 
 
 def _facts(t: Trajectory) -> tuple[Any, ...]:
-    return len(t.token_ids), t.reward, t.finish_reason, t.turns, t.metrics, t.media
+    return len(t.token_ids), t.reward, t.finish_reason, t.turns, t.metrics, t.media, t.extracted
 
 
 def _loss_mask(members: Sequence[Trajectory]) -> BoolArray | None:
@@ -71,6 +72,7 @@ class GroupFacts(Struct, frozen=True, array_like=True):
     turns: tuple[Turn, ...] = ()
     metrics: dict[str, float] = {}
     media: tuple[Name, ...] = ()
+    extracted: Text | None = None
 
 
 class PackedGroup(Struct, frozen=True, array_like=True):
@@ -94,6 +96,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     media: tuple[Media, ...] = ()
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
+    answer: Text = ""
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
@@ -123,6 +126,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             episode_indices=self.episode_indices,
             discarded_lengths=self.discarded_lengths,
             media=self.media,
+            answer=self.answer,
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
@@ -165,6 +169,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             media=facts.media,
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask.part(tokens),
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(tokens),
+            extracted=facts.extracted,
         )
 
 

@@ -114,6 +114,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     (nats) and `policy_versions` [T] hold, elsewhere they are 0 and -1. `loss_mask` [T] is true
     where a token counts for the loss, which only a response token may; None: each of them does.
     `media` are the ids of the group's media that its tokens hold places for, in their order.
+    `extracted` is what a reward has read in the response, shortened, for people: "" where it found
+    nothing, None where it looks for nothing.
     `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere.
     """
 
@@ -129,6 +131,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     media: tuple[Name, ...] = ()
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
+    extracted: Text | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)
@@ -163,6 +166,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
     `media` has each image and video once, whoever of the trajectories shares it.
     `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
+    `answer` is the one that was expected, shortened, for people.
     """
 
     group_id: Name
@@ -172,6 +176,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     episode_indices: tuple[Count, ...] = ()
     media: tuple[Media, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
+    answer: Text = ""
 
     def __post_init__(self) -> None:
         check_group(self.trajectories, self.prompt_index, self.episode_indices)

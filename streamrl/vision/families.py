@@ -1,8 +1,4 @@
-"""Which models see images, and how transformers loads a model of either kind.
-
-A family is here if its vision tower takes patches with their grid and its text model takes
-positions of three axes, as Qwen2-VL's do; see tower.py.
-"""
+"""How transformers loads a model that sees images, and one that does not."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,8 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from streamrl.errors import ConfigError
-
-VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
+from streamrl.model_folder import VISION
 
 
 def has_vision(config: Any) -> bool:
@@ -27,10 +22,17 @@ def auto_model(config: Any) -> Any:
 
 
 def load_pretrained(
-    path: str, *, dtype: torch.dtype | str, trust_remote_code: bool, **kwargs: Any
+    path: str,
+    *,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    setting: str = "model.path",
+    needs_head: bool = True,
+    **kwargs: Any,
 ) -> Any:
     """The model of the folder or hub name, with all its weights from there; transformers by itself
-    draws those at random that are missing, in each process others.
+    draws those at random that are missing, in each process others. `setting` names the folder;
+    without `needs_head` the weights of the LM head may be missing, as a reward model's are.
 
     Raises:
         OSError, ValueError: there is no model.
@@ -46,13 +48,19 @@ def load_pretrained(
             **{"ignore_mismatched_sizes": True, **kwargs},
         )
     except SafetensorError as error:
-        raise ConfigError(f"model.path: the weights of {path} are damaged: {error}") from error
-    _require_whole(path, found["missing_keys"], found["mismatched_keys"])
+        raise ConfigError(f"{setting}: the weights of {path} are damaged: {error}") from error
+    head = None if needs_head else model.get_output_embeddings()
+    unused = {n for n, module in model.named_modules() if module is head}
+    missing = {key for key in found["missing_keys"] if key.rpartition(".")[0] not in unused}
+    _require_whole(setting, path, missing, found["mismatched_keys"])
     return model
 
 
 def _require_whole(
-    path: str, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]]
+    setting: str,
+    path: str,
+    missing: Collection[str],
+    mismatched: Collection[tuple[str, Any, Any]],
 ) -> None:
     """
     Raises:
@@ -61,12 +69,12 @@ def _require_whole(
     if mismatched:
         name, there, wanted = min(mismatched)
         raise ConfigError(
-            f"model.path: {name} of {path} has the shape {tuple(there)}, and by its config.json "
+            f"{setting}: {name} of {path} has the shape {tuple(there)}, and by its config.json "
             f"{tuple(wanted)}{_and_more(mismatched)}"
         )
     if missing:
         raise ConfigError(
-            f"model.path: {path} lacks weights that its config.json asks for: "
+            f"{setting}: {path} lacks weights that its config.json asks for: "
             f"{min(missing)}{_and_more(missing)}"
         )
 

@@ -11,6 +11,7 @@ Shapes: P patches, C channels, D values of a patch.
 
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,8 +46,10 @@ class PatchReader:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, path: str, *, trust_remote_code: bool = False) -> "PatchReader | None":
-        """Of the model in this folder; None if it sees no images.
+    def of(
+        cls, path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
+    ) -> "PatchReader | None":
+        """Of the model in this folder, which `setting` names; None if it sees no images.
 
         Raises:
             ConfigError: there is no model, it lacks its image processor, or Pillow is missing.
@@ -54,15 +57,21 @@ class PatchReader:
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
+            raise ConfigError(f"{setting}: no model at {path!r}: {error}") from error
         if not has_vision(config):
             return None
-        pillow(f"model.path: {path}")
+        pillow(f"{setting}: {path}")
         try:
             processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: no image processor at {path!r}: {error}") from error
+            raise ConfigError(f"{setting}: no image processor at {path!r}: {error}") from error
         return cls(processor)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """By which pixels become patches."""
+        settings: dict[str, Any] = self._processor.to_dict()
+        return settings
 
     def size(self, medium: Media, place: str = "a medium") -> Size:
         """How many tokens it has.

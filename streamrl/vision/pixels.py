@@ -8,7 +8,8 @@ import io
 import warnings
 from typing import Any
 
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import RolloutError
+from streamrl.extras import missing
 
 MAX_PIXELS = 2**26
 """Of one image: 64 million."""
@@ -28,9 +29,7 @@ def pillow(place: str) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError(
-            f"{place}: has images, and Pillow is not installed: pip install 'streamrl[vision]'"
-        ) from error
+        raise missing(f"{place}: has images, which", error) from error
     return Image
 
 

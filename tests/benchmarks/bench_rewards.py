@@ -1,7 +1,7 @@
 """Grading: responses a second and the p99 of one, beside math-verify alone and TRL's own way.
 
     PYTHONPATH=. .venv/bin/python tests/benchmarks/bench_rewards.py [--trl FOLDER] [--prompts 48] \
-        [--programs 6] [--rounds 3]
+        [--programs 6] [--conversations 8] [--rounds 3]
 
 Responses are groups of 8 siblings: 150 to 600 words, then a boxed answer, which is right in half of
 them, in two notations.
@@ -11,18 +11,23 @@ them, in two notations.
               formulas, roots, points and intervals
     code      `code`; a test of 20 inputs and outputs, a program of 15 lines that imports sys,
               collections and typing
+    model     `reward_model`; a Llama of 4 layers of 256 with one label, on the CPU
 
     ours          the reward of a run, with its limits, processes and sandbox, 2 groups at a time
     math_verify   `verify(parse(gold), parse(response))`, one after the other
     trl           `trl.rewards.accuracy_reward` of one group after the other, as its trainer does
     process       a Python process for each input, of all inputs, as the script of open-r1 (TRL's
-                  code reward) starts them; no sandbox around them, 2 responses at a time
+                  code reward) starts them; no sandbox around them, 2 responses at a time.
+                  SandboxFusion's package is a client of its server, which comes as a container
+    trl_model     the classifier called with all responses of a step, padded on the right to the
+                  longest, as TRL's GRPOTrainer calls a reward model
 
 `p99` is of responses that are scored alone, of other prompts. Starting processes and importing are
 not counted. Each round has prompts of its own, all take turns in it, and the median of the rounds'
 ratios counts.
-`agrees` is the share of rewards that are right. TRL's file is loaded from FOLDER, from an installed
-trl, or from one that pip puts into a temporary folder, with a stand-in for what it imports of trl.
+`agrees` is the share of rewards that are right; those of a reward model are of a response alone.
+TRL's file is loaded from FOLDER, from an installed trl, or from one that pip puts into a temporary
+folder, with a stand-in for what it imports of trl.
 """
 
 import argparse
@@ -30,20 +35,32 @@ import asyncio
 import importlib.util
 import json
 import logging
+import math
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from math_verify import parse, verify
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from actors.rewards import make_reward
 from streamrl.config.data import DataSettings
@@ -75,16 +92,17 @@ main()
 
 @dataclass(frozen=True)
 class Graded:
-    """A response, and whether it is right."""
+    """A response, and what it is worth."""
 
     episode: Episode
-    is_right: bool
+    reward: float
 
 
 Group = Sequence[Graded]
 Round = tuple[Sequence[Group], Sequence[Group]]
 """What is scored as fast as can be, and what is scored alone."""
 Grade = Callable[[Group], Sequence[float | None]]
+Run = Callable[[Sequence[Group]], Awaitable[Sequence[float | None]]]
 
 
 def main() -> None:
@@ -92,20 +110,31 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, help="folder that has trl/rewards/accuracy_rewards.py")
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--programs", type=int, default=6)
+    parser.add_argument("--conversations", type=int, default=8, help="prompts for reward models")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as temporary:
-        theirs: dict[str, Grade] = {
-            "math_verify": by_math_verify,
-            "trl": by_trl(given.trl or find_trl(Path(temporary))),
+        theirs = {
+            "math_verify": in_turn(by_math_verify),
+            "trl": in_turn(by_trl(given.trl or find_trl(Path(temporary)))),
         }
         for kind, reward in (("numeric", "numeric_answer"), ("math", "math")):
             make = partial(of_math, kind)
-            line = compared(kind, reward, rounds_of(make, given.prompts, given.rounds), theirs)
-            print(json.dumps(line), flush=True)
+            data = DataSettings(source="copy", reward=reward)
+            rounds = rounds_of(make, given.prompts, given.rounds)
+            show(compared(kind, data, make(-4), rounds, theirs))
+        data = DataSettings(source="copy", reward="code")
         rounds = rounds_of(of_code, given.programs, given.rounds)
-        print(json.dumps(compared("code", "code", rounds, {"process": None})))
+        show(compared("code", data, of_code(-1), rounds, {"process": by_processes}))
+        data, classifier = reward_model(Path(temporary))
+        rounds = rounds_of(classifier.group, given.conversations, given.rounds)
+        trl_model = {"trl_model": classifier.of_step}
+        show(compared("model", data, classifier.group(-1), rounds, trl_model))
+
+
+def show(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
 
 
 def rounds_of(make: Callable[[int], Group], count: int, rounds: int) -> list[Round]:
@@ -115,19 +144,17 @@ def rounds_of(make: Callable[[int], Group], count: int, rounds: int) -> list[Rou
 
 
 def compared(
-    kind: str, reward: str, rounds: Sequence[Round], theirs: dict[str, Any]
+    kind: str, data: DataSettings, warm_up: Group, rounds: Sequence[Round], theirs: dict[str, Run]
 ) -> dict[str, Any]:
-    """The line of one kind: best figures of each contender, and ours against the others."""
-    warm_up = of_code(-1) if kind == "code" else of_math(kind, -4)
+    """The line of one kind: ours against each of the others."""
 
     async def contest() -> dict[str, list[Figures]]:
-        ours = make_reward(DataSettings(source="copy", reward=reward))
+        ours = make_reward(data)
         await scored_by(ours, [warm_up, warm_up])
         runs: dict[str, list[Figures]] = {name: [] for name in ("ours", *theirs)}
         for groups in rounds:
             runs["ours"].append(await figures_of(groups, partial(scored_by, ours)))
-            for name, grade in theirs.items():
-                run = in_turn(grade) if grade else by_processes
+            for name, run in theirs.items():
                 runs[name].append(await figures_of(groups, run))
         return runs
 
@@ -150,7 +177,7 @@ def compared(
     }
 
 
-async def figures_of(of_round: Round, run: Any) -> Figures:
+async def figures_of(of_round: Round, run: Run) -> Figures:
     """Responses a second, p99 of one alone, share that agrees."""
     groups, others = of_round
     start = time.perf_counter()
@@ -161,8 +188,11 @@ async def figures_of(of_round: Round, run: Any) -> Figures:
         begin = time.perf_counter()
         await run([group[:1]])
         alone.append(time.perf_counter() - begin)
-    right = [graded.is_right for group in groups for graded in group]
-    agreeing = sum(value == is_right for value, is_right in zip(rewards, right, strict=True))
+    right = [graded.reward for group in groups for graded in group]
+    agreeing = sum(
+        value is not None and math.isclose(value, wanted, abs_tol=1e-4)
+        for value, wanted in zip(rewards, right, strict=True)
+    )
     return {
         "per_s": len(right) / seconds,
         "p99_s": sorted(alone)[int(0.99 * len(alone))],
@@ -186,7 +216,7 @@ async def scored_by(reward: Reward, groups: Sequence[Group]) -> list[float]:
     return [value for values in await asyncio.gather(*map(one, groups)) for value in values]
 
 
-def in_turn(grade: Grade) -> Any:
+def in_turn(grade: Grade) -> Run:
     """math-verify limits its time by signals, which the main thread alone may have."""
 
     async def run(groups: Sequence[Group]) -> list[float | None]:
@@ -244,6 +274,65 @@ def passes(graded: Graded) -> float:
         )
         num_passed += not done.returncode and done.stdout.strip() == expected.strip()
     return float(num_passed == NUM_CASES)
+
+
+class Classifier:
+    """A sequence classifier with random weights, as TRL calls it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+
+    def group(self, number: int) -> list[Graded]:
+        """The siblings of one prompt, each with its score alone."""
+        rng = random.Random(number)
+        prompt = Prompt(" ".join(rng.choices(WORDS, k=40)) + " ", "")
+        episodes = [said(prompt, thought(rng)) for _ in range(GROUP_SIZE)]
+        return [Graded(episode, *self._scores([episode])) for episode in episodes]
+
+    async def of_step(self, groups: Sequence[Group]) -> list[float]:
+        return self._scores([graded.episode for group in groups for graded in group])
+
+    def _scores(self, episodes: Sequence[Episode]) -> list[float]:
+        inputs = self._tokenizer(
+            text=[f"{episode.prompt.content}{episode.response}" for episode in episodes],
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+        )
+        with torch.inference_mode():
+            scores: list[float] = self._model(**inputs).logits[:, 0].tolist()
+        return scores
+
+
+def reward_model(temporary: Path) -> tuple[DataSettings, Classifier]:
+    """Of a tokenizer of words."""
+    folder = temporary / "model"
+    words = {word: i for i, word in enumerate(("<pad>", "<unk>", *WORDS))}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    kwargs = {"path": str(folder), "chat_template": "none"}
+    data = DataSettings(source="copy", reward="reward_model", reward_kwargs=kwargs)
+    return data, Classifier(folder)
 
 
 def of_math(kind: str, number: int) -> list[Graded]:

@@ -63,6 +63,13 @@ class Tab:
             "Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, clickCount=1
         )
 
+    async def show_as(self, width: int, height: int, scheme: str) -> None:
+        """In this size, in a light or a dark scheme."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+        wanted = [{"name": "prefers-color-scheme", "value": scheme}]
+        await self.call("Emulation.setEmulatedMedia", features=wanted)
+
     async def picture(self, path: Path) -> None:
         done = await self.call("Page.captureScreenshot", format="png")
         await asyncio.to_thread(path.write_bytes, base64.b64decode(done["data"]))
@@ -87,8 +94,11 @@ class Tab:
 
 
 @asynccontextmanager
-async def opened(page: Path, folder: Path, *, width: int, height: int) -> AsyncIterator[Tab]:
-    """The file in a tab of this size; `folder` is for the browser's own files."""
+async def opened(
+    page: Path, folder: Path, *, width: int, height: int, script: str = ""
+) -> AsyncIterator[Tab]:
+    """The file in a tab of this size, whose first script is this; `folder` is for the browser's own
+    files."""
     command = [
         require("chromium", program="chromium"),
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"),
@@ -110,6 +120,7 @@ async def opened(page: Path, folder: Path, *, width: int, height: int) -> AsyncI
                 reading = asyncio.create_task(tab.read())
                 for name in _LISTENED:
                     await tab.call(f"{name}.enable")
+                await tab.call("Page.addScriptToEvaluateOnNewDocument", source=script)
                 await tab.call("Page.navigate", url=page.as_uri())
                 await tab.until("document.readyState === 'complete'")
                 yield tab

@@ -1,5 +1,6 @@
 """`streamrl.train`: the daemons of a launch from a script, and what is known of the run there."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,9 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 import streamrl
 from streamrl.errors import ConfigError
+from tests.documents import write_files
 from tests.system.conftest import DEADLINE_S
 
 CONFIG: dict[str, Any] = {
@@ -130,3 +133,27 @@ def test_the_daemons_end_with_the_script(config, tmp_path):
         os.kill(process.pid, signal.SIGKILL)
     assert len(daemons) >= 4
     assert not psutil.wait_procs(daemons, DEADLINE_S)[1]
+
+
+@pytest.mark.long
+def test_the_sweep_of_the_documents_compares_its_values(config, tmp_path: Path):
+    """As it stands there, with a configuration of its own."""
+    files = {file.name: file for file in write_files(tmp_path, "docs/python.md")}
+    (tmp_path / "first.yaml").write_text(yaml.safe_dump(_with_rows(config, tmp_path)))
+    done = subprocess.run(
+        [sys.executable, files["sweep.py"]], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "buffer.max_staleness 0",
+        "buffer.max_staleness 4",
+    ]
+    runs = [path.name for path in Path("runs").glob("sweep-*")]
+    assert sorted(runs) == [f"sweep-{value}-{seed}" for value in (0, 4) for seed in (0, 1)]
+
+
+def _with_rows(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return {**config, "data": {**config["data"], "source": str(rows)}}

@@ -42,7 +42,7 @@ def test_a_package_that_is_missing_ends_the_launch_with_the_remedy(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = launch(*_set("tracking.wandb=offline"))
     assert run.end() == 2, run.output
-    sentence = "tracking.wandb: is not installed: pip install 'streamrl[wandb]'"
+    sentence = "tracking.wandb: needs wandb, which is not installed: pip install 'streamrl[wandb]'"
     assert run.output.endswith(f"streamrl launch: learner: {sentence}\n")
     assert "Traceback" not in run.output
 

@@ -80,7 +80,7 @@ def test_a_run_learns_asynchronously_within_its_staleness_bound(launch: Launch):
     counts = [line["generator/count"] for line in lines]
     assert set(counts[counts.index(2) :]) == {2}, counts
     assert run.books["acknowledged"] == 60 * 16
-    assert (run.folder / "report.png").stat().st_size > 10_000
+    assert (run.folder / "report.html").stat().st_size > 10_000
     assert "the books close" in run.output
     assert "held-out reward" in run.output
     for role in ("buffer", "learner", "generator-0", "generator-1"):

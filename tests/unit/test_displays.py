@@ -17,7 +17,9 @@ from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.causes import failed_groups
 from streamrl.metrics import books_metrics
-from streamrl.tracking.jsonl import JsonlTracker
+from streamrl.samples.files import SampleFile
+from streamrl.samples.record import Message, Sample
+from streamrl.tracking.jsonl import JsonlTracker, read_metrics
 from streamrl.types import (
     Books,
     BufferStats,
@@ -102,8 +104,8 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "num_failed": 2}))
     held_out = "0.336 (greedy, 256 prompts, 2 failed)"
     lines = [json.loads(t) for t in (config.run.path / "metrics.jsonl").read_text().splitlines()]
-    view = printed(render(config, lines, {}))
-    assert view[0].startswith("step 6/550  training reward 0.550 (last 2 steps)")
+    assert headline(config, lines).startswith("step 6/550  training reward 0.550 (last 2 steps)")
+    view = [" ".join(text.split()) for text in printed(render(config, lines, {}))]
     assert f"training reward {change}" in view
     assert f"held-out reward {held_out}" in view
     assert change in shown(config)
@@ -113,8 +115,7 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     assert "step 6 of 550, training reward 0.550 (last 2 steps)" in text
     main(["status", str(config.run.path), "--json"])
     assert json.loads(capsys.readouterr().out)["training_reward"] == pytest.approx(0.55)
-    unlabeled = [n for n in view if "reward" in n and not n.startswith(("training", "held-out"))]
-    assert unlabeled == view[:1]
+    assert not [n for n in view if "reward" in n and not n.startswith(("training", "held-out"))]
 
 
 def test_rates_count_time_and_not_steps():
@@ -259,3 +260,36 @@ def test_the_live_screens_show_no_escapes_of_a_reply(tmp_path):
     for text in ("\n".join(printed(render(config, [], {}))), shown(config)):
         assert "[/INST] \\x1b]0;title\\x07 \\x1b[2J" in " ".join(text.split())
         assert "\x1b]" not in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
+@pytest.mark.parametrize("prompt", ["short", "a long prompt " * 400])
+def test_the_live_view_fits_the_terminal_with_a_whole_sample_or_none(
+    tmp_path, width, height, prompt
+):
+    config = make_run(tmp_path, num_steps=60)
+    sample = Sample(
+        step=60,
+        prompt_index=1,
+        sibling=0,
+        environment="single_turn",
+        prompt=prompt,
+        messages=(Message("assistant", "12"),),
+        reward=1.0,
+        finish_reason="stop",
+        num_response_tokens=2,
+        version=0,
+        newest_version=0,
+    )
+    SampleFile(config.run.path, 1, 10**6).append([sample])
+    lines = read_metrics(config.run.path / "metrics.jsonl")
+    for num_processes in (5, 12):
+        states = {f"generator-{i}": "running" for i in range(num_processes)}
+        console = Console(width=width, height=height, force_terminal=True, color_system=None)
+        with console.capture() as capture:
+            console.print(render(config, lines, states))
+        shown_lines = capture.get().splitlines()
+        assert len(shown_lines) < height
+        assert max(map(len, shown_lines)) <= width
+        corners = ("╭", "╰") if height == 40 or num_processes == 5 else ()
+        assert [text[0] for text in shown_lines if text[0] in "╭╰"] == [*corners]

@@ -17,6 +17,7 @@ from actors.environments import SingleTurn
 from actors.episodes.rollout import GroupProgress, GroupRunner
 from actors.generator import Generator
 from actors.leased_group import LeasedGroup
+from actors.status_report import TokenRate
 from actors.version_gate import StarvedLeases, VersionGate
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
@@ -822,3 +823,16 @@ async def test_turns_are_recorded_one_after_the_other():
     ]
     assert [t.num_observation_tokens for t in trajectory.turns] == [1, 1, 1]
     assert [t.num_tool_calls for t in trajectory.turns] == [1, 1, 1]
+
+
+def test_the_rate_of_tokens_is_that_of_a_minute():
+    """A slow model computes a prompt, or waits for weights, for longer than between two reports."""
+    now_s = [0.0]
+    rate = TokenRate(clock=lambda: now_s[0])
+    rates = []
+    for second in range(1, 181):
+        now_s[0] = float(second)
+        # Half of each 20 s it samples nothing.
+        rates.append(rate.read(10.0 * (second // 20) + min(10.0, second % 20)))
+    assert min(rates) > 0
+    assert rates[-1] == pytest.approx(0.5, rel=0.1)

@@ -62,7 +62,6 @@ def test_a_folder_without_a_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"dtype": "float32"}, r"generator\.engine_kwargs.dtype: is set by StreamRL; leave it out"),
         (
             {"no_such": 1},
             r"model\.path '.*' with generator\.engine_kwargs \(no_such\): .*'no_such'",

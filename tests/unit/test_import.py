@@ -8,8 +8,11 @@ import pytest
 import yaml
 
 from streamrl.cli.check.command import refusals, run_findings
+from streamrl.cli.import_file import _in_our_form, _problem
 from streamrl.cli.main import main
 from streamrl.config import load_config
+from streamrl.config.loading.foreign_names import SYSTEMS, foreign_names
+from streamrl.config.loading.foreign_names.values import WITHOUT, default_of, translate
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "foreign"
 FILES = sorted(path for path in EXAMPLES.glob("*/*.*"))
@@ -108,7 +111,7 @@ def test_defaults_interpolation_and_the_critic_of_verl(folder):
     assert settings["run.resume"] == "never"
     assert settings["run.evaluate"] is False
     assert has_line(comments, "defaults: no file 'ppo_trainer'; verl's own defaults stand")
-    assert has_line(comments, "critic.model.path: models/value; the critic begins as the policy's")
+    assert settings["algorithm.value.model_path"] == "models/value"
     assert settings["algorithm.value.weight_decay"] == 0.01
     assert has_line(comments, "actor.clip_ratio: 0.2; ", "with one update a batch")
 
@@ -139,6 +142,42 @@ def test_files_that_roll_takes_as_defaults_and_roles_of_its_own(folder):
     assert has_line(comments, "rewards.math_rule.tag_included: [deepmath]; here it is data.rewards")
 
 
+def test_the_critic_of_roll_begins_as_its_reward_model(folder):
+    settings, comments = imported(EXAMPLES / "roll" / "ppo.yaml", "roll")
+    assert settings["algorithm.value.model_path"] == "models/base"
+    line = "critic.training_args.per_device_train_batch_size: 2; here it is algorithm.value.max_tok"
+    assert has_line(comments, line)
+
+
+def test_two_names_that_are_one_setting_are_read_together(folder):
+    Path("a.yaml").write_text(
+        "pretrain: models/base\nadv_estimator: gae\nactor_train:\n"
+        "  data_args: {file_name: rows/train.jsonl}\n"
+        "  training_args: {adam_beta1: 0.8, adam_beta2: 0.95}\n"
+        "critic: {training_args: {adam_beta2: 0.95, max_grad_norm: 0.5}}\n"
+    )
+    settings, _ = imported(Path("a.yaml"), "roll")
+    assert settings["learner.optimizer.betas"] == [0.8, 0.95]
+    assert settings["algorithm.value.betas"] == [0.9, 0.95]
+    assert settings["algorithm.value.max_grad_norm"] == 0.5
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_defaults_of_a_release_are_values_of_ours(system):
+    """Whatever the other settings are: of the right kind, unit and sign."""
+    names = foreign_names(system)
+    for name in names.values():
+        if not name.default or "${" in name.default:
+            continue
+        value = default_of(name)
+        ours = translate(name, value, lambda other: default_of(names[other])) or {}
+        for setting in ours.keys() - {WITHOUT}:
+            tree = {setting: _in_our_form(setting, ours[setting])}
+            problem = _problem({"model.path": "m", "data.source": "addition", **tree})
+            assert "input should" not in problem, (name.name, problem)
+            assert "did you mean" not in problem, (name.name, problem)
+
+
 def test_no_key_of_a_service_is_written_and_penalties_lose_their_minus(folder):
     settings, comments = imported(EXAMPLES / "roll" / "agentic.yaml", "roll")
     assert "not-a-key" not in Path("run.yaml").read_text()
@@ -152,6 +191,7 @@ def test_no_key_of_a_service_is_written_and_penalties_lose_their_minus(folder):
 
 def test_batches_of_trl_are_counted_in_groups(folder):
     settings, comments = imported(EXAMPLES / "trl" / "grpo.yaml", "trl")
+    assert (settings["tracking.wandb"], settings["tracking.trackio"]) == ("online", True)
     assert settings["learner.groups_per_step"] == 4
     assert settings["algorithm.kl_loss.kind"] == "low_var_kl+"
     assert settings["algorithm.advantage_config.norm_adv_by_std"] is False
@@ -160,9 +200,52 @@ def test_batches_of_trl_are_counted_in_groups(folder):
     options, _ = imported(EXAMPLES / "trl" / "grpo.sh", "trl", "options.yaml")
     assert options["learner.lora.targets"] == ["q_proj", "v_proj"]
     assert options["data.reward"] == "math"
+    arithmetic = (
+        "# per_device_train_batch_size 8 * gradient_accumulation_steps 4 * num_processes 1 "
+        "(a default) / num_generations 8\n"
+    )
+    assert arithmetic in Path("run.yaml").read_text()
     several, _ = imported(EXAMPLES / "trl" / "gspo.yaml", "trl", "several.yaml")
     assert several["algorithm.loss"] == "gspo"
     assert several["learner.updates_per_batch"] == 4
+
+
+def test_the_batch_of_trl_is_that_of_all_processes(folder):
+    text = (EXAMPLES / "trl" / "grpo.sh").read_text()
+    for name, more, expected in (
+        ("processes", "--num_processes 4 ", {"groups_per_step": 4}),
+        (
+            "generation",
+            "--num_processes 2 --generation_batch_size 64 --gradient_accumulation_steps 2 ",
+            {"groups_per_step": 8, "updates_per_batch": 2},
+        ),
+        (
+            "steps",
+            "--num_processes 2 --steps_per_generation 4 --gradient_accumulation_steps 2 ",
+            {"groups_per_step": 8, "updates_per_batch": 2},
+        ),
+    ):
+        script = folder / f"{name}.sh"
+        script.write_text(text.replace("accelerate launch", f"accelerate launch {more}"))
+        settings, _ = imported(script, "trl", f"{name}.yaml")
+        assert {key: settings[f"learner.{key}"] for key in expected} == expected, name
+
+
+def test_a_batch_that_is_no_whole_number_of_groups_is_said_with_its_arithmetic(folder):
+    Path("trl.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: rows/train.jsonl\n"
+        "per_device_train_batch_size: 2\nnum_generations: 8\n"
+    )
+    _, comments = imported(Path("trl.yaml"), "trl")
+    assert has_line(comments, "per_device_train_batch_size: 2; per_device_train_batch_size 2 * ")
+    assert has_line(comments, "num_processes 1 (a default) / num_generations 8; learner.groups_per")
+
+
+def test_a_batch_of_verl_is_counted_in_prompts(folder):
+    settings, _ = imported(EXAMPLES / "verl" / "grpo.sh", "verl")
+    assert (settings["learner.groups_per_step"], settings["learner.updates_per_batch"]) == (64, 4)
+    text = Path("run.yaml").read_text()
+    assert "# data.train_batch_size 64 / actor_rollout_ref.actor.ppo_mini_batch_size 16" in text
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import REJECTION_STATISTICS
 from streamrl.metrics import CATALOGUE, OWN, Merge, Metric, Writer, find, metric
 from streamrl.metrics.metric import OPEN
-from streamrl.tracking.groups import GROUPS, label_of
+from streamrl.tracking.groups import GROUPS, OVERVIEW, label_of
 from streamrl.weights.locality import locality_of
 from tests.training import make_config, make_groups, make_trainer, with_metrics
 from tests.unit.test_learner import Run as LearnerRun
@@ -153,11 +153,10 @@ def test_every_metric_that_the_code_names_is_in_the_catalogue():
 def test_the_groups_of_the_catalogue_are_those_of_the_views():
     assert {row.group for row in CATALOGUE} - {""} == {group.name for group in GROUPS}
     names = [re.sub(r"\{\w+\}", "1", name) for name in names_of(CATALOGUE)]
-    for group in GROUPS:
-        for chart in group.charts:
-            for pattern in chart.metrics:
-                only = chart._replace(metrics=(pattern,))
-                assert any(label_of(only, name) for name in names), pattern
+    for chart in (*OVERVIEW, *(chart for group in GROUPS for chart in group.charts)):
+        for pattern in chart.metrics:
+            only = chart._replace(metrics=(pattern,))
+            assert any(label_of(only, name) for name in names), pattern
 
 
 def test_a_row_says_what_it_is_in_a_plain_sentence():

@@ -7,11 +7,13 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from learners.samples import MOST_WAITING, SampleWriter, StepSamples
+from streamrl.cli.display.view import newest_sample
 from streamrl.cli.main import main
-from streamrl.cli.page.write import write_page
+from streamrl.cli.page.write import page_data, write_page
 from streamrl.cli.samples import rendered
 from streamrl.config import to_yaml
 from streamrl.samples import Message, Sample, sample_of
@@ -20,10 +22,19 @@ from streamrl.samples.files import (
     SampleFilter,
     newest_first,
     read_samples,
+    side_by_side,
+    validation_files,
     write_validation,
 )
-from streamrl.samples.record import MAX_TOKENS, as_json, piece_lengths, printable
-from streamrl.tracking.tables import COLUMNS, markdown_table, rows
+from streamrl.samples.record import (
+    MAX_TOKENS,
+    Decoder,
+    as_json,
+    piece_lengths,
+    printable,
+    without_markup,
+)
+from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, markdown_table, rows
 from streamrl.types import FinishReason, Trajectory
 from tests.training import make_config, make_groups
 
@@ -66,6 +77,18 @@ def make_sample(step: int = 1, reward: float = 0.0, text: str = "reply", **facts
     )
 
 
+def make_marked(**facts: object) -> Sample:
+    """As a chat template and a reward leave it."""
+    return make_sample(
+        prompt="<|im_start|>user\nWhat is 4 + 5?<|im_end|>\n<|im_start|>assistant\n",
+        text="so 7<|im_end|>",
+        answer="9",
+        extracted="7",
+        special_tokens=("<|im_end|>", "<|im_start|>"),
+        **facts,
+    )
+
+
 def make_run(tmp_path):
     config = make_config(run={"folder": tmp_path, "name": "run"})
     config.run.path.mkdir()
@@ -76,7 +99,7 @@ def make_run(tmp_path):
 def test_a_sample_says_who_wrote_what_in_the_order_of_the_tokens():
     trajectory = make_trajectory((False, "ask"), (True, "call"), (False, "result"), (True, "end"))
     sample = sample_of(
-        trajectory, letters, step=9, prompt_index=1, sibling=2, environment="calculator"
+        trajectory, Decoder(letters), step=9, prompt_index=1, sibling=2, environment="calculator"
     )
     assert sample.prompt == "ask"
     assert [(m.role, m.content) for m in sample.messages] == [
@@ -86,6 +109,117 @@ def test_a_sample_says_who_wrote_what_in_the_order_of_the_tokens():
     ]
     assert (sample.version, sample.newest_version, sample.num_response_tokens) == (8, 20, 7)
     assert sample.response == "call\nend"
+
+
+def marked_words(token_ids) -> str:
+    """Each number is a word; from 90 on they are a chat template's."""
+    marks = {90: "<|im_start|>", 91: "<|im_end|>", 92: "<|never|>"}
+    return " ".join(marks.get(token, f"word{token}") for token in token_ids)
+
+
+def test_a_sample_has_the_extracted_answer_each_reward_and_the_special_tokens_that_occur():
+    trajectory = make_trajectory((False, "ask"), (True, "end"))
+    trajectory = structs.replace(
+        trajectory,
+        token_ids=np.array([90, 1, 91, 2, 3, 91], np.int32),
+        metrics={"reward/math": 0.0, "reward/judge": 1.0, "reward/judge/length": 3.0, "x": 1.0},
+        extracted="7",
+    )
+    decoder = Decoder(marked_words, ("<|im_end|>", "<|im_start|>", "<|never|>"))
+    facts = {"step": 1, "prompt_index": 1, "sibling": 0, "environment": "e", "answer": "9"}
+    sample = sample_of(trajectory, decoder, **facts)
+    assert (sample.answer, sample.extracted) == ("9", "7")
+    assert sample.rewards == {"math": 0.0, "judge": 1.0}
+    assert sample.special_tokens == ("<|im_end|>", "<|im_start|>")
+    assert "<|im_start|>" in sample.prompt
+    plain = sample.without_markup()
+    assert (plain.prompt, plain.response) == ("word1", "word2 word3")
+    line = json.dumps(as_json(structs.replace(sample, extracted="")))
+    assert msgspec.json.decode(line, type=Sample).extracted == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "special", "plain"),
+    [
+        ("<s>[INST] Why?[/INST]", ["<s>", "[INST]", "[/INST]"], "Why?"),
+        (
+            "<|bot|><|header|>system<|/header|>\n\nBe brief.<|eot|>"
+            "<|header|>user<|/header|>\n\nWhy?<|eot|><|header|>assistant<|/header|>\n\n",
+            ["<|bot|>", "<|header|>", "<|/header|>", "<|eot|>"],
+            "Be brief.\nWhy?",
+        ),
+        ("<bos><turn>user\nWhy?<end>\n<turn>model\n", ["<bos>", "<turn>", "<end>"], "Why?"),
+        ("<|user|>user names<|end|>", ["<|user|>", "<|end|>"], "user names"),
+        ("<think>9</think> 9", ["<|end|>"], "<think>9</think> 9"),
+        ("  as it stands\n", [], "  as it stands\n"),
+    ],
+)
+def test_people_read_texts_without_the_markup_of_the_template(text, special, plain):
+    assert without_markup(text, special) == plain
+
+
+def shown(panels) -> str:
+    output = io.StringIO()
+    Console(file=output, width=100).print(*panels)
+    return output.getvalue()
+
+
+def test_a_sample_shows_what_was_expected_and_read_and_markup_only_if_asked():
+    sample = make_marked(rewards={"math": 0.0, "format": 1.0})
+    said = shown([rendered(sample)])
+    assert "expected 9, extracted 7, math 0, format 1" in said
+    assert "What is 4 + 5?" in said
+    assert "im_start" not in said
+    assert "<|im_start|>user" in shown([rendered(sample, markup=True)])
+    assert "extracted nothing" in shown([rendered(structs.replace(sample, extracted=""))])
+    assert "extracted" not in shown([rendered(make_sample())])
+
+
+def write_versions(run, versions=(0, 10, 20), keep=20) -> None:
+    """Two prompts, two responses each; the second prompt comes with version 10."""
+    for version in versions:
+        facts = {"version": version, "answer": "9", "extracted": str(version)}
+        samples = [
+            make_sample(version, i / 2, f"{i} of {version}", prompt_index=index, sibling=i, **facts)
+            for index in (3, 4)[: 1 + bool(version)]
+            for i in (0, 1)
+        ]
+        write_validation(run, version, samples, keep)
+
+
+def test_the_versions_of_a_held_out_prompt_stand_side_by_side(tmp_path, capsys):
+    config = make_run(tmp_path)
+    run = str(config.run.path)
+    assert side_by_side(config.run.path) == []
+    write_versions(config.run.path)
+    assert main(["samples", run, "--validation", "all"]) == 0
+    said = capsys.readouterr().out
+    places = [
+        said.index(words) for words in ("prompt 3, expected 9", "0 of 0", "0 of 10", "0 of 20")
+    ]
+    assert places == sorted(places)
+    assert said.index("prompt 4") > places[-1]
+    assert "1 of" not in said
+    assert main(["samples", run, "--validation", "all", "--grep", "of 20", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["prompt_index"], line["step"]) for line in lines] == [(3, 20), (4, 20)]
+    assert main(["samples", run, "--validation", "all", "--best"]) == 2
+    assert "--best: has no effect on --validation all" in capsys.readouterr().err
+    write_page(config, [])
+    (section,) = page_data(config, [])["samples"]
+    (first, _) = section["samples"]
+    assert (first["title"], first["verdict"]) == ("prompt 3", "expected 9")
+    assert [v["verdict"] for v in first["versions"]] == [f"extracted {v}" for v in (0, 10, 20)]
+    assert [v["title"] for v in first["versions"]] == [
+        f"version {v}, reward 0" for v in (0, 10, 20)
+    ]
+
+
+def test_the_first_validation_stays_and_the_newest_are_compared_with_it(tmp_path):
+    write_versions(tmp_path, range(0, 80, 10), keep=4)
+    assert [int(path.stem) for path in validation_files(tmp_path)] == [0, 40, 50, 60, 70]
+    compared = side_by_side(tmp_path, num_prompts=1, num_versions=3)
+    assert [sample.step for sample in compared] == [0, 60, 70]
 
 
 def test_control_characters_reach_no_terminal_and_no_markup_is_obeyed():
@@ -110,19 +244,53 @@ def test_the_page_and_the_tables_escape_what_the_model_wrote(tmp_path):
     assert page.count("\\u003cscript>") == 4
     assert page.count("<script") == page.count("</script") == 2
     assert "\x1b" not in page
-    table = markdown_table([{"messages": [{"role": "assistant", "content": NASTY}], "step": 1}])
+    table = markdown_table(
+        TRAINED, [{"messages": [{"role": "assistant", "content": NASTY}], "step": 1}]
+    )
     assert len(table.splitlines()) == 3
     assert "<script" not in table
     assert "\\|" in table
 
 
 def test_the_rows_of_a_table_have_one_cell_a_column_and_bounded_texts():
-    ((step, prompt, response, *_),) = rows(
-        [{"step": 1, "prompt": "p" * 9000, "messages": [{"role": "assistant", "content": "r"}]}]
+    ((step, prompt, response, *others),) = rows(
+        TRAINED,
+        [{"step": 1, "prompt": "p" * 9000, "messages": [{"role": "assistant", "content": "r"}]}],
     )
-    assert (step, response) == (1, "r")
+    assert (step, response, len(others)) == (1, "r", len(TRAINED) - 3)
     assert len(prompt) < 2100
-    assert len(COLUMNS) == 7
+
+
+def test_a_table_has_what_was_expected_what_was_read_each_reward_and_no_markup():
+    line = as_json(make_marked(rewards={"math": 0.0, "format": 1.0}))
+    columns = columns_of(HELD_OUT, [line])
+    ((index, prompt, answer, version, *response),) = rows(columns, [line])
+    assert columns[-3:] == ["reward", "reward/math", "reward/format"]
+    assert (index, prompt, answer, version) == (3, "What is 4 + 5?", "9", 0)
+    assert response == ["so 7", "7", 0.0, 0.0, 1.0]
+    alone = as_json(make_marked(rewards={"math": 0.0}))
+    assert columns_of(TRAINED, [alone]) == list(TRAINED)
+
+
+def test_the_page_and_the_live_view_show_what_was_read_and_no_markup(tmp_path):
+    config = make_run(tmp_path)
+    sample = make_marked(rewards={"math": 0.0, "format": 1.0})
+    (message,) = sample.messages
+    weighed = structs.replace(message, token_lengths=(3, 1, 10), weights=(1.0, 0.5, 2.0))
+    file = SampleFile(config.run.path, 1, 10_000)
+    file.append([structs.replace(sample, messages=(weighed,))])
+    (section,) = page_data(config, [])["samples"]
+    (found,) = section["samples"]
+    assert found["verdict"] == "expected 9, extracted 7, math 0, format 1"
+    assert found["prompt"] == "What is 4 + 5?"
+    assert found["messages"][0] == {
+        "role": "assistant",
+        "pieces": [("so ", 1.0), ("7", 0.5)],
+        "rest": "",
+    }
+    said = shown([newest_sample(config.run.path)])
+    assert "expected 9, extracted 7, math 0, format 1" in said
+    assert "<|im" not in said
 
 
 def test_the_files_are_bounded_and_lose_the_oldest_samples(tmp_path):
@@ -189,13 +357,13 @@ def test_the_command_prints_what_is_asked_for_and_refuses_the_rest(tmp_path, cap
 
 
 def step_samples(policy_version: int = 4) -> StepSamples:
-    groups = make_groups(num_groups=3)
+    groups = [structs.replace(group, answer="9") for group in make_groups(num_groups=3)]
     n = groups[1].trajectories[2].num_response_tokens
     return StepSamples(policy_version, groups, {(1, 2): np.full(n, 0.9, np.float32)})
 
 
 def make_writer(tmp_path, monkeypatch, decode=letters, tables=None, **samples: object):
-    monkeypatch.setattr("learners.samples.open_decoder", lambda model: decode)
+    monkeypatch.setattr("learners.samples.open_decoder", lambda model: Decoder(decode))
     config = make_config(
         run={"folder": tmp_path, "name": "run"}, tracking={"samples": {"num_groups": 3, **samples}}
     )
@@ -211,6 +379,7 @@ def test_the_samples_of_a_step_have_its_staleness_and_importance_weights(tmp_pat
     writer.close()
     samples = list(read_samples(tmp_path / "run" / "samples.jsonl"))
     groups = step_samples().groups
+    assert {s.answer for s in samples} == {"9"}
     assert len(samples) == 2 * sum(len(group.trajectories) for group in groups)
     weighed = [s for s in samples if s.importance_weights is not None and s.step == 5]
     assert [(s.prompt_index, s.sibling) for s in weighed] == [(1, 2)]
@@ -224,7 +393,7 @@ def test_each_token_that_the_policy_wrote_has_its_weight():
     trajectory = make_trajectory((False, "ask"), (True, "ab"), (False, "re"), (True, "c"))
     weights = np.array([0.5, 1.25, 2.00049], np.float32)
     sample = sample_of(
-        trajectory, letters, weights, step=1, prompt_index=1, sibling=0, environment="e"
+        trajectory, Decoder(letters), weights, step=1, prompt_index=1, sibling=0, environment="e"
     )
     assert [(m.content, m.token_lengths, m.weights) for m in sample.messages] == [
         ("ab", (1, 1), (0.5, 1.25)),
@@ -241,7 +410,7 @@ def test_each_token_that_the_policy_wrote_has_its_weight():
 def test_weights_of_other_tokens_are_left_out():
     trajectory = make_trajectory((False, "ask"), (True, "ab"))
     facts = {"step": 1, "prompt_index": 1, "sibling": 0, "environment": "e"}
-    sample = sample_of(trajectory, letters, np.ones(3, np.float32), **facts)
+    sample = sample_of(trajectory, Decoder(letters), np.ones(3, np.float32), **facts)
     assert sample.importance_weights is None
     assert sample.messages == (Message("assistant", "ab"),)
 

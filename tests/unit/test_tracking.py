@@ -3,19 +3,27 @@
 import json
 import logging
 import math
+import socket
+import sys
 import threading
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import msgspec
 import pytest
 import wandb
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
+from streamrl.samples import Sample
+from streamrl.samples.files import write_validation
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
+from streamrl.tracking.tables import HELD_OUT
 from streamrl.tracking.wandb import FINISH_S
 from streamrl.types import (
     Books,
@@ -111,6 +119,36 @@ def test_a_damaged_line_in_the_middle_costs_that_line_only(tmp_path, damage):
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
+class TablelessTracker:
+    """As one that was written before there were tables of validations."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, metrics: object, step: int) -> None:
+        self.steps.append(step)
+
+    def log_samples(self, samples: object, step: int) -> None:
+        raise ValueError("too many columns")
+
+    def close(self) -> None: ...
+
+
+def test_a_table_that_fails_costs_itself_and_not_the_trackers_numbers(tmp_path, caplog):
+    tracker = TablelessTracker()
+    trackers = Trackers([tracker])
+    write_versions(tmp_path)
+    trackers.log_samples(ROWS, 1)
+    trackers.log_validation_samples(tmp_path, 4)
+    trackers.log({"x": 1.0}, 2)
+    trackers.close()
+    assert tracker.steps == [2]
+    said = [record.message for record in caplog.records]
+    assert said[0] == "TablelessTracker lacks a table of samples: too many columns"
+    assert "no attribute 'log_validation_samples'" in said[1]
+    assert len(said) == 2
+
+
 class BrokenTracker:
     def log(self, metrics: object, step: int) -> None:
         raise ConnectionError("no route")
@@ -154,7 +192,28 @@ def test_tensorboard_gets_every_scalar(tmp_path):
 
 
 FOUND = {"validation/mean@1": 0.75, "validation/policy_version": 4.0}
-ROWS = [{"step": 6, "prompt": "ask", "messages": [{"role": "assistant", "content": "reply"}]}]
+ROWS = [
+    {
+        "step": 6,
+        "prompt": "<|user|>ask<|end|>",
+        "messages": [{"role": "assistant", "content": "reply<|end|>"}],
+        "special_tokens": ["<|end|>", "<|user|>"],
+        "answer": "9",
+        "extracted": "7",
+        "reward": 1.5,
+        "rewards": {"math": 1.0, "format": 0.5},
+    }
+]
+
+
+def write_versions(run: Path) -> None:
+    """Of two validations with one prompt, whose answer is 9."""
+    for version in (0, 4):
+        line = {"step": version, "version": version, "newest_version": version, "prompt_index": 3}
+        own = {"sibling": 0, "environment": "e", "num_response_tokens": 1, "finish_reason": "stop"}
+        text = [{"role": "assistant", "content": f"so {version}<|end|>"}]
+        sample = {**ROWS[0], **line, **own, "messages": text, "extracted": str(version)}
+        write_validation(run, version, [msgspec.convert(sample, Sample)], keep=2)
 
 
 def test_tensorboard_has_validations_over_their_version_and_samples_as_a_table(tmp_path):
@@ -165,13 +224,22 @@ def test_tensorboard_has_validations_over_their_version_and_samples_as_a_table(t
     trackers.log_validation(FOUND, 4)
     trackers.log({"reward/mean": 0.5, **FOUND}, 6)
     trackers.log_samples(ROWS, 6)
+    write_versions(tmp_path / "run")
+    trackers.log_validation_samples(tmp_path / "run", 4)
     trackers.close()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     points = [(e.step, e.value) for e in events.Scalars("validation/mean@1")]
     assert points == [(4, 0.75)]
     (table,) = events.Tensors("samples/text_summary")
     (text,) = table.tensor_proto.string_val
-    assert (table.step, text.count(b"reply"), len(text.splitlines())) == (6, 1, 3)
+    assert (table.step, text.count(b"| reply |"), len(text.splitlines())) == (6, 1, 3)
+    assert rb"| reward/math | reward/format |" in text
+    (table,) = events.Tensors("validation/samples/text_summary")
+    (text,) = table.tensor_proto.string_val
+    *_, first, last = text.decode().splitlines()
+    assert table.step == 4
+    assert first == r"| 3 | ask | 9 | 0 | so 0 | 0 | 1\.5 | 1\.0 | 0\.5 |"
+    assert last == r"| 3 | ask | 9 | 4 | so 4 | 4 | 1\.5 | 1\.0 | 0\.5 |"
 
 
 def test_wandb_gets_a_validation_and_samples_without_another_step(tmp_path, monkeypatch):
@@ -181,14 +249,26 @@ def test_wandb_gets_a_validation_and_samples_without_another_step(tmp_path, monk
     trackers.log({"reward/mean": 0.5}, 5)
     trackers.log_validation(FOUND, 4)
     trackers.log_samples(ROWS, 5)
+    write_versions(tmp_path / "run")
+    trackers.log_validation_samples(tmp_path / "run", 4)
     trackers.log({"reward/mean": 0.75}, 6)
     block_until(lambda: wandb.run.step == 6, deadline_s=120.0, every_s=0.5)
     trackers.close()
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     # wandb's own process may write the end of the file after `finish`.
     block_until(lambda: b"validation/mean@1" in file.read_bytes())
-    tables = list((tmp_path / "run").glob("wandb/offline-run-*/files/media/table/samples*.json"))
-    assert [json.loads(path.read_text())["data"][0][1:3] for path in tables] == [["ask", "reply"]]
+    (media,) = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table")
+    (trained,) = media.glob("samples*.json")
+    table = json.loads(trained.read_text())
+    row = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert [row[name] for name in ("prompt", "response", "reward/math")] == ["ask", "reply", 1.0]
+    (held_out,) = media.glob("validation/samples*.json")
+    table = json.loads(held_out.read_text())
+    assert table["columns"] == [*HELD_OUT, "reward/math", "reward/format"]
+    assert [row[:6] for row in table["data"]] == [
+        [3, "ask", "9", 0, "so 0", "0"],
+        [3, "ask", "9", 4, "so 4", "4"],
+    ]
 
 
 def test_wandb_offline_writes_a_run_that_a_resume_goes_on_with(tmp_path, monkeypatch):
@@ -214,6 +294,86 @@ def test_what_wandb_refuses_is_a_sentence_that_names_the_setting(tmp_path, monke
     monkeypatch.setattr(wandb, "init", refuse)
     config = make_config(tmp_path, wandb="online", console=False)
     with pytest.raises(ConfigError, match=r"^tracking\.wandb: was 'online', and .* `wandb login`"):
+        open_trackers(config, first_step=1)
+
+
+@pytest.fixture
+def trackio_store(tmp_path, monkeypatch):
+    """What Trackio keeps in a folder of the test's own; it makes no connection."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    connections: list[object] = []
+
+    def refuse(_: socket.socket, address: object) -> None:
+        connections.append(address)
+        raise OSError("there is no network")
+
+    def logged_out(**_: object) -> None:
+        raise OSError("nobody is logged in to the hub")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub, "whoami", logged_out)
+    yield import_module("trackio.sqlite_storage").SQLiteStorage
+    assert not connections
+
+
+def logged(store: Any, name: str = "run") -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in line.items() if k != "timestamp"} for line in store.get_logs("p", name)
+    ]
+
+
+def test_trackio_has_every_number_and_tables_of_samples(tmp_path, trackio_store):
+    config = make_config(tmp_path, trackio=True, project="p", console=False)
+    trackers = open_trackers(config, first_step=1)
+    write_versions(tmp_path / "run")
+    trackers.log({"reward/mean": 0.5, "note": "text", "time_s": 3.0}, 5)
+    trackers.log_validation(FOUND, 4)
+    trackers.log_validation_samples(tmp_path / "run", 4)
+    trackers.log_samples(ROWS, 5)
+    trackers.log({"reward/mean": 0.75, **FOUND}, 6)
+    trackers.close()
+    numbers = [line for line in logged(trackio_store) if not any("samples" in k for k in line)]
+    assert numbers == [
+        {"reward/mean": 0.5, "step": 5},
+        {**FOUND, "step": 4},
+        {"reward/mean": 0.75, "step": 6},
+    ]
+    tables = {k: v for line in logged(trackio_store) for k, v in line.items() if "samples" in k}
+    (trained,) = tables["samples"]["_value"]
+    expected = {"prompt": "ask", "response": "reply", "answer": "9", "extracted": "7"}
+    assert {name: trained[name] for name in expected} == expected
+    assert (trained["reward"], trained["reward/math"], trained["reward/format"]) == (1.5, 1.0, 0.5)
+    versions = tables["validation/samples"]["_value"]
+    assert [(row["prompt"], row["version"], row["response"]) for row in versions] == [
+        ("ask", 0, "so 0"),
+        ("ask", 4, "so 4"),
+    ]
+    assert trackio_store.get_run_config("p", "run")["run"]["name"] == "run"
+
+
+def test_trackio_goes_on_with_the_run_of_a_folder_and_begins_one_for_another(
+    tmp_path, trackio_store
+):
+    for folder, steps in (("a", (1, 2)), ("a", (2, 3)), ("b", (1,))):
+        (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
+        config = make_config(tmp_path / folder, trackio=True, project="p", console=False)
+        trackers = open_trackers(config, first_step=steps[0])
+        for step in steps:
+            trackers.log({"reward/mean": step / 4}, step)
+        trackers.close()
+    runs = {record["id"] for record in trackio_store.get_run_records("p")}
+    steps_of_runs = [
+        [line["step"] for line in trackio_store.get_logs("p", "run", run_id=run)] for run in runs
+    ]
+    assert sorted(steps_of_runs) == [[1], [1, 2, 3]]
+
+
+def test_what_trackio_refuses_is_a_sentence_that_names_the_setting(tmp_path, trackio_store):
+    config = make_config(tmp_path, trackio=True, project="my_system", console=False)
+    with pytest.raises(ConfigError, match=r"^tracking\.trackio: Trackio says: "):
         open_trackers(config, first_step=1)
 
 

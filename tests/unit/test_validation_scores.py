@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.validation.scores import PromptResult, answer_of, majority, pass_at, scores, sizes
+from actors.validation.scores import PromptResult, majority, pass_at, scores, sizes, vote
 from streamrl.types.validation import MAX_METRICS
 
 
@@ -61,22 +61,9 @@ def test_a_report_of_any_number_of_sources_fits_into_a_message(num_samples):
     assert found["validation/num_prompts"] == 500
 
 
-def test_answers_of_a_numeric_reward_are_numbers():
-    numeric, exact = answer_of({"numeric_answer", "format"}), answer_of(["exact_match"])
-    assert numeric("so 1,007.0") == numeric("#### 1007")
-    assert numeric("none ") == "none"
-    assert exact(" so 7 ") == "so 7"
-
-
-def test_no_number_of_a_thought_votes():
-    numeric = answer_of(["numeric_answer"])
-    assert numeric("<think>7 or 8, maybe 9") != numeric("<think>6 and then 9")
-    assert numeric("<think>7 or 8</think>9") == numeric("<think>6</think>#### 9")
-
-
-def test_answers_of_math_are_what_is_marked():
-    math = answer_of(["math", "format"])
-    assert math(r"<think>3</think>so \boxed{\frac{1}{2}}") == math("<answer>0.5</answer>")
-    assert math(r"\boxed{\text{Left}}") == math("it is\n#### left")
-    assert math(r"\boxed{2x + 1}") == math(r"thus \boxed{2x+1}.") != math(r"\boxed{3x+1}")
-    assert math("so it is 42") == math(r"\boxed{42}")
+def test_extracted_answers_vote_by_their_values():
+    assert vote("1,007.0") == vote("1007")
+    assert vote(r"\frac{1}{2}") == vote("0.5") == vote("1/2")
+    assert vote(r"\text{Left}") == vote("left")
+    assert vote("2x + 1") == vote("2x+1") != vote("3x+1")
+    assert vote("") == ""

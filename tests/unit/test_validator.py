@@ -5,13 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from actors.validation import daemon
 from actors.validation.validator import Validator
 from streamrl.config import RunConfig
-from streamrl.config.data import DataSettings
 from streamrl.config.validation import ValidationSettings
 from streamrl.interfaces import Prompt
+from streamrl.samples.record import Decoder
 from streamrl.shutdown import Shutdown
 from streamrl.types import ValidationReport
 from tests.records import make_group
@@ -37,7 +38,7 @@ async def test_the_version_that_a_run_begins_with_is_validated_if_asked_for(
     tmp_path: Path, at_start: bool, validated: tuple[int, ...]
 ):
     config = make_config(tmp_path, every=4, at_start=at_start)
-    validator = Recorded(config, "validator", None, 8, str)
+    validator = Recorded(config, "validator", None, 8, Decoder(str))
     running = asyncio.create_task(validator.run())
     for _ in range(20):
         await asyncio.sleep(0)
@@ -47,25 +48,27 @@ async def test_the_version_that_a_run_begins_with_is_validated_if_asked_for(
     await asyncio.wait({running})
 
 
-def test_votes_are_read_with_what_the_chat_template_has_begun():
-    """Of a thought without an end nothing votes, also where the template opens it."""
+def test_what_was_extracted_votes_and_where_nothing_was_the_whole_turn():
+    """With what the chat template has begun of it: no number of a thought votes."""
     config = RunConfig.model_validate(
         {"model": {"path": "m"}, "data": {"source": "copy", "reward": "numeric_answer"}}
     )
-    texts = iter(["so 7, or 9", "6 or 9", "so 7</think>9"])
+    texts = iter(["so 7, or 9", "6 or 9 "])
     renderer = SimpleNamespace(decode=lambda _: next(texts))
     own = SimpleNamespace(renderer=renderer, prefill=lambda _, num_turns: "<think>" * num_turns)
-    entry = SimpleNamespace(data=DataSettings(source="copy", reward="numeric_answer"))
-    stream = SimpleNamespace(entry_at=lambda _: entry)
-    runner = SimpleNamespace(stream=stream, of=lambda _: own)
-    validator = Validator(config, "validator", runner, 8, str)
-    answers = validator._result(Prompt("?", "9"), make_group(0, size=3)).answers
+    runner = SimpleNamespace(of=lambda _: own)
+    validator = Validator(config, "validator", runner, 8, Decoder(str))
+    group = make_group(0, size=3)
+    members = zip(group.trajectories, ("", None, "9.0"), strict=True)
+    found = tuple(structs.replace(t, extracted=extracted) for t, extracted in members)
+    group = structs.replace(group, trajectories=found)
+    answers = validator._result(Prompt("?", "9"), group).answers
     assert answers == ("<think>so 7, or 9", "<think>6 or 9", "9")
 
 
 async def test_after_a_validation_it_rests_but_for_the_last_version(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(ValidationSettings, "rest_s", lambda self, took_s: 0.05)
-    validator = Validator(make_config(tmp_path, every="auto"), "validator", None, 8, str)
+    validator = Validator(make_config(tmp_path, every="auto"), "validator", None, 8, Decoder(str))
     hellos: list[bool] = []
     monkeypatch.setattr(
         validator._receiver, "say_hello", lambda: hellos.append(validator._status.is_resting)

@@ -130,7 +130,6 @@ async def test_prefixes_are_not_shared_across_versions(engine, tmp_path):
     ("generator", "message"),
     [
         ({"engine_kwargs": {"no_such_argument": 1}}, "no_such_argument"),
-        ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode: is set by StreamRL"),
         (
             {"vllm": {"max_num_batched_tokens": 2, "enable_chunked_prefill": False}},
             "vLLM refuses its arguments",

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from actors.engines.hf.cache import Compaction, SlotCache
-from actors.engines.hf.families import cache_argument, require_exact, why_not_slots
+from actors.engines.hf.families import cache_argument, why_not_slots
 from actors.engines.hf.model_cache import ModelCache
 from actors.engines.hf.records import Records
 from actors.engines.hf.sampling import RowSampling, sample
 from streamrl.interfaces import CompletionHandle
+from streamrl.placement.limits import facts_of, require_decoding
 from streamrl.types import Completion, FinishReason, Media, SamplingParams
 from streamrl.vision.tower import VisionTower
 
@@ -76,7 +77,7 @@ class RunningBatch:
         self._max_model_len = max_model_len
         self._stops = StopSets(eos_token_ids, config.vocab_size)
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        require_exact(model, max_model_len)
+        require_decoding(facts_of(config), max_model_len)
         self._cache = _cache_of(model, num_slots, self._device)
         self._records = Records(num_slots)
         self._rows: list[HfRequest] = []

@@ -36,8 +36,6 @@ from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import vision_tower
 from streamrl.weights.transports.receive import TransferReceiver
 
-_FIXED = {"dtype", "torch_dtype", "trust_remote_code"}
-
 
 def load_model(config: RunConfig) -> PreTrainedModel:
     """The model at `model.path` in `generator.dtype`, on the CPU.
@@ -48,8 +46,6 @@ def load_model(config: RunConfig) -> PreTrainedModel:
     """
     path, trust = config.model.path, config.model.trust_remote_code
     kwargs = config.generator.engine_kwargs
-    if clash := sorted(_FIXED & kwargs.keys()):
-        raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")
     try:
         dtype = getattr(torch, config.generator.dtype)
         model: PreTrainedModel = load_pretrained(

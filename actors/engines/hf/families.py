@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from streamrl.errors import ConfigError
 from streamrl.vision.tower import set_attention
 
 NAME = "streamrl_slots"
@@ -89,42 +88,6 @@ _WORDS = {
 _IN_THE_MASK = frozenset({"sliding_window"})
 _HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "dropout"})
 """Arguments of attention that a decode step's mask and positions say as well."""
-
-
-_CACHES = frozenset({"minimax", "rwkv", "xlstm"})
-"""Models with a cache of their own."""
-_INEXACT = frozenset({"deepseek_v32", "doge", "nemotron_h", "recurrent_gemma", "zamba2"})
-"""Models that compute something else from transformers' cache than without one."""
-
-
-def require_exact(model: PreTrainedModel, max_model_len: int) -> None:
-    """Refuses a model whose rows would not get the log-probabilities of a forward pass.
-
-    Raises:
-        ConfigError: it is one of those, or its sequences may become too long for it.
-    """
-    config = model.config.get_text_config()
-    kind = config.model_type
-    if kind in _CACHES | _INEXACT:
-        reason = "which has a cache of its own" if kind in _CACHES else "whose cache is inexact"
-        raise ConfigError(f"generator.engine hf cannot decode {kind}, {reason}: use vllm")
-    rope = getattr(config, "rope_parameters", None) or {}
-    limit = _exact_length(rope, config)
-    if max_model_len > limit:
-        raise ConfigError(
-            f"generator.max_model_len: was {max_model_len}, and with {rope['rope_type']} positions "
-            f"of {kind} generator.engine hf is exact up to {limit} tokens"
-        )
-
-
-def _exact_length(rope: dict[str, Any], config: Any) -> float:
-    """Beyond it, a row's position embedding depends on the others of its batch."""
-    if rope.get("rope_type") == "dynamic":
-        return int(config.max_position_embeddings)
-    if rope.get("rope_type") == "longrope":
-        own = getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
-        return int(rope.get("original_max_position_embeddings") or own)
-    return float("inf")
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -8,6 +8,7 @@ the same difference between the two distributions.
 """
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ from actors.engines.served.server import ServedRequest
 from actors.engines.sglang.messages import GenerateMetaInfo, GenerateReqInput, SglangSampling
 from streamrl.config import RunConfig
 from streamrl.config.generator import SGLANG_OURS
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import RolloutError
+from streamrl.placement.devices import visible_alone
 from streamrl.types import SamplingParams, TokenSets, TopLogprobs
 
 
@@ -76,14 +78,15 @@ def _require(found: Sequence[object], name: str, num_tokens: int, *, is_asked: b
 NUM_RESERVED = 6
 # With a sampling mask, which holds the candidates of each token (--sampling-mask-max-tokens).
 MASK_TOKENS = 4096
-_FIXED = ("model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed")
 
 
 def launch_environment(config: RunConfig) -> dict[str, str]:
     """What the process of `launch_command` needs beside this one's environment."""
     num_threads = config.generator.num_threads
     threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
-    return threads if has_gpu() else {**threads, "SGLANG_USE_CPU_ENGINE": "1"}
+    if not has_gpu():
+        return {**threads, "SGLANG_USE_CPU_ENGINE": "1"}
+    return {**threads, **visible_alone(config.generator.device, os.environ)}
 
 
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
@@ -91,9 +94,6 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
     generator = config.generator
     settings = generator.sglang.model_dump(exclude=set(SGLANG_OURS))
     given = {name: value for name, value in settings.items() if value is not None}
-    for name in generator.engine_kwargs:
-        if name in _FIXED:
-            raise ConfigError(f"generator.engine_kwargs.{name}: is set by StreamRL; leave it out")
     arguments = {
         "model_path": config.model.path,
         "host": host,

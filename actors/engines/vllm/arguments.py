@@ -42,8 +42,6 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
     """
     register()
     chosen = {**_typed(config), **config.generator.engine_kwargs}
-    if clash := sorted({*_FIXED, "skip_tokenizer_init"} & config.generator.engine_kwargs.keys()):
-        raise ConfigError(f"generator.engine_kwargs.{clash[0]}: is set by StreamRL; leave it out")
     if current_platform.is_cpu():
         require_servable(config, facts)
         chosen = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True} | chosen

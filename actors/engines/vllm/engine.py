@@ -36,7 +36,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from actors.engines import require_torchvision
 from actors.engines.candidates import candidates, num_asked, sets_of
 from actors.engines.model import ModelFacts, require_known_tokens, room_for
 from actors.engines.requests import InFlightRequests, aborted_on, finish_reason, nothing_sampled
@@ -67,6 +67,7 @@ from streamrl.config.generator import VllmSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
+from streamrl.placement.devices import visible_alone
 from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.pixels import decode
@@ -195,11 +196,7 @@ class VllmVision:
         """
         if facts.placeholders is None:
             return None
-        if find_spec("torchvision") is None:
-            raise ConfigError(
-                f"generator.engine vllm: {model.path} sees images, for which vLLM needs "
-                "torchvision, and it is not installed: use generator.engine hf"
-            )
+        require_torchvision(model.path)
         reader = PatchReader.of(model.path, trust_remote_code=model.trust_remote_code)
         assert reader is not None, "the facts say that it sees images"
         return cls(reader, facts.placeholders)
@@ -260,7 +257,8 @@ class VllmEngine(UpdatableEngine):
         processes = VllmProcesses(config.run.path / "logs")
         vision = VllmVision.of(config.model, facts)
         arguments = engine_arguments(config, facts, seed=seed)
-        return cls(arguments, config.generator.vllm, facts, processes, vision)
+        with _finding(config.generator.device):
+            return cls(arguments, config.generator.vllm, facts, processes, vision)
 
     async def generate(
         self,
@@ -384,6 +382,20 @@ class InProcessVerbs:
     async def require_alive(self) -> None:
         if self._llm.errored:
             raise await asyncio.to_thread(self._processes.death)
+
+
+@contextmanager
+def _finding(device: str) -> Iterator[None]:
+    """vLLM's processes, which take every GPU that they find, find this one; we see all again."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ.update(visible_alone(device, os.environ))
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses) -> AsyncLLM:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from msgspec.structs import replace
 
@@ -36,10 +36,15 @@ from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import has_rows, shown
 from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean
+from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
 from streamrl.interfaces import Prompt, PromptSource, ToolSchema
 from streamrl.model_folder import local_folder
 from streamrl.user_code import attributed_to, find_user_code, is_finite_number, is_user_code
+from streamrl.vision.parts import has_media
+
+if TYPE_CHECKING:
+    from actors.rendering.renderer import ChatRenderer
 
 _SCANNED, _SCORED = 256, 16
 _LARGEST_SCAN = 2000
@@ -66,7 +71,7 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
     yield DATA.warning(
         f"data.eval_source: {count} of the {len(held_out)} held-out prompts are also in "
         f"data.source, such as {shown(example.content)}{f' ({places})' if places else ''}: their "
-        "scores tell nothing about new prompts"
+        "scores tell nothing about new prompts; leave them out of one of the two"
     )
 
 
@@ -84,7 +89,9 @@ def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
 
 
 def _key(prompt: Prompt) -> str:
-    return prompt.content if isinstance(prompt.content, str) else repr(prompt.content)
+    """Alike for prompts that differ in case or blanks alone."""
+    text = prompt.content if isinstance(prompt.content, str) else repr(prompt.content)
+    return " ".join(text.casefold().split())
 
 
 def check_tools(config: RunConfig) -> Iterator[Finding]:
@@ -106,43 +113,55 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield DATA.problem(str(error))
         return
-    yield from DATA.refusal(lambda: _require_rendering(config))
+    environments = {entry.environment for entry in config.entries}
+    by_messages = environments & {TOOLS, "agent"}
+    if by_messages and _lacks_template(config):
+        yield DATA.problem(
+            f"data.chat_template: was {config.data.chat_template}, and environment "
+            f"{min(by_messages)} talks by messages, for which the tokenizer has no chat template; "
+            "name a Jinja file"
+        )
+        return
+    talks = bool(environments - {"single_turn"})
+    try:
+        renderer = _renderer(config) if talks else None
+        if renderer is not None:
+            require_rendering(config.entries, renderer)
+    except ConfigError as error:
+        yield DATA.problem(str(error))
+        return
+    if renderer is None or not renderer.has_chat_template or not schemas:
+        return
     for entry in config.entries:
-        if entry.environment == TOOLS and schemas:
+        if entry.environment == TOOLS:
             own = config.model_copy(update={"data": entry.data})
             chosen = {*(entry.kwargs.get("tools") or map(name_of, schemas))}
             offered = [schema for schema in schemas if name_of(schema) in chosen]
-            yield from _placed(entry, _check_room(own, offered))
+            yield from _placed(entry, _check_room(own, offered, renderer))
 
 
-def _require_rendering(config: RunConfig) -> None:
+def _renderer(config: RunConfig) -> "ChatRenderer | None":
+    """The generators' own, which imports transformers; None where no tokenizer is at hand."""
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
-    talks = any(entry.environment != "single_turn" for entry in config.entries)
-    if not talks or folder is None or not folder.has_tokenizer:
-        return
+    if folder is None or not folder.has_tokenizer:
+        return None
     from actors.rendering.renderer import ChatRenderer
 
     try:
-        renderer = ChatRenderer.from_config(config)
+        return ChatRenderer.from_config(config)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {folder.path} cannot be read: {error}") from error
-    require_rendering(config.entries, renderer)
 
 
-def _check_room(config: RunConfig, schemas: Sequence[ToolSchema]) -> Iterator[Finding]:
+def _check_room(
+    config: RunConfig, schemas: Sequence[ToolSchema], renderer: "ChatRenderer"
+) -> Iterator[Finding]:
     """Whether the longest of the first prompts leaves room for an answer where the chat template
     has written the tools into it."""
-    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
-    if folder is None or not folder.has_chat_template:
-        return
-    # It imports transformers, as the schema of a user's tool does.
-    from actors.rendering.renderer import ChatRenderer
-
     try:
         prompts = open_prompts(config.data, config.run.seed)
         first = [prompts[i] for i in range(min(_size(prompts) or _SCANNED, _SCANNED))]
         longest = max(first, key=lambda prompt: sum(map(len, _texts(prompt))))
-        renderer = ChatRenderer.from_config(config)
         messages = renderer.messages(longest)
         whole, alone = (len(renderer.encode_messages(messages, t)) for t in (schemas, ()))
     except StreamRLError:
@@ -274,15 +293,35 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"
         )
-    if isinstance(prompt.content, str) or _is_made(config):
+    if isinstance(prompt.content, str):
         return
-    tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
-    has_none = tokenizer is not None and not tokenizer.has_chat_template
-    if data.chat_template == "none" or (data.chat_template == "native" and has_none):
+    if has_media(prompt.content):
+        yield from _check_media(config)
+    if _lacks_template(config):
         yield DATA.problem(
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
             "which the tokenizer has no chat template; name a Jinja file"
         )
+
+
+def _lacks_template(config: RunConfig) -> bool:
+    """Whether messages cannot be rendered, as far as that is known."""
+    recipe, template = config.model.recipe, config.data.chat_template
+    if template != "native":
+        return template == "none"
+    if recipe is not None and _is_made(config):
+        return not is_user_code(recipe.architecture)
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    return folder is not None and folder.has_tokenizer and not folder.has_chat_template
+
+
+def _check_media(config: RunConfig) -> Iterator[Finding]:
+    """Of prompts with images."""
+    has_images = f"data.source: {_sources(config)} has images, which"
+    yield from DATA.refusal(partial(require, has_images, "PIL"))
+    folder = None if _is_made(config) else local_folder("model.path", config.model.path)
+    if folder is not None and not folder.sees_images:
+        yield DATA.problem(f"{has_images} the model at model.path {folder.path} does not see")
 
 
 def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:
@@ -352,22 +391,69 @@ def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Findin
 
 
 def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
-    """Whether some of the first prompts is too long already without a chat template around it."""
+    """Whether some of the first prompts is too long, or is refused by the chat template."""
     data = config.data
     num_tokens = _tokenizer(config)
-    if data.truncation != "error" or num_tokens is None:
+    if num_tokens is None:
         return
     known = _size(prompts)
     scanned = [prompts[i] for i in range(min(known or _SCANNED, _LARGEST_SCAN))]
     lengths = [sum(num_tokens(text) for text in _texts(prompt)) for prompt in scanned]
-    longest = max(range(len(scanned)), key=lengths.__getitem__)
-    if lengths[longest] > data.max_prompt_length:
-        origin = scanned[longest].origin
+    longest, limit = max(lengths), data.max_prompt_length
+    template = _template(config)
+    if data.truncation == "error" and longest > limit:
+        prompt = scanned[lengths.index(longest)]
         yield DATA.problem(
-            f"data.max_prompt_length: was {data.max_prompt_length}, and a prompt has "
-            f"{lengths[longest]} tokens ({origin or _shown(scanned[longest])}); data.truncation "
-            "left, right, drop or filter would take it"
+            f"data.max_prompt_length: was {limit}, and a prompt has {longest} tokens "
+            f"({prompt.origin or _shown(prompt)}); data.truncation left, right, drop or filter "
+            "would take it"
         )
+    elif data.truncation in ("drop", "filter") and min(lengths) > limit:
+        is_all = known is not None and known == len(scanned)
+        yield (DATA.problem if is_all else DATA.warning)(
+            f"data.max_prompt_length: was {limit}; none of the first {len(scanned)} prompts fits, "
+            f"the shortest has {min(lengths)} tokens"
+        )
+    elif template and (longest + _AROUND > limit or _may_refuse(template, config, scanned)):
+        # The longest and the first one, which tells of the form of all.
+        order = sorted(range(len(scanned)), key=lengths.__getitem__, reverse=True)
+        yield from _check_rendered(config, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
+
+
+_AROUND = 256
+"""Tokens, at most, that a chat template and a system prompt are taken to put around a prompt."""
+
+
+def _check_rendered(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Encodes them as the generators do; the first refusal tells."""
+    try:
+        renderer = _renderer(config)
+        for prompt in prompts:
+            has_images = not isinstance(prompt.content, str) and has_media(prompt.content)
+            if renderer is not None and not has_images:
+                renderer.encode(prompt)
+    except ConfigError as error:
+        yield DATA.problem(str(error))
+    except RolloutError:
+        # Of one prompt, whose group is dropped and counted.
+        return
+
+
+def _template(config: RunConfig) -> str:
+    """The chat template of the run; "" where prompts are rendered without one."""
+    match config.data.chat_template:
+        case "none":
+            return ""
+        case Path() as path:
+            return path.read_text(encoding="utf-8") if path.is_file() else ""
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    return folder.chat_template if folder is not None and not _is_made(config) else ""
+
+
+def _may_refuse(template: str, config: RunConfig, prompts: Sequence[Prompt]) -> bool:
+    """Templates refuse conversations that are more than one question, such as a system prompt."""
+    asks = config.data.system_prompt is None and all(len(_texts(p)) == 1 for p in prompts)
+    return "raise_exception" in template and not asks
 
 
 def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
@@ -401,9 +487,7 @@ def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
         yield from DATA.refusal(partial(check_scorer, name))
     spec = find_spec("reasoning_gym")
     if spec is None or spec.origin is None:
-        yield DATA.problem(
-            "data.source: reasoning_gym is not installed: pip install 'streamrl[tasks]'"
-        )
+        yield DATA.problem(str(not_installed(f"data.source: {data.source}", "reasoning_gym")))
         return
     sources = (file.read_text(encoding="utf-8") for file in Path(spec.origin).parent.rglob("*.py"))
     known = {found for text in sources for found in _GYM_NAME.findall(text)}

@@ -6,16 +6,28 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError
+from fnmatch import fnmatchcase
 from functools import partial
 from os import environ
 from pathlib import Path
 from threading import Thread
 
+from actors.engines import require_torchvision
 from streamrl.cli.get_model import PACKAGED
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.extras import require
 from streamrl.findings import MODEL, Finding
-from streamrl.model_folder import ModelFolder, local_folder
+from streamrl.model_folder import ModelFolder, local_folder, require_same_tokens
+from streamrl.placement.limits import (
+    Facts,
+    require_decoding,
+    require_length,
+    require_shared_matrices,
+    require_shared_tokens,
+    require_undivided_images,
+)
+from streamrl.placement.memory import recipe_facts
 from streamrl.user_code import find_user_code, is_user_code
 
 HUB_S = 5.0
@@ -34,6 +46,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         if is_user_code(recipe.architecture):
             setting = "model.recipe.architecture"
             yield from MODEL.refusal(partial(find_user_code, setting, recipe.architecture))
+        yield from _check_limits(config, recipe_facts(recipe))
         yield _makeable(Path(path))
         return
     folder = find_folder("model.path", path)
@@ -46,6 +59,27 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield tokenizer
     else:
         yield from _check_tokenizer(config, folder, tokenizer)
+        yield from _check_critic(config, tokenizer)
+
+
+def _check_critic(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding]:
+    """Whether a model of its own is there, and knows the tokens of the policy."""
+    setting, path = "algorithm.value.model_path", config.algorithm.value.model_path
+    if path is None:
+        return
+    folder = find_folder(setting, path)
+    if isinstance(folder, Finding):
+        yield folder
+        return
+    if config.max_model_len > folder.context:
+        yield MODEL.problem(
+            f"{setting}: {path} has a context of {folder.context:g}, and "
+            f"{_length_settings(config)} is longer"
+        )
+    if tokenizer.token_ids and folder.token_ids:
+        known = [{**one.token_ids, **one.special_token_ids} for one in (tokenizer, folder)]
+        yield from MODEL.refusal(partial(require_same_tokens, setting, path, *known))
+    yield MODEL.ok(f"{setting}: {path}: {folder.config.get('model_type', 'a model')}")
 
 
 def _makeable(path: Path) -> Finding:
@@ -116,6 +150,12 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
             f"model.trust_remote_code: is false, and {path} brings its own code "
             f"({facts['auto_map']})"
         )
+    if damage := folder.damage:
+        yield MODEL.problem(f"model.path: the weights of {path} are damaged: {damage}")
+    yield from _check_limits(config, facts)
+    yield from _check_names(config, folder)
+    if folder.sees_images:
+        yield from _check_vision(config, facts)
     if config.max_model_len > folder.context:
         yield MODEL.problem(
             f"{_length_settings(config)} is longer than the context of {path}, which is "
@@ -131,6 +171,54 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     yield MODEL.ok(
         f"model.path: {path}: {kind}, vocabulary {vocabulary}, context {folder.context:g}"
     )
+
+
+def _check_limits(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """By the daemons' own look-ups."""
+    mesh, longest = config.learner.mesh, config.max_model_len
+    decodes_here = config.generator.engine == "hf"
+    require_longest = require_decoding if decodes_here else require_length
+    yield from MODEL.refusal(partial(require_longest, facts, longest))
+    if mesh.sequence > 1:
+        look_up = partial(require_shared_tokens, facts, mesh.sequence, mesh.tensor)
+        yield from MODEL.refusal(look_up)
+    if mesh.tensor > 1:
+        yield from MODEL.refusal(partial(require_shared_matrices, facts, mesh.tensor))
+
+
+def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
+    """Warnings alone: transformers may give other names than the files have."""
+    learner, names = config.learner, folder.shapes.keys()
+    matrices = {name for name, shape in folder.shapes.items() if len(shape) == 2}
+    layers = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices}
+    targets = () if learner.lora is None else learner.lora.targets
+    for target in targets if layers and targets != "all-linear" else ():
+        if target not in layers:
+            yield MODEL.warning(
+                f"learner.lora.targets: was {target!r}, and {folder.path} has no matrix of that "
+                f"name; {did_you_mean(target, layers)}"
+            )
+    for number, group in enumerate(learner.optimizer.groups):
+        if names and not any(fnmatchcase(name, group.parameters) for name in names):
+            yield MODEL.warning(
+                f"learner.optimizer.groups.{number}.parameters: was {group.parameters!r}, which no "
+                f"tensor of {folder.path} matches, such as {min(names)}"
+            )
+
+
+def _check_vision(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """Of a model that sees images."""
+    path, mesh = config.model.path, config.learner.mesh
+    sees = f"model.path: {path} sees images, which"
+    yield from MODEL.refusal(partial(require, sees, "PIL"))
+    sizes = {"sequence": mesh.sequence, "tensor": mesh.tensor}
+    yield from MODEL.refusal(partial(require_undivided_images, facts, sizes))
+    if config.generator.engine == "hf" and config.generator.hf.recompute_kv:
+        yield MODEL.problem(
+            f"generator.hf.recompute_kv: was true, and the model at {path} sees images"
+        )
+    if config.generator.engine == "vllm" and not config.generator.url:
+        yield from MODEL.refusal(partial(require_torchvision, path))
 
 
 def _length_settings(config: RunConfig) -> str:

@@ -20,6 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket, host_of, places_of, port_of
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, StreamRLError
+from streamrl.extras import not_installed
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
 
 ANSWER_S = 0.8
@@ -37,6 +38,12 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
     if config.buffer.has_daemon:
         yield from check_listening("buffer.url", url)
     yield from check_listening("weights.address", address)
+    prometheus, agent = config.tracking.prometheus, config.generator.agent
+    if prometheus.enabled:
+        yield from check_listening("tracking.prometheus.host", f"tcp://{prometheus.host}:0")
+    if any(entry.environment == "agent" for entry in config.entries):
+        yield from check_listening("generator.agent.host", f"tcp://{agent.host}:0")
+        yield from CONFIGURATION.refusal(lambda: agent.token)
     if config.buffer.curve is not None:
         yield from _check_keys(config.buffer.curve)
     yield CONFIGURATION.ok(f"buffer.url: {url}; weights.address: {address}")
@@ -190,7 +197,7 @@ class RedisFacts(Struct, frozen=True):
 def ask_redis(config: RunConfig) -> RedisFacts | str:
     """The facts of the server that `buffer.url` names, or why there are none."""
     if find_spec("redis") is None:
-        return "the package redis is not installed: pip install 'streamrl[redis]'"
+        return str(not_installed("the client", "redis"))
     from redis.exceptions import RedisError
 
     try:

@@ -8,9 +8,11 @@ or crash; that waits ANSWER_S for it at most.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
@@ -20,10 +22,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from actors.engines import find_engine
-from buffers.connect import require_redis
 from streamrl.config import RunConfig
+from streamrl.extras import require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.devices import driver_devices, is_rocm
+from streamrl.placement.devices import driver_devices, is_rocm, torch_has_cuda
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
@@ -84,10 +86,10 @@ def _outside(package: NeededPackage, found: str) -> str:
 
 def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
     name, check = package.name, f"package {package.name}"
-    what = f"streamrl[{package.extra}]" if package.extra else "streamrl"
+    what = f"pip install 'streamrl[{package.extra}]'" if package.extra else "pip install streamrl"
     brings, remedy = (
         f"{what} brings it",
-        f"pip install '{name}{package.specifier}', or {what} as a whole",
+        f"pip install '{name}{package.specifier}', or {what}",
     )
     if name == SGLANG.name:
         brings = "an environment of its own has it"
@@ -299,21 +301,36 @@ def driver_gpus() -> int | None:
 def check_extras(config: RunConfig) -> Iterator[Finding]:
     """What is installed only for those who ask for it; nothing is imported."""
     yield from CONFIGURATION.refusal(lambda: find_engine(config.generator))
-    if config.buffer.url.startswith("redi"):
-        yield from CONFIGURATION.refusal(require_redis)
     tracking = config.tracking
-    wanted = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb != "off"}
-    for name, is_wanted in wanted.items():
-        if is_wanted and find_spec(name) is None:
-            yield CONFIGURATION.problem(
-                f"tracking.{name}: is not installed: pip install 'streamrl[{name}]'"
-            )
+    wanted = {
+        "redis": ("buffer.url: redis://", config.buffer.url.startswith("redi")),
+        "peft": ("learner.lora:", config.learner.lora is not None),
+        "tensorboard": ("tracking.tensorboard:", tracking.tensorboard),
+        "trackio": ("tracking.trackio:", tracking.trackio),
+        "wandb": ("tracking.wandb:", tracking.wandb != "off"),
+    }
+    for module, (needs, is_wanted) in wanted.items():
+        if is_wanted:
+            yield from CONFIGURATION.refusal(partial(require, needs, module))
     if tracking.wandb == "online" and find_spec("wandb") and not _has_wandb_key():
         yield CONFIGURATION.problem(
             "tracking.wandb: online needs a key, and there is none: `wandb login`, or "
             "WANDB_API_KEY in the environment; offline needs none"
         )
+    if config.learner.compile and not config.cluster.hosts:
+        yield from _check_compiler()
     yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
+
+
+def _check_compiler() -> Iterator[Finding]:
+    """What torch.compile needs on a CPU; Triton, on a GPU, does with one for C."""
+    names = [os.environ.get("CXX", "c++"), "g++", "clang++"]
+    names += ["gcc", "clang"] if torch_has_cuda() else []
+    if not any(map(shutil.which, names)):
+        yield CONFIGURATION.problem(
+            "learner.compile: was true, and torch.compile needs a C++ compiler, of which there is "
+            f"none ({', '.join(names)}): install g++, or set it to false"
+        )
 
 
 def _has_wandb_key() -> bool:

@@ -18,9 +18,11 @@ import numpy as np
 
 from streamrl.checkpoints.find import is_checkpoint, is_taken
 from streamrl.config import RunConfig
+from streamrl.config.generator import GeneratorSettings
 from streamrl.findings import CONFIGURATION, Finding
 from streamrl.placement.devices import torch_has_cuda
 from streamrl.placement.memory import ModelShape
+from streamrl.placement.seats import devices_per_engine
 
 _SAFE_LEASE_S = 3.0
 
@@ -59,11 +61,7 @@ def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
 def check_effects(config: RunConfig) -> Iterator[Finding]:
     """Settings that nothing reads beside the others of this configuration."""
     generator, reward = config.generator, config.algorithm.reward
-    if generator.device != "auto" and generator.engine != "hf" and not generator.vllm.url:
-        yield CONFIGURATION.problem(
-            f"generator.device: was {generator.device!r}, and {generator.engine} takes the devices "
-            "that it finds; CUDA_VISIBLE_DEVICES limits them"
-        )
+    yield from _check_device(generator)
     environments = {entry.environment for entry in config.entries}
     if reward.format_penalty and environments == {"single_turn"}:
         yield CONFIGURATION.problem(
@@ -76,6 +74,24 @@ def check_effects(config: RunConfig) -> Iterator[Finding]:
         yield CONFIGURATION.problem(
             "algorithm.reward.agentic.grouping: was 'inductive', which compares the episodes of "
             "one environment, and this run has one: batch does the same"
+        )
+
+
+def _check_device(generator: GeneratorSettings) -> Iterator[Finding]:
+    """vLLM and SGLang take GPUs where they find some; one of them, if the setting names it."""
+    if generator.engine == "hf" or generator.vllm.url:
+        return
+    device, size = generator.device, devices_per_engine(generator)
+    if device == "cpu" or (generator.url and device != "auto"):
+        yield CONFIGURATION.problem(
+            f"generator.device: was {device!r}, and {generator.engine} takes the devices that it "
+            "finds: leave it out"
+        )
+    if ":" in device and size > 1:
+        yield CONFIGURATION.problem(
+            f"generator.device: was {device!r}, which is one GPU, and an engine of "
+            f"{generator.engine} takes {size} by its own settings: leave it out, or name their "
+            "kind, cuda"
         )
 
 
@@ -127,7 +143,7 @@ def _update_s(config: RunConfig, copy_s: float) -> float:
 
 
 def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
-    generator, cluster = config.generator, config.cluster
+    generator = config.generator
     engine = generator.engine
     starts_server = engine in ("vllm", "sglang") and generator.url is None
     turn_s = generator.episode.turn_deadline_s
@@ -150,8 +166,6 @@ def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
     if config.learner.num_ranks > 1:
         rank_s = config.learner.rank_deadline_s
         shortest.append(("learner.rank_deadline_s", rank_s, 2.0, "two reports of a rank take"))
-    if cluster.hosts:
-        shortest.append(("cluster.start_s", cluster.start_s, 1.0, "a connection to a host takes"))
     for name, given, needed, what in shortest:
         if given < needed:
             yield CONFIGURATION.problem(

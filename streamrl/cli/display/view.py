@@ -1,5 +1,5 @@
-"""The live view of a run, of `launch` and of `status --follow`: what is said of it, its reward so
-far, where the time of its steps goes, a table, and one of the newest samples.
+"""The live view of a run, of `launch` and of `status --follow`: what is said of it, how far it is,
+its rewards so far, where the time of its steps goes, a table, and one of the newest samples.
 
 A launch reads the run folder and the children's states only, so it delays none.
 """
@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -50,6 +51,7 @@ _NUMBER = re.compile(r"\d[\d,.]*")
 _SAMPLE_S = 4.0
 _NUM_SIBLINGS = 8
 _SAMPLE_CHARACTERS = 600
+_SHORTEST_SAMPLE = 5
 
 
 class ProgressView:
@@ -80,7 +82,7 @@ class ProgressView:
         """A line of its own, above the live view."""
         self._console.print(Text(printable(sentence)), soft_wrap=True)
 
-    def _render(self, children: Sequence[Child]) -> Group:
+    def _render(self, children: Sequence[Child]) -> RenderableType:
         states = {child.role: child.state for child in children}
         return render(self._config, self._metrics.read(), states)
 
@@ -102,8 +104,8 @@ class LinePrinter:
 
     def print_now(self) -> None:
         now_s, lines = time.monotonic(), self._metrics.read()
-        shown = "  ".join([headline(self._config, lines), *means(lines)]) if lines else ""
-        texts = {shown: shown} if lines else {}
+        headlines = [headline(self._config, lines)] if lines else []
+        texts = {text: text for text in headlines}
         sentences = notes(self._config.run.path)
         if validated := validation_text(self._config):
             sentences.append(f"held-out reward {validated}")
@@ -118,25 +120,31 @@ class LinePrinter:
 
 
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Where the run is, in one line, and what is to come."""
-    max_steps, checkpoint = config.run.max_steps, config.learner.checkpoint
+    """Where the run is, in one line, with the means of the last steps and what is to come."""
+    step, *left = _place(config, lines)
     reward = (text for text in (reward_text(lines),) if text)
-    left = remaining_texts(remaining(lines, max_steps, checkpoint.every))
-    return "  ".join([f"step {lines[-1]['step']}/{max_steps}", *reward, *left])
+    return "  ".join([step, *reward, *means(lines), *left])
+
+
+def _place(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Such as: step 333/550; checkpoint 400 in 0:13; ETA 0:42."""
+    max_steps, checkpoint = config.run.max_steps, config.learner.checkpoint
+    yield f"step {lines[-1]['step']}/{max_steps}"
+    yield from remaining_texts(remaining(lines, max_steps, checkpoint.every))
 
 
 def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Of the last RECENT steps: staleness, effective sample size, wait, speed."""
-    for label, name, digits in (
-        ("staleness", "buffer/staleness_mean", 2),
-        ("ESS", "mismatch/rollout_is_eff_sample_size", 3),
-        ("wait", "learner/wait_s", 2),
+    for shown, name in (
+        ("staleness {:.2f}", "buffer/staleness_mean"),
+        ("ESS {:.3f}", "mismatch/rollout_is_eff_sample_size"),
+        ("wait {:.2f} s", "learner/wait_s"),
     ):
         if (value := _recent(lines, name)) is not None:
-            yield f"{label} {value:.{digits}f}"
+            yield shown.format(value)
     generated = rate(lines[-RECENT:], "generator/tokens_per_s")
     if generated is not None:
-        yield f"{generated:.0f} tokens/s"
+        yield f"{generated:,.0f} tokens/s"
 
 
 def read_wait(folder: Path) -> str:
@@ -167,19 +175,19 @@ def _silence(learner: LearnerStatus) -> str:
 
 def render(
     config: RunConfig, lines: Sequence[Mapping[str, Any]], states: Mapping[str, str]
-) -> Group:
-    """The live view: progress, what the run waits for, what failed, the rewards of training and of
-    an evaluation, a row for each process."""
+) -> RenderableType:
+    """The live view of a launch: where the run is, what it waits for, what failed, and a row for
+    each process."""
     table = Table(box=None, pad_edge=False)
     for column in ("process", "state", "tokens/s", "version", ""):
         table.add_column(column, justify="right" if column in ("tokens/s", "version") else "left")
     last: Mapping[str, Any] = lines[-1] if lines else {}
     for role, state in states.items():
         table.add_row(role, state, *_role_cells(role, last, lines))
-    title = headline(config, lines) if lines else "starting: waiting for the first step"
-    said = (Text(printable(note)) for note in notes(config.run.path))
-    recent = (Text(", ".join(means(lines))),) if lines else ()
-    return screen((Text(title, style="bold"), *said, *recent), config, lines, table)
+    place = _place(config, lines) if lines else ("starting: waiting for the first step",)
+    title = Text(printable("  ".join((config.run.name, *place))), style="bold")
+    said = (Text(printable(note), style="yellow") for note in notes(config.run.path))
+    return screen((title, *said), config, lines, table)
 
 
 def screen(
@@ -187,22 +195,44 @@ def screen(
     config: RunConfig,
     lines: Sequence[Mapping[str, Any]],
     table: RenderableType,
-) -> Group:
+) -> RenderableType:
     """The layout of every live view, most important first."""
-    sample = newest_sample(config.run.path)
-    samples = () if sample is None else (sample,)
-    progress = (Text(printable(text)) for text in _progress_texts(config, lines))
-    return Group(*said, *progress, table, *samples)
+    step, max_steps = lines[-1]["step"] if lines else 0, config.run.max_steps
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", max_width=16)
+    facts.add_column(overflow="fold")
+    facts.add_row(f"{100 * step / max_steps:.0f} % done", ProgressBar(max_steps, step))
+    for name, value in _facts(config, lines):
+        facts.add_row(name, Text(printable(value)))
+    return _Fitted(Group(*said, facts, table), newest_sample(config.run.path))
 
 
-def _progress_texts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if parts := step_parts(lines[-RECENT:]):
-        yield parts
+class _Fitted(NamedTuple):
+    """The sample has the rows of the terminal that are left, or none."""
+
+    above: Group
+    sample: Panel | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.above
+        if self.sample is None:
+            return
+        left = console.height - len(console.render_lines(self.above, options)) - 1
+        if not console.is_terminal or len(console.render_lines(self.sample, options)) <= left:
+            yield self.sample
+        elif left >= _SHORTEST_SAMPLE:
+            self.sample.height = left
+            yield self.sample
+
+
+def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Name and value of each row."""
     if rewards := [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]:
-        yield f"training reward {reward_change(lines)}"
-        yield sparkline(rewards)
-    for name, value in held_out_rows(config.run.path, validation_text(config)):
-        yield f"{name} {value}"
+        yield "training reward", f"{reward_change(lines)}\n{sparkline(rewards)}"
+    yield from held_out_rows(config.run.path, validation_text(config))
+    recent = lines[-RECENT:]
+    if texts := [text for text in (", ".join(means(lines)), step_parts(recent)) if text]:
+        yield f"last {len(recent)} steps", "\n".join(texts)
 
 
 def step_parts(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -167,8 +167,13 @@ class KlRewardSettings(Section):
 
 
 class ValueSettings(Section):
-    """The critic's loss; used by advantage gae."""
+    """The critic and its loss; used by advantage gae."""
 
+    model_path: str | None = None
+    """Folder or hub name of the model that the critic begins as, of any size and architecture, with
+    the policy's tokenizer; null: model.path."""
+    max_tokens_per_micro_batch: int | None = Field(default=None, gt=0)
+    """Tokens of one forward and backward pass of the critic; null: as the policy's."""
     clip_range: float | None = Field(default=0.5, gt=0)
     """How far a value may move from the old one before its loss stops falling; null: no limit."""
     coef: float = Field(default=1.0, ge=0)

@@ -61,6 +61,11 @@ class Exported:
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """They are texts."""
 
+    def log_validation_samples(
+        self, samples: Sequence[Mapping[str, Any]], policy_version: int
+    ) -> None:
+        """They are texts."""
+
     def close(self) -> None:
         """The endpoint is closed by who opened it."""
 

@@ -112,7 +112,7 @@ ROWS = (
         r"generator/(?P<generator>[^/]+)/tokens_per_s",
         "gauge",
         "buffer_generator_tokens_per_second",
-        "Tokens that each generator samples, by its last heartbeats.",
+        "Tokens that each generator samples, over its last minute.",
     ),
     MetricRow(
         r"generator/(?P<generator>[^/]+)/heartbeat_age_s",

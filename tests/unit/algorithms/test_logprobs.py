@@ -222,3 +222,12 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     total = (logprobs * upstream[0]).sum() + (entropy * upstream[1]).sum()
     return torch.autograd.grad(total, leaves)
+
+
+@pytest.mark.parametrize("rows", [1, 1000, 13_900, 1 << 20])
+def test_blocks_of_the_vocabulary_have_sizes_that_fast_kernels_take(rows, monkeypatch):
+    monkeypatch.setattr(module, "MIN_BLOCK", 256)
+    monkeypatch.setattr(module, "CPU_BLOCK_ELEMENTS", 1 << 26)
+    sizes = [block.stop - block.start for block in module._blocks(rows, torch.empty(151_936, 0))]
+    assert sum(sizes) == 151_936
+    assert all(size % 128 == 0 for size in sizes)

@@ -441,36 +441,6 @@ def dtypes_in(warnings: Sequence[str]) -> set[str]:
     return {found[0] for text in warnings if (found := re.match(r"\w+\.dtype", text))}
 
 
-@pytest.mark.parametrize(
-    ("package", "overrides", "sentence"),
-    [
-        ("vllm", ["generator.engine=vllm"], "generator.engine vllm: vLLM is not installed"),
-        ("sglang", ["generator.engine=sglang"], "generator.engine sglang: SGLang is not installed"),
-        ("wandb", ["tracking.wandb=offline"], "tracking.wandb: is not installed"),
-        ("tensorboard", ["tracking.tensorboard=true"], "tracking.tensorboard: is not installed"),
-        ("redis", ["buffer.url=redis://127.0.0.1:1"], "buffer.url redis:// needs the package"),
-        (
-            "reasoning_gym",
-            ["data.source=reasoning_gym:chain_sum"],
-            "data.source: reasoning_gym is not installed",
-        ),
-    ],
-)
-def test_a_missing_package_is_named(folder, monkeypatch, package, overrides, sentence):
-    import importlib.util
-
-    found = importlib.util.find_spec
-    hide = lambda name, *rest: None if name == package else found(name, *rest)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", hide)
-    for module in (
-        "actors.engines",
-        "streamrl.cli.check.packages",
-        "streamrl.cli.check.data",
-    ):
-        monkeypatch.setattr(f"{module}.find_spec", hide)
-    assert any(sentence in problem for problem in report(folder, *overrides).problems)
-
-
 def test_weights_and_biases_online_needs_a_key(folder, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.check import devices
+from streamrl.cli.check.settings import check_effects
 from streamrl.cli.plan import print_plan
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding, Severity
 from streamrl.placement.assign import make_plan
+from streamrl.placement.devices import visible_alone
 from streamrl.placement.plan import Host
 from tests.unit.placement.plans import configured, one_host
 
@@ -32,7 +34,7 @@ def config(tmp_path: Path) -> RunConfig:
 def of_memory(
     config: RunConfig, hosts: tuple[Host, ...], monkeypatch: pytest.MonkeyPatch
 ) -> list[Finding]:
-    monkeypatch.setattr(devices, "hosts_of", lambda _: hosts)
+    monkeypatch.setattr(devices, "this_machine", lambda: hosts[0])
     return [finding for finding in devices.check_devices(config) if finding.area is MEMORY]
 
 
@@ -70,3 +72,27 @@ def test_a_plan_has_what_a_launch_starts_and_says_nothing_of_memory(config, caps
     assert "learner" in printed
     for part in ("optimizer", "KV cache", "nothing uses", "needs"):
         assert part not in printed
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "refused"),
+    [
+        ("cuda", 2, ""),
+        ("cuda:1", 1, ""),
+        ("cuda:1", 2, "which is one GPU, and an engine of vllm takes 2 by its own settings"),
+        ("cpu", 1, "vllm takes the devices that it finds"),
+    ],
+)
+def test_an_engine_that_takes_what_it_finds_can_be_given_one_gpu(device, size, refused):
+    vllm = {"tensor_parallel_size": size}
+    config = configured(generator={"engine": "vllm", "device": device, "vllm": vllm})
+    said = [finding.sentence for finding in check_effects(config)]
+    assert [refused in sentence for sentence in said] == ([True] if refused else [])
+
+
+def test_a_device_is_shown_alone_by_the_name_that_it_has_here():
+    assert visible_alone("cuda:1", {}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "5, 3"})["CUDA_VISIBLE_DEVICES"] == "3"
+    assert visible_alone("auto", {"CUDA_VISIBLE_DEVICES": "5"}) == {}
+    with pytest.raises(ConfigError, match=r"generator.device: was 'cuda:1', and CUDA_VI.* names 1"):
+        visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "5"})

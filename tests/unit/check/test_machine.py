@@ -208,7 +208,7 @@ def test_what_is_within_its_range_is_fine_and_another_release_than_the_tests_is_
     assert found[0].sentence == "torch 2.13.0+cpu"
     assert found[1].sentence == "vllm 0.33.1; the tests run on 0.32.0"
     missing = list(check_packages(needed[1:], lambda _: None))
-    assert missing[0].sentence == "vllm is not installed; streamrl[vllm] brings it"
+    assert missing[0].sentence == ("vllm is not installed; pip install 'streamrl[vllm]' brings it")
 
 
 def test_only_what_streamrl_does_not_run_without_is_named_before_a_launch(monkeypatch, capsys):

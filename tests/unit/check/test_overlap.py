@@ -55,8 +55,21 @@ def test_rows_of_a_file_that_are_trained_and_held_out_are_counted(folder, source
     assert warnings(source=source, eval_source="eval.jsonl") == [
         "data.eval_source: 10 of the 20 held-out prompts are also in data.source, such as 'c290=' "
         "(line 291 of train.jsonl and line 1 of eval.jsonl): their scores tell nothing about new "
-        "prompts"
+        "prompts; leave them out of one of the two"
     ]
+
+
+@pytest.mark.parametrize("source", ["train.jsonl", "train*.jsonl", ["new.jsonl", "train.jsonl"]])
+def test_a_source_that_is_held_out_itself_is_counted(folder, source):
+    (sentence,) = warnings(source=source, eval_source="train.jsonl")
+    assert sentence.startswith("data.eval_source: 256 of the 256 held-out prompts are also in")
+
+
+def test_prompts_that_differ_in_case_and_blanks_alone_are_the_same(folder):
+    rows = [{"prompt": f" C{i}= ", "answer": "x"} for i in range(2)]
+    (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (sentence,) = warnings(source="train.jsonl", eval_source="other.jsonl")
+    assert sentence.startswith("data.eval_source: 2 of the 2 held-out prompts are also in")
 
 
 def test_prompts_of_a_users_own_are_counted(folder):

@@ -9,10 +9,18 @@ import pytest
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import TruncatedGroupError, unbuffered_lease
 from actors.episodes.runner import MixedRunner
+from streamrl import wire
 from streamrl.config.generator import EpisodeSettings
 from streamrl.errors import RolloutError
-from streamrl.interfaces import EnvironmentContext, Observation, Transition
-from streamrl.types import Completion, DropReason, FinishReason, SamplingParams
+from streamrl.interfaces import EnvironmentContext, Observation, Prompt, Score, Transition
+from streamrl.types import (
+    Completion,
+    DropReason,
+    FinishReason,
+    PackedGroup,
+    SamplingParams,
+    pack,
+)
 from tests.unit.episodes.environments import Turns
 from tests.unit.test_generator import FakeEngine, FakeRenderer, Prompts, Run
 
@@ -158,6 +166,30 @@ async def test_a_dropped_group_is_counted_as_filtered():
         await run.until(lambda: run.books.dropped.get(DropReason.FILTERED, 0) >= 3)
     assert run.books.buffered == 0
     assert run.books.balanced
+
+
+class Extracting:
+    async def score(self, episodes):
+        return [Score(1.0, extracted="7"), *(0.0 for _ in episodes[1:])]
+
+
+@pytest.mark.parametrize(
+    ("answer", "row", "kept"),
+    [
+        ("9", {}, "9"),
+        ("", {"reward_model": {"ground_truth": "8"}}, "8"),
+        ("a" * 9000, {}, f"{'a' * 96} [...] {'a' * 96}"),
+        ("half \ud800", {}, "half ?"),
+        ("", {"reward_model": {"ground_truth": ["1", "2"]}}, "['1', '2']"),
+    ],
+)
+async def test_a_group_has_the_expected_answer_and_what_was_extracted(answer, row, kept):
+    prompts = {0: Prompt("x", answer, row)}
+    runner = dataclasses.replace(Run().runner, prompts=prompts, reward=Extracting())
+    group = await runner.run(unbuffered_lease("test", 0))
+    group = wire.decode(wire.encode(pack(group)), PackedGroup).group()
+    assert group.answer == kept
+    assert [t.extracted for t in group.trajectories] == ["7", None]
 
 
 async def test_the_conversation_reaches_the_reward():

@@ -20,6 +20,7 @@ from streamrl.samples.record import Message, Sample
 from streamrl.tracking.groups import GROUPS, grouped, groups_of, label_of
 from tests.unit.test_cli import QUICKSTART
 
+ROOT = Path(__file__).parents[3]
 HOSTILE = "</script><SCRIPT>alert(1)</script><!-- \u2028 & \"' \x1b[31m"
 
 
@@ -84,7 +85,9 @@ def test_the_page_runs_its_own_script_alone_and_loads_nothing(tmp_path):
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
     places = set(re.findall(r"[a-z]+://[^\s\"']+", text))
-    assert places == {"http://www.w3.org/2000/svg"}, "the name of SVG, which is not loaded"
+    assert places == {"https://github.com/leeoniya/uPlot"}, "the library's own name of itself"
+    assert "uPlot (v1.6.32)" in script
+    assert "Copyright (c) 2022 Leon Sorokin" in script
     assert not re.search(r"\b(src|href)=", text)
     assert "innerHTML" not in script
     assert not re.search(r"\beval\b|document\.write", script)
@@ -93,19 +96,65 @@ def test_the_page_runs_its_own_script_alone_and_loads_nothing(tmp_path):
 def test_the_page_has_the_charts_of_its_metrics_and_all_others(tmp_path):
     lines = [{"step": i, "reward/mean": i, "mine/x": 1, "time_s": i, "odd": 1} for i in (1, 2)]
     config = make_run(tmp_path, lines)
-    (config.run.path / "validation.jsonl").write_text('{"step": 1, "validation/mean@4": 0.5}\n')
+    validated = {"step": 1, "validation/mean@1": 0.25, "validation/mean@4": 0.5}
+    (config.run.path / "validation.jsonl").write_text(json.dumps(validated) + "\n")
     data = page_data(config, lines)
-    shown = {
-        group["name"]: ([chart["series"] for chart in group["charts"]], group["more"])
-        for group in data["groups"]
+    (overview,) = (chart["series"] for chart in data["overview"])
+    assert overview == {"reward/mean": "training", "validation/mean@1": "held-out"}
+    shown = {g["name"]: [chart["series"] for chart in g["charts"]] for g in data["groups"]}
+    both = {"validation/mean@1": "mean@1", "validation/mean@4": "mean@4"}
+    assert shown == {"validation": [both], "mine": [{"mine/x": "x"}]}, "each metric is drawn"
+    assert data["versions"]["metrics"]["validation/mean@4"] == {"mean": [0.5]}
+
+
+def test_the_page_says_first_what_the_run_is_and_how_it_went(tmp_path):
+    lines = [{"step": i, "reward/mean": i / 10, "learner/step_s": 0.5} for i in range(1, 7)]
+    config = make_run(tmp_path, lines)
+    data = page_data(config, lines)
+    assert data["state"] == "6 of 550 steps in 3.0 s"
+    known = dict(data["about"])
+    assert (known["data"], known["reward"]) == ("reverse", "exact_match")
+    assert known["algorithm"].startswith("stream (advantage opob")
+    settings = dict(data["settings"])
+    assert settings["learner.optimizer.lr"] == "0.0007"
+    assert settings["data.source_kwargs.min_length"] == "3"
+    assert "learner.optimizer.eps" not in settings, "is the default"
+    assert not {"run.folder", "buffer.url", "weights.address"} & set(settings)
+    (reward,) = (tile for tile in data["tiles"] if tile["name"] == "training reward")
+    assert reward["value"] == "0.150 \u2192 0.550"
+    assert reward["is_first"]
+
+
+def test_integrity_is_said_by_checks_that_lead_to_the_documentation(tmp_path):
+    def shown(*lines: dict[str, object]) -> dict[str, bool]:
+        path = config.run.path / "metrics.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        data = page_data(config, [])
+        for check in data["checks"]:
+            page, _, anchor = (config.run.path / check["href"]).as_posix().partition("#")
+            assert Path(page).samefile(ROOT / check["page"].partition("#")[0])
+            titles = re.findall(r"^#+ (.*)", Path(page).read_text(), re.MULTILINE)
+            assert not anchor or anchor in {t.lower().replace(" ", "-") for t in titles}
+        return {check["text"].partition(":")[0]: check["holds"] for check in data["checks"]}
+
+    config = make_run(tmp_path, [])
+    assert shown() == {}
+    books = {"granted": 3, "acknowledged": 3}
+    (config.run.path / "books.json").write_text(json.dumps(books))
+    healthy = {
+        "buffer/staleness_max": 1,
+        "learner/skipped_update": 0.0,
+        "weights/num_failed_loads": 0.0,
     }
-    assert shown == {
-        "reward": ([{"reward/mean": "mean"}], []),
-        "validation": ([{"validation/mean@4": "mean@4"}], []),
-        "mine": ([], ["mine/x"]),
+    assert shown({"step": 1, **healthy}) == {
+        "every group is accounted for": True,
+        "staleness stayed within its bound": True,
+        "every gradient was finite": True,
+        "every weight update was loaded": True,
     }
-    assert data["versions"]["metrics"] == {"validation/mean@4": {"mean": [0.5]}}
-    assert dict(data["summary"])["steps"] == "2"
+    (config.run.path / "books.json").write_text(json.dumps({**books, "granted": 4}))
+    broken = dict.fromkeys(healthy, 2)
+    assert set(shown({"step": 1, **broken}, {"step": 2, **healthy}).values()) == {False}
 
 
 def test_tokens_are_colored_as_far_as_their_weights_are_known(tmp_path):
@@ -181,7 +230,6 @@ def test_the_command_writes_the_page_alone(tmp_path, capsys):
     config = make_run(tmp_path, [{"step": 1, "reward/mean": 0.5}])
     assert main(["report", str(config.run.path), "--html"]) == 0
     assert capsys.readouterr().out.strip() == str(config.run.path / "report.html")
-    assert not (config.run.path / "report.png").exists()
 
 
 def test_groups_are_sections_by_name():

@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kl_loss": {"coef": 0.1},
     },
     "not-finite": {},
-    "not-finite-critic": {"advantage": "gae"},
+    "not-finite-critic": {"advantage": "gae", "value": {"max_tokens_per_micro_batch": 40}},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
 }
 # Some ranks have none of them, and of four ranks one has no other.

@@ -32,7 +32,7 @@ def plainly(
     return torch.cat(outputs)
 
 
-@pytest.fixture(params=["flash-attn", "torch"])
+@pytest.fixture(params=["flash-attn", "torch", "torch-2.11"])
 def kernel(request, monkeypatch):
     """The keywords of each call to a fake of the kernel."""
     calls: list[dict[str, Any]] = []
@@ -45,15 +45,22 @@ def kernel(request, monkeypatch):
         assert future == 0
         return plainly(q, k, v, ends_q, past, options["softmax_scale"])
 
-    def by_torch(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
+    def ungrouped(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
+        assert q.shape == k.shape, "without groups each query head has a key-value head"
+        return grouped(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, window_size)
+
+    def grouped(q, k, v, ends_q, _, longest_q, longest_k, scale, window_size, enable_gqa=False):
         calls.append({"scale": scale})
         assert window_size[1] == 0, "0 to come means causal"
+        assert enable_gqa == (q.shape != k.shape)
         return plainly(q, k, v, ends_q, window_size[0], scale)
 
     is_flash = request.param == "flash-attn"
     monkeypatch.setattr(attention, "_flash_attention", lambda: flash if is_flash else None)
-    monkeypatch.setattr(varlen, "varlen_attn", by_torch)
+    monkeypatch.setattr(varlen, "varlen_attn", grouped if request.param == "torch" else ungrouped)
+    attention._takes_grouped_heads.cache_clear()
     yield calls
+    attention._takes_grouped_heads.cache_clear()
     assert ("causal" in calls[0]) == is_flash
 
 

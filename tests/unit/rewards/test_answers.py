@@ -30,7 +30,7 @@ def episode(response: str, answer: object = "42", prefill: str = "") -> Episode:
 
 def math(episode: Episode) -> float:
     (score,) = math_of_siblings([episode])
-    return score
+    return score.reward
 
 
 @pytest.mark.parametrize("answer", KINDS)
@@ -96,10 +96,10 @@ def test_a_number_of_any_length():
 
 def test_the_opposite_of_an_answer_is_wrong():
     for answer in ("-$5", r"-\$5", "\N{MINUS SIGN}5"):
-        assert numeric_answer(episode("#### -5", answer)) == 1
-        assert numeric_answer(episode("#### 5", answer)) == 0
-    assert numeric_answer(episode("2", "1/2")) == 0
-    assert numeric_answer(episode("0.50001", "1/2"), tolerance=1e-4) == 1
+        assert numeric_answer(episode("#### -5", answer)).reward == 1
+        assert numeric_answer(episode("#### 5", answer)).reward == 0
+    assert numeric_answer(episode("2", "1/2")).reward == 0
+    assert numeric_answer(episode("0.50001", "1/2"), tolerance=1e-4).reward == 1
 
 
 def test_a_mark_without_an_end_is_none():
@@ -111,8 +111,8 @@ def test_a_mark_without_an_end_is_none():
 
 def test_what_the_chat_template_has_opened_is_thought():
     opened = "<think>\n"
-    assert numeric_answer(episode("it may be 42", prefill=opened)) == 0
-    assert numeric_answer(episode("it may be 41</think>42", prefill=opened)) == 1
+    assert numeric_answer(episode("it may be 42", prefill=opened)).reward == 0
+    assert numeric_answer(episode("it may be 41</think>42", prefill=opened)).reward == 1
     assert answer_part("<think>\n\n</think>\n\n42").strip() == "42"
 
 
@@ -143,4 +143,37 @@ def test_words_are_no_formulas():
     ],
 )
 def test_what_takes_no_math_verify_is_decided_at_once(response, answer, reward):
-    assert math_at_once(episode(response, answer)) == reward
+    decided = math_at_once(episode(response, answer))
+    assert (None if decided is None else decided.reward) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "extracted"),
+    [
+        ("so it is $1,007.50 of 9", "9"),
+        ("#### $1,007.50 of 9", "1007.5"),
+        ("1/3", "1/3"),
+        ("<think>7", ""),
+        ("none", ""),
+        (f"1{'0' * 5000}", "1E+5000"),
+        (f"1/{'7' * 40}", "1.285714285714285714285714286E-40"),
+    ],
+)
+def test_a_numeric_answer_says_which_number_it_has_read(response, extracted):
+    assert numeric_answer(episode(response)).extracted == extracted
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "extracted"),
+    [
+        (r"so \boxed{\dfrac{1}{2}}", "0.5", r"\dfrac{1}{2}"),
+        (r"so \boxed{2x + 1}", "1 + 2x", "2x + 1"),
+        ("so it is 3 apples", "3", "3"),
+        ("so $2x + 1$", "1 + 2x", "2x + 1"),
+        ("I do not know", "3", ""),
+    ],
+)
+def test_math_says_which_expression_it_has_read(response, answer, extracted):
+    """At once, or in its process."""
+    (score,) = math_of_siblings([episode(response, answer)])
+    assert score.extracted == extracted

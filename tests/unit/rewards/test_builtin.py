@@ -75,7 +75,7 @@ async def test_length_falls_beyond_its_limits():
     ],
 )
 def test_math_is_equality_of_expressions(response, answer, reward):
-    assert math([episode(response, answer)]) == [reward]
+    assert [score.reward for score in math([episode(response, answer)])] == [reward]
 
 
 async def test_numeric_answer():

@@ -61,7 +61,8 @@ async def test_verls_function_gets_the_columns_of_its_rows_and_its_dict_is_recor
         "extra_info": {"index": 3},
     }
     right, wrong = await reward.score([episode("7", **row), episode("8", **row)])
-    assert right == Score(1.0, {"reward/compute_score": 1.0, "reward/compute_score/acc": 1.0})
+    recorded = {"reward/compute_score": 1.0, "reward/compute_score/acc": 1.0}
+    assert right == Score(1.0, recorded, extracted="text")
     assert wrong.reward == 0.0
     with pytest.raises(RolloutError, match=r"compute_score: NotImplementedError: other \(mine.py"):
         await reward.score([episode("7", **{**row, "data_source": "other"})])

@@ -20,10 +20,36 @@ async def test_the_reward_is_the_weighted_sum_and_each_value_is_recorded():
         {"reward": "numeric_answer", "weight": 0},
     )
     right, digits, text = await make_reward(settings).score(map_episodes("42", "41", "= 42"))
-    assert right == Score(
-        2.5, {"reward/exact_match": 1, "reward/form": 1, "reward/numeric_answer": 1}
-    )
+    recorded = {"reward/exact_match": 1, "reward/form": 1, "reward/numeric_answer": 1}
+    assert right == Score(2.5, recorded, extracted="42")
     assert (digits.reward, text.reward, text.metrics["reward/numeric_answer"]) == (0.5, 0.0, 1.0)
+
+
+async def test_what_was_extracted_is_what_the_first_reward_that_reads_something_has_read():
+    settings = data(
+        {"reward": "length", "kwargs": {"max_tokens": 9}},
+        {"reward": "exact_match", "kwargs": {"pattern": "is (.*)"}},
+        {"reward": "numeric_answer"},
+    )
+    named, unnamed = await make_reward(settings).score(map_episodes("it is 1.50", "1.50"))
+    assert (named.extracted, unnamed.extracted) == ("1.50", "")
+    (whole,) = await make_reward(data({"reward": "exact_match"})).score(map_episodes("42"))
+    assert whole.extracted is None
+
+
+OWN = """
+def mine(episode):
+    return {"score": 1.0, "length": 2, "extracted": episode.response + "\\ud800"}
+"""
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+async def test_a_reward_of_ones_own_says_what_it_has_read(tmp_path, isolation):
+    (tmp_path / "mine.py").write_text(OWN)
+    settings = data({"reward": f"{tmp_path}/mine.py:mine", "isolation": isolation})
+    (score,) = await make_reward(settings).score(map_episodes("a" * 300))
+    assert score.metrics == {"reward/mine": 1.0, "reward/mine/length": 2.0}
+    assert score.extracted == f"{'a' * 96} [...] {'a' * 95}?"
 
 
 async def test_a_sum_that_is_not_finite_costs_its_group(tmp_path):
@@ -47,7 +73,7 @@ async def test_rewards_score_the_rows_of_their_data_sources():
     )
     reward = make_reward(settings)
     (score,) = await reward.score(map_episodes("= 42", origin="math"))
-    assert score == Score(1.0, {"reward/numeric_answer": 1.0})
+    assert score == Score(1.0, {"reward/numeric_answer": 1.0}, extracted="42")
     (score,) = await reward.score(map_episodes("= 42", origin="words"))
     assert score == Score(0.0, {"reward/exact_match": 0.0})
     with pytest.raises(

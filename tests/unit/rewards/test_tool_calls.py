@@ -34,14 +34,19 @@ def episode(response: str, gold: str = GOLD, **values: object) -> Episode:
     ],
 )
 def test_calls_count_by_their_values_however_they_are_written(response: str, reward: int):
-    assert tool_calls(episode(response)) == reward
+    assert tool_calls(episode(response)).reward == reward
 
 
 def test_arguments_may_hold_what_ends_a_call():
     text = "</tool_call> (a) ', b"
     gold = f'<tool_call>{{"name": "say", "arguments": {{"text": "{text}"}}}}</tool_call>'
-    assert tool_calls(episode(f'[say(text="{text}")]', gold)) == 1
-    assert tool_calls(episode(gold, gold)) == 1
+    assert tool_calls(episode(f'[say(text="{text}")]', gold)).reward == 1
+    assert tool_calls(episode(gold, gold)).reward == 1
+
+
+def test_the_calls_that_were_read_are_shown():
+    (read, nothing) = (tool_calls(episode(text)) for text in ("[add(b=2.0, a=1)]", "add 1 and 2"))
+    assert (read.extracted, nothing.extracted) == ('["add", {"a": 1, "b": 2}]', "")
 
 
 def test_calls_that_the_parser_has_read_count_of_all_turns_of_the_episode():
@@ -49,9 +54,9 @@ def test_calls_that_the_parser_has_read_count_of_all_turns_of_the_episode():
     shown = {"role": "assistant", "content": "", "tool_calls": [call]}
     turns = ({"role": "user", "content": "?"}, shown, {"role": "tool", "content": "3"})
     last = {"role": "assistant", "content": "It is 3."}
-    assert tool_calls(episode("3", messages=(*turns, last), turn_rewards=(0.0, 0.0))) == 1
+    assert tool_calls(episode("3", messages=(*turns, last), turn_rewards=(0.0, 0.0))).reward == 1
     # A call of the prompt is not the policy's.
-    assert tool_calls(episode("3", messages=(*turns, last), turn_rewards=(0.0,))) == 0
+    assert tool_calls(episode("3", messages=(*turns, last), turn_rewards=(0.0,))).reward == 0
 
 
 @pytest.mark.parametrize("gold", ["", "none", "[]", "7", "[add("])

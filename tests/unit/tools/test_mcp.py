@@ -113,7 +113,8 @@ def test_a_server_has_a_command_or_a_url():
 
 
 def test_the_package_is_missed_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "actors.tools.mcp", None)
+    monkeypatch.delitem(sys.modules, "actors.tools.mcp", raising=False)
+    monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"mcp_servers: .* pip install 'streamrl\[mcp\]'"):
         toolset(command=COMMAND)
 

@@ -100,7 +100,7 @@ def test_only_a_model_that_sees_has_a_reader(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^model\.path: no image processor at"):
         PatchReader.of(str(folder))
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"Pillow is not installed: pip install 'streamrl\[vis"):
+    with pytest.raises(ConfigError, match=r"PIL, which is not .*: pip install 'streamrl\[vis"):
         PatchReader.of(str(folder))
 
 

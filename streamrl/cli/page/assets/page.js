@@ -1,11 +1,10 @@
-// The page of a run: charts that share one x-axis, the events of its daemons, its samples.
-// All text comes from the JSON block and goes into the page as text, never as markup.
+// The page of a run. All text comes from the JSON block and goes into the page as text, never as markup.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const COLORS = ["#4477dd", "#e08a1e", "#2fa36b", "#c94fb0", "#d64545", "#17a2b8", "#8a6de0", "#a0793d", "#7f8c9b", "#9bbf2e"];
-const WIDTH = 600, HEIGHT = 210, LEFT = 48, RIGHT = 24, TOP = 8, BOTTOM = 22;
-const view = { x: "step", range: null, smoothing: 0, events: true };
+const main = document.querySelector("main");
+const TIME = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" };
+const view = { x: "steps", smoothing: 0 };
 const charts = [];
 
 function node(name, properties = {}, ...children) {
@@ -15,253 +14,128 @@ function node(name, properties = {}, ...children) {
   return made;
 }
 
-function shape(name, attributes, text = "") {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.textContent = text;
-  return made;
-}
-
-function short(value) {
-  if (value === null || value === undefined) return "";
+function number(value) {
   const size = Math.abs(value);
-  if (size >= 1e6) return value.toExponential(2);
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size >= 1e6) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
+  if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 });
   return size && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }
 
-// About `count` round numbers from low to high.
-function ticks(low, high, count) {
-  const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
-  const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step / 1e6; at += step) found.push(at);
-  return found;
+// ---- charts: uPlot draws, these are its data and its options ----------------------------------
+
+const { step: steps, time: times } = data.steps;
+const span = (times.at(-1) || 0) - (times[0] || 0);
+const [unitSize, unit] = span < 300 ? [1, "s"] : span < 18000 ? [60, "min"] : [3600, "h"];
+
+// Versions have the time of their step.
+function placesOf(series) {
+  if (view.x === "steps") return series.step;
+  const timeOf = (step) => times[Math.max(0, steps.findLastIndex((s) => s <= step))] || times[0];
+  return series.step.map((step) => (timeOf(step) - times[0]) / unitSize);
 }
-
-// ---- the x-axis: steps, or seconds since the first line -------------------------------------
-
-const zero = data.steps.time[0] || 0;
-
-function places(series) {
-  return view.x === "step" || series !== data.steps ? series.step : series.time.map((t) => t - zero);
-}
-
-function placeOfEvent(event) {
-  if (view.x === "time") return event.time - zero;
-  const { time, step } = data.steps, next = time.findIndex((t) => t >= event.time);
-  if (next < 0) return step.at(-1);
-  if (next === 0) return step[0];
-  const part = (event.time - time[next - 1]) / Math.max(1e-9, time[next] - time[next - 1]);
-  return step[next - 1] + part * (step[next] - step[next - 1]);
-}
-
-// Seconds in the unit that suits the range.
-function unit() {
-  const [from, to] = view.range || fullRange(), range = to - from;
-  return view.x === "step" ? [1, ""] : range < 300 ? [1, " s"] : range < 18000 ? [60, " min"] : [3600, " h"];
-}
-
-function xText(value) {
-  const [size, name] = unit();
-  return short(value / size) + name;
-}
-
-function xTicks(from, to, count) {
-  const [size] = unit();
-  return ticks(from / size, to / size, count).map((tick) => tick * size);
-}
-
-function fullRange() {
-  const all = [data.steps, data.versions].flatMap((s) => places(s)).concat(view.x === "time" ? data.events.map(placeOfEvent) : []);
-  return all.length ? [Math.min(...all), Math.max(...all, Math.min(...all) + 1e-6)] : [0, 1];
-}
-
-// ---- one chart -------------------------------------------------------------------------------
 
 function smooth(values) {
   let state = null;
   return values.map((v) => (v === null ? null : (state = state === null ? v : view.smoothing * state + (1 - view.smoothing) * v)));
 }
 
-// The rows that are drawn: lines as they are, stacked kinds one upon the other.
-function drawnRows(chart) {
-  const kept = chart.rows.filter((row) => !row.off && (chart.kind === "lines" || row.mean.some((v) => v)));
-  const rows = kept.map((row) => ({ ...row, values: smooth(row.mean) }));
-  if (chart.kind === "lines") return rows.map((row) => ({ ...row, top: row.values, base: null }));
-  const total = rows.length ? rows[0].values.map((_, i) => rows.reduce((sum, row) => sum + (row.values[i] || 0), 0)) : [];
-  let base = total.map(() => 0);
-  return rows.map((row) => {
-    const scale = (i) => (chart.kind === "shares" ? 1 / (total[i] || 1) : 1);
-    const top = base.map((b, i) => b + (row.values[i] || 0) * scale(i)), below = base;
-    base = top;
-    return { ...row, top, base: below };
+// Lines as they are, stacked kinds one upon the other.
+function rowsOf({ kind, series }) {
+  const rows = Object.entries(series).map(([name, label]) => {
+    const source = data.steps.metrics[name] ? data.steps : data.versions;
+    return { label, places: placesOf(source), ...source.metrics[name], values: smooth(source.metrics[name].mean) };
   });
+  if (kind === "lines") return rows.map((row) => ({ ...row, top: row.values }));
+  const sums = rows[0].values.map((_, i) => rows.reduce((sum, row) => sum + (row.values[i] || 0), 0));
+  const base = sums.map(() => 0);
+  const add = (row, i) => (base[i] += (row.values[i] || 0) / (kind === "shares" ? sums[i] || 1 : 1));
+  return rows.map((row) => ({ label: row.label, places: row.places, values: row.values, top: sums.map((_, i) => add(row, i)) }));
+}
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const padded = (u, low, high) => {
+  if (low === null) return [0, 1];
+  const from = low > 0 && low < 0.6 * high ? 0 : low, room = 0.08 * (high - from) || 0.1 * Math.abs(high) || 0.5;
+  return [from === 0 ? 0 : from - room, high + room];
+};
+
+// The value there, or the last one before it that was measured.
+function valueAt(values, i) {
+  while (i >= 0 && (values[i] ?? null) === null) i -= 1;
+  return i < 0 ? "-" : number(values[i]);
+}
+
+// Data, series and bands; a band goes from the smallest to the largest value, and smoothing hides it.
+function drawnOf(spec) {
+  const rows = rowsOf(spec), isStack = spec.kind !== "lines", tables = [], bands = [];
+  const series = [{ label: view.x === "steps" ? "step" : unit, value: (u, _, __, i) => number(u.data[0][i ?? u.data[0].length - 1]) }];
+  for (const [i, row] of rows.entries()) {
+    const at = series.length, color = `--${i % 8}`, isMarked = row.top.filter((v) => v !== null).length <= 60;
+    const value = (u, _, k, at) => valueAt(isStack ? row.values : u.data[k], at ?? u.data[0].length - 1);
+    series.push({ label: row.label, color, value, stroke: () => css(color), width: isStack ? 0.5 : 1.5, spanGaps: true, points: { show: isMarked, size: 6, fill: () => css(color) } });
+    tables.push([row.places, row.top]);
+    if (isStack) series[at].fill = () => `${css(color)}99`;
+    if (isStack && i) bands.push({ series: [at, at - 1] });
+    if (isStack || !row.low || view.smoothing) continue;
+    for (const edge of [row.low, row.high]) {
+      series.push({ class: "band", width: 0, spanGaps: true, points: { show: false } });
+      tables.at(-1).push(edge);
+    }
+    bands.push({ series: [at + 2, at + 1], fill: () => `${css(color)}2e` });
+  }
+  return { table: uPlot.join(tables), series, bands };
+}
+
+const xText = (value) => (view.x === "steps" ? number(value) : `${number(value)} ${unit}`);
+
+function drawFaults(u) {
+  const places = placesOf(data.steps), { left, top, width, height } = u.bbox;
+  u.ctx.fillStyle = css("--fault");
+  for (const event of data.events.filter((e) => e.kind === "fault" && places.length)) {
+    const x = u.valToPos(places.at(times.findIndex((t) => t >= event.time)), "x", true);
+    for (let y = top; x >= left && x <= left + width && y < top + height; y += 7) u.ctx.fillRect(x, y, devicePixelRatio, 3);
+  }
 }
 
 function draw(chart) {
-  const { svg, series } = chart, xs = places(series);
-  const [from, to] = view.range || fullRange();
-  const rows = drawnRows(chart), seen = (i) => xs[i] >= from && xs[i] <= to;
-  const shown = rows.flatMap((row) => [...row.top, ...(row.base ? [0] : []), ...bandOf(chart, row)].filter((v, i) => v !== null && (i >= xs.length || seen(i))));
-  let low = Math.min(...shown), high = Math.max(...shown);
-  if (!shown.length) [low, high] = [0, 1];
-  if (low > 0 && low < 0.6 * high) low = 0;
-  if (high === low) [low, high] = [low - Math.abs(low) * 0.1 - 0.5 * !low, high + Math.abs(high) * 0.1 + 0.5 * !high];
-  high += (high - low) * 0.04;
-  const x = (v) => LEFT + ((v - from) / (to - from || 1)) * (WIDTH - LEFT - RIGHT);
-  const y = (v) => HEIGHT - BOTTOM - ((v - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
-  Object.assign(chart, { xs, x, y, drawn: rows, from, to });
-  svg.replaceChildren();
-  for (const tick of ticks(low, high, 4)) {
-    svg.append(shape("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }));
-    svg.append(shape("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, short(tick)));
+  const { spec, host } = chart, { table, series, bands } = drawnOf(spec);
+  const axis = { stroke: () => css("--faint"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+  const whole = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
+  const xAxis = { ...axis, size: 26, space: 80, values: (u, ticks) => ticks.map(xText) };
+  chart.plot?.destroy();
+  chart.plot = new uPlot({
+    width: host.clientWidth,
+    height: spec.height || 210,
+    padding: [10, 8 + 3.6 * xText(table[0].at(-1)).length, 0, 0],
+    cursor: { y: false, sync: { key: "run", scales: ["x", null] }, drag: { x: true, y: false } },
+    legend: { markers: { width: 0, fill: (u, i) => `var(${series[i].color})` } },
+    scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: padded } },
+    axes: [view.x === "steps" ? { ...xAxis, incrs: whole } : xAxis, { ...axis, space: 40, size: (u, ticks) => 16 + 7 * Math.max(1, ...(ticks || []).map((t) => t.length)), values: (u, ticks) => ticks.map(number) }],
+    series,
+    bands,
+    hooks: { draw: [drawFaults], setSeries: [(u, i, { show }) => { for (let k = i + 1; show !== undefined && u.series[k]?.class === "band"; k += 1) u.setSeries(k, { show }); }] },
+  }, table, host);
+  host.querySelector("canvas").setAttribute("aria-label", spec.title);
+}
+
+// Drawn when it has a width: what is folded, once it is unfolded.
+const resized = new ResizeObserver((entries) => {
+  for (const { target: host } of entries) {
+    const chart = charts.find((c) => c.host === host), width = host.clientWidth;
+    if (width && !chart.plot) draw(chart);
+    else if (width) chart.plot.setSize({ width, height: chart.plot.height });
   }
-  for (const tick of xTicks(from, to, 5)) svg.append(shape("text", { x: x(tick), y: HEIGHT - 5, "text-anchor": "middle" }, xText(tick)));
-  if (view.events && series === data.steps) drawEvents(svg, x, from, to);
-  const clip = shape("g", {});
-  svg.append(clip);
-  for (const row of rows) {
-    const band = bandOf(chart, row);
-    if (band.length) clip.append(shape("path", { d: area(row.high, row.low, xs, x, y, seen), fill: row.color, opacity: 0.15 }));
-    if (row.base) clip.append(shape("path", { d: area(row.top, row.base, xs, x, y, seen), fill: row.color, opacity: 0.55 }));
-    else if (row.top.filter((v) => v !== null).length < 3) for (const [i, v] of row.top.entries()) { if (v !== null && seen(i)) clip.append(shape("circle", { cx: x(xs[i]), cy: y(v), r: 3, fill: row.color })); }
-    clip.append(shape("path", { d: line(row.top, xs, x, y, seen), fill: "none", stroke: row.color, "stroke-width": 1.5, "stroke-linejoin": "round" }));
-  }
+});
+
+function makeChart(spec) {
+  const host = node("div", { className: spec.kind }), note = spec.note ? [node("small", { textContent: spec.note })] : [];
+  charts.push({ spec, host });
+  resized.observe(host);
+  return node("figure", {}, node("figcaption", { textContent: spec.title }, ...note), host);
 }
 
-// Smallest and largest values of lines that are not smoothed: noise is what smoothing hides.
-function bandOf(chart, row) {
-  return chart.kind === "lines" && row.low && !view.smoothing ? [...row.low, ...row.high] : [];
-}
-
-// What is not measured is left out, and the line goes on to the next point.
-function line(values, xs, x, y, seen) {
-  return values.flatMap((v, i) => (v === null || !seen(i) ? [] : [`${x(xs[i]).toFixed(1)} ${y(v).toFixed(1)}`])).map((p, i) => (i ? "L" : "M") + p).join("");
-}
-
-// One for each stretch of points that are measured.
-function area(top, base, xs, x, y, seen) {
-  const stretches = [[]], point = (values) => (i) => `${x(xs[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`;
-  for (const i of top.keys()) {
-    if (top[i] !== null && base[i] !== null && seen(i)) stretches.at(-1).push(i);
-    else if (stretches.at(-1).length) stretches.push([]);
-  }
-  const found = stretches.filter((indices) => indices.length);
-  return found.map((indices) => `M${indices.map(point(top)).join("L")}L${indices.reverse().map(point(base)).join("L")}Z`).join("");
-}
-
-function drawEvents(svg, x, from, to) {
-  for (const event of data.events) {
-    const at = placeOfEvent(event);
-    if (event.kind !== "fault" || at < from || at > to) continue;
-    svg.append(shape("line", { class: "event", x1: x(at), x2: x(at), y1: TOP, y2: HEIGHT - BOTTOM, stroke: "var(--fault)" }));
-  }
-}
-
-function makeChart(title, kind, note, series, labels) {
-  const rows = Object.entries(labels).map(([name, label], i) => ({ label, color: COLORS[i % COLORS.length], off: false, ...series.metrics[name] }));
-  const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
-  const chart = { svg, series, kind, rows };
-  const buttons = rows.map((row) => {
-    const button = node("button", { type: "button", textContent: row.label });
-    button.style.setProperty("--color", row.color);
-    button.onclick = () => { row.off = button.classList.toggle("off"); draw(chart); };
-    return button;
-  });
-  const legend = node("div", { className: "legend" }, ...(rows.length > 1 ? buttons : []));
-  const figure = node("figure", {}, node("figcaption", { textContent: title }), ...(note ? [node("p", { textContent: note })] : []), svg, legend);
-  listen(chart);
-  charts.push(chart);
-  draw(chart);
-  return figure;
-}
-
-// ---- hovering and zooming -------------------------------------------------------------------
-
-const tip = node("div", { id: "tip", hidden: true });
-
-function showTip(event, lines) {
-  tip.replaceChildren(...lines.flatMap(([color, text], i) => {
-    const mark = node("span");
-    mark.style.background = color;
-    return [...(i ? ["\n"] : []), ...(color ? [mark] : []), text];
-  }));
-  tip.hidden = false;
-  const { width, height } = tip.getBoundingClientRect();
-  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - width - 8)}px`;
-  tip.style.top = `${Math.max(8, Math.min(event.clientY + 14, innerHeight - height - 8))}px`;
-}
-
-function listen(chart) {
-  const { svg } = chart;
-  let start = null, marks = [];
-  const clear = () => { for (const mark of marks) mark.remove(); marks = []; };
-  const mark = (name, attributes) => { const made = shape(name, attributes); marks.push(made); svg.append(made); };
-  const valueAt = (event) => {
-    const box = svg.getBoundingClientRect(), px = ((event.clientX - box.left) / box.width) * WIDTH;
-    const value = chart.from + ((px - LEFT) / (WIDTH - LEFT - RIGHT)) * (chart.to - chart.from);
-    return Math.max(chart.from, Math.min(chart.to, value));
-  };
-  svg.onpointermove = (event) => {
-    clear();
-    const at = valueAt(event), { xs, x, y } = chart;
-    if (!xs.length) return;
-    const near = xs.reduce((best, v, i) => (Math.abs(v - at) < Math.abs(xs[best] - at) ? i : best), 0);
-    mark("line", { class: "cursor", x1: x(xs[near]), x2: x(xs[near]), y1: TOP, y2: HEIGHT - BOTTOM });
-    if (start !== null) mark("rect", { class: "chosen", x: Math.min(x(start), x(at)), width: Math.abs(x(at) - x(start)), y: TOP, height: HEIGHT - TOP - BOTTOM });
-    const lines = chart.drawn.filter((row) => row.values[near] !== null).map((row) => {
-      if (!row.base) mark("circle", { cx: x(xs[near]), cy: y(row.top[near]), r: 3, fill: row.color });
-      const band = row.low && row.low[near] !== row.high[near] ? ` (${short(row.low[near])} to ${short(row.high[near])})` : "";
-      return [row.color, `${row.label}: ${short(row.values[near])}${band}`];
-    });
-    const happened = !view.events || chart.series !== data.steps ? [] : data.events.filter((e) => e.kind === "fault" && Math.abs(x(placeOfEvent(e)) - x(at)) < 4);
-    const name = chart.series === data.versions ? "version" : "step";
-    showTip(event, [["", `${name} ${chart.series.step[near]}${view.x === "time" && name === "step" ? `, ${xText(xs[near])}` : ""}`], ...lines, ...happened.slice(0, 4).map((e) => ["var(--fault)", `${e.role}: ${e.text}`])]);
-  };
-  svg.onpointerleave = () => { clear(); start = null; tip.hidden = true; };
-  svg.onpointerdown = (event) => { start = valueAt(event); };
-  svg.onpointerup = (event) => {
-    const end = valueAt(event), wide = start !== null && Math.abs(chart.x(end) - chart.x(start)) > 8;
-    if (wide) zoom([Math.min(start, end), Math.max(start, end)]);
-    start = null;
-  };
-  svg.ondblclick = () => zoom(null);
-}
-
-function zoom(range) {
-  view.range = range;
-  redraw();
-}
-
-function redraw() {
-  for (const chart of charts) draw(chart);
-  drawTimeline();
-}
-
-// ---- the timeline of events -----------------------------------------------------------------
-
-const timeline = shape("svg", { id: "events", role: "img", "aria-label": "events" });
-
-function drawTimeline() {
-  const roles = [...new Set(data.events.map((event) => event.role))].sort();
-  const [from, to] = view.range || fullRange(), width = 1200, left = 110, right = 30, step = 22;
-  const x = (v) => left + ((v - from) / (to - from || 1)) * (width - left - right);
-  timeline.setAttribute("viewBox", `0 0 ${width} ${roles.length * step + 24}`);
-  timeline.replaceChildren();
-  for (const [i, role] of roles.entries()) {
-    const y = 12 + i * step;
-    timeline.append(shape("line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }), shape("text", { x: left - 10, y: y + 4, "text-anchor": "end" }, role));
-    for (const event of data.events.filter((e) => e.role === role)) {
-      const at = placeOfEvent(event);
-      if (at < from || at > to) continue;
-      const dot = shape("circle", { cx: x(at), cy: y, r: event.kind === "fault" ? 6 : 4, fill: `var(--${event.kind})`, class: event.kind });
-      dot.onpointermove = (pointer) => showTip(pointer, [[`var(--${event.kind})`, `${new Date(event.time * 1000).toLocaleString()}  ${event.role}`], ["", event.text]]);
-      dot.onpointerleave = () => { tip.hidden = true; };
-      timeline.append(dot);
-    }
-  }
-  for (const tick of xTicks(from, to, 8)) timeline.append(shape("text", { x: x(tick), y: roles.length * step + 18, "text-anchor": "middle" }, xText(tick)));
+function makeCharts(specs) {
+  return node("div", { className: "charts" }, ...specs.map(makeChart));
 }
 
 // ---- samples ---------------------------------------------------------------------------------
@@ -276,7 +150,7 @@ function weightColor(weight) {
 function makeMessage(message) {
   const text = node("pre", { className: message.role });
   for (const [piece, weight] of message.pieces) {
-    const token = node("span", { textContent: piece, title: `importance weight ${short(weight)}` });
+    const token = node("span", { textContent: piece, title: `importance weight ${number(weight)}` });
     token.style.background = weightColor(weight);
     text.append(token);
   }
@@ -284,8 +158,12 @@ function makeMessage(message) {
   return text;
 }
 
+// Of several versions the responses to one prompt stand side by side.
 function makeSample(sample) {
-  return node("div", { className: "sample" }, node("b", { textContent: sample.title }), node("p", { textContent: sample.facts }), node("pre", { className: "prompt", textContent: sample.prompt }), ...sample.messages.map(makeMessage));
+  const said = [sample.verdict, sample.facts].filter(Boolean).map((text) => node("p", { textContent: text }));
+  const prompt = sample.prompt ? [node("pre", { className: "prompt", textContent: sample.prompt })] : [];
+  const versions = sample.versions ? [node("div", { className: "versions" }, ...sample.versions.map(makeSample))] : [];
+  return node("div", { className: sample.versions ? "sample card wide" : "sample card" }, node("b", { textContent: sample.title }), ...said, ...prompt, ...sample.messages.map(makeMessage), ...versions);
 }
 
 function makeScale() {
@@ -300,59 +178,72 @@ function makeScale() {
 
 // ---- the page --------------------------------------------------------------------------------
 
-function choice(name, options, change) {
-  const select = node("select", { onchange: () => { change(select.value); redraw(); } }, ...options.map(([value, text]) => node("option", { value, textContent: text })));
+function pairs(className, rows) {
+  return node("dl", { className }, ...rows.map(([name, value]) => node("div", {}, node("dt", { textContent: name }), node("dd", { textContent: value }))));
+}
+
+function makeTile({ name, value, detail, is_first }) {
+  const small = detail ? [node("small", { textContent: detail })] : [];
+  return node("div", { className: is_first ? "card first" : "card" }, node("span", { className: "faint", textContent: name }), node("b", { textContent: value }), ...small);
+}
+
+function makeAbout() {
+  const settings = node("ul", { className: "settings" }, ...data.settings.map(([name, value]) => node("li", {}, node("span", { className: "faint", textContent: `${name} ` }), value)));
+  const folded = node("details", { open: innerWidth > 700 }, node("summary", { textContent: `${data.settings.length} settings that are not the default` }), settings);
+  return node("section", { className: "card" }, pairs("about", data.about), ...(data.settings.length ? [folded] : []));
+}
+
+function choice(name, key, options) {
+  const select = node("select", {}, ...options.map(([value, textContent]) => node("option", { value, textContent })));
+  select.onchange = () => { view[key] = key === "x" ? select.value : Number(select.value); redraw(); };
   return node("label", {}, `${name} `, select);
 }
 
+function redraw() {
+  for (const chart of charts) if (chart.plot) draw(chart);
+}
+
 function makeControls() {
-  const dark = node("button", { type: "button", textContent: "light / dark" });
-  const style = document.documentElement.style;
-  dark.onclick = () => {
-    const isDark = (style.colorScheme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-    style.colorScheme = isDark ? "light" : "dark";
-  };
-  document.getElementById("controls").append(
-    choice("x-axis", [["step", "steps"], ["time", "time"]], (value) => { view.x = value; view.range = null; }),
-    choice("smoothing", [["0", "none"], ["0.7", "some"], ["0.95", "much"]], (value) => { view.smoothing = Number(value); }),
-    choice("faults", [["1", "in all charts"], ["", "in the timeline"]], (value) => { view.events = Boolean(value); }),
-    node("button", { type: "button", textContent: "whole run", onclick: () => zoom(null) }),
-    dark,
-  );
+  return node("div", { className: "controls" },
+    choice("x-axis", "x", [["steps", "steps"], ["time", "time"]]),
+    choice("smoothing", "smoothing", [["0", "none"], ["0.7", "some"], ["0.95", "much"]]),
+    "Drag over a range to enlarge it, double-click for the whole; click on a name to hide its line.");
 }
 
-function seriesOf(names) {
-  return names.some((name) => name in data.versions.metrics) ? data.versions : data.steps;
+function makeEvents() {
+  const cells = (e) => [node("td", { textContent: new Date(e.time * 1000).toLocaleString("en-GB", TIME) }), node("td", { textContent: e.role }), node("td", { className: e.kind, textContent: e.text })];
+  const rows = data.events.map((e) => node("tr", {}, ...cells(e)));
+  return node("div", { className: "card scroll" }, node("table", { className: "events" }, node("tbody", {}, ...rows)));
 }
 
-function makeGroup(group) {
-  const drawn = node("div", { className: "charts" }, ...group.charts.map((c) => makeChart(c.title, c.kind, c.note, seriesOf(Object.keys(c.series)), c.series)));
-  const found = [node("h2", { textContent: group.title, id: group.name }), drawn];
-  if (group.more.length) {
-    const small = node("div", { className: "charts small" });
-    const more = node("details", {}, node("summary", { textContent: `${group.more.length} more of ${group.name}/` }), small);
-    more.addEventListener("toggle", () => small.append(...group.more.map((name) => makeChart(name, "lines", "", seriesOf([name]), { [name]: name }))), { once: true });
-    found.push(more);
-  }
-  return found;
+function makeCheck({ holds, text, page, href }) {
+  const link = node(href ? "a" : "span", { className: "faint", textContent: page });
+  if (href) link.href = href;
+  return node("li", {}, node("b", { className: holds ? "good" : "fault", textContent: holds ? "\u2713" : "\u2717" }), `${text} `, link);
+}
+
+function section(title, ...children) {
+  const id = title.toLowerCase().replaceAll(" ", "-");
+  main.append(node("h2", { id, textContent: title }), ...children);
 }
 
 function makePage() {
-  const main = document.querySelector("main");
-  main.append(node("dl", { className: "summary" }, ...data.summary.map(([name, value]) => node("div", {}, node("dt", { textContent: name || "books" }), node("dd", { textContent: value })))));
-  const [first, ...others] = data.groups;
-  if (first) main.append(...makeGroup(first));
-  if (data.events.length) {
-    drawTimeline();
-    main.append(node("h2", { textContent: "What happened to the daemons" }), node("figure", {}, node("p", { textContent: "Starts (green), ends (gray), faults (red) and warnings (yellow), from their logs." }), timeline));
-  }
-  for (const group of others) main.append(...makeGroup(group));
+  const broken = data.checks.filter((check) => !check.holds).length;
+  const state = node("a", { href: "#integrity", className: broken ? "fault" : "good", textContent: broken ? `\u2717 ${broken} of ${data.checks.length} checks of integrity failed` : "\u2713 integrity" });
+  document.getElementById("state").append(data.state, ...(data.checks.length ? [" \u00b7 ", state] : []));
+  main.append(makeAbout(), ...[true, false].map((first) => node("div", { className: "tiles" }, ...data.tiles.filter((t) => t.is_first === first).map(makeTile))));
+  if (data.notes.length) main.append(node("ul", {}, ...data.notes.map(([name, text]) => node("li", {}, node("b", { textContent: `${name}: ` }), text))));
+  if (data.overview.length) main.append(makeControls(), makeCharts(data.overview.slice(0, 1)), makeCharts(data.overview.slice(1)));
   for (const { title, samples } of data.samples) {
     const weighed = samples.some((s) => s.messages.some((m) => m.pieces.length));
-    main.append(node("h2", { textContent: title }), ...(weighed ? [makeScale()] : []), node("div", { className: "samples" }, ...samples.map(makeSample)));
+    const shown = [samples.slice(0, 6), samples.slice(6)].map((part) => node("div", { className: "samples" }, ...part.map(makeSample)));
+    const more = node("details", {}, node("summary", { textContent: `${samples.length - 6} more` }), shown[1]);
+    section(title, ...(weighed ? [makeScale()] : []), shown[0], ...(samples.length > 6 ? [more] : []));
   }
-  document.body.append(tip);
+  if (data.events.length) section("What happened to the processes", makeEvents());
+  if (data.checks.length) section("Integrity", node("ul", { className: "checks card" }, ...data.checks.map(makeCheck)));
+  if (data.groups.length) section("All metrics", ...data.groups.map((group) => node("details", { id: group.name }, node("summary", { textContent: `${group.title} (${group.charts.length})` }), makeCharts(group.charts))));
 }
 
-makeControls();
 makePage();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

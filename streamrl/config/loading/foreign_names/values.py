@@ -55,6 +55,23 @@ def translate(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, Any] |
     return ours if isinstance(ours, dict) or setting is None else {setting[0]: ours}
 
 
+def arithmetic(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, str]:
+    """How each of our settings that is computed comes about: `num_generations 8 * 4`.
+
+    Raises:
+        LookupError: as `translate`.
+    """
+    rule = _rule(name, value)
+    computed_ones = rule.items() if isinstance(rule, dict) else ()
+    return {
+        setting: _REFERENCE.sub(
+            lambda m: f"{m[1]} {lookup(m[1])}" if m[1] else f"{name.name} {value}", text
+        )
+        for setting, text in computed_ones
+        if set(str(text).split()) & set(_OPERATORS)
+    }
+
+
 def answer(name: ForeignName, value: Any) -> str:
     """Our settings with their values in words; "" where a value is called the same here, or depends
     on another name's."""

@@ -1,0 +1,72 @@
+"""The extras of the installation: which packages each brings, what needs them, and the sentence
+that names the command which installs one.
+
+Invariant: every extra of pyproject.toml is in `EXTRAS`, and a package that is imported only where
+something needs it is looked up here, so that whoever lacks it reads the same command everywhere.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from streamrl.errors import ConfigError
+
+
+class Extra(NamedTuple):
+    """`modules` are what its packages are imported as; `needed_by` is Markdown."""
+
+    modules: tuple[str, ...]
+    needed_by: str
+
+
+EXTRAS: Mapping[str, Extra] = {
+    "vllm": Extra(("vllm",), "`generator.engine: vllm` without `vllm.url`"),
+    "redis": Extra(("redis",), "`buffer.url: redis://...`"),
+    "wandb": Extra(("wandb",), "`tracking.wandb`"),
+    "trackio": Extra(("trackio",), "`tracking.trackio`"),
+    "tensorboard": Extra(("tensorboard",), "`tracking.tensorboard`"),
+    "flash": Extra(("flash_attn",), "nothing: the learner's attention is faster with it on a GPU"),
+    "liger": Extra(("liger_kernel",), "nothing: log-probabilities are faster with it on a GPU"),
+    "lora": Extra(("peft",), "`learner.lora`"),
+    "gguf": Extra(("accelerate", "gguf"), "`streamrl get-model` of a GGUF file, or of a package"),
+    "gateway": Extra(("aiohttp",), "`generator.environment: agent`"),
+    "gym": Extra(("gymnasium",), "`generator.environment`: `frozen_lake`, `gymnasium:ID`"),
+    "math": Extra(("math_verify",), "`data.reward: math`"),
+    "mcp": Extra(("mcp",), "`generator.mcp_servers`"),
+    "notebook": Extra(("cloudpickle",), "`streamrl.train` with functions of a notebook"),
+    "parquet": Extra(("pyarrow",), "`data.source: FILE.parquet`"),
+    "datasets": Extra(("datasets",), "`data.source: datasets:NAME`, or a folder of that library"),
+    "textarena": Extra(("textarena",), "`generator.environment: textarena:ID`"),
+    "vision": Extra(("PIL",), "prompts with images"),
+    "tasks": Extra(("reasoning_gym",), "`data.source: reasoning_gym:NAME`"),
+}
+"""Those of users; `docs` and `dev` are for work on StreamRL."""
+
+_EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.modules}
+
+
+def missing(needs: str, error: ImportError) -> ConfigError:
+    """What to raise where an import fails: `needs` begins with the setting, `learner.lora:`."""
+    return not_installed(needs, str(error.name).partition(".")[0], str(error))
+
+
+def not_installed(needs: str, module: str, reason: str = "") -> ConfigError:
+    """The same for a module's name.
+
+    >>> str(not_installed("learner.lora:", "peft"))
+    "learner.lora: needs peft, which is not installed: pip install 'streamrl[lora]'"
+    """
+    if module not in _EXTRA_OF:
+        return ConfigError(f"{needs} cannot be used: {reason}")
+    command = f"pip install 'streamrl[{_EXTRA_OF[module]}]'"
+    return ConfigError(f"{needs} needs {module}, which is not installed: {command}")
+
+
+def require(needs: str, module: str) -> None:
+    """Imports nothing.
+
+    Raises:
+        ConfigError: the module is not installed.
+    """
+    if find_spec(module) is None:
+        raise not_installed(needs, module)

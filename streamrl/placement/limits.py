@@ -1,0 +1,148 @@
+"""What a model's own configuration rules out: lengths, and ranks that would share it.
+
+Learner and engine ask with the facts of transformers, `streamrl check` with those of config.json;
+a fact that is missing there rules out nothing.
+"""
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+from streamrl.errors import ConfigError
+
+Facts = Mapping[str, Any]
+"""Of config.json, by transformers' names."""
+
+_NAMES = (
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "layer_types",
+    "rope_parameters",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ROPES_OF_THE_ROW = frozenset({"longrope", "dynamic"})
+"""Position embeddings that depend on the longest trajectory of a row, not on the token's place."""
+_CACHES = frozenset({"minimax", "rwkv", "xlstm"})
+"""Models with a cache of their own."""
+_INEXACT = frozenset({"deepseek_v32", "doge", "nemotron_h", "recurrent_gemma", "zamba2"})
+"""Models that compute something else from transformers' cache than without one."""
+
+
+def facts_of(config: object) -> Facts:
+    """Of transformers' configuration of a language model."""
+    return {name: getattr(config, name, None) for name in _NAMES}
+
+
+def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1) -> None:
+    """Refuse a model whose heads `size` x `num_tensor` ranks cannot share, or that carries state
+    along tokens.
+
+    Raises:
+        ConfigError: as it says.
+    """
+    name, setting = facts.get("model_type"), f"learner.mesh.sequence: was {size}"
+    if others := sorted({*(facts.get("layer_types") or ())} - _ATTENTION_LAYERS):
+        raise ConfigError(
+            f"{setting}, which exchanges attention heads for tokens, and {name} has layers that "
+            f"are no attention ({', '.join(others)}): set it to 1"
+        )
+    if row := sorted(_ropes(facts).keys() & _ROPES_OF_THE_ROW):
+        raise ConfigError(
+            f"{setting}, which cuts trajectories, and the {row[0]} position embedding of {name} "
+            "depends on their whole length: set it to 1"
+        )
+    heads = facts.get("num_attention_heads") or facts.get("n_head")
+    if heads and heads % (size * num_tensor):
+        by = f" x learner.mesh.tensor {num_tensor}" if num_tensor > 1 else ""
+        raise ConfigError(
+            f"{setting}{by}, which does not divide the {heads} attention heads of {name}"
+        )
+
+
+def require_shared_matrices(facts: Facts, size: int) -> None:
+    """
+    Raises:
+        ConfigError: so many ranks do not divide the heads or the columns of the model.
+    """
+    counts = {
+        "attention heads": facts.get("num_attention_heads"),
+        "key-value heads": facts.get("num_key_value_heads"),
+        "columns of an MLP": facts.get("intermediate_size"),
+    }
+    for what, count in counts.items():
+        if count and count % size:
+            raise ConfigError(
+                f"learner.mesh.tensor: was {size}, which does not divide the {count} {what} of "
+                f"{facts.get('model_type')}"
+            )
+
+
+def require_undivided_images(facts: Facts, sizes: Mapping[str, int]) -> None:
+    """
+    Args:
+        sizes: of a model that sees images, the ranks of each axis of the mesh.
+
+    Raises:
+        ConfigError: they would share its tokens or its matrices.
+    """
+    for axis, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                f"learner.mesh.{axis}: was {size}; it must be 1 for a model that sees images, such "
+                f"as this {facts.get('model_type')}"
+            )
+
+
+def require_decoding(facts: Facts, max_model_len: int) -> None:
+    """Refuse a model whose rows engine hf would not give the log-probabilities of a forward pass.
+
+    Raises:
+        ConfigError: it is one of those, or its sequences may become too long for it.
+    """
+    kind = facts.get("model_type")
+    if kind in _CACHES | _INEXACT:
+        reason = "which has a cache of its own" if kind in _CACHES else "whose cache is inexact"
+        raise ConfigError(f"generator.engine: hf cannot decode {kind}, {reason}: use vllm")
+    for rope, limit in rope_limits(facts).items():
+        if max_model_len > limit:
+            raise ConfigError(
+                f"generator.max_model_len: was {max_model_len}, and with {rope} positions of "
+                f"{kind} generator.engine hf is exact up to {limit:g} tokens"
+            )
+
+
+def require_length(facts: Facts, longest: int) -> None:
+    """
+    Raises:
+        ConfigError: the learner cannot compute a trajectory of so many tokens.
+    """
+    limit = rope_limits(facts).get("dynamic", inf)
+    if longest > limit:
+        raise ConfigError(
+            f"generator.max_model_len: allows trajectories of {longest} tokens, and beyond "
+            f"{limit:g} the dynamic position embedding of {facts.get('model_type')} depends on "
+            "what it computed before"
+        )
+
+
+def rope_limits(facts: Facts) -> dict[str, float]:
+    """By the kind of position embedding: the length beyond which a row's depends on its others."""
+    longest = facts.get("max_position_embeddings") or inf
+    own = facts.get("original_max_position_embeddings") or longest
+    otherwise = {"dynamic": longest, "longrope": own}
+    return {
+        kind: float(rope.get("original_max_position_embeddings") or otherwise[kind])
+        for kind, rope in _ropes(facts).items()
+        if kind in otherwise
+    }
+
+
+def _ropes(facts: Facts) -> dict[str, Mapping[str, Any]]:
+    """Rotary embeddings by their kind; a model may have one for each kind of layer."""
+    given = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
+    found = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
+    return {str(rope.get("rope_type") or rope.get("type")): rope for rope in found}
