@@ -147,7 +147,9 @@ def named_in_code() -> Iterator[tuple[Path, str]]:
 def test_every_metric_that_the_code_names_is_in_the_catalogue():
     named = list(named_in_code())
     assert len(named) > 100
-    assert [(str(path), name) for path, name in named if find(name) is OWN] == []
+    tables = {"validation/samples"}
+    own = [(str(path), name) for path, name in named if find(name) is OWN and name not in tables]
+    assert own == []
 
 
 def test_the_groups_of_the_catalogue_are_those_of_the_views():

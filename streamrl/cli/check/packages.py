@@ -317,7 +317,7 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
             "tracking.wandb: online needs a key, and there is none: `wandb login`, or "
             "WANDB_API_KEY in the environment; offline needs none"
         )
-    if config.learner.compile and not config.cluster.hosts:
+    if config.learner.compile:
         yield from _check_compiler()
     yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
 
