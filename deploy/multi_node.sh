@@ -38,14 +38,17 @@ hosts=$(sed 's/#.*//' "$1" | awk 'NF { print $1 "," $2 }')
 config=$2
 shift 2
 ssh=${STREAMRL_SSH:-ssh} folder=${STREAMRL_FOLDER:-streamrl-run} port=${RAY_PORT:-6379}
-path=${STREAMRL_BIN:+PATH=$STREAMRL_BIN:\$PATH; export PATH;}
+# Without the token nobody uses this Ray.
+setup="export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=\"\$HOME/$folder/ray.token\";"
+setup="$setup ${STREAMRL_BIN:+PATH=$STREAMRL_BIN:\$PATH; export PATH;}"
+token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 
 quoted() { printf "'%s' " "$(printf %s "$1" | sed "s/'/'\\\\''/g")"; }
 
 on() { # on HOST SCRIPT: run it there, with this function's input as its input
     # shellcheck disable=SC2086  # a command with options
     $ssh -o BatchMode=yes -o ServerAliveInterval=10 -o ServerAliveCountMax=12 "$1" \
-        "exec sh -c $(quoted "$path $2")"
+        "exec sh -c $(quoted "$setup $2")"
 }
 
 # Runs "$@" on a machine. A line of the input is SIGTERM for it, and the end SIGKILL; where the end comes
@@ -66,9 +69,9 @@ mkdir -p logs
 # shellcheck disable=SC2317,SC2329  # called by a trap
 finish() {
     trap '' INT TERM HUP
+    rm -rf "$pipes"
     exec 8>&- 9>&-
     wait || true
-    rm -rf "$pipes"
 }
 # shellcheck disable=SC2317,SC2329  # called by a trap
 stop() {
@@ -85,7 +88,11 @@ start_ray() { # start_ray HOST ADDRESS OPTION...: in the background; the log is 
     # shellcheck disable=SC2016  # SSH_CONNECTION is the machine's
     script="$guard; set -- \$SSH_CONNECTION; address=${2:-\$3}; wait=60
 guarded ray start --block --disable-usage-stats --node-ip-address=\"\$address\" $3 ${RAY_START-}"
-    (exec 8>&- 9>&- && on "$1" "$script") <"$pipes/cluster" >"logs/ray-${1##*@}.log" 2>&1 &
+    log=logs/ray-${1##*@}.log
+    (exec 8>&- 9>&-
+        { printf %s "$token" | on "$1" "umask 077; mkdir -p $folder; cat >$folder/ray.token" &&
+            on "$1" "$script" <"$pipes/cluster"; } >"$log" 2>&1 ||
+            [ ! -e "$pipes" ] || echo "multi_node.sh: no Ray on $1: see $log" >&2) &
 }
 
 head=$(echo "$hosts" | head -n 1)
@@ -95,7 +102,7 @@ address=${address:-$(on "$first" 'set -- $SSH_CONNECTION; echo $3' </dev/null)}
 start_ray "$first" "$address" "--head --port=$port"
 ray=$!
 until on "$first" "ray health-check --address=$address:$port" </dev/null >/dev/null 2>&1; do
-    kill -0 $ray 2>/dev/null || fail "no Ray on $first: see logs/ray-${first##*@}.log"
+    kill -0 $ray 2>/dev/null || exit 2
     sleep 1
 done
 for host in $(echo "$hosts" | tail -n +2); do

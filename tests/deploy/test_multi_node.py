@@ -52,6 +52,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Mac
     with namespaces.network(tmp_path_factory.mktemp("machines"), "desk", "a", "b") as found:
         (found["desk"].home / "hosts").write_text(
             f"# the head\nroot@{found['a'].address}\n\n{found['b'].address} {found['b'].address}\n"
+            "10.77.0.9 # is not there\n"
         )
         yield found
 
@@ -135,6 +136,8 @@ def test_the_code_and_the_options_of_a_run_go_through_and_nothing_is_left(hosts,
     assert script.end() == 4, script.described()
     said = "two nodes, launch run.yaml --set run.name=it's --ray\n"
     assert said in script.output_file.read_text(), script.described()
+    lost = "multi_node.sh: no Ray on 10.77.0.9: see logs/ray-10.77.0.9.log\n"
+    assert lost in script.output_file.read_text(), script.described()
     script.assert_nothing_is_left()
 
 
@@ -167,6 +170,12 @@ def test_a_second_ctrl_c_does_not_wait(hosts, programs):
     what(hosts, f"{deaf}\nwhile True:\n    time.sleep(1)")
     script = Script(hosts, programs, "-c", "data", "hosts", "run.yaml")
     script.until_said("two nodes, ")
+    known = hosts["a"].home / "streamrl-run" / "ray.token"
+    assert known.stat().st_mode & 0o777 == 0o600
+    assert known.read_text() not in script.described()
+    head = f"--address={hosts['a'].address}:6379"
+    with pytest.raises(subprocess.CalledProcessError):
+        hosts["b"].run(str(BIN / "ray"), "health-check", head)
     script.signal(signal.SIGINT)
     script.until_said("deaf")
     script.signal(signal.SIGINT)

@@ -71,7 +71,10 @@ def test_there_are_five_examples_of_each():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_check_takes_what_is_imported(folder, path):
     settings, comments = imported(path, path.parent.name)
-    loaded = load_config("run.yaml", ["tracking.wandb=off", "model.recipe.num_layers=1"], {})
+    Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    # A model that would be made, in place of the one that the file names.
+    own = ["model.recipe.num_layers=1", "data.chat_template=chat.jinja"]
+    loaded = load_config("run.yaml", ["tracking.wandb=off", *own], {})
     assert loaded.config.algorithm.preset is None
     assert settings["model.path"] == "models/base"
     assert comments[0].startswith(f"From {path.name} of ")

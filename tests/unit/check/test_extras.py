@@ -44,6 +44,7 @@ NOT_OF_A_RUN = {
     "flash": "nothing needs it",
     "liger": "nothing needs it",
     "gguf": "`streamrl get-model`, see test_without_its_packages_a_model_file_is_not_read",
+    "ray": "`streamrl launch --ray`, see tests/unit/launchers/test_ray_bundles.py",
     "notebook": "`streamrl.train`, which refuses before it starts anything",
 }
 CONFIG = """

@@ -41,6 +41,7 @@ from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import write_file
 from streamrl.error_record import ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, ConfigError, Interrupted, StreamRLError, error_of
+from streamrl.extras import not_installed
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
 
@@ -51,7 +52,7 @@ try:
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] != "ray":
         raise
-    raise ConfigError("--ray: Ray is not installed here: pip install 'streamrl[ray]'") from None
+    raise not_installed("--ray:", "ray") from None
 
 from streamrl.cli.launchers.ray.bundles import engine_bundles, host_of, learner_bundles
 from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
