@@ -274,6 +274,8 @@ def test_held_out_rewards_are_in_the_status_and_so_is_what_is_being_validated(tm
     held_out = "0.107 -> 0.477 (greedy, 20 prompts; versions 0 and 5), best 0.500 of version 3"
     assert f"held-out reward {held_out}" in " ".join(output.split())
     assert f"held-out {validating}" in " ".join(output.split())
+    curve = {"0": 0.107, "3": 0.5, "5": 0.477}
+    assert record(capsys, config.run.path)["held_out"] == curve
     summary = dict(summary_rows([{"step": 6}], config.run.path, validation_text(config)))
     assert summary["held-out reward"] == held_out
 

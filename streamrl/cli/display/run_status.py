@@ -26,7 +26,7 @@ from streamrl.cli.display.numbers import (
     training_reward,
     wait_shares,
 )
-from streamrl.cli.display.summary import validation_text
+from streamrl.cli.display.summary import held_out_curve, validation_text
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose, pending
@@ -202,6 +202,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "failures": failures_of(reading),
         "learning": [] if reading.learner is None else list(reading.learner.signs),
         "training_reward": training_reward(status.lines),
+        "held_out": {} if status.config is None else held_out_curve(status.config),
         "remaining_s": status.remaining,
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,

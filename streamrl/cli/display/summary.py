@@ -96,13 +96,20 @@ def held_out_rows(folder: Path, validated: str) -> list[tuple[str, str]]:
     return rows
 
 
+def held_out_curve(config: RunConfig) -> dict[int, float]:
+    """What `validation.metric` was of each validated version, oldest first."""
+    metric = config.validation.watched_metric
+    validated = read_validations(config.run.path)
+    return {version: m[metric] for version, m in validated.items() if m.get(metric) is not None}
+
+
 def validation_text(config: RunConfig) -> str:
     """Such as: 0.250 -> 0.344 (greedy, 256 prompts; versions 0 and 40), best 0.375 of version 30;
     "" before the first one. What is not the mean reward has its name in front."""
     settings = config.validation
     metric, best_is = settings.watched_metric, settings.best_is
     validated = read_validations(config.run.path)
-    known = {version: m[metric] for version, m in validated.items() if m.get(metric) is not None}
+    known = held_out_curve(config)
     best = best_of(validated, metric, best_is)
     if best is None:
         return ""
