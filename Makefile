@@ -81,8 +81,6 @@ check: $(VENV)/dev.stamp
 # Writes what is generated, and `site/index.html`; a test fails while a generated file is stale.
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m docs.generate
-	$(BIN)/streamrl launch deploy/kubernetes/run.yaml --k8s --dry-run > example.new
-	mv example.new deploy/kubernetes/example.yaml
 	$(BUILD_DOCS)
 
 format: $(VENV)/dev.stamp

@@ -165,8 +165,9 @@ Environment variables are not read, and no key of a service is written.
 Batches are counted in groups of siblings here, and behind `learner.groups_per_step` and
 `learner.updates_per_batch` stands how they come about:
 
-    per_device_train_batch_size 8 * gradient_accumulation_steps 4
-        * num_processes 1 (a default) / num_generations 8
+    learner:
+      groups_per_step: 4  # per_device_train_batch_size 8 * gradient_accumulation_steps 4
+                          # * num_processes 1 (a default) / num_generations 8
 
 A file of TRL does not say how many processes `accelerate launch` starts: add `num_processes: 8` to
 it, or import the shell script with the option. verl's `data.train_batch_size` counts prompts, as

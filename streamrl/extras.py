@@ -22,6 +22,7 @@ class Extra(NamedTuple):
 EXTRAS: Mapping[str, Extra] = {
     "vllm": Extra(("vllm",), "`generator.engine: vllm` without `vllm.url`"),
     "redis": Extra(("redis",), "`buffer.url: redis://...`"),
+    "ray": Extra(("ray",), "`streamrl launch --ray`"),
     "wandb": Extra(("wandb",), "`tracking.wandb`"),
     "trackio": Extra(("trackio",), "`tracking.trackio`"),
     "tensorboard": Extra(("tensorboard",), "`tracking.tensorboard`"),

@@ -17,6 +17,7 @@ VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Models that see images: their vision tower takes patches with their grid, and their text model
 positions of three axes, as `streamrl.vision.tower` has it."""
 _LONGEST_HEADER = 100_000_000
+_TENSOR = {"shape", "data_offsets"}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 
@@ -62,6 +63,8 @@ class ModelFolder:
             if not file.is_file():
                 return f"{name} is missing"
             size, wanted = file.stat().st_size, _num_bytes(file)
+            if size and not wanted:
+                return f"{name} has no header that can be read"
             if size < wanted:
                 return f"{name} has {size} bytes of {wanted}"
         return ""
@@ -213,8 +216,11 @@ def _header(file: Path) -> tuple[Mapping[str, Any], int]:
             header = json.loads(content.read(length))
     except (OSError, ValueError):
         return {}, 0
-    header.pop("__metadata__", None)
-    return header, 8 + length
+    if not isinstance(header, dict):
+        return {}, 0
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    known = (isinstance(t, dict) and t.keys() >= _TENSOR for t in tensors.values())
+    return (tensors, 8 + length) if all(known) else ({}, 0)
 
 
 def _num_bytes(file: Path) -> int:

@@ -1,8 +1,7 @@
 """Which processes of this machine carry a variable in the environment that they were started with.
 
 Reads /proc: it finds none on systems without one, none of other users, and not this process. The
-buffer looks for the other daemons of its launcher, the agent of a host for what it has started,
-a soak for what it has left.
+buffer looks for the other daemons of its launcher, a soak for what it has left.
 """
 
 import os

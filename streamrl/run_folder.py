@@ -74,12 +74,9 @@ def prepare(
             "several: use zmq://127.0.0.1:0 or redis://HOST"
         )
     folder = config.run.path
-    has_run = (folder / "metrics.jsonl").exists()
+    has_run = held_run(folder)
     if has_run and not (resume or new):
-        raise ConfigError(
-            f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it "
-            "aside, or choose another run.name"
-        )
+        raise ConfigError(has_run)
     now = Rows(config.data.first_prompt_index, _sources(config))
     rows = _continued(config, now, next_prompt_index) if has_run and resume else (now,)
     if resume and not has_run and not any((folder / name).exists() for name in _STATES):
@@ -107,6 +104,16 @@ def prepare(
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
+
+
+def held_run(folder: Path) -> str:
+    """What a launch without flags is refused with; "" where no step was trained."""
+    if not (folder / "metrics.jsonl").exists():
+        return ""
+    return (
+        f"run.name: {folder} holds a run already: --resume goes on with it, --new moves it aside, "
+        "or choose another run.name"
+    )
 
 
 def _continued(

@@ -127,6 +127,8 @@ def require_rendering(entries: Sequence[EnvironmentEntry], renderer: "ChatRender
         renderer.require_replies()
     if any(entry.environment == TOOLS for entry in entries):
         renderer.require_tools()
+    if any(entry.environment == "agent" for entry in entries):
+        renderer.encode_messages([{"role": "user", "content": "?"}])
 
 
 def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:

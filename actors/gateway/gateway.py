@@ -66,7 +66,7 @@ class Gateway:
         played = [entry for entry in config.entries if entry.environment == AGENT]
         self._entries = {entry.name: _entry(entry, config.generator.agent) for entry in played}
         self._settings = config.generator.agent
-        self._num_generators = config.generator.count
+        self._num_generators = config.generator.max_count
         self._model = config.model.path
         self._places = asyncio.Semaphore(self._settings.max_agents)
         self._episodes = OpenEpisodes()
@@ -84,10 +84,9 @@ class Gateway:
         """The URL at which the episodes are served.
 
         Raises:
-            ConfigError: the address cannot be used, or the chat template renders no conversation.
+            ConfigError: the address cannot be used.
             TransportError: other processes have the ports.
         """
-        renderer.encode_messages([{"role": "user", "content": "?"}])
         self._renderer = renderer
         self._url = await self._server.start(self._num_generators)
         if self._is_pulled:

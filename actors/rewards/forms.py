@@ -186,7 +186,7 @@ def score_of(answer: Any) -> Score:
 
 
 def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+    return shortened_answer(value) if isinstance(value, str) else None
 
 
 def _number(value: Any) -> float:

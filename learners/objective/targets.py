@@ -327,8 +327,8 @@ class TargetCollector:
             values = self._ranks.sum(values)
         if self._needs_policy_pass:
             is_next = self._trains_whole and self._limits.proximal is None
-            passes = self._passes.logprobs if is_next else self._policy.batch_logprobs
-            policy = self._ranks.sum(passes(cut(self._limits.proximal), num_tokens))
+            logprobs = self._passes.logprobs if is_next else self._policy.batch_logprobs
+            policy = self._ranks.sum(logprobs(cut(self._limits.proximal), num_tokens))
         is_finite = finite_sequences(batch.sequences, policy, reference, values)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)

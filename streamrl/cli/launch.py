@@ -13,8 +13,7 @@ from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.check.before_launch import require_startable
 from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
-from streamrl.cli.launchers import chosen, launcher, require_launcher, starts_here
-from streamrl.cli.launchers.hosts import with_hosts
+from streamrl.cli.launchers import chosen, launcher, starts_here
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
@@ -35,17 +34,15 @@ from streamrl.config.secrets import hand_down
 from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.devices import is_rocm, usable_devices
-from streamrl.placement.hosts import hosts_of
+from streamrl.placement.hosts import this_machine
 
 
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
-    """On this machine, or wherever the options and `cluster` say; the exit code."""
-    require_launcher(arguments)
-    arguments = with_hosts(arguments)
+    """On this machine, or wherever the options say; the exit code."""
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
     if loaded is not None:
         hand_down(arguments, loaded.config.buffer.password_of_url)
-    name = chosen(loaded.config if loaded else None, arguments)
+    name = chosen(arguments)
     if fork_server is not None and (name or arguments.dry_run or is_rocm() or usable_devices()):
         fork_server.close()
         fork_server = None
@@ -64,7 +61,7 @@ def launch_here(
 ) -> int:
     console = Console()
     if arguments.dry_run:
-        print_plan(make_plan(config, hosts_of(config), resume=arguments.resume))
+        print_plan(make_plan(config, [this_machine()], resume=arguments.resume))
         return 0
     with sole_launch(config.run.path):
         return _launch(config, console, arguments, fork_server)
@@ -129,7 +126,7 @@ def run_here(
     if config.parity.is_required:
         require_parity(config, console)
     view = ProgressView(config, console, live=live)
-    plan = make_plan(config, hosts_of(config), resume=resume)
+    plan = make_plan(config, [this_machine()], resume=resume)
     stopped_by, lost = asyncio.run(
         run_daemons(
             plan,

@@ -14,10 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.config.loading.load import configuration
 from streamrl.placement.assign import make_plan
-from streamrl.placement.hosts import hosts_of
+from streamrl.placement.hosts import this_machine
 from streamrl.placement.plan import Host, Plan, PlannedProcess, gib
 
 
@@ -77,7 +76,6 @@ def _host(host: Host) -> dict[str, Any]:
         "address": host.address,
         "devices": [{"index": d.index, "memory_bytes": d.memory_bytes} for d in host.devices],
         "num_cores": host.num_cores,
-        "roles": list(host.roles),
     }
 
 
@@ -96,8 +94,8 @@ def _process(process: PlannedProcess) -> dict[str, Any]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    config = configuration(with_hosts(arguments)).config
-    print_plan(make_plan(config, hosts_of(config)), is_json=arguments.json)
+    config = configuration(arguments).config
+    print_plan(make_plan(config, [this_machine()]), is_json=arguments.json)
     return 0
 
 

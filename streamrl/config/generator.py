@@ -350,8 +350,10 @@ class McpServerSettings(CallLimits):
 class GeneratorSettings(Section):
     """What one generator samples, and the engine that samples it."""
 
-    count: Positive = 1
-    """Generators that `streamrl launch` starts; more may join at any time."""
+    count: int | str = 1
+    """Generators that `streamrl launch` starts; more may join at any time. A range, such as 2..8,
+    is for a cluster of Ray: the run needs the first number, and has up to the second where there is
+    room; elsewhere it has the second."""
     engine: str = "hf"
     """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
     environment: str = "single_turn"
@@ -425,6 +427,25 @@ class GeneratorSettings(Section):
     def num_siblings(self) -> int:
         """Trajectories that are sampled per prompt."""
         return self.group_size + self.oversample.num_siblings
+
+    @field_validator("count")
+    @classmethod
+    def _is_count_or_range(cls, count: int | str) -> int | str:
+        numbers = str(count).split("..")
+        if not all(n.isascii() and n.isdigit() and int(n) > 0 for n in numbers) or len(numbers) > 2:
+            raise ValueError(f"was {count!r}; it must be 1 or more, or a range such as 2..8")
+        if int(numbers[0]) > int(numbers[-1]):
+            raise ValueError(f"was {count!r}; the first number of a range is the smaller one")
+        return int(count) if len(numbers) == 1 else count
+
+    @property
+    def min_count(self) -> int:
+        """Of a range the first number; of a number that of a run that can begin, 1."""
+        return int(self.count.split("..")[0]) if isinstance(self.count, str) else 1
+
+    @property
+    def max_count(self) -> int:
+        return int(str(self.count).split("..")[-1])
 
     @model_validator(mode="after")
     def _has_each_tool_once(self) -> "GeneratorSettings":

@@ -71,9 +71,14 @@ class ValidationSettings(Section):
         every = self.every if isinstance(self.every, int) and self.every else 1
         return (policy_version // every + 1) * every
 
+    @property
+    def rests(self) -> bool:
+        """Whether the validator rests after each validation."""
+        return not isinstance(self.every, int)
+
     def rest_s(self, validation_s: float) -> float:
-        """How long the validator rests after a validation that took so long."""
-        return 0.0 if isinstance(self.every, int) else validation_s * (1 / MAX_COST_FRAC - 1)
+        """How long, after a validation that took so long."""
+        return validation_s * (1 / MAX_COST_FRAC - 1) if self.rests else 0.0
 
     def engine_settings(self, generator: GeneratorSettings) -> GeneratorSettings:
         """`generator`, as the validator's engine and sampling have it.

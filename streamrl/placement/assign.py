@@ -19,7 +19,7 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
     """Where every process of the run is started, with which devices, and how.
 
     Args:
-        hosts: see `streamrl.placement.hosts.hosts_of`.
+        hosts: in the order in which they are filled.
         resume: whether the learner goes on from its newest checkpoint.
 
     Raises:
@@ -28,8 +28,10 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
     """
     placed = seats(config, hosts)
     count = sum(seat.role == "generator" for seat in placed)
-    generator = config.generator.model_copy(update={"count": count})
-    config = with_addresses(config.model_copy(update={"generator": generator}), placed)
+    if count != config.generator.max_count:
+        generator = config.generator.model_copy(update={"count": count})
+        config = config.model_copy(update={"generator": generator})
+    config = with_addresses(config, placed)
     fit = Fit(config, placed, ModelShape.of(config), ModelShape.of_critic(config))
     fit.require()
     commands = Commands(config, placed, fit, resume)

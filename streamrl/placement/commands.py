@@ -37,7 +37,7 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     if len(used) > 1:
         _require_keys(config, len(used))
         _require_reachable_redis(config)
-    if len(used) == 1 and not any(host.ssh for host in used.values()):
+    if len(used) == 1:
         return config
     address = _address(config, config.weights.address, "learner", seats)
     url = _address(config, config.buffer.url, "buffer", seats)
@@ -159,14 +159,16 @@ class Commands:
         return {"CUDA_VISIBLE_DEVICES": ",".join(host.devices[i].visible_as for i in shown)}
 
     def _threads(self, seat: Seat) -> Mapping[str, str]:
-        """Its share of the cores; that of all ranks for a learner that starts them itself."""
+        """Its share of the cores; that of all ranks for a learner that starts them itself. A
+        validator that rests nearly all the time takes none from others."""
         if not seat.host.num_cores:
             return {}
         sharing = [other for other in self.seats if other.host.name == seat.host.name]
-        num_sharing = sum(other.num_ranks for other in sharing if other.role != "buffer")
+        idle = {"buffer"} | ({"validator"} if self.config.validation.rests else set())
+        num_sharing = sum(other.num_ranks for other in sharing if other.role not in idle)
         starts_ranks = seat.role == "learner" and not self._torchrun(seat)
         cores = seat.host.num_cores * (seat.num_ranks if starts_ranks else 1)
-        return {"OMP_NUM_THREADS": str(max(1, cores // num_sharing))}
+        return {"OMP_NUM_THREADS": str(max(1, cores // max(1, num_sharing)))}
 
     def _interface(self, seat: Seat) -> Mapping[str, str]:
         name = seat.host.interface

@@ -1,27 +1,20 @@
-"""The hosts of a run: those of `cluster.hosts`, or else this machine with what it has.
+"""A machine as the host of a plan: what it has, asked on the machine itself.
 
-Invariant: a machine is asked only where a setting leaves something open, and only this one is asked
-here; `ask` answers for others. Called by the command line and the launchers.
+Called by the command line, and by launchers on each of their machines.
 """
 
 import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
-from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback, url_host
-from streamrl.config.cluster import HostSettings
-from streamrl.errors import ConfigError
 from streamrl.placement.devices import is_rocm, num_cores, usable_devices
 from streamrl.placement.plan import Device, Host
 
 _SIOCGIFADDR = 0x8915
-_GIB = 2**30
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
@@ -33,24 +26,6 @@ class HostFacts:
     num_cores: int = 0
     is_counted: bool = True
     interface: str = ""
-
-
-Ask: TypeAlias = Callable[[HostSettings], HostFacts]
-
-
-def hosts_of(config: RunConfig, ask: Ask | None = None) -> tuple[Host, ...]:
-    """The hosts of a run, in the order in which they are filled.
-
-    Args:
-        ask: what a host of `cluster.hosts` has, where its settings leave that open; by default only
-            this machine can be asked.
-
-    Raises:
-        ConfigError: a host leaves open what cannot be found out.
-    """
-    if not config.cluster.hosts:
-        return (this_machine(),)
-    return tuple(_host(settings, ask or _ask_here) for settings in config.cluster.hosts)
 
 
 def this_machine() -> Host:
@@ -69,16 +44,6 @@ def facts_here(address: str = "") -> HostFacts:
     """What this machine has: GPUs, the cores of this process, the interface with the address."""
     cores = num_cores()
     return HostFacts(usable_devices(), cores, not is_rocm(), interface_of(address))
-
-
-def is_here(settings: HostSettings) -> bool:
-    """Whether the host is this machine, by its name or address."""
-    place = settings.reachable_at
-    return (
-        place in (socket.gethostname(), socket.getfqdn())
-        or is_loopback(f"tcp://{url_host(place)}:0")
-        or bool(interface_of(place))
-    )
 
 
 def interface_of(address: str) -> str:
@@ -107,41 +72,3 @@ def _interface_of_ipv6(address: str) -> str:
         return ""
     rows = (line.split() for line in listed)
     return next((row[-1] for row in rows if int(row[0], 16) == int(wanted)), "")
-
-
-def _host(settings: HostSettings, ask: Ask) -> Host:
-    facts = ask(settings) if settings.devices == "auto" or settings.cores is None else HostFacts()
-    return Host(
-        name=settings.name,
-        address=settings.reachable_at,
-        devices=_devices(settings, facts),
-        num_cores=settings.cores or facts.num_cores,
-        roles=settings.roles,
-        ssh="" if is_here(settings) and not settings.ssh else settings.ssh or settings.reachable_at,
-        interface=settings.interface or facts.interface,
-        generators=settings.generators,
-        is_counted=settings.devices != "auto" or facts.is_counted,
-    )
-
-
-def _ask_here(settings: HostSettings) -> HostFacts:
-    if is_here(settings):
-        return facts_here(settings.reachable_at)
-    if settings.devices != "auto":
-        return HostFacts()
-    raise ConfigError(
-        f"cluster.hosts: {settings.name} is not this machine, and its devices are auto: say how "
-        "many GPUs it has, such as devices: 8 (0 for a machine without)"
-    )
-
-
-def _devices(settings: HostSettings, facts: HostFacts) -> tuple[Device, ...]:
-    given = settings.devices
-    memory = int((settings.device_memory_gib or 0) * _GIB)
-    if given == "auto":
-        found = facts.devices
-    else:
-        known = {device.index: device for device in facts.devices}
-        indices = range(given) if isinstance(given, int) else given
-        found = tuple(known.get(index, Device(index)) for index in indices)
-    return tuple(Device(d.index, memory or d.memory_bytes, d.name, d.visible_as) for d in found)

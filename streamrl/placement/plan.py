@@ -2,11 +2,10 @@
 
 Invariant: a plan is what a person would type. Each command can be run by hand in the working folder
 of its host, with the configuration of the plan in `run.path/config.yaml` there, and the run is the
-same. Who starts the processes (here, over ssh, Slurm, Kubernetes) takes them from a plan and adds
-nothing that changes what they compute.
+same. Who starts the processes (here, Ray, Slurm) takes them from a plan and adds nothing that
+changes what they compute.
 
-`streamrl.placement.assign` makes plans; the launchers of `streamrl.cli` and what writes scripts and
-manifests read them.
+`streamrl.placement.assign` makes plans; the launchers of `streamrl.cli` read them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -90,7 +89,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine; `address` is where the others reach it, `ssh` where ssh does ("" is here).
+    """A machine; `address` is where the others reach it, by its network interface `interface`.
 
     `num_cores` 0 is not known. `generators` is how many it has to take, None its part of them.
     Where `is_counted` is false its GPUs are not known, and processes choose devices by themselves.
@@ -101,7 +100,6 @@ class Host:
     devices: tuple[Device, ...] = ()
     num_cores: int = 0
     roles: tuple[HostRole, ...] = ("buffer", "learner", "generator", "validator")
-    ssh: str = ""
     interface: str = ""
     generators: int | None = None
     is_counted: bool = True

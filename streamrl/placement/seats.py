@@ -47,10 +47,7 @@ def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
     """
     if allowed := tuple(host for host in hosts if role in host.roles):
         return allowed
-    raise ConfigError(
-        f"cluster.hosts: the run needs a {role}, and {_none_of(hosts)} {role} among its roles: add "
-        "it to those of one"
-    )
+    raise ConfigError(f"the run needs a {role}, and {_none_of(hosts)} {role} among its roles")
 
 
 def at_address(
@@ -210,10 +207,10 @@ def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[
     named = [(host, host.generators) for host in allowed if host.generators is not None]
     open_hosts = tuple(host for host in allowed if host.generators is None)
     placed = sum(count for _, count in named)
-    total = config.generator.count
+    total = config.generator.max_count
     if placed < total and not open_hosts:
         raise ConfigError(
-            f"generator.count: was {total}, and cluster.hosts have room for {placed}: "
+            f"generator.count: was {total}, and the hosts have room for {placed}: "
             + ", ".join(f"{host.name} has generators {count}" for host, count in named)
         )
     for host, count in named:
@@ -369,7 +366,9 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     for index, wanted in enumerate(generator_hosts(config, hosts)):
         name = f"generator-{index}"
         taken = (*taken, engine_seat(name, "generator", config.generator, wanted, taken))
-    if config.is_validated:
+    # By default where there is a place; what a setting asks for has to have one.
+    has_place = any("validator" in host.roles for host in hosts)
+    if config.is_validated and (has_place or config.validation.every is not None):
         generator, wanted = config.for_validator().generator, allowed_for("validator", hosts)
         taken = (*taken, engine_seat("validator", "validator", generator, wanted, taken))
     return (*buffer, *taken)

@@ -41,10 +41,13 @@ def _escape(character: str) -> str:
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
 
+_GAP = " [...] "
+
+
 def cut(text: str, longest: int) -> str:
-    """The first and the last half of a text that is longer."""
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:half]} [...] {text[-half:]}"
+    """At most so many characters: of a text that is longer its first and its last ones."""
+    half = (longest - len(_GAP)) // 2
+    return text if len(text) <= longest else f"{text[:half]}{_GAP}{text[-half:]}"
 
 
 def shortened_answer(text: str) -> str:

@@ -50,10 +50,8 @@ def markdown_table(columns: Sequence[str], samples: Sequence[Mapping[str, Any]])
 def _cell(sample: Mapping[str, Any], column: str) -> Any:
     if column.startswith(_REWARD):
         return sample.get("rewards", {}).get(column.removeprefix(_REWARD))
-    if column == "response":
-        value = "\n".join(f"{m['content']}" for m in sample["messages"])
-    else:
-        value = sample.get(column)
+    written = [m["content"] for m in sample["messages"]] if column == "response" else None
+    value = sample.get(column) if written is None else "\n".join(written)
     if not isinstance(value, str):
         return value
     return cut(without_markup(value, sample.get("special_tokens", ())), _LONGEST)

@@ -69,7 +69,7 @@ class WandbTracker:
         from wandb import Table
 
         shown = columns_of(columns, samples)
-        table = Table(columns=shown, data=rows(shown, samples))
+        table = Table(columns=[*shown], data=rows(shown, samples))
         self._run.log({name: table}, commit=False)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Machines made of namespaces: each has an address, processes, a home folder and shared memory of
-its own, and an sshd; what they send each other stays on a bridge between them.
+"""Machines made of namespaces: each has an address, processes, a home folder, shared memory and a
+/tmp/ray of its own, and an sshd; what they send each other stays on a bridge between them.
 
-    with network(folder, "a", "b") as net:
-        net.hosts["a"].run("hostname")
-        net.hosts["b"].cut()
+    with network(folder, "a", "b") as hosts:
+        hosts["a"].run("hostname")
+        hosts["b"].power_off()
 
 Invariant: everything is gone at the end: processes, namespaces, mounts. Needs root, `ip`, `unshare`
 and `sshd`.
@@ -20,18 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import psutil
 
 PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "ss": "iproute2"}
 DEADLINE_S = 240.0
-Addresses: TypeAlias = tuple[str, str]
+ROOT = Path(__file__).parents[2]
 
 _SSHD = """
 Port 22
 ListenAddress {address}
-ListenAddress {address_6}
 HostKey {keys}/{name}
 AuthorizedKeysFile {keys}/authorized
 PermitRootLogin prohibit-password
@@ -39,12 +37,13 @@ PasswordAuthentication no
 UsePAM no
 StrictModes no
 PidFile none
+SetEnv PYTHONPATH={root}
 """
 _PASSWD = "sshd:x:100:65534::/run/sshd:/usr/sbin/nologin\n"
-# A home, /dev/shm and /proc of its own; the first process of the machine ends with all others.
+# The first process of the machine ends with all others.
 _BOOT = """
-mount --bind {home}.passwd /etc/passwd && mount -t tmpfs none /dev/shm && hostname {name} &&
-exec {command}
+mount --bind {home}.passwd /etc/passwd && mount -t tmpfs none /dev/shm && mkdir -p /tmp/ray &&
+mount -t tmpfs none /tmp/ray && hostname {name} && exec {command}
 """
 
 
@@ -71,8 +70,6 @@ def _which(tool: str) -> str | None:
 class Machine:
     name: str
     address: str
-    address_6: str
-    namespace: str
     home: Path
     init: "subprocess.Popen[bytes]"
 
@@ -105,53 +102,27 @@ class Machine:
                     found[words] = process.pid
         return found
 
-    def cut(self) -> None:
-        """Take its network away."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "down")
-
-    def join(self) -> None:
-        _ip("-n", self.namespace, "link", "set", "eth0", "up")
-        # The kernel forgets those of a link that goes down.
-        address = f"{self.address_6}/64"
-        _ip("-n", self.namespace, "address", "replace", address, "dev", "eth0", "nodad")
-
     def power_off(self) -> None:
         """Everything on it ends at once, without notice."""
         os.kill(self.pid, signal.SIGKILL)
         self.init.wait(DEADLINE_S)
 
 
-@dataclass
-class Network:
-    """Machines with ssh among them; `start` boots one that was powered off."""
-
-    hosts: Mapping[str, Machine]
-    start: Callable[[str], Machine]
-
-
 @contextlib.contextmanager
-def network(folder: Path, *names: str) -> Iterator[Network]:
+def network(folder: Path, *names: str) -> Iterator[Mapping[str, Machine]]:
     """The machines, which know each other's keys and are in each other's known_hosts."""
     keys, tag = _make_keys(folder, names), f"s{secrets.token_hex(4)}"
     switch = f"{tag}-switch"
-    addresses = {
-        name: (f"10.77.0.{number}", f"fd00:77::{number}")
-        for number, name in enumerate(names, start=1)
-    }
+    addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, start=1)}
     hosts: dict[str, Machine] = {}
-
-    def start(name: str) -> Machine:
-        hosts[name] = _boot(folder, keys, name, addresses, f"{tag}-{name}", switch)
-        return hosts[name]
-
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for name in names:
             _plug(f"{tag}-{name}", switch, name, addresses[name])
-            start(name)
-        yield Network(hosts, start)
+            hosts[name] = _boot(folder, keys, name, addresses, f"{tag}-{name}")
+        yield hosts
     finally:
         for host in hosts.values():
             if host.init.poll() is None:
@@ -160,16 +131,14 @@ def network(folder: Path, *names: str) -> Iterator[Network]:
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
 
-def _plug(namespace: str, switch: str, name: str, addresses: Addresses) -> None:
+def _plug(namespace: str, switch: str, name: str, address: str) -> None:
     _ip("netns", "add", namespace)
     _ip(
         *("-n", namespace, "link", "add", "eth0", "type", "veth"),
         *("peer", "name", f"port-{name}", "netns", switch),
     )
     _ip("-n", switch, "link", "set", f"port-{name}", "master", "bridge", "up")
-    address, address_6 = addresses
     _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
-    _ip("-n", namespace, "address", "add", f"{address_6}/64", "dev", "eth0", "nodad")
     for device in ("lo", "eth0"):
         _ip("-n", namespace, "link", "set", device, "up")
 
@@ -178,21 +147,19 @@ def _boot(
     folder: Path,
     keys: Path,
     name: str,
-    addresses: Mapping[str, Addresses],
+    addresses: Mapping[str, str],
     namespace: str,
-    switch: str,
 ) -> Machine:
     home = folder / "homes" / name
     ssh = home / ".ssh"
     ssh.mkdir(parents=True, exist_ok=True)
     shutil.copy(keys / "identity", ssh / "id_ed25519")
     (ssh / "id_ed25519").chmod(0o600)
-    known = (f"{','.join(both)} {(keys / f'{n}.pub').read_text()}" for n, both in addresses.items())
+    known = (f"{a} {(keys / f'{n}.pub').read_text()}" for n, a in addresses.items())
     (ssh / "known_hosts").write_text("".join(known))
     home.with_name(f"{name}.passwd").write_text(f"root:x:0:0:root:{home}:/bin/sh\n{_PASSWD}")
     config = keys / f"{name}.config"
-    address, address_6 = addresses[name]
-    config.write_text(_SSHD.format(address=address, address_6=address_6, keys=keys, name=name))
+    config.write_text(_SSHD.format(address=addresses[name], keys=keys, name=name, root=ROOT))
     Path("/run/sshd").mkdir(exist_ok=True)
     script = _BOOT.format(home=home, name=name, command=f"{_which('sshd')} -D -e -f {config}")
     words = ["ip", "netns", "exec", namespace]
@@ -201,7 +168,7 @@ def _boot(
         init = subprocess.Popen(
             [*words, "sh", "-c", script], stdout=log, stderr=log, start_new_session=True
         )
-    machine = Machine(name, address, address_6, namespace, home, init)
+    machine = Machine(name, addresses[name], home, init)
     _wait(lambda: _listens(namespace), f"sshd of {name}")
     return machine
 

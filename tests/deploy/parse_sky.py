@@ -10,7 +10,6 @@ tasks = {
     task.name: {
         "num_nodes": task.num_nodes,
         "run": task.run,
-        "file_mounts": sorted(task.file_mounts or {}),
         "resources": [
             {"use_spot": one.use_spot, "job_recovery": one.job_recovery} for one in task.resources
         ],

@@ -1,4 +1,4 @@
-"""`streamrl launch --slurm` on a real Slurm of three virtual nodes: the run survives a killed step,
+"""deploy/slurm/run.sbatch on a real Slurm of three virtual nodes: the run survives a killed step,
 a time limit and a failed node, and nothing of it is left behind."""
 
 import re
@@ -11,18 +11,13 @@ import pytest
 
 from streamrl.checkpoints.find import list_checkpoints, version_of
 from tests.deploy.slurm_cluster import SlurmCluster, missing
+from tests.documents import ROOT
 from tests.system.conftest import CONFIG, STREAMRL, RunFolder
 from tests.system.test_launch import assert_audit_passes, assert_every_step_once
 
 DEADLINE_S = 300.0
 MAX_STEPS = 100_000
-HOSTS = """
-cluster:
-  hosts:
-    - {name: first, roles: [buffer, learner], devices: 0}
-    - {name: second, roles: [generator], devices: 0, generators: 1}
-    - {name: third, roles: [generator], devices: 0, generators: 1}
-"""
+SCRIPT = ROOT / "deploy" / "slurm" / "run.sbatch"
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +38,16 @@ class Job(RunFolder):
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         super().__init__(folder / "run")
         self._cluster = cluster
-        text = CONFIG.format(folder=folder, model=folder / "model") + HOSTS
+        text = CONFIG.format(folder=folder, model=folder / "model")
         # Through the network, although the nodes' /dev/shm is one.
         text = text.replace("weights: {", "weights: {backend: gloo, ")
-        text = text.replace("max_steps: 12", f"max_steps: {MAX_STEPS}")
+        text = text.replace("count: 1", "count: 2").replace(
+            "max_steps: 12", f"max_steps: {MAX_STEPS}"
+        )
         (folder / "run.yaml").write_text(text)
-        said = cluster.run(STREAMRL, "launch", str(folder / "run.yaml"), "--slurm")
+        self._output = folder / "job.log"
+        options = (f"--output={self._output}", "--nodes=3", f"--export=ALL,STREAMRL={STREAMRL}")
+        said = cluster.run("sbatch", *options, str(SCRIPT), str(folder / "run.yaml"))
         found = re.search(r"Submitted batch job (\d+)", said)
         assert found, said
         self.id = found.group(1)
@@ -60,7 +59,7 @@ class Job(RunFolder):
 
     @property
     def output(self) -> str:
-        return self.log("slurm")
+        return self._output.read_text() if self._output.exists() else ""
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the condition; unblocked by it or the deadline."""

@@ -17,7 +17,8 @@ from streamrl.errors import ConfigError
 from streamrl.types import LoadReport, WeightUpdate
 from tests.engines import ENVIRONMENT
 from tests.ports import free_port
-from tests.system.conftest import CONFIG
+from tests.system.conftest import CONFIG, STREAMRL
+from tests.terminal import Terminal
 from tests.unit.test_generator import FakeEngine
 
 
@@ -107,3 +108,16 @@ def test_the_prompts_do_not_depend_on_the_seed_of_the_run(config, model, tmp_pat
         config = changed(config, "data", eval_source=rows(tmp_path / source, *prompts))
     other = changed(config, "run", seed=7)
     assert answers(config, model) == answers(other, model)
+
+
+@pytest.mark.long
+def test_on_a_terminal_an_evaluation_shows_how_far_it_is(config, model, tmp_path):
+    command = [STREAMRL, "evaluate", "--config", str(tmp_path / "run.yaml")]
+    terminal = Terminal([*command, "--checkpoint", str(model)])
+    try:
+        assert terminal.end() == 0
+        assert "evaluating" in terminal.output
+        assert "32/32" in terminal.output
+        assert '"num_prompts": 32' in terminal.output
+    finally:
+        terminal.kill()

@@ -260,6 +260,7 @@ def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_o
     assert dropped == {"expired": 0, "released": 0}
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.output
+    assert "finishing the step and saving it; Ctrl-C again stops now" in run.output
     assert_every_step_once(run, len(run.lines))
     assert_books_close(run)
     assert_audit_passes(run)

@@ -13,30 +13,23 @@ import pytest
 from streamrl.cli.keys import main as make_keys
 from streamrl.config import load_config, to_yaml
 from streamrl.placement.assign import make_plan
-from streamrl.placement.hosts import hosts_of
-from streamrl.placement.plan import Plan, PlannedProcess
+from streamrl.placement.plan import Host, Plan, PlannedProcess
 from streamrl.tracking.jsonl import read_metrics
 from tests.ports import free_port
 from tests.system.conftest import CONFIG, DEADLINE_S
 
-CLUSTER = """
-cluster:
-  first_port: {port}
-  hosts:
-    - {{name: a, address: 127.0.0.1, devices: 0}}
-    - {{name: b, address: 127.0.0.2, devices: 0}}
-"""
+HOSTS = (Host("a", "127.0.0.1", num_cores=1), Host("b", "127.0.0.2", num_cores=1))
 
 
 @pytest.fixture
 def plan(tmp_path: Path, model: Path) -> Plan:
     make_keys(argparse.Namespace(folder=str(tmp_path / "keys")))
     file = tmp_path / "run.yaml"
-    text = CONFIG.format(folder=tmp_path, model=model)
-    file.write_text(text + CLUSTER.format(port=free_port() // 2 + 1024))
-    settings = ("learner.num_ranks=2", "generator.count=2", "run.max_steps=3")
+    file.write_text(CONFIG.format(folder=tmp_path, model=model))
+    port = f"cluster.first_port={free_port() // 2 + 1024}"
+    settings = (port, "learner.num_ranks=2", "generator.count=2", "run.max_steps=3")
     config = load_config(file, [f"buffer.curve={tmp_path / 'keys'}", *settings]).config
-    return make_plan(config, hosts_of(config))
+    return make_plan(config, HOSTS)
 
 
 @pytest.fixture

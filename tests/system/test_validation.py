@@ -51,6 +51,7 @@ def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(laun
         samples = list(read_samples(file))
         assert len(samples) == 32 * 4
         assert {(s.version, s.newest_version) for s in samples} == {(int(file.stem),) * 2}
+        assert all(s.answer and s.rewards == {"score": s.reward} for s in samples)
         mean = sum(sample.reward for sample in samples) / len(samples)
         assert abs(mean - validated[int(file.stem)]["validation/mean@4"]) < 1e-6
     assert "the run is over" in run.log("validator")

@@ -138,9 +138,10 @@ def test_help_lists_every_command_once_and_no_more_than_a_reader_takes_in(capsys
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_a_command_that_has_gone_says_where_it_is_now(capsys, name):
+def test_a_command_or_option_that_has_gone_says_where_it_is_now(capsys, name):
+    words = ["launch", f"{name}=a"] if name.startswith("--") else name.split()
     with pytest.raises(SystemExit) as ended:
-        main([*name.split(), "runs/quickstart", "--once"])
+        main([*words, "runs/quickstart", "--once"])
     assert ended.value.code == 2
     assert f"{name} has gone: {GONE[name]}" in capsys.readouterr().err
     (given,) = re.findall("`([^`]+)`", GONE[name])

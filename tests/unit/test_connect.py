@@ -1,7 +1,6 @@
 """One URL chooses the backend; what a person gets wrong about it is said in a sentence."""
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 
@@ -55,8 +54,8 @@ def test_a_backend_that_is_not_there_is_refused(tmp_path):
 
 
 def test_a_missing_client_of_redis_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install streamrl\[redis\]"):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"pip install .streamrl\[redis\]"):
         connect(configured(tmp_path, "redis://127.0.0.1:1"))
 
 

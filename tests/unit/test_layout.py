@@ -20,7 +20,7 @@ MIN_FILE_LINES = 60
 SHORT = {
     "a command": "cli/keys cli/new cli/report",
     "a section of the configuration, or what all sections are made of": (
-        "config/algorithm/presets config/section config/tracking"
+        "config/algorithm/presets config/cluster config/section config/tracking"
     ),
     "one tracker, or one kind of file": (
         "tracking/console tracking/tensorboard data_files/parquet"
@@ -29,15 +29,14 @@ SHORT = {
         "interfaces/tracking types/parity types/validation tools/tool metrics/catalogue"
     ),
     "imported where torch, vLLM or matplotlib must not be, or run by a process of its own": (
-        "cli/display/figure engines/vllm/cpu engines/vllm/plugin served/process_guard agent/files "
-        "agent/survey ssh/command"
+        "cli/display/figure engines/vllm/cpu engines/vllm/plugin served/process_guard"
     ),
     "one half of what actors and learners do, which don't see each other": (
         "actors/parity learners/parity"
     ),
     "read by rooms that don't see each other": (
-        "durable_files process_environment prompts/seeds rendering/messages launchers/hosts "
-        "placement/assign slurm/keys ssh/gathered redis/run_end"
+        "durable_files process_environment prompts/seeds rendering/messages "
+        "placement/assign redis/run_end"
     ),
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""

@@ -171,7 +171,7 @@ def test_a_name_that_users_choose_is_found_by_its_family():
     assert find("generator/gen-3/tokens_per_s").unit == "tokens/s"
     assert find("reward/f.py:right/num_failures").merge is Merge.SUM
     assert find("reward/f.py:right/steps").name == "reward/{reward}/{name}"
-    assert find("reward/mean").meaning == "Training reward."
+    assert find("reward/mean").meaning == "Training reward of the step."
     assert find("validation/a/b/pass@4").name == "validation/{source}/pass@{k}"
     assert find("episode/g.py:Game/tool/calculator/time_s").unit == "s"
     assert find("actor/soft_clip_frac") is OWN

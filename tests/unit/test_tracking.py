@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import msgspec
 import pytest
 import wandb
@@ -298,17 +299,24 @@ def test_what_wandb_refuses_is_a_sentence_that_names_the_setting(tmp_path, monke
 
 @pytest.fixture
 def trackio_store(tmp_path, monkeypatch):
-    """What Trackio keeps in a folder of the test's own, while no connection can be made."""
+    """What Trackio keeps in a folder of the test's own; it makes no connection."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
 
-    def refuse(*address: object) -> None:
-        raise AssertionError(f"a connection to {address}")
+    connections: list[object] = []
+
+    def refuse(_: socket.socket, address: object) -> None:
+        connections.append(address)
+        raise OSError("there is no network")
+
+    def logged_out(**_: object) -> None:
+        raise OSError("nobody is logged in to the hub")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setenv("HF_TOKEN", "")
-    return import_module("trackio.sqlite_storage").SQLiteStorage
+    monkeypatch.setattr(huggingface_hub, "whoami", logged_out)
+    yield import_module("trackio.sqlite_storage").SQLiteStorage
+    assert not connections
 
 
 def logged(store: Any, name: str = "run") -> list[dict[str, Any]]:

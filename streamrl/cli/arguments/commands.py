@@ -1,7 +1,8 @@
 """Every command of `streamrl`: a new one is a line here, a set of options, and a module.
 
-`buffer drain` and the like are verbs of `buffer`, of which its own help tells. A command that goes
-leaves a line in `GONE`. Invariant: an entry is a name, so this table imports no command.
+`buffer drain` and the like are verbs of `buffer`, of which its own help tells. A command or an
+option that goes leaves a line in `GONE`. Invariant: an entry is a name, so this table imports no
+command.
 """
 
 from argparse import ArgumentParser
@@ -161,6 +162,10 @@ _VERBS = {
 GROUPS = {"run": _RUN, "look": _LOOK, "use": _USE}
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()} | _VERBS
 GONE: Mapping[str, str] = {
+    "--hosts": "`streamrl launch` has --ray; deploy/multi_node.sh starts a Ray cluster over ssh",
+    "--nodes": "in a job `streamrl launch` has --slurm; sbatch submits deploy/slurm/run.sbatch",
+    "--sbatch": "in a job `streamrl launch` has --slurm; sbatch submits deploy/slurm/run.sbatch",
+    "--k8s": "`streamrl launch` has --ray; deploy/ray has what KubeRay makes a Ray cluster of",
     "doctor": "`streamrl check` says what is wrong with this machine, with CONFIG also with a run",
     "top": "`streamrl status RUN --follow` is the live screen",
     "watch": "`streamrl status RUN --follow --lines` prints the progress as lines",
@@ -174,7 +179,7 @@ GONE: Mapping[str, str] = {
     "soak": "in a checkout of StreamRL it is `PYTHONPATH=. python -m tests.research.soak`",
     "ablate": "in a checkout of StreamRL it is `PYTHONPATH=. python -m tests.research.ablate`",
 }
-"""Commands of earlier releases, and where each is now."""
+"""Commands and options of earlier releases, and where each is now."""
 
 
 def verbs_of(name: str) -> Mapping[str, Command]:

@@ -2,7 +2,6 @@
 
 import math
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, _ActionsContainer
-from functools import partial
 
 
 def config(parser: ArgumentParser) -> None:
@@ -17,7 +16,6 @@ def check(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
     overrides(parser)
-    hosts(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
         "--deep", action="store_true", help="sample one group with the model, score and print it"
@@ -285,72 +283,26 @@ def launch(parser: ArgumentParser) -> None:
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--hosts",
-        metavar="[USER@]HOST[:DEVICES],...",
-        help="start the run on these machines, over ssh; short for cluster.hosts",
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="start the run on the nodes of a Ray cluster: that of RAY_ADDRESS or of this machine, "
+        "HOST:PORT, or ray://HOST:PORT from a machine outside",
     )
     where.add_argument(
         "--slurm",
         action="store_true",
-        help="submit a job to Slurm; within a job or an allocation: start the run on its nodes",
-    )
-    where.add_argument(
-        "--k8s",
-        dest="kubernetes",
-        action="store_true",
-        help="start the run on Kubernetes, by kubectl",
+        help="within a job of Slurm or an allocation: start the run on its nodes",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and where"
     )
-    _slurm(parser)
-    _kubernetes(parser)
-
-
-def _slurm(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("with --slurm")
-    group.add_argument(
-        "--nodes", type=count, help="nodes of the job; default: those of cluster.hosts, or 1"
-    )
-    group.add_argument(
-        "--sbatch",
-        metavar="OPTION[=VALUE]",
-        action="append",
-        default=[],
-        help="option of sbatch, such as partition=gpu or time=8:00:00; can be repeated",
-    )
-
-
-def _kubernetes(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("with --k8s")
-    group.add_argument("--namespace", help="of all objects; default: default")
-    group.add_argument(
-        "--image",
-        metavar="[ROLE=]IMAGE",
-        action="append",
-        default=[],
-        help="image of all pods or of those of a role; can be repeated; default: those of deploy/",
-    )
-    group.add_argument(
-        "--gpus-per-node",
-        type=partial(count, least=0),
-        help="GPUs that one pod can have; default: 8",
-    )
-    group.add_argument("--storage", help="size of the volume with the run; default: 200Gi")
 
 
 def plan(parser: ArgumentParser) -> None:
     config(parser)
-    hosts(parser)
     json_output(parser)
-
-
-def hosts(parser: _ActionsContainer) -> None:
-    parser.add_argument(
-        "--hosts",
-        metavar="[USER@]HOST[:DEVICES],...",
-        help="the machines of the run; short for cluster.hosts",
-    )
 
 
 def samples(parser: ArgumentParser) -> None:

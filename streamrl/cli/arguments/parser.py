@@ -19,8 +19,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser()
     words = _joined(arguments)
-    if words and words[0] in GONE:
-        parser.error(f"{words[0]} has gone: {GONE[words[0]]}")
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for word in (*words[:1], *options):
+        if word in GONE:
+            parser.error(f"{word} has gone: {GONE[word]}")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"no command {words[0]!r}: {did_you_mean(words[0], COMMANDS)}")
     return parser.parse_args(words)

@@ -44,12 +44,12 @@ from streamrl.cli.check.packages import (
     needed_packages,
 )
 from streamrl.cli.check.settings import check_effects, check_folder, check_limits, check_sizes
-from streamrl.cli.launchers.hosts import with_hosts
 from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.loading.load import config_file, configuration, load_usable
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
 from streamrl.findings import CONFIGURATION, Area, Finding, Severity
+from streamrl.run_folder import held_run
 
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_model,
@@ -78,7 +78,6 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             _print(found, is_brief=arguments.quiet)
         return _exit_code(found)
-    arguments = with_hosts(arguments)
     loaded, refused = load_usable(config_file(arguments), arguments.overrides)
     if loaded is None:
         assert refused is not None, "something is wrong with a configuration that is not usable"
@@ -87,6 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     found = [
         *machine_findings(loaded.config.run.path, buffer.has_daemon and buffer.journal),
         *run_findings(loaded, refused),
+        *map(CONFIGURATION.warning, filter(None, [held_run(loaded.config.run.path)])),
     ]
     if arguments.json:
         _print_json(found)
@@ -170,8 +170,7 @@ def _located(finding: Finding, loaded: LoadedConfig) -> Finding:
 
 def _is_of_machine(arguments: argparse.Namespace) -> bool:
     """Whether nothing is given that is about a run."""
-    given = (arguments.file, arguments.config, arguments.overrides, arguments.hosts, arguments.deep)
-    return not any(given)
+    return not any((arguments.file, arguments.config, arguments.overrides, arguments.deep))
 
 
 def _print_json(found: Sequence[Finding]) -> None:

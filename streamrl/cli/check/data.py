@@ -113,7 +113,16 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield DATA.problem(str(error))
         return
-    talks = any(entry.environment != "single_turn" for entry in config.entries)
+    environments = {entry.environment for entry in config.entries}
+    by_messages = environments & {TOOLS, "agent"}
+    if by_messages and _lacks_template(config):
+        yield DATA.problem(
+            f"data.chat_template: was {config.data.chat_template}, and environment "
+            f"{min(by_messages)} talks by messages, for which the tokenizer has no chat template; "
+            "name a Jinja file"
+        )
+        return
+    talks = bool(environments - {"single_turn"})
     try:
         renderer = _renderer(config) if talks else None
         if renderer is not None:
@@ -288,15 +297,22 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
         return
     if has_media(prompt.content):
         yield from _check_media(config)
-    if _is_made(config):
-        return
-    tokenizer = local_folder("model.tokenizer", config.model.tokenizer_path)
-    has_none = tokenizer is not None and not tokenizer.has_chat_template
-    if data.chat_template == "none" or (data.chat_template == "native" and has_none):
+    if _lacks_template(config):
         yield DATA.problem(
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
             "which the tokenizer has no chat template; name a Jinja file"
         )
+
+
+def _lacks_template(config: RunConfig) -> bool:
+    """Whether messages cannot be rendered, as far as that is known."""
+    recipe, template = config.model.recipe, config.data.chat_template
+    if template != "native":
+        return template == "none"
+    if recipe is not None and _is_made(config):
+        return not is_user_code(recipe.architecture)
+    folder = local_folder("model.tokenizer", config.model.tokenizer_path)
+    return folder is not None and folder.has_tokenizer and not folder.has_chat_template
 
 
 def _check_media(config: RunConfig) -> Iterator[Finding]:

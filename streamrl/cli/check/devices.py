@@ -14,21 +14,17 @@ from streamrl.errors import ConfigError
 from streamrl.findings import CONFIGURATION, MEMORY, Finding
 from streamrl.placement.assign import make_plan
 from streamrl.placement.devices import torch_has_cuda
-from streamrl.placement.hosts import hosts_of
+from streamrl.placement.hosts import this_machine
 from streamrl.placement.memory import DoesNotFitError
 from streamrl.placement.plan import Plan, gib
 from streamrl.placement.seats import counted
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
-    """Whether there is a plan for the run's hosts, by the planner's own look-up, and what its
-    processes need of their GPUs."""
+    """Whether there is a plan for this machine, by the planner's own look-up, and what processes
+    need of their GPUs."""
     why = "" if torch_has_cuda() else ": the installed torch is a build for CPUs"
-    try:
-        hosts = hosts_of(config)
-    except ConfigError as error:
-        yield CONFIGURATION.warning(str(error))
-        return
+    hosts = [this_machine()]
     try:
         plan = make_plan(config, hosts)
     except DoesNotFitError as error:
@@ -85,7 +81,7 @@ def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[
 def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Whether the learner or the HF engine computes on a CPU in what that has no instructions for;
     other engines have kernels of their own."""
-    if config.cluster.hosts or not read_machine().lacks_bfloat16:
+    if not read_machine().lacks_bfloat16:
         return
     on_cpu = {process.role for process in plan.processes if not process.devices}
     in_bfloat16 = {
@@ -131,7 +127,7 @@ def check_host_memory(config: RunConfig) -> Iterator[Finding]:
 def _buffers_here(config: RunConfig) -> bool:
     """Whether groups are held in this machine's memory."""
     buffer = config.buffer
-    return not config.cluster.hosts and buffer.has_daemon and is_loopback(buffer.url)
+    return buffer.has_daemon and is_loopback(buffer.url)
 
 
 def _memory() -> int:

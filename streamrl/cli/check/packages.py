@@ -8,6 +8,7 @@ or crash; that waits ANSWER_S for it at most.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from actors.engines import find_engine
 from streamrl.config import RunConfig
 from streamrl.extras import require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.devices import driver_devices, is_rocm
+from streamrl.placement.devices import driver_devices, is_rocm, torch_has_cuda
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
@@ -316,7 +317,20 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
             "tracking.wandb: online needs a key, and there is none: `wandb login`, or "
             "WANDB_API_KEY in the environment; offline needs none"
         )
+    if config.learner.compile and not config.cluster.hosts:
+        yield from _check_compiler()
     yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
+
+
+def _check_compiler() -> Iterator[Finding]:
+    """What torch.compile needs on a CPU; Triton, on a GPU, does with one for C."""
+    names = [os.environ.get("CXX", "c++"), "g++", "clang++"]
+    names += ["gcc", "clang"] if torch_has_cuda() else []
+    if not any(map(shutil.which, names)):
+        yield CONFIGURATION.problem(
+            "learner.compile: was true, and torch.compile needs a C++ compiler, of which there is "
+            f"none ({', '.join(names)}): install g++, or set it to false"
+        )
 
 
 def _has_wandb_key() -> bool:

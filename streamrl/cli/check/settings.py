@@ -143,7 +143,7 @@ def _update_s(config: RunConfig, copy_s: float) -> float:
 
 
 def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
-    generator, cluster = config.generator, config.cluster
+    generator = config.generator
     engine = generator.engine
     starts_server = engine in ("vllm", "sglang") and generator.url is None
     turn_s = generator.episode.turn_deadline_s
@@ -166,8 +166,6 @@ def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
     if config.learner.num_ranks > 1:
         rank_s = config.learner.rank_deadline_s
         shortest.append(("learner.rank_deadline_s", rank_s, 2.0, "two reports of a rank take"))
-    if cluster.hosts:
-        shortest.append(("cluster.start_s", cluster.start_s, 1.0, "a connection to a host takes"))
     for name, given, needed, what in shortest:
         if given < needed:
             yield CONFIGURATION.problem(

@@ -106,10 +106,10 @@ class LinePrinter:
         now_s, lines = time.monotonic(), self._metrics.read()
         headlines = [headline(self._config, lines)] if lines else []
         texts = {text: text for text in headlines}
-        said = notes(self._config.run.path)
+        sentences = notes(self._config.run.path)
         if validated := validation_text(self._config):
-            said.append(f"held-out reward {validated}")
-        texts |= {_NUMBER.sub("", text): text for text in said}
+            sentences.append(f"held-out reward {validated}")
+        texts |= {_NUMBER.sub("", text): text for text in sentences}
         # What is no longer so is new when it is so again.
         self._said = {words: self._said[words] for words in texts if words in self._said}
         for words, text in texts.items():
@@ -123,7 +123,7 @@ def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
     """Where the run is, in one line, with the means of the last steps and what is to come."""
     step, *left = _place(config, lines)
     reward = (text for text in (reward_text(lines),) if text)
-    return "  ".join([step, *reward, *_means(lines), *left])
+    return "  ".join([step, *reward, *means(lines), *left])
 
 
 def _place(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _place(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[st
     yield from remaining_texts(remaining(lines, max_steps, checkpoint.every))
 
 
-def _means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Of the last RECENT steps: staleness, effective sample size, wait, speed."""
     for shown, name in (
         ("staleness {:.2f}", "buffer/staleness_mean"),
@@ -210,16 +210,15 @@ def screen(
 class _Fitted(NamedTuple):
     """The sample has the rows of the terminal that are left, or none."""
 
-    above: RenderableType
+    above: Group
     sample: Panel | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.above
         if self.sample is None:
             return
-        above, sample = (console.render_lines(part, options) for part in self)
-        left = console.height - len(above) - 1
-        if not console.is_terminal or len(sample) <= left:
+        left = console.height - len(console.render_lines(self.above, options)) - 1
+        if not console.is_terminal or len(console.render_lines(self.sample, options)) <= left:
             yield self.sample
         elif left >= _SHORTEST_SAMPLE:
             self.sample.height = left
@@ -232,7 +231,7 @@ def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tu
         yield "training reward", f"{reward_change(lines)}\n{sparkline(rewards)}"
     yield from held_out_rows(config.run.path, validation_text(config))
     recent = lines[-RECENT:]
-    if texts := [text for text in (", ".join(_means(lines)), step_parts(recent)) if text]:
+    if texts := [text for text in (", ".join(means(lines)), step_parts(recent)) if text]:
         yield f"last {len(recent)} steps", "\n".join(texts)
 
 

@@ -31,7 +31,7 @@ def about(config: RunConfig, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return {
         "state": f"{int(known['steps']):,} of {config.run.max_steps:,} steps{took}",
         "about": [(name, printable(value)) for name, value in _facts(config)],
-        "settings": list(_settings(config)),
+        "settings": list(_changed(config.model_dump(mode="json", exclude_defaults=True))),
         "tiles": [_tile(*row) for row in numbers if row[0] not in (*_OF_INTEGRITY, *_OF_STATE)],
         "notes": [(n, printable(value)) for n, value in rows if n.startswith(_SENTENCES)],
     }
@@ -62,16 +62,12 @@ def _model(config: RunConfig) -> str:
     return f"{path.name} ({recipe.num_layers} layers of width {recipe.hidden_size})"
 
 
-def _settings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Those that are not the default and stand nowhere else, by dotted name."""
-    yield from _flat(config.model_dump(mode="json", exclude_defaults=True), "")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _changed(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings by dotted name, but for those that stand above."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _flat(value, f"{name}.")
+            yield from _changed(value, f"{name}.")
         elif not name.startswith(_PLACES) and name not in _SHOWN_ABOVE:
             yield name, printable(str(value))
 

@@ -31,7 +31,7 @@ def call(
     Raises:
         StreamRLError: it failed; of the failure's kind, with the command's own sentence.
     """
-    with _sigterm_raises(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
+    with sigterm_raises(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
         process = _start((executable(), *arguments), output.fileno(), pipe, fork_server)
         try:
             code = _wait(process, within_s)
@@ -98,7 +98,7 @@ def _signal(process: "subprocess.Popen[bytes] | ForkedProcess", number: signal.S
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:

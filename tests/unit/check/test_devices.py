@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> RunConfig:
 def of_memory(
     config: RunConfig, hosts: tuple[Host, ...], monkeypatch: pytest.MonkeyPatch
 ) -> list[Finding]:
-    monkeypatch.setattr(devices, "hosts_of", lambda _: hosts)
+    monkeypatch.setattr(devices, "this_machine", lambda: hosts[0])
     return [finding for finding in devices.check_devices(config) if finding.area is MEMORY]
 
 

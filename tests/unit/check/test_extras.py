@@ -25,10 +25,14 @@ NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "trackio": ("tracking.trackio=true",),
     "tensorboard": ("tracking.tensorboard=true",),
     "lora": ("learner.lora={}",),
-    "gateway": ("generator.environment=agent",),
+    "gateway": ("generator.environment=agent", "data.chat_template=any.jinja"),
     "gym": ("generator.environment=frozen_lake",),
     "math": ("data.reward=math",),
-    "mcp": ("generator.environment=tools", "generator.mcp_servers=[{command: [x]}]"),
+    "mcp": (
+        "generator.environment=tools",
+        "data.chat_template=any.jinja",
+        "generator.mcp_servers=[{command: [x]}]",
+    ),
     "parquet": ("data.source=rows.parquet",),
     "datasets": ("data.source=datasets:name",),
     "textarena": ("generator.environment=textarena:Bandit-v0",),
@@ -40,6 +44,7 @@ NOT_OF_A_RUN = {
     "flash": "nothing needs it",
     "liger": "nothing needs it",
     "gguf": "`streamrl get-model`, see test_without_its_packages_a_model_file_is_not_read",
+    "ray": "`streamrl launch --ray`, see tests/unit/launchers/test_ray_bundles.py",
     "notebook": "`streamrl.train`, which refuses before it starts anything",
 }
 CONFIG = """

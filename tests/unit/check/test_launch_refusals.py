@@ -11,6 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from actors.make_model import make_tokenizer
+from streamrl.cli.main import main
+from streamrl.config import load_config
+from streamrl.errors import ConfigError
+from streamrl.run_folder import prepare
 from tests.documents import ROOT
 from tests.unit.check.test_check import (
     folder,  # noqa: F401
@@ -27,6 +31,8 @@ SIZES = {
     "intermediate_size": 32,
 }
 TWO = "learner.num_ranks=2"
+MADE = ("model.path=made", "model.recipe.num_layers=1")
+"""A model that a launch makes."""
 MODELS: Mapping[str, Mapping[str, object]] = {
     "model": SIZES,
     "recurrent": {**SIZES, "layer_types": ["full_attention", "linear_attention"]},
@@ -75,6 +81,8 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"generator\.hf\.recompute_kv: was true, and the model at sees sees images",
     ),
     (["model.path=cut"], r"model\.path: .* damaged: model\.safetensors has 69 bytes of 81"),
+    (["model.path=text"], r"model\.path: .* damaged: model\.safetensors has no header"),
+    (["model.path=list"], r"model\.path: .* damaged: model\.safetensors has no header"),
     (["model.path=lost"], r"model\.path: .* damaged: a\.safetensors is missing"),
     (
         ["model.path=chats", "data.source=image.jsonl", "data.image_key=image"],
@@ -89,12 +97,21 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"data\.chat_template: it cannot render .*System role not supported",
     ),
     (
+        ["generator.environment=agent"],
+        r"data\.chat_template: was native, and environment agent talks by messages",
+    ),
+    (
+        ["generator.environment=tools", "generator.tools=[calculator]", *MADE],
+        r"data\.chat_template: was native, and environment tools talks by messages",
+    ),
+    (["data.source=chat.jsonl", *MADE], r"data\.chat_template: was native, and prompts are lists"),
+    (
         ["data.source=rows.jsonl", "data.truncation=filter", "data.max_prompt_length=2"],
         r"data\.max_prompt_length: was 2; none of the first 10 prompts fits, the shortest has 3",
     ),
     (
         [
-            *("generator.environment=agent", "generator.agent.host=127.0.0.2"),
+            *("model.path=chats", "generator.environment=agent", "data.max_prompt_length=40"),
             "generator.agent.token_variable=NO_SUCH_TOKEN",
         ],
         r"generator\.agent\.token_variable: there is no NO_SUCH_TOKEN",
@@ -135,6 +152,9 @@ def models(folder: Path) -> Path:  # noqa: F811
         make_model_folder(folder / name)
         content = safetensors([tensor], 4 if name == "cut" else 16)
         (folder / name / "model.safetensors").write_bytes(content)
+    for name, content in (("text", b"not a file"), ("list", struct.pack("<Q", 3) + b"[1]")):
+        make_model_folder(folder / name)
+        (folder / name / "model.safetensors").write_bytes(content)
     index = {"weight_map": {"a": "a.safetensors"}}
     (folder / "lost" / "model.safetensors.index.json").write_text(json.dumps(index))
     make_model_folder(folder / "chats", vocab_size=200)
@@ -162,6 +182,26 @@ def test_check_warns_of_what_a_daemon_may_refuse(
     found = report(models, *overrides)
     assert not found.problems
     assert any(re.search(sentence, warning) for warning in found.warnings), found.warnings
+
+
+def test_a_folder_that_holds_a_run_is_said_with_what_a_launch_needs(
+    models: Path, capsys: pytest.CaptureFixture[str]
+):
+    (models / "run").mkdir()
+    (models / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    main(["check", "run.yaml", "--quiet"])
+    assert "holds a run already: --resume goes on with it, --new moves" in capsys.readouterr().out
+    assert not [w for w in report(models).warnings if "holds a run" in w], "a launch has its flags"
+    with pytest.raises(ConfigError, match="holds a run already: --resume goes on with it, --new"):
+        prepare(load_config("run.yaml").config, resume=False, new=False, next_prompt_index=len)
+
+
+def test_compiled_layers_need_a_compiler(models: Path, monkeypatch: pytest.MonkeyPatch):
+    assert not report(models, "learner.compile=true").problems
+    monkeypatch.setenv("PATH", "")
+    (problem,) = report(models, "learner.compile=true").problems
+    assert problem.startswith("learner.compile: was true, and torch.compile needs a C++ compiler")
+    assert not report(models).problems
 
 
 SAID: Mapping[str, str] = {

@@ -91,7 +91,7 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "it is generator.engine_kwargs"),
         ("system_envs.RAY_PROFILING=1", "(daemons inherit the environment of streamrl launch)"),
-        ("actor_infer.device_mapping=x", "ROLL's name; here it is cluster.hosts"),
+        ("actor_infer.device_mapping=x", "ROLL's name; there is no such setting here (the plan"),
         (
             "actor_infer.strategy_args.strategy_name=vllm",
             "ROLL's name; here it is generator.engine",
@@ -151,6 +151,8 @@ CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_rati
         ("generator.n=4", f"{LAST}; here it is generator.group_size"),
         ("generator.max_tokens=4", f"{LAST}; here it is generator.max_new_tokens"),
         ("model.name=x", "unknown key; here it is model.path"),
+        ("cluster.hosts=[{name: a}]", "(it has gone: start a Ray cluster on the machines, where"),
+        ("cluster.silence_s=60", "there is no such setting here (it has gone: Ray says which"),
         ("data.path=x", "unknown key; here it is data.source"),
         ("data.reward_function=x", f"{LAST}; here it is data.reward"),
         ("algorithm.clip_eps=0.2", f"{LAST}; here it is {CLIP}"),

@@ -20,8 +20,7 @@ def one_host(count: int, gib: float = 0, **fields: Any) -> tuple[Host, ...]:
 def several(*counts: int, gib: float = 0) -> tuple[Host, ...]:
     """Hosts a, b, ... at 10.0.0.1, ... with so many GPUs each."""
     return tuple(
-        Host(f"host-{i}", f"10.0.0.{i + 1}", gpus(count, gib), 16, ssh=f"10.0.0.{i + 1}")
-        for i, count in enumerate(counts)
+        Host(f"host-{i}", f"10.0.0.{i + 1}", gpus(count, gib), 16) for i, count in enumerate(counts)
     )
 
 

@@ -1,4 +1,4 @@
-"""The hosts of a run: from the settings, from this machine, from one that is asked."""
+"""A machine as the host of a plan, and its GPUs by the names that it gives them."""
 
 import ctypes
 import os
@@ -6,11 +6,9 @@ import socket
 
 import pytest
 
-from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
 from streamrl.placement import devices, hosts
 from streamrl.placement.devices import named
-from streamrl.placement.hosts import HostFacts, hosts_of, interface_of
+from streamrl.placement.hosts import interface_of, this_machine
 from streamrl.placement.plan import Device
 from tests.unit.placement.plans import configured
 
@@ -22,54 +20,10 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "usable_devices", lambda: FOUND)
 
 
-def cluster(*given: dict[str, object]) -> RunConfig:
-    return configured(cluster={"hosts": list(given)})
-
-
-def test_without_a_cluster_this_machine_is_the_host():
-    (host,) = hosts_of(configured())
-    assert (host.name, host.ssh, host.devices) == ("here", "", FOUND)
+def test_this_machine_says_what_it_has():
+    host = this_machine()
+    assert (host.name, host.address, host.devices) == ("here", "127.0.0.1", FOUND)
     assert host.num_cores == len(os.sched_getaffinity(0))
-
-
-def test_settings_say_how_many_devices_or_which():
-    config = cluster(
-        {"name": "a", "devices": 2, "device_memory_gib": 80, "cores": 96},
-        {"name": "b", "devices": [3, 5], "address": "10.0.0.2", "ssh": "me@b", "interface": "ib0"},
-        {"name": "c", "devices": 0, "roles": ["generator"], "generators": 2},
-    )
-    a, b, c = hosts_of(config)
-    assert [(d.index, d.memory_bytes) for d in a.devices] == [(0, 80 * 2**30), (1, 80 * 2**30)]
-    assert (a.num_cores, a.address, a.ssh) == (96, "a", "a")
-    assert [d.visible_as for d in b.devices] == ["3", "5"]
-    assert (b.num_cores, b.address, b.ssh, b.interface) == (0, "10.0.0.2", "me@b", "ib0")
-    assert (c.devices, c.roles, c.generators) == ((), ("generator",), 2)
-
-
-def test_this_machine_is_asked_for_what_is_left_open():
-    name = socket.gethostname()
-    by_name, loopback = hosts_of(
-        cluster({"name": name}, {"name": "b", "address": "127.0.0.1", "devices": [1]})
-    )
-    assert (by_name.devices, by_name.ssh) == (FOUND, "")
-    assert loopback.devices == (FOUND[1],)
-    assert loopback.num_cores == len(os.sched_getaffinity(0))
-
-
-def test_another_machine_is_asked_by_who_can():
-    config = cluster({"name": "far", "cores": 4}, {"name": "near", "devices": 1})
-    asked = []
-
-    def ask(settings):
-        asked.append(settings.name)
-        return HostFacts((Device(0, 80),), 32, interface="eth7")
-
-    far, near = hosts_of(config, ask)
-    assert (far.devices, far.num_cores, far.interface) == ((Device(0, 80),), 4, "eth7")
-    assert (near.devices, near.num_cores) == ((Device(0, 80),), 32)
-    assert asked == ["far", "near"]
-    with pytest.raises(ConfigError, match=r"cluster\.hosts: far is not this machine.*devices: 8"):
-        hosts_of(config)
 
 
 def test_the_interface_of_an_address_is_found_and_none_for_a_foreign_one():
@@ -130,22 +84,6 @@ def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert devices.driver_devices.__wrapped__() == ()
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ([{"name": "a"}, {"name": "a"}], "a is named twice"),
-        ([{"name": "a", "devices": [1, 1]}], "devices.*1 is named twice"),
-        ([{"name": "a", "devices": -1}], "devices"),
-        ([{"name": "a", "roles": ["generators"]}], "roles"),
-        ([{"name": "a b"}], "name"),
-        ([{"name": "a", "device_memory_gib": 0}], "device_memory_gib"),
-    ],
-)
-def test_hosts_that_cannot_be_meant_so_are_refused(given, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        cluster(*given)
 
 
 @pytest.mark.parametrize("port", [0, 1023, 65_001])

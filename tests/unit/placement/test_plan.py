@@ -59,6 +59,17 @@ def test_ranks_come_first_then_engines_of_several_gpus_then_the_validator():
     assert [p.is_optional for p in plan.processes] == [False, False, False, False, True]
 
 
+def test_a_validator_that_no_setting_asks_for_is_there_where_a_host_may_have_it():
+    config = configured(data={"source": "copy", "eval_source": "copy"})
+    assert "validator" in on_one(make_plan(config, one_host(2)))
+    processes = make_plan(config, one_host(0)).processes
+    threads = {p.name: p.environment.get("OMP_NUM_THREADS") for p in processes}
+    # Of 16 cores, since it rests nearly all the time.
+    assert threads == {"buffer": None, "learner": "8", "generator-0": "8", "validator": "8"}
+    hosts = (Host("a", "a", roles=("buffer", "learner", "generator")),)
+    assert "validator" not in {p.role for p in make_plan(config, hosts).processes}
+
+
 def test_an_engine_shares_with_engines_before_it_shares_with_a_learner():
     plan = make_plan(configured(generator=vllm(3, 2)), one_host(3))
     assert set(on_one(plan).values()) == {(0,), (1, 2)}
@@ -195,8 +206,8 @@ def test_an_engine_elsewhere_takes_no_gpu():
 def test_several_hosts_get_addresses_ports_interfaces_and_torchrun():
     first, second = several(2, 2)
     hosts = (
-        Host(first.name, first.address, first.devices, 8, interface="eth1", ssh="x"),
-        Host(second.name, "fd00::2", second.devices, 0, ssh="y"),
+        Host(first.name, first.address, first.devices, 8, interface="eth1"),
+        Host(second.name, "fd00::2", second.devices, 0),
     )
     config = configured(
         learner={"num_ranks": 3}, cluster={"first_port": 4000}, weights={"dtype": "bfloat16"}
@@ -260,7 +271,7 @@ REFUSED = [
     (
         {},
         (Host("a", "a", roles=("buffer", "generator")),),
-        r"cluster\.hosts: .* a learner, and a do",
+        r"the run needs a learner, and a do",
     ),
     ({}, (Host("a", "a", roles=()), Host("b", "b", roles=())), "none of a, b has buffer among"),
     (
@@ -312,7 +323,7 @@ REFUSED = [
     (
         {"generator": {"count": 3}},
         (Host("a", "a", generators=1), Host("b", "b", generators=0)),
-        r"generator\.count: was 3, and cluster\.hosts have room for 1: a has generators 1, b has",
+        r"generator\.count: was 3, and the hosts have room for 1: a has generators 1, b has",
     ),
     (
         {"learner": {"num_ranks": 4, "mesh": {"shard": 3}}},

@@ -12,10 +12,9 @@ from streamrl.cli.new import recipes
 from streamrl.config import RunConfig, load_config
 from streamrl.interfaces import Episode
 from streamrl.placement.assign import make_plan
-from streamrl.placement.hosts import hosts_of
 from streamrl.placement.plan import Plan
 from streamrl.types import FinishReason
-from tests.unit.placement.plans import one_host
+from tests.unit.placement.plans import one_host, several
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {
@@ -66,9 +65,10 @@ def test_eight_gpus_are_four_ranks_and_four_generators(tmp_path):
 
 def test_two_hosts_are_a_learner_of_eight_ranks_and_eight_generators(tmp_path):
     config = with_model("gsm8k_2x8", tmp_path)
-    plan = make_plan(config, hosts_of(config))
-    generators = {f"generator-{i}": ("sampler", (i,)) for i in range(8)}
-    assert seats(plan) == {"learner": ("trainer", tuple(range(8))), **generators}
+    buffer = config.buffer.model_copy(update={"curve": tmp_path / "keys"})
+    plan = make_plan(config.model_copy(update={"buffer": buffer}), several(8, 8, gib=80))
+    generators = {f"generator-{i}": ("host-1", (i,)) for i in range(8)}
+    assert seats(plan) == {"learner": ("host-0", tuple(range(8))), **generators}
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_8gpus", "gsm8k_2x8"])

@@ -37,6 +37,21 @@ async def test_what_was_extracted_is_what_the_first_reward_that_reads_something_
     assert whole.extracted is None
 
 
+OWN = """
+def mine(episode):
+    return {"score": 1.0, "length": 2, "extracted": episode.response + "\\ud800"}
+"""
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+async def test_a_reward_of_ones_own_says_what_it_has_read(tmp_path, isolation):
+    (tmp_path / "mine.py").write_text(OWN)
+    settings = data({"reward": f"{tmp_path}/mine.py:mine", "isolation": isolation})
+    (score,) = await make_reward(settings).score(map_episodes("a" * 300))
+    assert score.metrics == {"reward/mine": 1.0, "reward/mine/length": 2.0}
+    assert score.extracted == f"{'a' * 96} [...] {'a' * 95}?"
+
+
 async def test_a_sum_that_is_not_finite_costs_its_group(tmp_path):
     (tmp_path / "mine.py").write_text("def huge(episode):\n    return 1e308\n")
     settings = data({"reward": f"{tmp_path}/mine.py:huge", "weight": 10})

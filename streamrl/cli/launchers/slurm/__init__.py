@@ -1,1 +1,1 @@
-"""`--slurm`: a run as a job of Slurm; Slurm finds the nodes, ours is the plan on them."""
+"""`--slurm`: a run on the nodes of a job of Slurm, which Slurm has found."""

@@ -1,89 +1,168 @@
-"""`streamrl launch FILE --slurm`: submits a job; within a job or an allocation, runs on its nodes.
+"""`streamrl launch FILE --slurm`: a run within a job of Slurm or an allocation, on its nodes, by
+steps that this process starts and watches.
 
-Invariant: a job is what is in RUN/slurm: `config-HASH.yaml` with every value resolved when it was
-submitted, and `job.sh`, which a person could submit as well.
+ask the nodes; plan; write the plan's configuration; make the model if it has a recipe; run
+the steps until the learner ends or a signal comes; evaluate; report
+
+    SIGUSR1  Slurm's warning before the time limit: stop in order, save, and wait in the queue again
+    SIGINT   stop in order and save
+    SIGTERM  Slurm ends the job, and has told every step
+
+Invariant: nothing outlives the job; what runs in it are steps.
 """
 
 import argparse
+import asyncio
 import os
+import shlex
+import signal
 import subprocess
-from pathlib import Path
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
+from streamrl.cli.display.summary import summary
+from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import JOB_VARIABLE
-from streamrl.cli.launchers.slurm.job import run_in_job
-from streamrl.cli.launchers.slurm.keys import make_missing_keys, with_keys
-from streamrl.cli.launchers.slurm.script import config_name, job_script
-from streamrl.cli.processes.run_commands import prepared
+from streamrl.cli.launchers.slurm.nodes import hosts_of_job
+from streamrl.cli.launchers.slurm.steps import StepChild, step_command
+from streamrl.cli.processes.daemons import supervise
+from streamrl.cli.processes.planned import planned_children
+from streamrl.cli.processes.run_commands import (
+    call_for,
+    evaluation_may_fail,
+    make_missing_model,
+    prepared,
+    require_books,
+    write_books,
+)
 from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, to_yaml
+from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, StreamRLError
+from streamrl.errors import ConfigError, Interrupted
+from streamrl.placement.assign import make_plan
+from streamrl.placement.plan import Plan, PlannedProcess
+
+# A node that has failed may hold the run's lock until the file server's lease of it ends.
+_LOST_LOCK_S = 180.0
+
+
+class _Requeue:
+    """Whether SIGUSR1 has come; it then stops the run as SIGINT does."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.is_wanted = True
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
-    if job := os.environ.get(JOB_VARIABLE):
-        _require_no_options(arguments, job)
-        return run_in_job(config, arguments, job)
-    return _submit(config, arguments)
+    """Exit code of the run; with `--dry-run`, of making the plan.
 
-
-def _submit(config: RunConfig, arguments: argparse.Namespace) -> int:
-    num_nodes = arguments.nodes or len(config.cluster.hosts) or 1
-    has_own_keys = config.buffer.curve is None and num_nodes > 1
+    Raises:
+        ConfigError: this is no job of Slurm.
+    """
+    job = os.environ.get(JOB_VARIABLE)
+    if job is None:
+        raise ConfigError(
+            "--slurm: this is no job of Slurm; submit one with `sbatch deploy/slurm/run.sbatch "
+            "run.yaml`, or take an allocation with `salloc`"
+        )
+    console = Console()
+    requeue = _Requeue()
+    hosts = hosts_of_job()
+    has_own_keys = config.buffer.curve is None and len(hosts) > 1
     if has_own_keys:
-        config = with_keys(config)
-    choice = "--resume" if arguments.resume else "--new" if arguments.new else ""
-    sbatch, strict = arguments.sbatch, arguments.strict
-    script = job_script(config, num_nodes, sbatch, choice, strict=strict)
+        buffer = config.buffer.model_copy(update={"curve": config.run.path / "keys"})
+        config = config.model_copy(update={"buffer": buffer})
     if arguments.dry_run:
-        print(script, end="")
+        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+        _print(make_plan(config, hosts, resume=arguments.resume))
         return 0
-    with sole_launch(config.run.path):
-        _write_job(config, script, arguments, has_own_keys=has_own_keys)
-    print(_sbatch(config.run.path / "slurm" / "job.sh"))
-    print(f"streamrl status {config.run.path}; its output is {config.run.path}/logs/slurm.log")
+    try:
+        with sole_launch(config.run.path, wait_s=_LOST_LOCK_S):
+            require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+            config = prepared(config, arguments)
+            if has_own_keys and not (config.run.path / "keys").exists():
+                make_keys(config.run.path / "keys")
+            _run_plan(make_plan(config, hosts, resume=arguments.resume), arguments, console, job)
+    except KeyboardInterrupt:
+        if not requeue.is_wanted:
+            raise
+        console.print(f"job {job} goes on when it is its turn again")
+        subprocess.run(["scontrol", "requeue", job], check=False)
     return 0
 
 
-def _write_job(
-    config: RunConfig, script: str, arguments: argparse.Namespace, *, has_own_keys: bool
-) -> None:
-    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-    prepared(config, arguments, binds=False)
-    if has_own_keys:
-        make_missing_keys(config)
-    folder = config.run.path / "slurm"
-    folder.mkdir(exist_ok=True)
-    (config.run.path / "logs").mkdir(exist_ok=True)
-    write_file(folder / config_name(config), to_yaml(config))
-    write_file(folder / "job.sh", script)
-
-
-def _sbatch(script: Path) -> str:
-    """What sbatch says: the number of the job.
-
-    Raises:
-        ConfigError: there is no Slurm here.
-        StreamRLError: Slurm does not take the job.
-    """
+def _run_plan(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
+    """The run, from the plan's configuration to the report."""
+    write_file(plan.config_file, to_yaml(plan.config))
     try:
-        done = subprocess.run(["sbatch", str(script)], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ConfigError("--slurm: there is no `sbatch` here; it runs on a login node") from None
-    if done.returncode != 0:
-        raise StreamRLError(f"sbatch: {done.stderr.strip()}; the script is {script}")
-    return done.stdout.strip()
+        _run(plan, arguments, console, job)
+    finally:
+        write_report(plan.config)
+        console.print(summary(plan.config))
 
 
-def _require_no_options(arguments: argparse.Namespace, job: str) -> None:
+def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
     """
     Raises:
-        ConfigError: options for a job that is submitted are given within one.
+        Interrupted: a signal stopped the run before its end.
+        StreamRLError: a process failed and is not started again.
     """
-    name = "--nodes" if arguments.nodes else "--sbatch" if arguments.sbatch else ""
-    if name:
-        raise ConfigError(
-            f"{name}: this is job {job}, whose nodes are used as they are; unset {JOB_VARIABLE} to "
-            "submit another job"
+    config = plan.config
+    require_books(config, resume=arguments.resume, new=arguments.new)
+    make_missing_model(config, console)
+    view = ProgressView(config, console, live=not arguments.no_view)
+    stopped_by, lost = asyncio.run(
+        supervise(
+            _children(plan, view, job),
+            view=view.run,
+            background=None,
+            stop_s=config.stop_within_s,
+            strict=arguments.strict,
         )
+    )
+    write_books(config, is_stopped=stopped_by is not None)
+    if stopped_by is not None:
+        raise Interrupted(stopped_by)
+    if config.run.evaluate:
+        with evaluation_may_fail():
+            call_for(config, "evaluate")
+    if lost is not None:
+        raise lost
+
+
+def _children(plan: Plan, view: ProgressView, job: str) -> list[StepChild]:
+    may_be_lost = {
+        host.name
+        for host in plan.hosts
+        if plan.config.cluster.on_host_failure == "continue"
+        and {process.role for process in plan.on(host.name)} <= {"generator", "validator"}
+    }
+
+    def own(process: PlannedProcess) -> Mapping[str, Any]:
+        return {"node": process.host, "job": job, "may_be_lost": process.host in may_be_lost}
+
+    return planned_children(StepChild, plan, view.print, own, {})
+
+
+def _print(plan: Plan) -> None:
+    logs = plan.config.run.path / "logs"
+    for process in plan.processes:
+        words = step_command(
+            process.name,
+            process.host,
+            process.command,
+            process.environment,
+            logs / f"{process.name}.log",
+        )
+        print(shlex.join(words))

@@ -1,8 +1,7 @@
 """The nodes of a job as the hosts of its plan.
 
 Invariant: every node is asked on the node, within a step as those of the run, so its GPUs are those
-that a step sees. `cluster.hosts`, where it is given, describes the nodes by their order: roles,
-generators, interface; names and addresses are the job's.
+that a step sees.
 """
 
 import contextlib
@@ -13,45 +12,25 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from streamrl.cli.launchers.slurm.steps import ON_NODES
-from streamrl.config import RunConfig
-from streamrl.config.cluster import HostSettings
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.placement.hosts import HostFacts, facts_here, hosts_of
+from streamrl.placement.hosts import facts_here
 from streamrl.placement.plan import Device, Host
 
 
-def hosts_of_job(config: RunConfig) -> tuple[Host, ...]:
+def hosts_of_job() -> tuple[Host, ...]:
     """In Slurm's order; the first one is where the launcher runs.
 
     Raises:
-        ConfigError: the job has more or fewer nodes than `cluster.hosts`.
+        ConfigError: there is no Slurm here.
         StreamRLError: Slurm does not answer, or a node does not.
     """
     names = _output("scontrol", "show", "hostnames").split()
-    described = config.cluster.hosts or tuple(HostSettings(name=name) for name in names)
-    if len(described) != len(names):
-        raise ConfigError(
-            f"cluster.hosts: has {len(described)} hosts, and the job {len(names)} nodes; they are "
-            "given to each other by their order"
-        )
-    facts = _ask_all(names)
-    nodes = [
-        given.model_copy(update={"name": name, "address": facts[name]["address"], "ssh": ""})
-        for given, name in zip(described, names, strict=True)
-    ]
-    cluster = config.cluster.model_copy(update={"hosts": tuple(nodes)})
-    hosts = hosts_of(
-        config.model_copy(update={"cluster": cluster}), lambda host: _facts(facts[host.name])
-    )
-    # Slurm reaches all of them alike, this one too.
-    return tuple(
-        replace(host, ssh="", num_cores=host.num_cores or _facts(facts[host.name]).num_cores)
-        for host in hosts
-    )
+    answers = _ask_all(names)
+    return tuple(_host(answers[name]) for name in names)
 
 
 def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
@@ -65,9 +44,9 @@ def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
     return facts
 
 
-def _facts(answer: Mapping[str, Any]) -> HostFacts:
+def _host(answer: Mapping[str, Any]) -> Host:
     devices = tuple(Device(**device) for device in answer["devices"])
-    return HostFacts(devices, answer["num_cores"], answer["is_counted"], answer["interface"])
+    return Host(**{**answer, "devices": devices})
 
 
 def _output(*command: str) -> str:

@@ -89,19 +89,12 @@ function drawnOf(spec) {
 const xText = (value) => (view.x === "steps" ? number(value) : `${number(value)} ${unit}`);
 
 function drawFaults(u) {
-  const places = placesOf(data.steps), { ctx, bbox } = u;
-  ctx.save();
-  ctx.strokeStyle = css("--fault");
-  ctx.setLineDash([3, 4]);
+  const places = placesOf(data.steps), { left, top, width, height } = u.bbox;
+  u.ctx.fillStyle = css("--fault");
   for (const event of data.events.filter((e) => e.kind === "fault" && places.length)) {
     const x = u.valToPos(places.at(times.findIndex((t) => t >= event.time)), "x", true);
-    if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
+    for (let y = top; x >= left && x <= left + width && y < top + height; y += 7) u.ctx.fillRect(x, y, devicePixelRatio, 3);
   }
-  ctx.restore();
 }
 
 function draw(chart) {

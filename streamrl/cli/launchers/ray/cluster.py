@@ -1,0 +1,263 @@
+"""The Ray cluster of a run: connected to, asked for bundles, reached where it gives them.
+
+Invariant: whatever the cluster has given is given back when the driver ends, in whatever way: the
+placement groups and the actors are its job's. Bundles of one group come together or not at all.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from streamrl import __version__
+from streamrl.cli.launchers.ray.bundles import Bundle, Room, missing, rooms_of
+from streamrl.cli.launchers.ray.files import archive, private_files, required
+from streamrl.cli.launchers.ray.supervisor import Supervisor
+from streamrl.config import RunConfig
+from streamrl.config.addresses import port_of
+from streamrl.errors import ConfigError
+from streamrl.placement.plan import Plan
+
+CONNECT_S = 10.0
+LostError = ray.exceptions.RayActorError
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """
+    Raises:
+        ConfigError: no cluster is there, or one of another version.
+    """
+    _require_listener(address)
+    try:
+        # Nothing of the nodes' workers is printed here: what they run has logs of its own.
+        ray.init(
+            address=address,
+            namespace=f"streamrl-{uuid.uuid4().hex[:8]}",
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--ray: {_refusal(address, str(error))}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Waits CONNECT_S at most: Ray itself tries for minutes."""
+    given = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = given.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--ray: {_refusal(given, str(error))}") from None
+
+
+def _refusal(address: str, message: str) -> str:
+    where = "here" if address == "auto" else f"at {address}"
+    versions = re.findall(r"(Ray|Python): (\d[\w.]*)", message)
+    if "ersion mismatch" in message and versions:
+        theirs, ours = ([f"{n} {v}" for n, v in versions[i : i + 2]] for i in (0, 2))
+        return (
+            f"the cluster {where} has {' and '.join(theirs)}, and this machine "
+            f"{' and '.join(ours)}: install the same on both"
+        )
+    return (
+        f"there is no Ray cluster {where}: start one with `ray start --head`, or name another "
+        f"address ({' '.join(message.split())[:200]})"
+    )
+
+
+def rooms() -> tuple[Room, ...]:
+    """Of the cluster's nodes as they are now."""
+    return rooms_of(ray.nodes())
+
+
+class Place:
+    """One bundle of a group; `found` is what its supervisor has said."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.actor: Any = None
+        self.found: Mapping[str, Any] | None = None
+        self.is_ready = False
+
+    async def run(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_format: str
+    ) -> tuple[int, tuple[int, str, str] | None]:
+        """See `Supervisor.run`.
+
+        Raises:
+            LostError: the node or the supervisor is gone.
+        """
+        answer: tuple[int, tuple[int, str, str] | None] = await self.actor.run.remote(
+            name, tuple(command), dict(environment), log_format
+        )
+        return answer
+
+    def signal(self, name: str, number: int) -> None:
+        if self.actor is not None:
+            self.actor.signal.remote(name, int(number))
+
+
+class Group:
+    """Bundles that are there together: those of a learner, or the one of an engine."""
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        self.places = tuple(Place(bundle) for bundle in bundles)
+        self._group: Any = None
+
+    def open(self) -> None:
+        """Ask for the bundles; their supervisors start when they are there."""
+        bundles = [dict(place.bundle.resources) for place in self.places]
+        strategy = "SPREAD" if len(bundles) == 1 else "PACK"
+        self._group = placement_group(bundles, strategy=strategy)
+        for index, place in enumerate(self.places):
+            place.actor = (
+                ray.remote(Supervisor)
+                .options(
+                    num_cpus=place.bundle.needs.cpus,
+                    num_gpus=place.bundle.needs.gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+                )
+                .remote()
+            )
+
+    def close(self) -> None:
+        """Give back what is there; its processes are killed."""
+        for place in self.places:
+            if place.actor is not None:
+                with contextlib.suppress(Exception):
+                    ray.kill(place.actor)
+            place.actor, place.found, place.is_ready = None, None, False
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
+        self._group = None
+
+
+class Nodes:
+    """Reaches the groups of one run, whose folder the driver has prepared."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._launch_id = uuid.uuid4().hex
+        # By this file a node that sees the same folder knows it.
+        (folder / "launch.id").write_text(self._launch_id)
+        self._used: Counter[str] = Counter()
+        self.plan: Plan | None = None
+
+    async def reach(self, group: Group) -> None:
+        """Waits until the group is there, however long.
+
+        Raises:
+            ConfigError: a node has another release, or none.
+            LostError: a node is gone again.
+        """
+        if group.places[0].actor is None:
+            group.open()
+        await asyncio.gather(*(self._hello(place) for place in group.places))
+
+    async def _hello(self, place: Place) -> None:
+        directory = os.getcwd()
+        try:
+            found = await place.actor.hello.remote(
+                str(self._folder), self._launch_id, (directory, os.stat(directory).st_ino)
+            )
+        except LostError as error:
+            if (refusal := _import_refusal(str(error))) is not None:
+                raise ConfigError(refusal) from None
+            raise
+        if found["release"] != __version__:
+            raise ConfigError(
+                f"node {found['address']}: has StreamRL {found['release']}, and this machine "
+                f"{__version__}: install the same release on all nodes"
+            )
+        node = found["node"]
+        self._used[node] += 1
+        cores = next((n["Resources"].get("CPU", 1) for n in ray.nodes() if n["NodeID"] == node), 1)
+        place.found = {**found, "num_cores": max(1, int(cores) // self._used[node])}
+
+    async def hold_ports(self, place: Place, config: RunConfig) -> int:
+        """The first of the ports for the addresses of the plan, which are free on this node.
+
+        Raises:
+            ConfigError: one that a setting names is taken.
+        """
+        urls = {"weights.address": config.weights.address}
+        if config.buffer.has_daemon:
+            urls["buffer.url"] = config.buffer.url
+        assert place.found is not None, "it is reached"
+        for setting, url in urls.items():
+            port, address = port_of(url), place.found["address"]
+            if port and (why := await place.actor.hold_port.remote(address, port)):
+                raise ConfigError(
+                    f"{setting}: port {port} of node {address} is taken: {why}; is another run "
+                    "using it? Port 0 picks a free one"
+                )
+        first: int = await place.actor.hold_ports.remote(place.found["address"])
+        return first
+
+    async def prepare(self, place: Place) -> None:
+        """Send what the node does not see.
+
+        Raises:
+            ConfigError: the node lacks a file, or is to have too much.
+        """
+        assert place.found is not None, "it is reached"
+        assert self.plan is not None, "the learner's nodes are there first"
+        if not (place.found["shares_folder"] and place.found["shares_directory"]):
+            config, host = self.plan.config, place.bundle.name
+            is_new = host == "learner" and not place.found["shares_folder"]
+            sent = b"" if place.found["shares_directory"] else archive(config)
+            absent = await place.actor.prepare.remote(
+                sent, private_files(self.plan, host), required(config), is_new=is_new
+            )
+            if absent:
+                raise ConfigError(
+                    f"node {place.found['address']}: {absent} is not there; a relative path that "
+                    "stays below the working folder would be sent"
+                )
+        place.is_ready = True
+
+    async def require(self, group: Group, within_s: float) -> None:
+        """`reach`, within so many seconds.
+
+        Raises:
+            ConfigError: the cluster has no room for it.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                await self.reach(group)
+        except TimeoutError:
+            raise ConfigError(no_room(group, within_s)) from None
+
+
+def no_room(group: Group, within_s: float) -> str:
+    why = missing([place.bundle for place in group.places], rooms())
+    return f"--ray: {why}, after {within_s:g} s (cluster.start_s)"
+
+
+def _import_refusal(message: str) -> str | None:
+    """What a person has to do about a supervisor that could not be made."""
+    if "No module named 'streamrl" not in message:
+        return None
+    node = re.search(r"ip=([^,)\s]+)", message)
+    return (
+        f"node {node[1] if node else 'of the cluster'}: has no StreamRL {__version__}, which every "
+        "node needs: install it there, or start the nodes from an image that has it"
+    )

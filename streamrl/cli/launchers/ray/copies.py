@@ -1,0 +1,74 @@
+"""What nodes write where the driver does not see it: logs, and all of a run whose learner is there.
+
+Invariant: a copy has what its node has written by the last look, and a file that is rewritten is
+replaced as a whole. The journal of the buffer, which is one only when nobody writes it, comes last.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from streamrl.cli.launchers.ray.cluster import LostError, Place
+
+POLL_S = 1.0
+CHUNK_BYTES = 8 * 2**20
+_APPENDED = (".log", ".jsonl")
+# While the run goes on; weights/ is of the node alone.
+_LATER, _NEVER = ("buffer",), ("weights", "keys", "files")
+
+
+class Copies:
+    """Into the run's folder here."""
+
+    def __init__(self, folder: Path, places: Sequence[Place]) -> None:
+        self._folder, self._places = folder, places
+        self._known: dict[Place, Mapping[str, tuple[int, int]]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. Waits POLL_S between two looks."""
+        while True:
+            await self.bring(_LATER + _NEVER)
+            await asyncio.sleep(POLL_S)
+
+    async def bring(self, but: Sequence[str] = _NEVER) -> None:
+        """Copy what is new, but for what is below these folders. Waits for the nodes."""
+        for place in self._places:
+            if place.is_ready and place.found and not place.found["shares_folder"]:
+                try:
+                    await self._bring_from(place, but)
+                except LostError:
+                    # Whoever runs the process on it hears of it, too.
+                    continue
+
+    async def _bring_from(self, place: Place, but: Sequence[str]) -> None:
+        is_learner = place.bundle.name == "learner"
+        pattern = "**/*" if is_learner else f"logs/{place.bundle.name}.log"
+        known = self._known.get(place, {})
+        now: Mapping[str, tuple[int, int]] = await place.actor.files.remote(pattern)
+        for path, (size, time_ns) in sorted(now.items()):
+            if path.partition("/")[0] in but or known.get(path) == (size, time_ns):
+                continue
+            had = known.get(path, (0, 0))[0]
+            start = had if path.endswith(_APPENDED) and had <= size else 0
+            await self._copy(place, path, start, size)
+            known = {**known, path: (size, time_ns)}
+            self._known[place] = known
+
+    async def _copy(self, place: Place, path: str, start: int, size: int) -> None:
+        """The bytes from `start` to `size`, of a file that may be gone by now."""
+        target = self._folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.part") if start == 0 else target
+        with part.open("wb" if start == 0 else "r+b") as file:
+            file.seek(start)
+            while start < size:
+                body: bytes = await place.actor.read.remote(
+                    path, start, min(CHUNK_BYTES, size - start)
+                )
+                if not body:
+                    break
+                file.write(body)
+                start += len(body)
+        if part != target:
+            os.replace(part, target)

@@ -1,0 +1,143 @@
+"""What a node that does not see the driver's folders gets from it: configuration, keys, data, code.
+
+Invariant: a path of a setting means the same everywhere: relative to the working folder, where it
+is sent to, or absolute, where it has to be. The key of the servers goes only to nodes that serve.
+"""
+
+import io
+import os
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import RunConfig
+from streamrl.config.secrets import REDIS_PASSWORD
+from streamrl.curve import make_keys
+from streamrl.errors import ConfigError
+from streamrl.placement.plan import Plan, gib
+from streamrl.run_folder import DATA_FILE
+from streamrl.user_code import is_user_code
+
+MAX_BYTES = 500 * 2**20
+"""Of all files that are sent, as of a working folder that Ray itself sends."""
+_KEYS, _PASSWORD, _SERVERS_ONLY = "keys", "redis", "server.secret"
+# What the launcher makes itself, or what names no file on the nodes.
+_NOT_SENT = ("run", "cluster", "buffer", "tracking")
+
+
+def with_keys(config: RunConfig) -> RunConfig:
+    """With keys and password in the run's folder, where the processes find them."""
+    folder = config.run.path / _KEYS
+    password = folder / _PASSWORD if config.buffer.password_file else None
+    update = {"curve": folder, "password_file": password}
+    return config.model_copy(update={"buffer": config.buffer.model_copy(update=update)})
+
+
+def write_secrets(given: RunConfig) -> None:
+    """Fill the folder of `with_keys`: with what the configuration names, or new keys.
+
+    Raises:
+        ConfigError: a file that it names cannot be read.
+    """
+    folder, curve = given.run.path / _KEYS, given.buffer.curve
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    password = given.buffer.password_file
+    names = ("server.public", "server.secret", "client.public", "client.secret")
+    copied = {folder / name: curve / name for name in names} if curve not in (None, folder) else {}
+    if password is not None:
+        copied[folder / _PASSWORD] = password
+    for target, source in copied.items():
+        target.unlink(missing_ok=True)
+        with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(_content(source))
+    if curve is None and not (folder / _SERVERS_ONLY).exists():
+        make_keys(folder)
+
+
+def handed_on(config: RunConfig) -> Mapping[str, str]:
+    """Variables of this process that the run's processes get too."""
+    of_servers = (config.generator.vllm.api_key_variable, config.generator.sglang.api_key_variable)
+    names = (REDIS_PASSWORD, "WANDB_API_KEY", "HF_TOKEN", *of_servers)
+    return {name: os.environ[name] for name in names if name and name in os.environ}
+
+
+def private_files(plan: Plan, host: str) -> Mapping[str, bytes]:
+    """The configuration and the secrets for the processes of one host, by their paths."""
+    is_server = any(process.role in ("buffer", "learner") for process in plan.on(host))
+    keys, data = sorted((plan.config.run.path / _KEYS).iterdir()), plan.config.run.path / DATA_FILE
+    paths = [plan.config_file, data, *(k for k in keys if is_server or k.name != _SERVERS_ONLY)]
+    return {str(path): _content(path) for path in paths}
+
+
+def required(config: RunConfig) -> tuple[str, ...]:
+    """Absolute paths of settings, which every node has to have."""
+    return tuple(sorted({str(p) for p in _named(config.model_dump()) if not _is_sent(p)}))
+
+
+def archive(config: RunConfig) -> bytes:
+    """A tar archive of the files below the working folder that settings name.
+
+    Raises:
+        ConfigError: they are larger than MAX_BYTES.
+    """
+    files = sorted({f for p in _named(config.model_dump()) if _is_sent(p) for f in _files(p)})
+    size = sum(file.stat().st_size for file in files)
+    if size > MAX_BYTES:
+        largest = max(files, key=lambda file: file.stat().st_size)
+        raise ConfigError(
+            f"--ray: the files that settings name below {Path.cwd()} have {gib(size)}, and the "
+            f"nodes, which do not see it, are sent {gib(MAX_BYTES)} at most; the largest is "
+            f"{largest}: put it where every node sees it and name it by its absolute path, or "
+            "name a model of the Hugging Face hub"
+        )
+    output = io.BytesIO()
+    with tarfile.open(fileobj=output, mode="w") as tar:
+        for file in files:
+            tar.add(file, recursive=False)
+    return output.getvalue()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
+    """The files and folders that exist here and that settings name, with code beside code."""
+    for section, values in settings.items():
+        for text in () if section in _NOT_SENT else _texts(values):
+            file = text.rpartition(":")[0] if is_user_code(text) and ":" in text else text
+            path = Path(file)
+            if not file or path == Path(".") or not os.path.exists(path):
+                continue
+            yield path
+            if path.suffix == ".py":
+                yield from path.parent.glob("*.py")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str() | Path():
+            yield str(value)
+        case Mapping():
+            for inner in value.values():
+                yield from _texts(inner)
+        case list() | tuple():
+            for inner in value:
+                yield from _texts(inner)
+
+
+def _is_sent(path: Path) -> bool:
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for folder, names, files in os.walk(path, followlinks=True):
+        names[:] = [name for name in names if name != "__pycache__"]
+        yield from (Path(folder) / name for name in files)

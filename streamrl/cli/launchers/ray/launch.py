@@ -1,0 +1,297 @@
+"""`streamrl launch FILE --ray`: the driver of a run on a Ray cluster.
+
+connect; make the model if it has a recipe; prepare the run's folder here; wait for the learner's
+nodes; plan; start, watch and stop the plan's processes through the supervisors of their bundles;
+begin anew from the checkpoint where the learner's node is lost; evaluate where the learner was;
+report
+
+Invariant: the driver needs no GPU and nothing of the run goes through it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from streamrl.checkpoints.find import require_steps_to_launch
+from streamrl.cli.display.summary import restart_rows, summary
+from streamrl.cli.display.view import ProgressView
+from streamrl.cli.plan import print_plan
+from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.command import sigterm_raises
+from streamrl.cli.processes.daemons import Ending, newest_step, supervise
+from streamrl.cli.processes.planned import planned_children
+from streamrl.cli.processes.restarts import RestartBudget, sentence_of
+from streamrl.cli.processes.run_commands import (
+    STOPPED_S,
+    books_options,
+    evaluation_may_fail,
+    make_missing_model,
+    prepared,
+)
+from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.report import write_report
+from streamrl.config import RunConfig, to_yaml
+from streamrl.config.loading.explain import RESOLVED_FILE
+from streamrl.durable_files import write_file
+from streamrl.error_record import ErrorRecord
+from streamrl.errors import EXIT_UNREACHABLE, ConfigError, Interrupted, StreamRLError, error_of
+from streamrl.extras import not_installed
+from streamrl.placement.assign import make_plan
+from streamrl.placement.plan import Plan, PlannedProcess
+
+try:
+    from streamrl.cli.launchers.ray.child import LearnerLostError, RayChild
+    from streamrl.cli.launchers.ray.cluster import Group, Nodes, Place, connected, no_room, rooms
+    from streamrl.cli.launchers.ray.copies import Copies
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] != "ray":
+        raise
+    raise not_installed("--ray:", "ray") from None
+
+from streamrl.cli.launchers.ray.bundles import engine_bundles, host_of, learner_bundles
+from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+T = TypeVar("T")
+
+
+def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Exit code of the run; with `--dry-run`, of making the plan."""
+    if config.parity.is_required:
+        raise ConfigError(
+            "parity: is compared on one machine, and this run has several: run `streamrl parity` "
+            "on one of them first, and leave its limits out here"
+        )
+    config, console = _with_absolute_folder(config), Console()
+    with connected(arguments.ray), sigterm_raises():
+        if arguments.dry_run:
+            print_plan(_Run(with_keys(config), arguments, console).plan(resume=arguments.resume))
+            return 0
+        with sole_launch(config.run.path):
+            return _run_and_report(config, arguments, console)
+
+
+def _run_and_report(given: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
+    require_steps_to_launch(given, resume=arguments.resume, new=arguments.new)
+    config = prepared(with_keys(given), arguments, binds=False)
+    make_missing_model(config, console)
+    write_secrets(given)
+    try:
+        stopped_by, lost = asyncio.run(_Run(config, arguments, console).to_its_end())
+    except Interrupted as interrupted:
+        stopped_by, lost = interrupted.number, None
+    except StreamRLError:
+        # Whoever reads the reason reads what came before it, too.
+        for name, value in restart_rows(config.run.path):
+            console.print(f"{name}, {value}", soft_wrap=True, highlight=False, markup=False)
+        raise
+    write_report(config)
+    console.print(summary(config))
+    if stopped_by is not None:
+        remedy = f"streamrl launch {config.run.path / RESOLVED_FILE} --ray --resume"
+        console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
+        raise Interrupted(stopped_by)
+    if lost is not None:
+        raise lost
+    return 0
+
+
+class _Run:
+    """One run, of which the learner may have several homes one after the other."""
+
+    def __init__(self, config: RunConfig, arguments: argparse.Namespace, console: Console) -> None:
+        self._config, self._arguments = config, arguments
+        self._view = ProgressView(config, console, live=not arguments.no_view)
+        self._learner = Group(learner_bundles(config, rooms()))
+        self._engines = [Group([bundle]) for bundle in engine_bundles(config, rooms())]
+
+    async def to_its_end(self) -> Ending:
+        """Waits for it."""
+        self._nodes = Nodes(self._config.run.path)
+        step = newest_step(self._config.run.path)
+        budget, resume = RestartBudget(self._config.run, step), self._arguments.resume
+        try:
+            for group in (self._learner, *self._engines):
+                group.open()
+            while True:
+                plan = await _unless_signaled(self._begin(resume=resume))
+                try:
+                    return await self._supervised(plan)
+                except LearnerLostError as error:
+                    if self._arguments.strict:
+                        raise
+                    record = ErrorRecord.of(error)
+                    delay_s = budget.delay_s(
+                        EXIT_UNREACHABLE, record, newest_step(self._config.run.path)
+                    )
+                    self._view.print(f"{error}; the run goes on from its newest checkpoint")
+                    self._learner.close()
+                    self._learner = Group(learner_bundles(self._config, rooms()))
+                    await _unless_signaled(asyncio.sleep(delay_s))
+                    resume = True
+        finally:
+            for group in (self._learner, *self._engines):
+                group.close()
+
+    def plan(self, *, resume: bool) -> Plan:
+        """With what is known of the nodes by now."""
+        hosts = [host_of(place.bundle, place.found) for place in self._places]
+        return make_plan(self._config, hosts, resume=resume)
+
+    async def _begin(self, *, resume: bool) -> Plan:
+        """The plan, once the learner's nodes are there and have what they need.
+
+        Raises:
+            ConfigError: they are not, within `cluster.start_s`, or cannot be used.
+        """
+        await self._nodes.require(self._learner, self._config.cluster.start_s)
+        first = await self._nodes.hold_ports(self._learner.places[0], self._config)
+        cluster = self._config.cluster.model_copy(update={"first_port": first})
+        self._config = self._config.model_copy(update={"cluster": cluster})
+        plan = self.plan(resume=resume)
+        write_file(plan.config_file, to_yaml(plan.config))
+        for note in plan.notes:
+            self._view.print(f"note: {note.sentence}")
+        self._require_folder(resume=resume)
+        self._nodes.plan = plan
+        for place in self._learner.places:
+            await self._nodes.prepare(place)
+        return plan
+
+    async def _supervised(self, plan: Plan) -> Ending:
+        """The plan's processes, with what comes before and after."""
+        arguments, has_daemon = self._arguments, plan.config.buffer.has_daemon
+        if not has_daemon:
+            options = books_options(resume=arguments.resume, new=arguments.new)
+            await self._call(plan, "buffer books", *options)
+        copies = Copies(plan.config.run.path, self._places)
+
+        async def beside(children: Sequence[Child]) -> None:
+            await asyncio.gather(copies.run(), self._require_generators(children))
+
+        try:
+            ending = await supervise(
+                self._children(plan),
+                view=self._view.run,
+                background=beside,
+                stop_s=plan.config.stop_within_s,
+                strict=arguments.strict,
+            )
+            if not has_daemon:
+                with contextlib.suppress(StreamRLError, TimeoutError):
+                    async with asyncio.timeout(None if ending.stopped_by is None else STOPPED_S):
+                        await self._call(plan, "buffer books")
+            if plan.config.run.evaluate and ending.stopped_by is None:
+                with evaluation_may_fail():
+                    await self._call(plan, "evaluate")
+            return ending
+        finally:
+            await copies.bring()
+
+    def _require_folder(self, *, resume: bool) -> None:
+        """
+        Raises:
+            ConfigError: the learner's nodes do not see the run's folder, and need to.
+        """
+        found = [place.found or {} for place in self._learner.places]
+        apart = [one["address"] for one in found if not one.get("shares_folder")]
+        if apart and (resume or len(found) > 1):
+            why = "a run goes on" if resume else "ranks on several nodes work"
+            raise ConfigError(
+                f"run.folder: node {apart[0]} does not see {self._config.run.path} of this "
+                f"machine, and {why} only on storage that both have: name a folder there"
+            )
+
+    @property
+    def _places(self) -> list[Place]:
+        return [place for group in (self._learner, *self._engines) for place in group.places]
+
+    def _children(self, plan: Plan) -> list[RayChild]:
+        homes = {
+            place.bundle.name: {"group": group, "place": place}
+            for group in (self._learner, *self._engines)
+            for place in group.places
+        }
+
+        def own(process: PlannedProcess) -> Mapping[str, Any]:
+            may_wait = process.role not in ("buffer", "learner")
+            return {"nodes": self._nodes, "may_wait": may_wait, **homes[process.host]}
+
+        children = planned_children(RayChild, plan, self._view.print, own, handed_on(plan.config))
+        for child in children:
+            # The devices are those that Ray has given to the bundle.
+            child.environment = {
+                name: v for name, v in child.environment.items() if name != "CUDA_VISIBLE_DEVICES"
+            }
+            child.family = children
+        return children
+
+    async def _require_generators(self, children: Sequence[Child]) -> None:
+        """Waits `cluster.start_s`.
+
+        Raises:
+            ConfigError: fewer generators than the run needs have had a node by then.
+        """
+        within_s, least = self._config.cluster.start_s, self._config.generator.min_count
+        await asyncio.sleep(within_s)
+        reached = [c for c in children if isinstance(c, RayChild) and c.was_reached]
+        if sum(child.role.startswith("generator") for child in reached) < least:
+            waiting = next(g for g in self._engines if not g.places[0].is_ready)
+            raise ConfigError(no_room(waiting, within_s))
+
+    async def _call(self, plan: Plan, command: str, *arguments: str) -> None:
+        """Run `streamrl COMMAND` where the learner is. Waits for its end, or for a signal.
+
+        Raises:
+            StreamRLError: it failed; of the failure's kind.
+            Interrupted: a signal came first.
+        """
+        learner = next(process for process in plan.processes if process.name == "learner")
+        words = ("streamrl", *command.split(), *arguments, "--config", str(plan.config_file))
+        environment = {**handed_on(plan.config), **learner.environment}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        code, record = await _unless_signaled(
+            self._learner.places[0].run(
+                command.split()[-1], words, environment, plan.config.run.log_format
+            )
+        )
+        if code != 0:
+            sentence = sentence_of(code, None if record is None else ErrorRecord(*record))
+            raise error_of(code, f"{command}: {sentence}")
+
+
+def _with_absolute_folder(config: RunConfig) -> RunConfig:
+    """The folder of the run as it is called on every node. Within a job of Ray the working folder
+    is a copy that Ray removes, so that a relative one is of the home folder."""
+    folder, here = config.run.folder, Path.cwd()
+    base = Path.home() if "runtime_resources" in here.parts else here
+    run = config.run.model_copy(update={"folder": base / folder})
+    return config.model_copy(update={"run": run})
+
+
+async def _unless_signaled(work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; a signal cancels it."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    signaled: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        signaled.append(number)
+        task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if signaled:
+            raise Interrupted(signaled[0]) from None
+        raise
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)

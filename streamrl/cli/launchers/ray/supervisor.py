@@ -1,0 +1,259 @@
+"""What runs on a node for one bundle: an actor that starts, signals and ends the plan's commands.
+
+Invariant: nothing that it has started outlives it. What carries its MARK in the environment is
+killed by a watcher, a process of its own whose input is a pipe of the actor's: it closes when the
+actor ends, in whatever way. Secrets come as arguments of calls, and stand in no log.
+
+`python -m` of this module is the watcher. Nothing here imports Ray before it is asked for what Ray
+gave; answers are plain values, so that another release can be told.
+"""
+
+import asyncio
+import contextlib
+import io
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import uuid
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl import __version__
+from streamrl.cli.processes.child import launcher_line
+from streamrl.cli.processes.restarts import sentence_of
+from streamrl.config.addresses import bound_socket
+from streamrl.error_record import ErrorPipe, ErrorRecord
+from streamrl.placement.hosts import facts_here
+from streamrl.process_environment import processes_with
+
+MARK = "STREAMRL_PROCESS"
+NUM_PORTS = 3
+_TRIES = 100
+_PRIVATE = 0o600
+
+
+class Supervisor:
+    """One for each bundle."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        self._starts: dict[str, asyncio.Task[Process]] = {}
+        self._held: list[socket.socket] = []
+        self._folder = self._directory = Path()
+        self._watched_by = _start_watcher(self._mark)
+
+    async def hello(
+        self, folder: str, launch_id: str, directory: tuple[str, int]
+    ) -> dict[str, Any]:
+        """What this node is, and whether it sees the run's folder and the working folder of the
+        driver, a path and its inode."""
+        import ray
+
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        facts = facts_here(address)
+        given = context.get_accelerator_ids().get("GPU", [])
+        known = list(facts.devices) + [None] * (len(given) - len(facts.devices))
+        self._folder = Path(folder)
+        shares = _read(self._folder / "launch.id") == launch_id
+        shares_directory = shares and _inode(directory[0]) == directory[1]
+        self._directory = Path(directory[0]) if shares_directory else self._folder / "files"
+        return {
+            "release": __version__,
+            "python": platform.python_version(),
+            "address": address,
+            "node": context.get_node_id(),
+            "interface": facts.interface,
+            "devices": [
+                (index, device.memory_bytes if device else 0, device.name if device else "", name)
+                for index, (name, device) in enumerate(zip(given, known, strict=False))
+            ],
+            "shares_folder": shares,
+            "shares_directory": shares_directory,
+        }
+
+    async def hold_port(self, host: str, port: int) -> str:
+        """Keep the port for a process here; why that cannot be, or ""."""
+        try:
+            self._held.append(bound_socket(host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    async def hold_ports(self, host: str) -> int:
+        """The first of NUM_PORTS free ports, which are kept for the processes here."""
+        for _ in range(_TRIES):
+            held = [bound_socket(host)]
+            first = int(held[0].getsockname()[1])
+            with contextlib.suppress(OSError):
+                held += [bound_socket(host, first + index) for index in range(1, NUM_PORTS)]
+                self._held += held
+                return first
+            for one in held:
+                one.close()
+        raise OSError(f"{host} has no {NUM_PORTS} free ports side by side")
+
+    async def prepare(
+        self, files: bytes, private: Mapping[str, bytes], required: Sequence[str], *, is_new: bool
+    ) -> str:
+        """Write what the driver has, as a tar archive of the working folder and as files that
+        their owner alone can read; the first required path that is not here, or "". An older run
+        is moved aside where this is a new one."""
+        if is_new and (self._folder / "metrics.jsonl").exists():
+            aside = f"{self._folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+            self._folder.rename(self._folder.with_name(aside))
+        return await asyncio.to_thread(self._write, files, private, required)
+
+    def _write(self, files: bytes, private: Mapping[str, bytes], required: Sequence[str]) -> str:
+        for path, content in private.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _PRIVATE), "wb") as file:
+                file.write(content)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if files:
+            with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+                archive.extractall(self._directory, filter="data")
+        return next((path for path in required if not os.path.exists(path)), "")
+
+    async def run(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_format: str
+    ) -> tuple[int, tuple[int, str, str] | None]:
+        """Exit code and record of the command, which begins here. Waits for its end; then nothing
+        of it is left."""
+        log = self._folder / "logs" / f"{name}.log"
+        with ErrorPipe() as pipe:
+            # Before anything is waited for, so that a signal that comes now is for it.
+            task = asyncio.ensure_future(self._start(name, command, environment, log, pipe))
+            self._starts[name] = task
+            try:
+                process = await task
+            except OSError as error:
+                return 1, (1, f"cannot start {command[0]}: {error.strerror or error}", "")
+            code, record = await process.wait(), pipe.read()
+        await end_left(f"{self._mark}:{name}:")
+        if code != 0:
+            line = launcher_line(name, sentence_of(code, record), log_format)
+            with contextlib.suppress(OSError), log.open("a") as output:
+                print(line, file=output)
+        return code, _plain(record)
+
+    async def files(self, pattern: str) -> dict[str, tuple[int, int]]:
+        """Size and time, in ns, of the files of the run's folder that the pattern matches."""
+        return await asyncio.to_thread(_files, self._folder, pattern)
+
+    async def read(self, path: str, offset: int, size: int) -> bytes:
+        """A part of a file of the run's folder; nothing of one that is gone."""
+        try:
+            with (self._folder / path).open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except OSError:
+            return b""
+
+    async def signal(self, name: str, number: int) -> None:
+        """Send the signal to the command, if it runs; SIGKILL to all of its group. Waits for its
+        start."""
+        if name not in self._starts:
+            return
+        with contextlib.suppress(OSError):
+            process = await asyncio.shield(self._starts[name])
+            if process.returncode is None and number == signal.SIGKILL:
+                os.killpg(process.pid, number)
+            elif process.returncode is None:
+                os.kill(process.pid, number)
+
+    async def _start(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        pipe: ErrorPipe,
+    ) -> Process:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        beside = str(Path(sys.executable).parent)
+        own = {key: v for key, v in os.environ.items() if not key.startswith("RAY_")}
+        with log.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                cwd=self._directory,
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={
+                    **own,
+                    "PATH": f"{beside}:{os.environ.get('PATH', os.defpath)}",
+                    MARK: f"{self._mark}:{name}:",
+                    **environment,
+                    **pipe.environment,
+                },
+                pass_fds=(pipe.descriptor,),
+            )
+
+
+def _plain(record: ErrorRecord | None) -> tuple[int, str, str] | None:
+    return None if record is None else (record.exit_code, record.sentence, record.origin)
+
+
+def _files(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if path.is_file():
+                found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return -1
+
+
+def _start_watcher(mark: str) -> int:
+    """The end of a pipe that this process has to keep. Waits until the watcher is on its own."""
+    read_end, write_end = os.pipe()
+    command = (sys.executable, "-m", __name__, mark)
+    subprocess.run(command, stdin=read_end, start_new_session=True, check=True)
+    os.close(read_end)
+    return write_end
+
+
+async def end_left(mark: str) -> None:
+    """Kill every process with a MARK that begins so; waits until there is none. What a kill brings
+    to light is looked for again."""
+    while left := processes_with(MARK, lambda value: value.startswith(mark)):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.02)
+
+
+def _watch(mark: str) -> None:
+    """Waits for the end of the actor. Not as its child: Ray kills those that it leaves."""
+    if os.fork():
+        os._exit(0)
+    while os.read(0, 1):
+        pass
+    asyncio.run(end_left(mark))
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1])

@@ -1,1 +1,0 @@
-"""`streamrl launch` on hosts that are reached by ssh."""

@@ -1,1 +1,0 @@
-"""What runs on a host: the agent, which starts the host's processes and ends with the launcher."""

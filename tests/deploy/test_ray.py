@@ -1,0 +1,222 @@
+"""`streamrl launch --ray` on a Ray cluster of several nodes on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli.launchers.ray.supervisor import MARK
+from streamrl.errors import EXIT_CONFIG
+from streamrl.process_environment import processes_with
+from streamrl.tracking.jsonl import read_metrics
+from tests.system.conftest import CONFIG, STREAMRL, RunFolder
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+services = pytest.importorskip("ray._private.services")
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240.0
+NOTHING_LEFT_S = 30.0
+LEARNER, GENERATOR = {"num_cpus": 2}, {"num_cpus": 1}
+NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+def patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """A node of Ray gives up when it has not started within 30 s, as on a machine of many tests."""
+
+    def ask(*arguments: Any) -> Any:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                assert time.monotonic() < deadline_s, "a node of Ray has not started"
+            time.sleep(0.2)
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head that runs nothing; a test adds the nodes that it needs."""
+    os.environ["PYTHONPATH"] = str(ROOT)
+    services.get_node = patient(services.get_node)
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **NODE})
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def add(cluster: Any) -> Iterator[Callable[..., Any]]:
+    """Adds a node for the time of the test."""
+    added: list[Any] = []
+
+    def one(**settings: Any) -> Any:
+        added.append(cluster.add_node(**NODE, **settings))
+        return added[-1]
+
+    yield one
+    for node in added:
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node)
+
+
+class Run(RunFolder):
+    """A launch, seen from outside."""
+
+    def __init__(self, command: Sequence[str], folder: Path, name: str) -> None:
+        super().__init__(folder / "runs" / name)
+        self._output = folder / f"{name}.txt"
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True, cwd=folder
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            is_late = time.monotonic() > deadline_s or self.process.poll() is not None
+            assert not is_late or condition(), f"{what}: {self.output}{self.log('learner')[-2000:]}"
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: len(self.lines) >= step, f"step {step}")
+
+    def until_generators(self, count: int) -> None:
+        self.until(
+            lambda: [line["generator/count"] for line in self.lines[-1:]] == [count],
+            f"{count} generators",
+        )
+
+    def end(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def start(cluster: Any, tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
+    """Starts runs of the small task, which has a reward of the user's beside its configuration."""
+    text = CONFIG.format(folder="runs", model=model)
+    (tmp_path / "run.yaml").write_text(text.replace("data:\n", "data:\n  reward: slow.py:score\n"))
+    (tmp_path / "slow.py").write_text(REWARD)
+    started: list[Run] = []
+
+    def one(*arguments: str) -> Run:
+        words = (STREAMRL, "launch", "run.yaml", "--no-view", "--ray", cluster.address)
+        name = next((a.partition("=")[2] for a in arguments if a.startswith("run.name=")), "run")
+        started.append(Run((*words, *arguments), tmp_path, name))
+        return started[-1]
+
+    yield one
+    for run in started:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+            run.process.wait()
+
+
+REWARD = """
+import time
+
+def score(episodes):
+    time.sleep(0.1)
+    return [float(episode.response == episode.prompt.answer) for episode in episodes]
+"""
+
+
+def ours() -> list[int]:
+    """Processes of runs on any node."""
+    return processes_with(MARK, lambda _: True)
+
+
+def test_a_run_outlives_its_nodes(add, start, cluster):
+    home, first = add(**LEARNER), add(**GENERATOR)
+    run = start("--set", "generator.count=1..2", "--set", "run.max_steps=100000")
+    run.until_step(2)
+    add(**GENERATOR)
+    run.until_generators(2)
+    cluster.remove_node(first, allow_graceful=False)
+    run.until(lambda: "generator-0: its node is lost" in run.output, "a lost node")
+    run.until_generators(1)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.output
+    assert not ours()
+    assert "the books close" in run.output
+
+    run = start("--resume", "--set", "run.max_steps=100000")
+    run.until_step(len(run.lines) + 2)
+    cluster.remove_node(home, allow_graceful=False)
+    run.until(lambda: "goes on from its newest checkpoint" in run.output, "a lost learner")
+    add(**LEARNER)
+    run.until_step(len(run.lines) + 2)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    deadline_s = time.monotonic() + NOTHING_LEFT_S
+    while left := ours():
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
+    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+    steps = [line["step"] for line in read_metrics(run.folder / "trained.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_two_runs_share_a_cluster_and_end(add, start, tmp_path):
+    add(num_cpus=6, num_gpus=2)
+    runs = [start("--set", f"run.name=run-{i}", "--set", "generator.device=cpu") for i in range(2)]
+    assert [run.end() for run in runs] == [0, 0], [run.output for run in runs]
+    assert all("the books close" in run.output for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ("--set", "learner.num_ranks=4", "--set", "cluster.start_s=1"),
+            "learner needs 2 CPUs of one node, and the largest has 0 CPUs, after 1 s",
+        ),
+        (("--ray", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: start one"),
+    ],
+)
+def test_what_cannot_start_says_why(start, arguments, sentence):
+    run = start(*arguments)
+    assert run.end() == EXIT_CONFIG, run.output
+    assert sentence in run.output
+
+
+# A package that stands before the one of this tree.
+OTHER = f"__path__ = [{str(ROOT / 'streamrl')!r}]\n__version__ = '0.0.1'\n"
+NONE = "raise ModuleNotFoundError(\"No module named 'streamrl'\")\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "sentence"),
+    [(OTHER, "has StreamRL 0.0.1, and this machine"), (NONE, "has no StreamRL")],
+)
+def test_a_node_with_another_release_is_refused(add, start, tmp_path, package, sentence):
+    (tmp_path / "before" / "streamrl").mkdir(parents=True)
+    (tmp_path / "before" / "streamrl" / "__init__.py").write_text(package)
+    add(**LEARNER, env_vars={"PYTHONPATH": f"{tmp_path / 'before'}:{ROOT}"})
+    run = start()
+    assert run.end() == EXIT_CONFIG, run.output
+    assert sentence in run.output
+
+
+def test_a_port_that_is_taken_is_named(add, start):
+    add(**LEARNER)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = start("--set", f"buffer.url=zmq://127.0.0.1:{port}")
+        assert run.end() == EXIT_CONFIG, run.output
+    assert f"buffer.url: port {port} of node" in run.output
