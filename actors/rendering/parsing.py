@@ -118,7 +118,7 @@ class _WithoutJsonNames(ast.NodeTransformer):
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
-CONTENT_PARSERS["python-calls"] = _python_calls
+CONTENT_PARSERS["python-calls"] = _python_calls  # type: ignore[assignment]
 
 CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     "hermes": _template(
