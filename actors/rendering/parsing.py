@@ -3,19 +3,24 @@
     hermes         <tool_call>{"name": ..., "arguments": {...}}</tool_call>: Qwen2 to Qwen3, Hermes
     qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE...: Qwen3-Coder, Qwen3.5, Seed-OSS
     glm            <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE...: GLM-4.5 and later
-    minimax_m2     <invoke name="NAME"><parameter name="KEY">VALUE...: MiniMax-M2
+    minimax_m2     <invoke name="NAME"><parameter name="KEY">VALUE...: MiniMax-M2; with DSML in
+                   front of each tag, DeepSeek-V3.2
     llama3         {"name": ..., "parameters": {...}} as the whole answer: Llama 3.1 to 3.3
     mistral        [TOOL_CALLS][{"name": ..., "arguments": {...}}]: Mistral to v7, Nemotron Nano 2
     mistral_v11    [TOOL_CALLS]NAME[ARGS]{...}: Mistral from v11 on
     deepseek       <|tool_call_begin|>NAME<|tool_sep|>{...}: DeepSeek-V3 to V3.1
     kimi_k2        <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}: Kimi-K2
     gemma4         <|tool_call>call:NAME{...}<tool_call|>: Gemma 4
+    cohere         <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]: Command R7B and A
+    pythonic       <|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>: LFM2
     gpt_oss        to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>: gpt-oss
 
-Each is a response template of `transformers.utils.chat_parsing`. A tokenizer that brings its own
+Each is a response template of `transformers.utils.chat_parsing`, with one more content parser,
+`python-calls`. A tokenizer that brings its own
 is parsed by that. A new convention is a template and a line in `CONVENTIONS`.
 """
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +30,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
     load_response_template,
@@ -40,6 +46,8 @@ _THINKING = {
     "repeats": True,
     "join": "\n",
 }
+_DSML = "\N{FULLWIDTH VERTICAL LINE}DSML\N{FULLWIDTH VERTICAL LINE}"
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 _REST = {"repeats": True, "join": "", "content_args": {"strip": False}}
 
 
@@ -62,19 +70,19 @@ def _named(open_pattern: str, **region: Any) -> Mapping[str, Any]:
     return _template({**calls, "transform": {"type": "function", "function": transform}})
 
 
-def _harmony(open_pattern: str, **region: Any) -> Mapping[str, Any]:
-    """Calls as `_named`, where thoughts and answers have channels, too."""
-    calls = _named(open_pattern, **region)
-    thoughts = {**_THINKING, "open": "<|channel|>analysis<|message|>", "close": "<|end|>"}
-    answers = {
-        "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
-        "close": ["<|return|>", "<|end|>"],
-        **_REST,
-    }
-    return {
-        **calls,
-        "fields": {**calls["fields"], "reasoning_content": thoughts, "content": answers},
-    }
+def _marked(
+    calls: Mapping[str, Any], thoughts: Mapping[str, Any], answers: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A convention where thoughts and answers have marks of their own, too."""
+    own = {"reasoning_content": {**_THINKING, **thoughts}, "content": {**answers, **_REST}}
+    return {**calls, "fields": {**calls["fields"], **own}}
+
+
+def _listed(name: str, arguments: str, **region: Any) -> Mapping[str, Any]:
+    """Calls as one JSON list, of records with these keys."""
+    transform = {"name": f"{{{name}}}", "arguments": f"{{{arguments}}}"}
+    call = {"transform": {"type": "function", "function": transform}, "transform_each": True}
+    return _template({**region, "repeats": False, **call})
 
 
 def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str, Any]:
@@ -82,6 +90,35 @@ def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str
     read = {"content": "xml-inline", "content_args": {"tag_pattern": argument}}
     return _named(open_pattern, close_pattern=close_pattern, **read)
 
+
+def _python_calls(text: str, _: Any) -> list[Mapping[str, Any]]:
+    """[{"name": ..., "arguments": {...}}] of a call in Python with values, or of a list of calls.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        return [_python_call(c) for c in (tree.elts if isinstance(tree, ast.List) else [tree])]
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError(f"the calls are none in Python: {error}") from error
+
+
+def _python_call(tree: ast.expr) -> Mapping[str, Any]:
+    if not isinstance(tree, ast.Call) or tree.args or None in [k.arg for k in tree.keywords]:
+        raise ValueError("a tool call has the form NAME(KEY=VALUE)")
+    literals = {k.arg: _WithoutJsonNames().visit(k.value) for k in tree.keywords}
+    arguments = {name: ast.literal_eval(literal) for name, literal in literals.items()}
+    # As JSON has them: lists for tuples, and no sets or bytes.
+    return {"name": ast.unparse(tree.func), "arguments": json.loads(json.dumps(arguments))}
+
+
+class _WithoutJsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+CONTENT_PARSERS["python-calls"] = _python_calls  # type: ignore[assignment]
 
 CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     "hermes": _template(
@@ -102,9 +139,11 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>|\Z)",
     ),
     "minimax_m2": _tagged(
-        r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"]+)\">",
-        r"</invoke>(?:\s*</minimax:tool_call>)?",
-        r"<parameter name=\"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
+        rf"(?:<(?:minimax:tool_call|{_DSML}function_calls)>\s*)?"
+        rf"<(?:{_DSML})?invoke name=\"(?P<name>[^\"]+)\">",
+        rf"</(?:{_DSML})?invoke>(?:\s*</(?:minimax:tool_call|{_DSML}function_calls)>)?",
+        rf"<(?:{_DSML})?parameter name=\"(?P<key>[^\"]+)\"(?: string=\"\w+\")?>"
+        rf"(?P<value>.*?)</(?:{_DSML})?parameter>",
     ),
     "llama3": _template(
         {
@@ -116,17 +155,10 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
             },
         }
     ),
-    "mistral": _template(
-        {
-            "open": ["[TOOL_CALLS]", "<TOOLCALL>", "<tool_calls>", "<|tool_call|>"],
-            "close": ["</TOOLCALL>", "</tool_calls>"],
-            "repeats": False,
-            "transform": {
-                "type": "function",
-                "function": {"name": "{name}", "arguments": "{arguments}"},
-            },
-            "transform_each": True,
-        }
+    "mistral": _listed(
+        *("name", "arguments"),
+        open=["[TOOL_CALLS]", "<TOOLCALL>", "<tool_calls>", "<|tool_call|>"],
+        close=["</TOOLCALL>", "</tool_calls>"],
     ),
     "mistral_v11": _named(
         r"\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
@@ -147,9 +179,27 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         close="<tool_call|>",
         content_args={"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
     ),
-    "gpt_oss": _harmony(
-        r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[\w.-]+)[^{]*<\|message\|>",
-        close=["<|call|>", "<|end|>"],
+    "cohere": _marked(
+        _listed("tool_name", "parameters", open="<|START_ACTION|>", close="<|END_ACTION|>"),
+        {"open": "<|START_THINKING|>", "close": "<|END_THINKING|>"},
+        {"open": "<|START_RESPONSE|>", "close": "<|END_RESPONSE|>"},
+    ),
+    "pythonic": _listed(
+        *("name", "arguments"),
+        open="<|tool_call_start|>",
+        close="<|tool_call_end|>",
+        content="python-calls",
+    ),
+    "gpt_oss": _marked(
+        _named(
+            r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[\w.-]+)[^{]*<\|message\|>",
+            close=["<|call|>", "<|end|>"],
+        ),
+        {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        {
+            "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+            "close": ["<|return|>", "<|end|>"],
+        },
     ),
 }
 
@@ -200,8 +250,10 @@ class MessageParser:
             ConfigError: `parse` would find no tool calls.
         """
         if self._fault:
-            hint = f"one of {', '.join(CONVENTIONS)}, or PATH.json"
-            raise ConfigError(f"data.tool_parser: was {self._choice}, {self._fault}; name {hint}")
+            raise ConfigError(
+                f"data.tool_parser: was {self._choice}, {self._fault}; name what the model writes: "
+                f"one of {', '.join(CONVENTIONS)}, or PATH.json"
+            )
 
     @cached_property
     def _fault(self) -> str:

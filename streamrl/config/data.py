@@ -176,9 +176,9 @@ class DataSettings(Section):
     a path names a Jinja file."""
     tool_parser: str = "auto"
     """How a completion writes its tool calls: hermes, qwen3_coder, glm, llama3, mistral,
-    mistral_v11, deepseek, kimi_k2, minimax_m2, gemma4, gpt_oss, or PATH.json, a response template
-    of transformers; `auto`: the tokenizer's own, or the one that reads what the chat template
-    renders of a call."""
+    mistral_v11, deepseek, kimi_k2, minimax_m2, gemma4, cohere, pythonic, gpt_oss, or PATH.json, a
+    response template of transformers; `auto`: the tokenizer's own, or the one that reads what the
+    chat template renders of a call."""
     tool_schemas: Literal["template", "system_message", "omit"] = "template"
     """Where the policy reads which tools there are: where the chat template describes them, and a
     run is refused whose template does not; in the system message, as JSON; or nowhere."""

@@ -61,7 +61,7 @@ def renderers() -> list[ChatRenderer]:
 
 
 def characters() -> PreTrainedTokenizerFast:
-    tokenizer = make_tokenizer(string.printable + "▁")
+    tokenizer = make_tokenizer(string.printable + "▁\N{FULLWIDTH VERTICAL LINE}")
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_end|>", "<|eot_id|>", "<|python_tag|>"]}
     )
@@ -101,7 +101,7 @@ def call(name: str, **arguments: object) -> dict[str, Any]:
 class TestConventions:
     def test_text_alone_is_content(self) -> None:
         expected = {"role": "assistant", "content": "It is 4."}
-        for name in TEMPLATES.keys() - {"gpt_oss"}:
+        for name in TEMPLATES.keys() - {"gpt_oss", "cohere"}:
             assert parse(make(TEMPLATES[name]), "It is 4.<|im_end|>") == expected
 
     def test_hermes_calls_between_text(self) -> None:
@@ -163,6 +163,54 @@ class TestConventions:
         calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]
         message = parse(make(MISTRAL), f"[TOOL_CALLS]{json.dumps(calls)}</s>")
         assert message["tool_calls"] == [call("add", a=1), call("add", a=2)]
+
+    def test_granite_3_writes_calls_that_its_template_leaves_out(self) -> None:
+        text = '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]'
+        assert parse(make(CHATML, "mistral"), text)["tool_calls"] == [call("add", a=1)]
+
+    def test_cohere_marks_thoughts_and_answers(self) -> None:
+        renderer = make(TEMPLATES["cohere"])
+        thought = "<|START_THINKING|>Hm.<|END_THINKING|>"
+        asked = '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a": 1}}]<|END_ACTION|>'
+        message = parse(renderer, thought + asked)
+        assert message["reasoning_content"] == "Hm."
+        assert message["tool_calls"] == [call("add", a=1)]
+        answer = parse(renderer, f"{thought}<|START_RESPONSE|>It is 4.<|END_RESPONSE|>")
+        assert answer["content"] == "It is 4."
+
+    @pytest.mark.parametrize(
+        ("text", "arguments"),
+        [
+            ("[add(a=1, b='x')]", {"a": 1, "b": "x"}),
+            ("add(a=-1.5, b=(true, None))", {"a": -1.5, "b": [True, None]}),
+            ("[add(a={'k': [null]})]", {"a": {"k": [None]}}),
+            ("[add(1)]", None),
+            ("[add(a={1, 2})]", None),
+            ("[add(a=b'x')]", None),
+            ("[add(a=open('x'))]", None),
+            ("[add(**{'a': 1})]", None),
+            ("[add(a=1]", None),
+            ("[1]", None),
+        ],
+    )
+    def test_calls_in_python_are_values_alone(self, text: str, arguments: Any) -> None:
+        message = parse(make(CHATML, "pythonic"), f"<|tool_call_start|>{text}<|tool_call_end|>")
+        if arguments is None:
+            assert "tool_calls" not in message
+            assert message["parse_error"]
+        else:
+            assert message["tool_calls"] == [call("add", **arguments)]
+
+    def test_deepseek_v3_2_writes_calls_as_minimax_does(self) -> None:
+        renderer = make(template("dsml"))
+        renderer.require_tools()
+        assert renderer._parser._template == make(CHATML, "minimax_m2")._parser._template
+        said = {"role": "assistant", "content": "", "tool_calls": [call("add", a=3, b="<x>")] * 2}
+        text = renderer._template.render([ASKED, said], [ADD]).rpartition("assistant\n")[0]
+        assert (
+            parse(renderer, text.rpartition("assistant\n")[2])["tool_calls"]
+            == [call("add", a=3, b="<x>")] * 2
+        )
 
     def test_the_tokenizers_own_template_comes_first(self) -> None:
         own = {
