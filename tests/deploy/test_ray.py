@@ -15,15 +15,18 @@ from streamrl.cli.launchers.ray.supervisor import MARK
 from streamrl.errors import EXIT_CONFIG
 from streamrl.process_environment import processes_with
 from streamrl.tracking.jsonl import read_metrics
+from tests.ports import free_port
 from tests.system.conftest import CONFIG, STREAMRL, RunFolder
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+job_submission = pytest.importorskip("ray.job_submission")
 services = pytest.importorskip("ray._private.services")
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
 NOTHING_LEFT_S = 30.0
+SECRET = "in-no-log-4711"
 LEARNER, GENERATOR = {"num_cpus": 2}, {"num_cpus": 1}
 NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 
@@ -82,6 +85,9 @@ class Run(RunFolder):
     @property
     def output(self) -> str:
         return self._output.read_text()
+
+    def files(self) -> Iterator[Path]:
+        return self.folder.rglob("*")
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
@@ -170,11 +176,85 @@ def test_a_run_outlives_its_nodes(add, start, cluster):
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_two_runs_share_a_cluster_and_end(add, start, tmp_path):
+def test_a_node_that_sees_no_folder_of_the_driver_is_sent_what_it_needs(cluster, start, tmp_path):
+    hidden = f"mount --make-rprivate / && mount -t tmpfs none {tmp_path}"
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces of mounts here")
+    memory = f"--object-store-memory={NODE['object_store_memory']}"
+    ray = (Path(STREAMRL).with_name("ray"), "start", "--address", cluster.address, "--block")
+    words = " ".join(map(str, (*ray, "--num-cpus=3", memory)))
+    node = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", f"{hidden} && exec {words}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        # The model is below the working folder, where it is sent from.
+        run = start("--set", "model.path=model")
+        assert run.end() == 0, run.output
+    finally:
+        node.terminate()
+        node.wait(DEADLINE_S)
+    assert "the books close" in run.output
+    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
+    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+    assert any((run.folder / "checkpoints" / "step-00000012").iterdir())
+    assert "serves model" in run.log("generator-0")
+
+
+def submitted(client: Any, **job: Any) -> str:
+    """Waits for the agents of a head that has just been started."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return client.submit_job(**job)
+        except RuntimeError:
+            assert time.monotonic() < deadline_s, "no agent of Ray takes a job"
+        time.sleep(0.5)
+
+
+def test_a_job_of_ray_drains_when_it_is_stopped(model, tmp_path):
+    """A cluster of one node: nodes of one machine take each other's working folders away."""
+    text = CONFIG.format(folder=tmp_path / "runs", model=model)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "run.yaml").write_text(text)
+    head = {"num_cpus": 4, **NODE, "include_dashboard": True, "dashboard_port": free_port()}
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    try:
+        client = job_submission.JobSubmissionClient(f"http://127.0.0.1:{head['dashboard_port']}")
+        job = submitted(
+            client,
+            entrypoint=f"{STREAMRL} launch run.yaml --no-view --ray --set run.max_steps=100000",
+            runtime_env={
+                "working_dir": str(tmp_path / "job"),
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"},
+            },
+        )
+        lines = tmp_path / "runs" / "run" / "metrics.jsonl"
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not lines.exists() or len(read_metrics(lines)) < 2:
+            assert time.monotonic() < deadline_s, client.get_job_logs(job)
+            time.sleep(0.2)
+        client.stop_job(job)
+        while not client.get_job_status(job).is_terminal():
+            assert time.monotonic() < deadline_s, client.get_job_logs(job)
+            time.sleep(0.2)
+        output = client.get_job_logs(job)
+    finally:
+        made.shutdown()
+    assert "the books close" in output
+    assert "stopped; to continue: streamrl launch" in output
+
+
+def test_two_runs_share_a_cluster_and_no_log_has_their_secrets(add, start, cluster, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
     add(num_cpus=6, num_gpus=2)
     runs = [start("--set", f"run.name=run-{i}", "--set", "generator.device=cpu") for i in range(2)]
     assert [run.end() for run in runs] == [0, 0], [run.output for run in runs]
     assert all("the books close" in run.output for run in runs)
+    logs = [*Path(cluster.head_node.get_session_dir_path()).glob("logs/**/*"), *runs[0].files()]
+    assert len(logs) > 20
+    assert not [path for path in logs if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
-"""From a configuration to the bundles of a Ray cluster, and to the plan on them; no cluster."""
+"""From a configuration to the bundles of a Ray cluster, and what is refused; no cluster."""
+
+import sys
 
 import pytest
 from pydantic import ValidationError
 
+from streamrl.cli.launchers import launcher
 from streamrl.cli.launchers.ray.bundles import (
     Room,
     engine_bundles,
@@ -136,3 +139,32 @@ def test_files_that_are_too_large_to_send_are_named(tmp_path, monkeypatch):
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(ConfigError, match=r"the largest is model/model\.safetensors: put it"):
         archive(configured(model={"path": "model"}))
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("streamrl.cli.launchers.ray.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"Ray is not installed here: pip install 'streamrl\[ray"):
+        launcher("ray")
+
+
+def test_a_cluster_of_another_version_is_refused_with_both(monkeypatch):
+    ray = pytest.importorskip("ray")
+    from streamrl.cli.launchers.ray.cluster import connected
+
+    def init(**_):
+        # What Ray 2.60 says.
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n"
+            "    Python: 3.11.7\nThis process on node 10.0.0.1 was started with:\n"
+            "    Ray: 2.60.0\n    Python: 3.12.1\n"
+        )
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with (
+        pytest.raises(ConfigError, match=r"has Ray 2\.50\.0 and Python 3\.11\.7, and this machine"),
+        connected("auto"),
+    ):
+        pass

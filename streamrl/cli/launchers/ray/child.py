@@ -7,15 +7,16 @@ buffer's node all end, for a new beginning from the checkpoint.
 
 import asyncio
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from streamrl.cli.launchers.ray.cluster import Group, LostError, Nodes, Place
+from streamrl.cli.launchers.ray.cluster import RETRY_S, Group, LostError, Nodes, Place
 from streamrl.cli.processes.planned import PlannedChild
 from streamrl.error_record import ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, ConfigError, StreamRLError
+from streamrl.placement.plan import PlannedProcess
 
 ABORT_S = 3.0
-RETRY_S = 5.0
 WAITS = "waits for a node"
 
 
@@ -25,12 +26,14 @@ class LearnerLostError(StreamRLError):
 
 @dataclass(kw_only=True)
 class RayChild(PlannedChild):
-    """`place` is its bundle, of `group`; `family` are all children of the run."""
+    """`place` is its bundle, of `group`; `family` are all children of the run; `planned` is its
+    process by what is known of its node now."""
 
     nodes: Nodes
     group: Group
     place: Place
     may_wait: bool
+    planned: Callable[[str], PlannedProcess]
     family: "list[RayChild]" = field(default_factory=list)
     was_reached: bool = False
 
@@ -53,12 +56,16 @@ class RayChild(PlannedChild):
         """Exit code and record of a process that is started on a node, as often as one is lost.
         Waits for its end, or for a node; `stop` unblocks both."""
         while await self._is_reached():
-            command = self.restart_arguments if self.num_restarts else self.arguments
+            process = self.planned(self.role)
+            command = process.restart_command if self.num_restarts else process.command
+            # The devices are those that Ray has given to the bundle.
+            environment = {**self.environment, **process.environment}
+            environment.pop("CUDA_VISIBLE_DEVICES", None)
             self.budget.on_start()
             self.state, self.was_reached = "running", True
             try:
                 code, record = await self.place.run(
-                    self.role, command, self.environment, self.log_format
+                    self.role, command, environment, self.log_format
                 )
                 return code, None if record is None else ErrorRecord(*record)
             except LostError:

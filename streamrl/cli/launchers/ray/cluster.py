@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from streamrl.config.addresses import port_of
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Plan
 
-CONNECT_S = 10.0
+CONNECT_S, RETRY_S = 10.0, 5.0
 LostError = ray.exceptions.RayActorError
 
 
@@ -158,7 +157,7 @@ class Nodes:
         self._launch_id = uuid.uuid4().hex
         # By this file a node that sees the same folder knows it.
         (folder / "launch.id").write_text(self._launch_id)
-        self._used: Counter[str] = Counter()
+        self._homes: dict[str, str] = {}
         self.plan: Plan | None = None
 
     async def reach(self, group: Group) -> None:
@@ -187,10 +186,10 @@ class Nodes:
                 f"node {found['address']}: has StreamRL {found['release']}, and this machine "
                 f"{__version__}: install the same release on all nodes"
             )
-        node = found["node"]
-        self._used[node] += 1
+        node = self._homes[place.bundle.name] = found["node"]
+        sharing = list(self._homes.values()).count(node)
         cores = next((n["Resources"].get("CPU", 1) for n in ray.nodes() if n["NodeID"] == node), 1)
-        place.found = {**found, "num_cores": max(1, int(cores) // self._used[node])}
+        place.found = {**found, "num_cores": max(1, int(cores) // sharing)}
 
     async def hold_ports(self, place: Place, config: RunConfig) -> int:
         """The first of the ports for the addresses of the plan, which are free on this node.
@@ -242,7 +241,11 @@ class Nodes:
         """
         try:
             async with asyncio.timeout(within_s):
-                await self.reach(group)
+                while True:
+                    with contextlib.suppress(LostError):
+                        return await self.reach(group)
+                    group.close()
+                    await asyncio.sleep(RETRY_S)
         except TimeoutError:
             raise ConfigError(no_room(group, within_s)) from None
 

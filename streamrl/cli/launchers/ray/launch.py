@@ -47,7 +47,15 @@ from streamrl.placement.plan import Plan, PlannedProcess
 
 try:
     from streamrl.cli.launchers.ray.child import LearnerLostError, RayChild
-    from streamrl.cli.launchers.ray.cluster import Group, Nodes, Place, connected, no_room, rooms
+    from streamrl.cli.launchers.ray.cluster import (
+        Group,
+        LostError,
+        Nodes,
+        Place,
+        connected,
+        no_room,
+        rooms,
+    )
     from streamrl.cli.launchers.ray.copies import Copies
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] != "ray":
@@ -71,7 +79,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     config, console = _with_absolute_folder(config), Console()
     with connected(arguments.ray), sigterm_raises():
         if arguments.dry_run:
-            print_plan(_Run(with_keys(config), arguments, console).plan(resume=arguments.resume))
+            print_plan(_Run(with_keys(config), arguments, console).plan())
             return 0
         with sole_launch(config.run.path):
             return _run_and_report(config, arguments, console)
@@ -106,7 +114,7 @@ class _Run:
     """One run, of which the learner may have several homes one after the other."""
 
     def __init__(self, config: RunConfig, arguments: argparse.Namespace, console: Console) -> None:
-        self._config, self._arguments = config, arguments
+        self._config, self._arguments, self._resume = config, arguments, arguments.resume
         self._view = ProgressView(config, console, live=not arguments.no_view)
         self._learner = Group(learner_bundles(config, rooms()))
         self._engines = [Group([bundle]) for bundle in engine_bundles(config, rooms())]
@@ -115,36 +123,34 @@ class _Run:
         """Waits for it."""
         self._nodes = Nodes(self._config.run.path)
         step = newest_step(self._config.run.path)
-        budget, resume = RestartBudget(self._config.run, step), self._arguments.resume
+        budget = RestartBudget(self._config.run, step)
         try:
             for group in (self._learner, *self._engines):
                 group.open()
             while True:
-                plan = await _unless_signaled(self._begin(resume=resume))
                 try:
-                    return await self._supervised(plan)
-                except LearnerLostError as error:
+                    return await self._supervised(await _unless_signaled(self._begin()))
+                except (LearnerLostError, LostError) as lost:
+                    error = LearnerLostError("the learner's node is lost")
                     if self._arguments.strict:
-                        raise
-                    record = ErrorRecord.of(error)
-                    delay_s = budget.delay_s(
-                        EXIT_UNREACHABLE, record, newest_step(self._config.run.path)
-                    )
+                        raise error from lost
+                    step, record = newest_step(self._config.run.path), ErrorRecord.of(error)
+                    delay_s = budget.delay_s(EXIT_UNREACHABLE, record, step)
                     self._view.print(f"{error}; the run goes on from its newest checkpoint")
                     self._learner.close()
                     self._learner = Group(learner_bundles(self._config, rooms()))
                     await _unless_signaled(asyncio.sleep(delay_s))
-                    resume = True
+                    self._resume = True
         finally:
             for group in (self._learner, *self._engines):
                 group.close()
 
-    def plan(self, *, resume: bool) -> Plan:
+    def plan(self) -> Plan:
         """With what is known of the nodes by now."""
         hosts = [host_of(place.bundle, place.found) for place in self._places]
-        return make_plan(self._config, hosts, resume=resume)
+        return make_plan(self._config, hosts, resume=self._resume)
 
-    async def _begin(self, *, resume: bool) -> Plan:
+    async def _begin(self) -> Plan:
         """The plan, once the learner's nodes are there and have what they need.
 
         Raises:
@@ -154,21 +160,25 @@ class _Run:
         first = await self._nodes.hold_ports(self._learner.places[0], self._config)
         cluster = self._config.cluster.model_copy(update={"first_port": first})
         self._config = self._config.model_copy(update={"cluster": cluster})
-        plan = self.plan(resume=resume)
+        plan = self.plan()
         write_file(plan.config_file, to_yaml(plan.config))
         for note in plan.notes:
             self._view.print(f"note: {note.sentence}")
-        self._require_folder(resume=resume)
+        self._require_folder()
         self._nodes.plan = plan
         for place in self._learner.places:
             await self._nodes.prepare(place)
+        for group in self._engines:
+            # Those of before the learner was lost have other addresses.
+            group.places[0].is_ready = False
         return plan
 
     async def _supervised(self, plan: Plan) -> Ending:
         """The plan's processes, with what comes before and after."""
         arguments, has_daemon = self._arguments, plan.config.buffer.has_daemon
         if not has_daemon:
-            options = books_options(resume=arguments.resume, new=arguments.new)
+            is_new = arguments.new and not self._resume
+            options = books_options(resume=self._resume, new=is_new)
             await self._call(plan, "buffer books", *options)
         copies = Copies(plan.config.run.path, self._places)
 
@@ -194,15 +204,15 @@ class _Run:
         finally:
             await copies.bring()
 
-    def _require_folder(self, *, resume: bool) -> None:
+    def _require_folder(self) -> None:
         """
         Raises:
             ConfigError: the learner's nodes do not see the run's folder, and need to.
         """
         found = [place.found or {} for place in self._learner.places]
         apart = [one["address"] for one in found if not one.get("shares_folder")]
-        if apart and (resume or len(found) > 1):
-            why = "a run goes on" if resume else "ranks on several nodes work"
+        if apart and (self._resume or len(found) > 1):
+            why = "a run goes on" if self._resume else "ranks on several nodes work"
             raise ConfigError(
                 f"run.folder: node {apart[0]} does not see {self._config.run.path} of this "
                 f"machine, and {why} only on storage that both have: name a folder there"
@@ -221,16 +231,16 @@ class _Run:
 
         def own(process: PlannedProcess) -> Mapping[str, Any]:
             may_wait = process.role not in ("buffer", "learner")
-            return {"nodes": self._nodes, "may_wait": may_wait, **homes[process.host]}
+            all_have = {"nodes": self._nodes, "may_wait": may_wait, "planned": self._planned}
+            return {**all_have, **homes[process.host]}
 
         children = planned_children(RayChild, plan, self._view.print, own, handed_on(plan.config))
         for child in children:
-            # The devices are those that Ray has given to the bundle.
-            child.environment = {
-                name: v for name, v in child.environment.items() if name != "CUDA_VISIBLE_DEVICES"
-            }
             child.family = children
         return children
+
+    def _planned(self, name: str) -> PlannedProcess:
+        return next(process for process in self.plan().processes if process.name == name)
 
     async def _require_generators(self, children: Sequence[Child]) -> None:
         """Waits `cluster.start_s`.
@@ -256,11 +266,13 @@ class _Run:
         words = ("streamrl", *command.split(), *arguments, "--config", str(plan.config_file))
         environment = {**handed_on(plan.config), **learner.environment}
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        code, record = await _unless_signaled(
-            self._learner.places[0].run(
-                command.split()[-1], words, environment, plan.config.run.log_format
-            )
+        running = self._learner.places[0].run(
+            command.split()[-1], words, environment, plan.config.run.log_format
         )
+        try:
+            code, record = await _unless_signaled(running)
+        except LostError:
+            raise StreamRLError(f"{command}: the learner's node is lost") from None
         if code != 0:
             sentence = sentence_of(code, None if record is None else ErrorRecord(*record))
             raise error_of(code, f"{command}: {sentence}")
