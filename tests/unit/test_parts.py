@@ -111,6 +111,7 @@ REFUSING: list[dict[str, Any]] = [
     {"pf_ppo": {"method": "pow", "weight_pow": 1.0}},
     {"value": {"clip_range": None, "coef": 0.5, "loss_agg_mode": "token-sum"}, "advantage": "gae"},
     {"value": {"lr": 1e-3, "critic_warmup": 2}, "advantage": "gae"},
+    {"value": {"model_path": "a", "max_tokens_per_micro_batch": 40}, "advantage": "gae"},
     {
         "value": {"betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5},
         "advantage": "gae",
