@@ -170,6 +170,21 @@ def test_settings_that_save_memory_are_in_the_estimate(folder, learner, gone, ch
     assert saving.num_bytes < plain.num_bytes
 
 
+def test_a_critic_of_another_size_is_counted_by_its_own(folder):
+    shape = ModelShape.of_facts(EIGHT_B)
+    small = ModelShape.of_facts({**EIGHT_B, "num_hidden_layers": 2})
+    config = with_model(folder, algorithm={"advantage": "gae"}, learner={"num_ranks": 8})
+    assert ModelShape.of_critic(config) == ModelShape.of(config)
+    needs = [LearnerMemory(config, shape, 8, critic=critic).need() for critic in (None, small)]
+    of_critic = [{p.name: p.num_bytes for p in need.parts}["critic"] for need in needs]
+    assert of_critic == [2 * shape.num_parameters, 2 * small.num_parameters]
+    value = {"max_tokens_per_micro_batch": 100_000}
+    wide = with_model(
+        folder, algorithm={"advantage": "gae", "value": value}, learner={"num_ranks": 8}
+    )
+    assert LearnerMemory(wide, shape, 8).need().num_bytes > needs[0].num_bytes
+
+
 def test_keys_and_values_are_divided_by_tensor_parallel_size_down_to_one_head():
     shape = ModelShape.of_facts(EIGHT_B)
     assert shape.kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2 == 131_072
