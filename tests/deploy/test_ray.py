@@ -218,7 +218,8 @@ def test_a_job_of_ray_drains_when_it_is_stopped(model, tmp_path):
     text = CONFIG.format(folder=tmp_path / "runs", model=model)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "run.yaml").write_text(text)
-    head = {"num_cpus": 4, **NODE, "include_dashboard": True, "dashboard_port": free_port()}
+    ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
+    head = {"num_cpus": 4, **NODE, **ports, "include_dashboard": True}
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
     try:
         client = job_submission.JobSubmissionClient(f"http://127.0.0.1:{head['dashboard_port']}")
