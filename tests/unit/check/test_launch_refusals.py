@@ -219,7 +219,8 @@ SAID: Mapping[str, str] = {
     "check looks at the same itself: `REFUSED`, and the traps of test_check.py": """
         actors/daemon actors/gateway/server actors/gateway/start actors/make_model
         actors/prompts/fitting learners/optimizer learners/policy/critic learners/policy/loading
-        learners/policy/lora learners/policy/sharding learners/profiling learners/checkpoints/restore
+        learners/policy/lora learners/policy/sharding learners/profiling
+        learners/checkpoints/restore
     """,
 }
 LATER: Mapping[str, str] = {
