@@ -267,7 +267,7 @@ def test_the_score_of_another_model_is_not_kept_as_the_runs(
     folder = (config.run.path if of_the_run else tmp_path) / "export"
     folder.mkdir()
 
-    async def evaluate(_: RunConfig, model: Path) -> dict[str, str]:
+    async def evaluate(_: RunConfig, model: Path, report: object) -> dict[str, str]:
         return {"model": str(model)}
 
     monkeypatch.setattr("streamrl.cli.evaluate.evaluate", evaluate)

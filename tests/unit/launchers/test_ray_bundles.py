@@ -145,7 +145,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("streamrl.cli.launchers.ray.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"Ray is not installed here: pip install 'streamrl\[ray"):
+    with pytest.raises(ConfigError, match=r"needs ray, which is not .*: pip install 'streamrl\[ray"):
         launcher("ray")
 
 

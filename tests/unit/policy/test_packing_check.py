@@ -181,7 +181,7 @@ def test_a_trajectory_beyond_a_dynamic_position_embedding_is_refused():
     model = make_llama(max_position_embeddings=20, rope_parameters=dynamic)
     network = Network(model, temperature=1.0)
     logprobs_of(network, make_micro_batch((20, 5)))
-    with pytest.raises(ConfigError, match="a trajectory has 21 tokens, and beyond 20"):
+    with pytest.raises(ConfigError, match="trajectories of 21 tokens, and beyond 20"):
         network(make_micro_batch((21, 5)))
 
 
