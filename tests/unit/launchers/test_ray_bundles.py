@@ -60,6 +60,8 @@ def test_each_engine_has_a_bundle_of_its_own():
         "validator": Room(2, 1),
     }
     assert engines[0].resources == {"CPU": 1.0, "GPU": 2.0}
+    unasked = configured(data={"source": "copy", "eval_source": "copy"})
+    assert "validator" in needs(*engine_bundles(unasked, [Room(0, 2)])), "by default, as elsewhere"
     assert Room(0, 1) in needs(*engine_bundles(configured(), [Room(0, 2)])).values()
 
 
@@ -145,7 +147,9 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("streamrl.cli.launchers.ray.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"needs ray, which is not .*: pip install 'streamrl\[ray"):
+    with pytest.raises(
+        ConfigError, match=r"needs ray, which is not .*: pip install 'streamrl\[ray"
+    ):
         launcher("ray")
 
 

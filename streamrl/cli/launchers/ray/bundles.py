@@ -89,7 +89,7 @@ def engine_bundles(config: RunConfig, rooms: Sequence[Room]) -> Iterator[Bundle]
     for index in range(config.generator.max_count):
         name = f"generator-{index}"
         yield Bundle(name, ("generator",), _engine_room(config.generator, rooms))
-    if config.validation.every:
+    if config.is_validated:
         needs = _engine_room(config.for_validator().generator, rooms)
         yield Bundle("validator", ("validator",), needs)
 
