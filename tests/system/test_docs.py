@@ -26,6 +26,7 @@ SCRIPTS = "PYTHONPATH=. .venv/bin/python -m tests.research."
 RUN_BY = {
     "make quickstart": "make",
     "make test": "make",
+    "make gpu-report": "test_gpu_report.py",
     "streamrl get-model --config configs/quickstart.yaml": "daemons",
     "streamrl generator --config configs/quickstart.yaml --id mine": "daemons",
     "streamrl learner --config configs/quickstart.yaml": "daemons",
