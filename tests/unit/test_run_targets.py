@@ -176,6 +176,18 @@ def test_status_says_how_the_launch_ended(
     assert json.loads(capsys.readouterr().out)["state"] == "stopped"
 
 
+def test_a_run_that_is_finished_without_its_validator_is_not_in_order(tmp_path, capsys):
+    config = at_port(make_run(tmp_path, activity=LearnerActivity.ENDED), 1)
+    launch = argparse.Namespace()
+    with pytest.raises(RolloutError), reported(config, launch, Console()):
+        raise RolloutError("validator: no reward has the row")
+    capsys.readouterr()
+    assert main(["status", str(config.run.path)]) == 1
+    assert "! failed: validator: no reward has the row" in capsys.readouterr().out
+    assert main(["status", str(config.run.path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["state"] == "finished"
+
+
 def test_a_launch_that_begins_and_daemons_after_one_are_not_what_ended_before(tmp_path):
     config = at_port(make_run(tmp_path, time_s=AHEAD_S), 1, max_steps=9)
     note_launch(config.run.path, Launch(ended_s=time.time(), failure="generator-0: oops"))
