@@ -1,8 +1,8 @@
 """A run's folder: prepared by a launch, read by every command.
 
 runs/NAME/  config.yaml  data.json  metrics.jsonl  trained.jsonl  books.json  learner.json
-            parity.json  restarts.jsonl  evaluation.json  report.html  checkpoints/  abandoned/
-            buffer/  logs/ROLE.log  weights/  parity/  quarantine/  record/  replay/
+            parity.json  launch.json  restarts.jsonl  evaluation.json  report.html  checkpoints/
+            abandoned/  buffer/  logs/ROLE.log  weights/  parity/  quarantine/  record/  replay/
 
 buffer/     journal.sqlite  payloads/
 """
@@ -10,6 +10,7 @@ buffer/     journal.sqlite  payloads/
 import atexit
 import json
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -35,6 +36,8 @@ LEARNER_FILE = "learner.json"
 BOOKS_FILE = "books.json"
 RESTARTS_FILE = "restarts.jsonl"
 DATA_FILE = "data.json"
+LAUNCH_FILE = "launch.json"
+PAGE_FILE = "report.html"
 _TARGETS = ".prometheus"
 # What a launch that made no step leaves to go on with.
 _STATES = ("checkpoints", "buffer")
@@ -45,6 +48,15 @@ class Rows(Struct, frozen=True):
 
     first_prompt_index: int
     sources: tuple[SourceRows, ...]
+
+
+class Launch(Struct, frozen=True):
+    """The newest launch of a run: the options that say where it is, when it ended (Unix time), and
+    its sentence if it failed."""
+
+    options: tuple[str, ...] = ()
+    ended_s: float | None = None
+    failure: str = ""
 
 
 def prepare(
@@ -99,6 +111,7 @@ def prepare(
             # Of a launch that ended before its first step.
             shutil.rmtree(folder / "buffer", ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / LAUNCH_FILE).unlink(missing_ok=True)
         write_file(folder / DATA_FILE, msgspec.json.encode(rows).decode() + "\n")
         write_file(folder / RESOLVED_FILE, to_yaml(resolved))
     except OSError as error:
@@ -192,6 +205,26 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def note_launch(folder: Path, launch: Launch) -> None:
+    """Keep it for whoever reads the run later."""
+    with suppress(OSError):
+        write_file(folder / LAUNCH_FILE, msgspec.json.encode(launch).decode() + "\n")
+
+
+def read_launch(folder: Path) -> Launch:
+    """What is known of it: nothing where daemons were started one by one."""
+    try:
+        return msgspec.convert(read_json(folder / LAUNCH_FILE), Launch)
+    except msgspec.ValidationError:
+        return Launch()
+
+
+def resume_command(folder: Path) -> str:
+    """What a person types to go on with the run, where it was."""
+    options = (*read_launch(folder).options, "--resume")
+    return shlex.join(("streamrl", "launch", str(folder / RESOLVED_FILE), *options))
 
 
 def note_restart(folder: Path, role: str, exit_code: int, sentence: str) -> None:

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.check.before_launch import require_startable
-from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import chosen, launcher, starts_here
 from streamrl.cli.parity.compare import require_parity
@@ -26,7 +25,7 @@ from streamrl.cli.processes.run_commands import (
     write_books,
 )
 from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.report import write_report
+from streamrl.cli.report import reported
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import config_file, load_usable
@@ -35,6 +34,7 @@ from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.devices import is_rocm, usable_devices
 from streamrl.placement.hosts import this_machine
+from streamrl.run_folder import resume_command
 
 
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
@@ -75,31 +75,26 @@ def _launch(
 ) -> int:
     require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
     config = prepared(config, arguments)
-    remedy = f"streamrl launch {_config_file(config)} --resume"
+    remedy = ""
     try:
-        lost = run_here(
-            config,
-            console,
-            resume=arguments.resume,
-            new=arguments.new,
-            live=not arguments.no_view,
-            strict=arguments.strict,
-            fork_server=fork_server,
-        )
-        remedy = f"streamrl evaluate {_config_file(config)}"
-        evaluate_final(config, fork_server)
+        with reported(config, arguments, console):
+            lost = run_here(
+                config,
+                console,
+                resume=arguments.resume,
+                new=arguments.new,
+                live=not arguments.no_view,
+                strict=arguments.strict,
+                fork_server=fork_server,
+            )
+            remedy = f"streamrl evaluate {config.run.path / RESOLVED_FILE}"
+            evaluate_final(config, fork_server)
+            if lost is not None:
+                raise lost
     except KeyboardInterrupt:
-        _summarize(config, console)
+        remedy = remedy or resume_command(config.run.path)
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
         raise
-    except StreamRLError:
-        # Whoever reads the reason reads what came before it, too.
-        for name, value in restart_rows(config.run.path):
-            console.print(f"{name}, {value}", soft_wrap=True, highlight=False, markup=False)
-        raise
-    _summarize(config, console)
-    if lost is not None:
-        raise lost
     return 0
 
 
@@ -141,13 +136,3 @@ def run_here(
     if stopped_by is not None:
         raise Interrupted(stopped_by)
     return lost
-
-
-def _summarize(config: RunConfig, console: Console) -> None:
-    write_report(config)
-    console.print(summary(config))
-
-
-def _config_file(config: RunConfig) -> str:
-    """What the run was started with, every value resolved."""
-    return str(config.run.path / RESOLVED_FILE)

@@ -262,7 +262,14 @@ def _groups_dropped(reading: Reading) -> Iterator[str]:
         yield f"groups dropped since the last step: {dropped}"
 
 
+def _launch_failed(reading: Reading) -> Iterator[str]:
+    """Also of a run that has made all its steps, without its validator."""
+    if reading.failure:
+        yield f"failed: {reading.failure}"
+
+
 CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
+    "launch_failed": _launch_failed,
     "buffer_unreachable": late("buffer_unreachable"),
     "buffer_refuses": _buffer_refuses,
     "groups_failed": _groups_failed,

@@ -3,8 +3,9 @@
 Pure. The learner adds each step's metrics; its log and its report, and so the live view, `streamrl
 status` and the summary, have what is found.
 
-Invariant: a sign is a line of `SIGNS`, and holds over the last `run.signs.steps` steps together. A
-sign that another one explains is not said beside it. What is not measured is no sign.
+Invariant: a sign is a line of `SIGNS`, holds over the last `run.signs.steps` steps together, and
+says for how many steps it has. A sign that another one explains is not said beside it. What is not
+measured is no sign.
 """
 
 import math
@@ -205,6 +206,8 @@ class Signs:
     _first_entropy: float | None = None
     _best: tuple[float, int] = (-math.inf, 0)
     _max_reward: float = -math.inf
+    _num_steps: dict[str, int] = field(default_factory=dict)
+    """For how many steps each sign has been seen without a break."""
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, str]:
         """What is seen with this step, by the names of `SIGNS`, as a sentence with its remedy; {}
@@ -226,13 +229,13 @@ class Signs:
             self._first_entropy = window.mean("actor/entropy")
         if (reward := window.mean("reward/mean")) is not None:
             self._best = max(self._best, (reward, step))
-        return dict(_sentences(window))
+        found = {name: seen for name, sign in SIGNS.items() if (seen := sign.find(window))}
+        self._num_steps = {name: self._num_steps.get(name, steps - 1) + 1 for name in found}
+        return dict(self._sentences(found))
 
-
-def _sentences(window: Window) -> Iterator[tuple[str, str]]:
-    explained: set[str] = set()
-    for name, sign in SIGNS.items():
-        found = sign.find(window)
-        if found and name not in explained:
-            yield name, f"for {len(window.lines)} steps {found}: {sign.remedy}"
-            explained |= set(sign.explains)
+    def _sentences(self, found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        explained: set[str] = set()
+        for name, seen in found.items():
+            if name not in explained:
+                yield name, f"for {self._num_steps[name]} steps {seen}: {SIGNS[name].remedy}"
+                explained |= set(SIGNS[name].explains)

@@ -1,6 +1,6 @@
 """How far a run is: whether its processes work, and if they do not, how and where it ended.
 
-Read from the learner's last report, which stays in the run's folder.
+Read from the learner's last report and from how the launch ended, which stay in the run's folder.
 """
 
 from enum import StrEnum
@@ -11,32 +11,34 @@ from streamrl.types import LearnerActivity
 
 class RunState(StrEnum):
     """`STARTING`: no learner of this launch has reported yet. `RUNNING`: one does, or the buffer
-    answers. `FINISHED`: all steps are made. `STOPPED`: the learner was asked to end before. `DEAD`:
-    neither learner nor buffer answers, and the learner has not ended."""
+    answers. `FINISHED`: all steps are made. `STOPPED`: the run was asked to end before. `FAILED`:
+    its launch ended with an error before. `DEAD`: neither learner nor buffer answers, and neither
+    the learner nor the launch has ended."""
 
     STARTING = "starting"
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
+    FAILED = "failed"
     DEAD = "dead"
 
     @property
     def has_ended(self) -> bool:
-        return self in (RunState.FINISHED, RunState.STOPPED, RunState.DEAD)
+        return self not in (RunState.STARTING, RunState.RUNNING)
 
 
 def state_of(reading: Reading) -> RunState:
-    """By the learner's report, and by whether the buffer answers where the learner does not."""
+    """By the learner's report, by how the launch ended, and by whether the buffer answers where the
+    learner does not."""
     learner, stats = reading.learner, reading.stats
+    if _is_finished(reading):
+        return RunState.FINISHED
+    if reading.is_launch_over:
+        return RunState.FAILED if reading.failure else RunState.STOPPED
     if learner is None:
         answers = stats is not None and stats.books.learner_term > 0
-        if stats is not None and stats.finished:
-            return RunState.FINISHED
         return RunState.RUNNING if answers else RunState.STARTING
     if learner.activity is LearnerActivity.ENDED:
-        is_complete = learner.policy_version >= (reading.max_steps or 0) or learner.ended_early
-        if is_complete:
-            return RunState.FINISHED
         is_starting = reading.is_relaunched and stats is not None
         return RunState.STARTING if is_starting else RunState.STOPPED
     if reading.is_learner_reporting or stats is not None:
@@ -44,16 +46,28 @@ def state_of(reading: Reading) -> RunState:
     return RunState.STARTING if reading.is_starting else RunState.DEAD
 
 
+def _is_finished(reading: Reading) -> bool:
+    learner, stats = reading.learner, reading.stats
+    if learner is None:
+        return stats is not None and stats.finished
+    is_complete = learner.policy_version >= (reading.max_steps or 0) or bool(learner.ended_early)
+    return learner.activity is LearnerActivity.ENDED and is_complete
+
+
 def outcome(reading: Reading) -> str:
     """How the run ended and at which step, as a sentence; "" while it goes on."""
-    learner = reading.learner
+    learner, state = reading.learner, state_of(reading)
+    if state is RunState.FAILED:
+        return f"failed: {reading.failure}"
+    if state is RunState.STOPPED and (learner is None or not learner.policy_version):
+        return "stopped before the first step"
     if learner is None:
         return ""
     step = f"step {learner.policy_version}"
     if reading.max_steps is not None:
         step += f" of {reading.max_steps}"
     ago = f"{age(reading.learner_age_s)} ago"
-    match state_of(reading):
+    match state:
         case RunState.FINISHED if learner.ended_early:
             return f"{learner.ended_early}, {ago}"
         case RunState.FINISHED:

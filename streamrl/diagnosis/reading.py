@@ -22,9 +22,10 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     `stats` is None if the buffer did not answer, with the reason in `unreachable`; `learner` is
     None if nothing is known of it, else `learner_age_s` old. `is_relaunched`: a launch has begun
-    since that report. `idle_s` is the time since the last step ended, `launched_s` that since the
-    newest launch began, and `max_steps` the run's, if they are known. `startup_s` is what the start
-    of a generator may take.
+    since that report, and goes on. `is_launch_over`: the newest launch has ended, and no learner
+    has reported since; `failure` is its sentence, if it failed. `idle_s` is the time since the last
+    step ended, `launched_s` that since the newest launch began, and `max_steps` the run's, if they
+    are known. `startup_s` is what the start of a generator may take.
     """
 
     stall_s: float
@@ -33,6 +34,8 @@ class Reading(Struct, frozen=True, kw_only=True):
     learner: LearnerStatus | None = None
     learner_age_s: float = 0.0
     is_relaunched: bool = False
+    is_launch_over: bool = False
+    failure: str = ""
     idle_s: float | None = None
     launched_s: float | None = None
     startup_s: float = START_S
@@ -76,7 +79,7 @@ class Reading(Struct, frozen=True, kw_only=True):
     @property
     def is_over(self) -> bool:
         has_ended = self.learner is not None and self.learner.activity is LearnerActivity.ENDED
-        return has_ended or (self.stats is not None and self.stats.finished)
+        return has_ended or self.is_launch_over or (self.stats is not None and self.stats.finished)
 
     @property
     def is_stalled(self) -> bool:

@@ -244,6 +244,7 @@ def test_a_job_of_ray_drains_when_it_is_stopped(model, tmp_path):
     finally:
         made.shutdown()
     assert "the books close" in output
+    assert "finishing the step and saving it; a second signal stops now" in output
     assert "stopped; to continue: streamrl launch" in output
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.cli.main import main
 from tests.ports import free_port
 from tests.system.conftest import Launched, slow_reward
 from tests.system.test_launch import _set, assert_audit_passes, assert_every_step_once
@@ -21,7 +22,9 @@ def score(episode):
 NO_WANDB = "raise ModuleNotFoundError(\"No module named 'wandb'\", name='wandb')\n"
 
 
-def test_a_reward_that_always_raises_ends_the_launch_with_its_line(launch: Launch, tmp_path: Path):
+def test_a_reward_that_always_raises_ends_the_launch_with_its_line(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "broken.py"
     file.write_text(NO_LABEL)
     run = launch(*_set(f"data.reward={file}:score", "run.max_steps=2"))
@@ -32,6 +35,9 @@ def test_a_reward_that_always_raises_ends_the_launch_with_its_line(launch: Launc
     log = run.log("generator-0")
     assert log.count("generator-0 serves") == 1
     assert 'return float(episode.prompt.row["label"])' in log
+    assert main(["status", str(run.folder)]) == 1
+    assert f"! failed: generator-0: {sentence}" in capsys.readouterr().out
+    assert (run.folder / "report.html").exists()
 
 
 @pytest.mark.long
@@ -57,12 +63,16 @@ def test_a_redis_that_does_not_run_is_named(launch: Launch):
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(launch: Launch, tmp_path: Path):
+def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
     settings = _set("run.max_steps=4", "run.evaluate=true", reward)
     starting = launch(*settings)
     starting.until(lambda: (starting.folder / "logs" / "learner.log").exists())
     config = interrupt(starting)
+    assert main(["status", str(config)]) == 0
+    assert f"before the first step; streamrl launch {config} --resume" in capsys.readouterr().out
 
     stepping = launch("--resume", file=config)
     stepping.until_step(2)

@@ -151,5 +151,5 @@ def test_a_run_that_cannot_learn_is_told_so_with_a_remedy(
     said = "for 5 steps every reward is 0: compare answers with what is expected"
     assert run.log("learner").count(said) == 1
     assert main(["status", str(run.folder)]) == 0
-    assert f"learning {said}" in capsys.readouterr().out
-    assert "for 5 steps every reward is 0" in " ".join(run.output.split())
+    assert "learning for 8 steps every reward is 0: compare" in capsys.readouterr().out
+    assert "for 8 steps every reward is 0" in " ".join(run.output.split())

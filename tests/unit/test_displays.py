@@ -101,8 +101,11 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     change = "0.150 -> 0.550 (mean of the first 2 and the last 2 steps)"
     held_out = "0.336 (greedy, 256 prompts)"
     assert held_out_reward(config.run.path) == held_out
-    (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "num_failed": 2}))
     held_out = "0.336 (greedy, 256 prompts, 2 failed)"
+    for model, of in (("run/checkpoints/step-00000040", "version 40"), ("models/m", "models/m")):
+        (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "model": model}))
+        assert held_out_reward(config.run.path) == f"0.336 (greedy, 256 prompts; {of})"
+    (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "num_failed": 2}))
     lines = [json.loads(t) for t in (config.run.path / "metrics.jsonl").read_text().splitlines()]
     assert headline(config, lines).startswith("step 6/550  training reward 0.550 (last 2 steps)")
     view = [" ".join(text.split()) for text in printed(render(config, lines, {}))]

@@ -105,6 +105,16 @@ def test_what_is_not_measured_is_no_sign():
     assert signs.add(1, {}) == {}
 
 
+def test_a_sign_says_for_how_many_steps_it_has_been_so():
+    signs = Signs(SignSettings(steps=10))
+    lines = [*[{**GOOD, **ALIKE, "reward/max": 0.0}] * 60, GOOD, *[{**GOOD, **ALIKE}] * 11]
+    found = [signs.add(step, line) for step, line in enumerate(lines, 1)]
+    assert found[9]["no_reward"].startswith("for 10 steps every reward is 0")
+    assert found[59]["no_reward"].startswith("for 60 steps every reward is 0")
+    assert found[60] == {}
+    assert found[-1]["alike"].startswith("for 11 steps the rewards of each group are alike")
+
+
 def test_one_step_that_is_good_ends_a_sign():
     signs = Signs(SignSettings(steps=2))
     bad = {**GOOD, "learner/grad_norm": 0.0}

@@ -1,17 +1,23 @@
 """Commands that read a run: of one that has ended, of one that is not there, of what is no run."""
 
+import argparse
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from streamrl.cli.buffer import target as module
 from streamrl.cli.main import main
+from streamrl.cli.report import reported
 from streamrl.config import RunConfig, to_yaml
+from streamrl.errors import Interrupted, RolloutError
+from streamrl.run_folder import Launch, note_launch, prepare
 from streamrl.types import BufferStats, LearnerActivity
 from tests.unit.test_diagnosis import buffer
 from tests.unit.test_displays import AHEAD_S, make_run
@@ -125,6 +131,75 @@ def test_status_says_how_a_run_ended(
     assert "healthy" not in output
     assert main(["status", str(config.run.path), "--json"]) == code
     assert json.loads(capsys.readouterr().out)["state"] == state
+
+
+@pytest.mark.parametrize("has_reported", [True, False])
+@pytest.mark.parametrize("ray", [None, "auto", "head:6379"])
+def test_status_says_how_the_launch_ended(
+    tmp_path, capsys, closed_port, monkeypatch, has_reported, ray
+):
+    """With the launch's own sentence; a learner that ended in order, or never began, has none."""
+    monkeypatch.chdir(tmp_path)
+    ended = {"activity": LearnerActivity.ENDED, "policy_version": 0, "time_s": time.time() - 2}
+    config = at_port(make_run(Path("runs"), **ended), closed_port, max_steps=9)
+    (config.run.path / "metrics.jsonl").unlink()
+    if not has_reported:
+        (config.run.path / "learner.json").unlink()
+    os.utime(config.run.path / "config.yaml")
+    launch = argparse.Namespace(ray=ray, slurm=False)
+    sentence = "generator-0: reward rewards.py:score: KeyError: 'label' (rewards.py:2)"
+    with pytest.raises(RolloutError), reported(config, launch, Console()):
+        raise RolloutError(sentence)
+    summary = capsys.readouterr().out
+    assert "launch failed" in summary
+    assert "runs/run/report.html" in summary
+    assert (config.run.path / "report.html").exists()
+    assert main(["status", "runs/run"]) == 1
+    assert capsys.readouterr().out.splitlines()[1] == f"! failed: {sentence}"
+    assert main(["status", "runs/run", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["healthy"]) == ("failed", False)
+    assert [f["sentence"] for f in found["findings"]] == [f"failed: {sentence}"]
+    assert main(["generators", "runs/run"]) == 1
+    assert f"no process of runs/run is running: failed: {sentence}" in capsys.readouterr().err
+    assert main(["status", "runs/run", "--follow"]) == 0
+
+    with pytest.raises(Interrupted), reported(config, launch, Console()):
+        raise Interrupted(signal.SIGINT)
+    capsys.readouterr()
+    assert main(["status", "runs/run"]) == 0
+    where = {None: "", "auto": " --ray", "head:6379": " --ray head:6379"}[ray]
+    command = f"streamrl launch runs/run/config.yaml{where} --resume"
+    said = f"stopped before the first step; {command} goes on with it"
+    assert capsys.readouterr().out.splitlines()[1] == said
+    assert main(["status", "runs/run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "stopped"
+
+
+def test_a_run_that_is_finished_without_its_validator_is_not_in_order(tmp_path, capsys):
+    config = at_port(make_run(tmp_path, activity=LearnerActivity.ENDED), 1)
+    launch = argparse.Namespace()
+    with pytest.raises(RolloutError), reported(config, launch, Console()):
+        raise RolloutError("validator: no reward has the row")
+    capsys.readouterr()
+    assert main(["status", str(config.run.path)]) == 1
+    assert "! failed: validator: no reward has the row" in capsys.readouterr().out
+    assert main(["status", str(config.run.path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["state"] == "finished"
+
+
+def test_a_launch_that_begins_and_daemons_after_one_are_not_what_ended_before(tmp_path):
+    config = at_port(make_run(tmp_path, time_s=AHEAD_S), 1, max_steps=9)
+    note_launch(config.run.path, Launch(ended_s=time.time(), failure="generator-0: oops"))
+    reading = module.read_folder(config)
+    assert (reading.failure, reading.is_launch_over) == ("", False)
+    (config.run.path / "learner.json").unlink()
+    assert module.read_folder(config).failure == "generator-0: oops"
+    with reported(config, argparse.Namespace(), Console()):
+        assert not module.read_folder(config).is_launch_over
+    assert module.read_folder(config).is_launch_over
+    prepare(config, resume=True, new=False)
+    assert not module.read_folder(config).is_launch_over
 
 
 @pytest.mark.parametrize(

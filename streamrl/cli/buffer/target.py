@@ -19,7 +19,13 @@ from streamrl.diagnosis.outcome import RunState, outcome, state_of
 from streamrl.diagnosis.reading import startup_s
 from streamrl.errors import ConfigError, StreamRLError, TransportError
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.run_folder import find_config, is_launched_since, launched_s, read_learner
+from streamrl.run_folder import (
+    find_config,
+    is_launched_since,
+    launched_s,
+    read_launch,
+    read_learner,
+)
 from streamrl.types import BufferStats
 
 _DEADLINE_S = 10.0
@@ -88,15 +94,22 @@ async def require_running(config: RunConfig) -> None:
 
 def read_folder(config: RunConfig) -> Reading:
     """What the run's folder says by itself."""
-    learner = read_learner(config.run.path)
+    folder = config.run.path
+    learner, launch = read_learner(folder), read_launch(folder)
+    # Daemons that were started by themselves since then are another story.
+    is_newest = launch.ended_s is not None and (learner is None or learner.time_s < launch.ended_s)
     return Reading(
         stall_s=config.run.stall_s,
         stats=None,
         learner=learner,
         learner_age_s=0.0 if learner is None else max(0.0, time.time() - learner.time_s),
-        is_relaunched=learner is not None and is_launched_since(config.run.path, learner.time_s),
+        is_relaunched=learner is not None
+        and not is_newest
+        and is_launched_since(folder, learner.time_s),
+        is_launch_over=is_newest,
+        failure=launch.failure if is_newest else "",
         max_steps=config.run.max_steps,
-        launched_s=launched_s(config.run.path),
+        launched_s=launched_s(folder),
         startup_s=startup_s(config),
     )
 

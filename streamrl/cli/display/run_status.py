@@ -35,7 +35,7 @@ from streamrl.diagnosis.outcome import RunState, age, outcome, state_of
 from streamrl.diagnosis.presence import may_move
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
-from streamrl.run_folder import find_config, read_books
+from streamrl.run_folder import find_config, read_books, resume_command
 from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import METRICS_FILE, read_newest
 from streamrl.types import Books, BufferStats, LearnerStatus, replace
@@ -88,7 +88,7 @@ def texts(status: RunStatus) -> Iterator[Text]:
     for absence in pending(reading):
         yield Text(printable(f"{waiting_as(reading)}: {absence.sentence}"), style="yellow")
     if is_healthy(reading):
-        yield Text(printable(verdict(reading)), style="green")
+        yield Text(printable(verdict(status)), style="green")
     for name, value in rows(status):
         yield Text(printable(f"{name:<8} {value}"))
 
@@ -134,12 +134,13 @@ def waiting_as(reading: Reading) -> str:
     return "starting" if state_of(reading) is RunState.STARTING else "waiting"
 
 
-def verdict(reading: Reading) -> str:
+def verdict(status: RunStatus) -> str:
     """That of a run in which nothing is wrong."""
-    state = state_of(reading)
-    if state is RunState.STOPPED:
-        return f"{outcome(reading)}; streamrl launch CONFIG --resume goes on with it"
-    return outcome(reading) or ("starting" if state is RunState.STARTING else "healthy")
+    state = state_of(status.reading)
+    if state is RunState.STOPPED and status.config is not None:
+        remedy = resume_command(status.config.run.path)
+        return f"{outcome(status.reading)}; {remedy} goes on with it"
+    return outcome(status.reading) or ("starting" if state is RunState.STARTING else "healthy")
 
 
 def headline(status: RunStatus) -> str:

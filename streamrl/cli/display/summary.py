@@ -19,7 +19,14 @@ from streamrl.cli.display.numbers import (
 )
 from streamrl.config import RunConfig
 from streamrl.diagnosis.scaling import scaling_hint
-from streamrl.run_folder import read_books, read_json, read_learner, read_restarts
+from streamrl.run_folder import (
+    PAGE_FILE,
+    read_books,
+    read_json,
+    read_launch,
+    read_learner,
+    read_restarts,
+)
 from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import best_of, read_metrics, read_validations
 
@@ -47,6 +54,8 @@ def summary(config: RunConfig) -> Table:
     for name, value in summary_rows(lines, folder, validation_text(config)):
         table.add_row(Text(printable(name)), Text(printable(value)))
     table.add_row("run folder", Text(str(folder)))
+    if (folder / PAGE_FILE).exists():
+        table.add_row("report", Text(str(folder / PAGE_FILE)))
     return table
 
 
@@ -54,9 +63,11 @@ def summary_rows(
     lines: Sequence[Mapping[str, Any]], folder: Path, validated: str = ""
 ) -> list[tuple[str, str]]:
     """Name and value of each row; those that were not measured are left out."""
+    failure = read_launch(folder).failure
+    failed = [("launch failed", failure)] if failure else []
     if not lines:
-        return [("steps", "0"), *restart_rows(folder)]
-    rows = [("steps", str(lines[-1]["step"]))]
+        return [("steps", "0"), *failed, *restart_rows(folder)]
+    rows = [("steps", str(lines[-1]["step"])), *failed]
     if change := reward_change(lines):
         rows.append(("training reward", change))
     rows += held_out_rows(folder, validated)
@@ -130,11 +141,15 @@ def validation_text(config: RunConfig) -> str:
 
 
 def held_out_reward(folder: Path) -> str:
-    """Such as: 0.336 (greedy, 256 prompts, 2 failed); "" before an evaluation."""
+    """Such as: 0.336 (greedy, 256 prompts, 2 failed; version 40); "" before an evaluation. What is
+    no checkpoint has its name."""
     evaluation = read_json(folder / "evaluation.json")
     score, number = evaluation.get("greedy_reward_mean"), evaluation.get("num_prompts")
     failed = f", {evaluation['num_failed']} failed" if evaluation.get("num_failed") else ""
-    return "" if score is None else f"{score:.3f} (greedy, {number} prompts{failed})"
+    model = str(evaluation.get("model", ""))
+    version = Path(model).name.removeprefix("step-")
+    of = f"; version {int(version)}" if version.isdecimal() else f"; {model}" if model else ""
+    return "" if score is None else f"{score:.3f} (greedy, {number} prompts{failed}{of})"
 
 
 def restart_rows(folder: Path) -> list[tuple[str, str]]:

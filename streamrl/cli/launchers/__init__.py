@@ -31,6 +31,14 @@ def chosen(arguments: argparse.Namespace) -> str:
     return next((name for name in LAUNCHERS if getattr(arguments, name, None)), "")
 
 
+def options_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Those that chose it, such as ("--ray", ADDRESS), to be typed again."""
+    name = chosen(arguments)
+    given = getattr(arguments, name, None)
+    address = (given,) if isinstance(given, str) and given != "auto" else ()
+    return (f"--{name}", *address) if name else ()
+
+
 def starts_here(name: str) -> bool:
     """Whether what `streamrl check` sees from here is what the processes will have: on this
     machine, and within a job of Slurm."""

@@ -18,7 +18,7 @@ from streamrl.samples.record import printable
 
 _PLACES = ("run.name", "run.folder", "model.path", "buffer.url", "weights.address", "cluster.")
 _SHOWN_ABOVE = ("data.source", "data.eval_source", "data.reward", "algorithm.preset")
-_SENTENCES = ("learning", "failures", "scaling", "restarts")
+_SENTENCES = ("launch failed", "learning", "failures", "scaling", "restarts")
 _OF_INTEGRITY = ("groups", "")
 _OF_STATE = ("steps", "time of the steps")
 

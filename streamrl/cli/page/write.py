@@ -21,12 +21,12 @@ from streamrl.cli.page.series import as_series, read_points
 from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
+from streamrl.run_folder import PAGE_FILE
 from streamrl.samples.files import newest_first, side_by_side
 from streamrl.samples.record import Message, Sample, cut, printable, without_markup
 from streamrl.tracking.groups import OVERVIEW, Chart, groups_of, label_of
 from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE
 
-PAGE_FILE = "report.html"
 NUM_SAMPLES, NUM_PROMPTS, NUM_VERSIONS = 24, 8, 4
 _LONGEST = 8000
 _CHARTS = "uPlot-1.6.32"

@@ -49,12 +49,12 @@ async def run_daemons(
     strict: bool = False,
     fork_server: ForkServer | None = None,
 ) -> Ending:
-    """`supervise` the daemons of a run on this machine; `notify` gets a sentence for each
+    """`supervise` the daemons of a run on this machine; `notify` also gets a sentence for each
     restart."""
     children = make_children(plan, notify=notify, fork_server=fork_server)
     stop_s = plan.config.stop_within_s
     return await supervise(
-        children, view=view, background=background, stop_s=stop_s, strict=strict, notify=notify
+        children, view=view, notify=notify, background=background, stop_s=stop_s, strict=strict
     )
 
 
@@ -62,16 +62,17 @@ async def supervise(
     children: Sequence[Child],
     *,
     view: BackgroundTask,
+    notify: Callable[[str], None],
     background: BackgroundTask | None,
     stop_s: float,
     strict: bool = False,
-    notify: Callable[[str], None] = lambda _: None,
 ) -> Ending:
     """Start, watch, and stop every child.
 
-    `background` is cancelled before the daemons are stopped, `view` after that. Waits for the
-    learner to end, for a child or `background` to fail, or for a signal: within `stop_s` of that no
-    process is left. Under `strict` a child fails that is otherwise started again.
+    `notify` gets what the first signal brings about. `background` is cancelled before the daemons
+    are stopped, `view` after that. Waits for the learner to end, for a child or `background` to
+    fail, or for a signal: within `stop_s` of that no process is left. Under `strict` a child fails
+    that is otherwise started again.
     """
     for child in children:
         child.is_strict = strict

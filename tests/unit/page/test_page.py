@@ -226,10 +226,15 @@ def test_faults_are_kept_where_there_are_too_many_warnings(tmp_path):
     assert sum(event.kind == "fault" for event in events) == 2
 
 
-def test_the_command_writes_the_page_alone(tmp_path, capsys):
+def test_the_command_writes_the_page_and_says_where(tmp_path, capsys, monkeypatch):
     config = make_run(tmp_path, [{"step": 1, "reward/mean": 0.5}])
     assert main(["report", str(config.run.path), "--html"]) == 0
-    assert capsys.readouterr().out.strip() == str(config.run.path / "report.html")
+    path = str(config.run.path / "report.html")
+    assert capsys.readouterr().out.strip() == path
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["report", str(config.run.path)]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"│ report │ {path} │" in rows
 
 
 def test_groups_are_sections_by_name():

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
-from streamrl.cli.display.summary import restart_rows, summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.child import Child
@@ -35,15 +34,15 @@ from streamrl.cli.processes.run_commands import (
     prepared,
 )
 from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.report import write_report
+from streamrl.cli.report import reported
 from streamrl.config import RunConfig, to_yaml
-from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import write_file
 from streamrl.error_record import ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, ConfigError, Interrupted, StreamRLError, error_of
 from streamrl.extras import not_installed
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
+from streamrl.run_folder import resume_command
 
 try:
     from streamrl.cli.launchers.ray.child import LearnerLostError, RayChild
@@ -88,25 +87,19 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 def _run_and_report(given: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
     require_steps_to_launch(given, resume=arguments.resume, new=arguments.new)
     config = prepared(with_keys(given), arguments, binds=False)
-    make_missing_model(config, console)
-    write_secrets(given)
     try:
-        stopped_by, lost = asyncio.run(_Run(config, arguments, console).to_its_end())
-    except Interrupted as interrupted:
-        stopped_by, lost = interrupted.number, None
-    except StreamRLError:
-        # Whoever reads the reason reads what came before it, too.
-        for name, value in restart_rows(config.run.path):
-            console.print(f"{name}, {value}", soft_wrap=True, highlight=False, markup=False)
-        raise
-    write_report(config)
-    console.print(summary(config))
-    if stopped_by is not None:
-        remedy = f"streamrl launch {config.run.path / RESOLVED_FILE} --ray --resume"
+        with reported(config, arguments, console):
+            make_missing_model(config, console)
+            write_secrets(given)
+            stopped_by, lost = asyncio.run(_Run(config, arguments, console).to_its_end())
+            if stopped_by is not None:
+                raise Interrupted(stopped_by)
+            if lost is not None:
+                raise lost
+    except KeyboardInterrupt:
+        remedy = resume_command(config.run.path)
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
-        raise Interrupted(stopped_by)
-    if lost is not None:
-        raise lost
+        raise
     return 0
 
 
@@ -189,6 +182,7 @@ class _Run:
             ending = await supervise(
                 self._children(plan),
                 view=self._view.run,
+                notify=self._view.print,
                 background=beside,
                 stop_s=plan.config.stop_within_s,
                 strict=arguments.strict,

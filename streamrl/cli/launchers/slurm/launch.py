@@ -24,7 +24,6 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
-from streamrl.cli.display.summary import summary
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.cli.launchers.slurm.nodes import hosts_of_job
@@ -40,7 +39,7 @@ from streamrl.cli.processes.run_commands import (
     write_books,
 )
 from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.report import write_report
+from streamrl.cli.report import reported
 from streamrl.config import RunConfig, to_yaml
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
@@ -105,11 +104,8 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 def _run_plan(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
     """The run, from the plan's configuration to the report."""
     write_file(plan.config_file, to_yaml(plan.config))
-    try:
+    with reported(plan.config, arguments, console):
         _run(plan, arguments, console, job)
-    finally:
-        write_report(plan.config)
-        console.print(summary(plan.config))
 
 
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
@@ -126,6 +122,7 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
         supervise(
             _children(plan, view, job),
             view=view.run,
+            notify=view.print,
             background=None,
             stop_s=config.stop_within_s,
             strict=arguments.strict,
