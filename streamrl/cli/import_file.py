@@ -111,13 +111,16 @@ def main(arguments: argparse.Namespace) -> int:
 def _summary(found: Imported, output: Path | None) -> str:
     """What a person reads when the file is written."""
     wrote = f"wrote {output}; " if output else ""
-    count = f"{len(found.left)} key{'s have' if len(found.left) != 1 else ' has'}"
-    lines = [f"{wrote}{count} no counterpart (comments at its end)"]
+    without = _counted(found.left, "has", "have")
+    lines = [f"{wrote}{without} no counterpart{' (comments at its end)' if found.left else ''}"]
     if found.unknown:
-        many = len(found.unknown) != 1
-        number = f"{len(found.unknown)} key{'s are' if many else ' is'}"
-        lines.append(f"{number} not known: {', '.join(found.unknown)}")
+        unknown = _counted(found.unknown, "is", "are")
+        lines.append(f"{unknown} not known: {', '.join(found.unknown)}")
     return "\n".join([*lines, *found.to_do])
+
+
+def _counted(keys: list[str], one: str, several: str) -> str:
+    return f"1 key {one}" if len(keys) == 1 else f"{len(keys)} keys {several}"
 
 
 def imported(path: Path, system: str) -> Imported:
@@ -176,7 +179,7 @@ def imported(path: Path, system: str) -> Imported:
         "\n".join([*head, rendered(_tree(kept), origins).rstrip(), *tail, ""]),
         to_do,
         left=list(dict.fromkeys(key.key for key, _ in told)),
-        unknown=[f"{key.key}{_meant(key)}" for key in keys if key.name is None],
+        unknown=[f"{key.key}{_meant(key)}" for key, _ in told if key.name is None],
     )
 
 

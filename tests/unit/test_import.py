@@ -394,6 +394,12 @@ def test_rewards_of_trl_are_ours_or_to_be_named(folder, capsys, text, rewards):
             "custom_reward_function: {path: own.py, name: score}\nreward_model: {enable: true}\n",
             ("own.py:score", None),
         ),
+        ("verl", "custom_reward_function: {path: own.py}\n", ("own.py:compute_score", None)),
+        (
+            "verl",
+            "reward.custom_reward_function: {path: own.py, name: f, reward_kwargs: {path: 1}}\n",
+            ("own.py:f", {"path": 1}),
+        ),
         ("verl", "reward: {reward_manager: {name: prime}}\n", ("PATH.py:NAME", None)),
         ("verl", "reward_model: {reward_manager: naive, enable: false}\n", (None, None)),
         ("roll", "reward: {worker_cls: lib.Mine}\n", ("PATH.py:NAME", None)),

@@ -40,7 +40,7 @@ def rewards_of(
     values: Mapping[str, Any], system: str, lookup: Lookup
 ) -> tuple[Settings, list[str]]:
     """Of a file with these values by their dotted names: our settings, and the keys that they
-    are of; nothing where it names none, or a function that has a setting of its own."""
+    are of; nothing where it names none."""
     match system:
         case "TRL":
             found = [*_of_trl(values, lookup)]
@@ -73,12 +73,19 @@ def _of_trl(values: Mapping[str, Any], lookup: Lookup) -> Iterator[tuple[Setting
 
 
 def _of_verl(values: Mapping[str, Any]) -> Iterator[tuple[Settings, list[str]]]:
-    """Its model; what its manager calls instead is a function, or by the source of a row."""
-    functions = ("custom_reward_function.path", "reward.custom_reward_function.path")
-    if not any(values.get(path) for path in functions):
-        for switch, path in _MODELS.items():
-            if values.get(switch):
-                yield _model(values.get(path)), [switch, path]
+    """Its function, else its model; otherwise its manager asks by the source of a row."""
+    for section in ("reward.custom_reward_function", "custom_reward_function"):
+        if path := values.get(f"{section}.path"):
+            function = values.get(f"{section}.name") or "compute_score"
+            of = [key for key in values if key.startswith(f"{section}.reward_kwargs.")]
+            kwargs = {f"data.reward_kwargs{k.partition('reward_kwargs')[2]}": values[k] for k in of}
+            ours = {"data.reward": f"{path}:{function}", **kwargs}
+            yield ours, [f"{section}.path", f"{section}.name", *of]
+            return
+    for switch, path in _MODELS.items():
+        if values.get(switch):
+            yield _model(values.get(path)), [switch, path]
+            return
 
 
 def _of_roll(values: Mapping[str, Any], lookup: Lookup) -> Iterator[tuple[Settings, list[str]]]:
