@@ -157,10 +157,19 @@ names all at once. Names of metrics are shared: what verl logs under `mismatch/`
 
 writes a configuration from a YAML file of verl, ROLL or TRL (`--from verl`, `roll`, `trl`), with
 the files that its `defaults` name and what `${...}` stands for, or from a shell script (.sh) that
-starts a trainer. Behind each setting stands the name that it had; what the file leaves out is set
-where that system's default is not ours. At the end, as comments, stands each key that has no
-counterpart, with the reason, and each setting that `streamrl check` would refuse beside the others.
-Environment variables are not read, and no key of a service is written.
+starts a trainer; options before `-m MODULE` or SCRIPT.py are the launcher's. A Python script is not
+read: write the arguments of its `GRPOConfig` as a YAML file, one `name: value` a line, or give the
+shell script that starts it. Behind each setting stands the name that it had; what the file leaves
+out is set where that system's default is not ours. At the end, as comments, stands each key that
+has no setting in the file, with the reason, and each setting that `streamrl check` would refuse
+beside the others; the command says how many, and which names are not known. Environment variables
+are not read, and no key of a service is written.
+
+Rewards that the file names are ours where we have the same. Any other is a function in a file:
+`rewards.reward_len` of TRL is `rewards.py:reward_len`, and a name without a module
+`PATH.py:reward_len`. `streamrl check` refuses what is not there: copy the function and name its
+file; it [may keep verl's or TRL's form](extending/reward.md). TRL's `dataset_name` is
+`datasets:NAME` with its `subset` and `split` where it is neither a file nor a folder here.
 
 Batches are counted in groups of siblings here, and behind `learner.groups_per_step` and
 `learner.updates_per_batch` stands how they come about:

@@ -172,7 +172,7 @@ def _place_of(field: str, entry: str) -> tuple[Path, str]:
     file, _, name = entry.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"{field}: there is no file {path}")
+        raise ConfigError(f"{field}: there is no file {path}; give the path of one that has {name}")
     return path, name
 
 

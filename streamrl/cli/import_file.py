@@ -8,7 +8,8 @@ file leaves out is set where that system's default is not ours.
 
 import argparse
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Set
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,14 @@ from streamrl.cli.check.settings import check_effects
 from streamrl.config.loading.explain import explain
 from streamrl.config.loading.foreign_names import ForeignName, find_foreign_name, foreign_names
 from streamrl.config.loading.foreign_names.files import read_keys
+from streamrl.config.loading.foreign_names.rewards import (
+    TO_BE_NAMED,
+    names_a_reward,
+    rewards_of,
+)
 from streamrl.config.loading.foreign_names.values import (
     WITHOUT,
+    Lookup,
     arithmetic,
     default_of,
     has_other_default,
@@ -30,12 +37,15 @@ from streamrl.config.loading.load import with_setting
 from streamrl.config.loading.rendering import rendered
 from streamrl.config.loading.sources import Setting, dump
 from streamrl.config.run_config import RunConfig
+from streamrl.data_files import SUFFIXES
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, nearest
 from streamrl.findings import Severity
+from streamrl.user_code import is_user_code
 
 SYSTEMS = {"verl": "verl", "roll": "ROLL", "trl": "TRL"}
 _NO_ROWS = "no held-out rows are named"
+_SOURCES = ("data.source", "data.eval_source")
 _TO_BE_GIVEN = "???"
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 _SECRET = re.compile(r"(api_key|token|password|secret)$", re.IGNORECASE)
@@ -48,30 +58,73 @@ class Key(NamedTuple):
     value: Any
     name: ForeignName | None
     is_given: bool = True
+    system: str = ""
 
     @property
     def origin(self) -> str:
         return self.key if self.is_given else f"{self.key}, a default"
+
+    @property
+    def is_set(self) -> bool:
+        return self.value is not None or self.name is None
 
     def comment(self, reason: str) -> str:
         value = "***" if _SECRET.search(self.key) else _one_line(self.value)
         return f"# {self.origin}: {value}; {reason}"
 
 
+Found = tuple[Key, dict[str, Any] | None]
+"""A key with our settings, in our form; None where it has none."""
+
+
+class Joined(NamedTuple):
+    """Our settings, the key of each, and the key that leaves a section out."""
+
+    ours: dict[str, Any]
+    of: dict[str, Key]
+    left_out: dict[str, Key]
+
+
+class Imported(NamedTuple):
+    """The configuration as YAML, what is to be done with it, and the keys that have no setting in
+    it, of which `unknown` are no keys of the system."""
+
+    text: str
+    to_do: list[str]
+    left: list[str]
+    unknown: list[str]
+
+
 def main(arguments: argparse.Namespace) -> int:
-    text = imported(Path(arguments.file), SYSTEMS[arguments.system])
-    if arguments.output is None:
-        print(text, end="")
-        return 0
-    output = Path(arguments.output)
-    if output.exists():
+    output = arguments.output and Path(arguments.output)
+    found = imported(Path(arguments.file), SYSTEMS[arguments.system])
+    if output is None:
+        print(found.text, end="")
+    elif output.exists():
         raise ConfigError(f"--output: {output} exists already; name a new file")
-    write_file(output, text)
+    else:
+        write_file(output, found.text)
+    print(_summary(found, output), file=sys.stderr)
     return 0
 
 
-def imported(path: Path, system: str) -> str:
-    """The configuration as YAML; behind each setting, the name that it had.
+def _summary(found: Imported, output: Path | None) -> str:
+    """What a person reads when the file is written."""
+    wrote = f"wrote {output}; " if output else ""
+    without = _counted(found.left, "has", "have")
+    lines = [f"{wrote}{without} no counterpart{' (comments at its end)' if found.left else ''}"]
+    if found.unknown:
+        unknown = _counted(found.unknown, "is", "are")
+        lines.append(f"{unknown} not known: {', '.join(found.unknown)}")
+    return "\n".join([*lines, *found.to_do])
+
+
+def _counted(keys: list[str], one: str, several: str) -> str:
+    return f"1 key {one}" if len(keys) == 1 else f"{len(keys)} keys {several}"
+
+
+def imported(path: Path, system: str) -> Imported:
+    """A configuration; behind each setting, the name that it had.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -80,58 +133,63 @@ def imported(path: Path, system: str) -> str:
     values, missing = read_keys(path, lambda name: default_of(names[name]))
     keys = _keys(values, system)
     given = {key.name.name: key.value for key in keys if key.name}
-    settings: dict[str, Key] = {}
-    ours: dict[str, Any] = {}
-    comments: list[str] = []
-    left_out: list[str] = []
+    used: set[str] = set()
 
     def lookup(name: str) -> Any:
+        used.add(name)
         return given[name] if name in given else default_of(names[name])
 
     def shown(name: str) -> str:
         return f"{lookup(name)}" if name in values else f"{lookup(name)} (a default)"
 
+    rewards, names_of_rewards = rewards_of(values, system, lookup)
+    used.update(names_of_rewards)
+    found = _found(keys, rewards, names_of_rewards, lookup)
+    joined = _joined(found)
+    ours, of = joined.ours, joined.of
     computed: dict[str, str] = {}
-    for key in keys:
-        found = _translated(key, lookup)
-        if found is None and key.is_given and not (key.value is None and key.name):
-            comments.append(key.comment(_reason(key, system)))
-        if found and key.name is not None:
+    for key, own in found:
+        if own and key.name is not None:
             computed |= arithmetic(key.name, key.value, shown)
-        for setting, value in (found or {}).items():
-            if setting == WITHOUT:
-                left_out.append(value)
-            else:
-                settings[setting], ours[setting] = key, _in_our_form(setting, value)
-    ours = {
-        name: value
-        for name, value in ours.items()
-        if not any(f"{name}.".startswith(f"{section}.") for section in left_out)
-    }
+    refused: dict[str, str] = {}
     if "data.eval_source" not in ours:
-        ours["run.evaluate"], settings["run.evaluate"] = False, Key(_NO_ROWS, None, None)
-        if ours.pop("validation.every", 0) and settings["validation.every"].is_given:
-            comments.append(settings["validation.every"].comment(_NO_ROWS))
-    refused, problem = _without_refused(ours)
-    comments += [
-        settings[name].comment("; ".join(filter(None, (computed.get(name), why))))
-        for name, why in refused.items()
-        if settings[name].is_given
-    ]
+        ours["run.evaluate"], of["run.evaluate"] = False, Key(_NO_ROWS, None, None)
+        refused = {"validation.every": _NO_ROWS} if ours.pop("validation.every", 0) else {}
+    more, problem = _without_refused(ours)
+    refused |= more
     kept = {name: value for name, value in ours.items() if name not in refused}
+    _with_rewards(kept, of, found)
+    sentences = {n: "; ".join(filter(None, (computed.get(n), why))) for n, why in refused.items()}
+    stands = used | {of[name].key for name in kept}
+    told = [
+        (key, reason)
+        for key, own in found
+        if key.is_given and key.is_set
+        for reason in _reasons(key, own, joined, sentences, stands)
+    ]
     head = [f"# From {path.name} of {system}; behind each setting, the name that it has there."]
     head += [f"# defaults: no file {name!r}; {system}'s own defaults stand" for name in missing]
-    head += ["# data.reward: exact_match, as no key names a reward"] * ("data.reward" not in kept)
-    head += [f"# To be mended: {line}" for line in problem.splitlines()]
-    origins = {name: computed.get(name, settings[name].origin) for name in kept}
-    tail = ["", "# What has no counterpart, or another form here:", *comments] if comments else []
-    return "\n".join([*head, rendered(_tree(kept), origins).rstrip(), *tail, ""])
+    to_do = [f"data.reward: {line}" for line in _about_rewards(kept)]
+    to_do += [f"To be mended: {line}" for line in problem.splitlines()]
+    head += [f"# {line}" for line in to_do]
+    origins = {name: computed.get(name, of[name].origin) for name in kept}
+    tail = [key.comment(reason) for key, reason in told]
+    tail = ["", "# What has no counterpart, or another form here:", *tail] if tail else []
+    return Imported(
+        "\n".join([*head, rendered(_tree(kept), origins).rstrip(), *tail, ""]),
+        to_do,
+        left=list(dict.fromkeys(key.key for key, _ in told)),
+        unknown=[f"{key.key}{_meant(key)}" for key, _ in told if key.name is None],
+    )
 
 
 def _keys(values: Mapping[str, Any], system: str) -> list[Key]:
     """In the order of the names' lines, so a line may build on those above it."""
     names = foreign_names(system)
-    given = [Key(key, value, find_foreign_name(key, system)) for key, value in values.items()]
+    given = [
+        Key(key, value, find_foreign_name(key, system), system=system)
+        for key, value in values.items()
+    ]
     known = {key.name.name for key in given if key.name}
     others = [
         Key(name.name, default_of(name), name, is_given=False)
@@ -142,29 +200,107 @@ def _keys(values: Mapping[str, Any], system: str) -> list[Key]:
     return sorted([*given, *others], key=lambda key: order[key.name.name] if key.name else -1)
 
 
-def _translated(key: Key, lookup: Any) -> dict[str, Any] | None:
+def _found(keys: list[Key], rewards: dict[str, Any], of: list[str], lookup: Lookup) -> list[Found]:
+    """Each with our settings; those of rewards are of the first of their keys."""
+    own = {name: rewards if name == of[0] else {} for name in of}
+    return [(key, own[key.key] if key.key in own else _translated(key, lookup)) for key in keys]
+
+
+def _joined(found: list[Found]) -> Joined:
+    joined = Joined({}, {}, {})
+    for key, own in found:
+        for setting, value in (own or {}).items():
+            if setting == WITHOUT:
+                joined.left_out[value] = key
+            else:
+                joined.of[setting], joined.ours[setting] = key, value
+    for setting in [*joined.ours]:
+        if any(f"{setting}.".startswith(f"{section}.") for section in joined.left_out):
+            del joined.ours[setting]
+    return joined
+
+
+def _with_rewards(kept: dict[str, Any], of: dict[str, Key], found: list[Found]) -> None:
+    """Where the file names a reward, one stands, if only to be named."""
+    if kept.keys() & {"data.reward", "data.rewards"}:
+        return
+    for key, own in found:
+        if key.is_given and key.is_set and own != {} and key.name and names_a_reward(key.name):
+            kept["data.reward"], of["data.reward"] = TO_BE_NAMED, key
+            return
+
+
+def _about_rewards(kept: Mapping[str, Any]) -> list[str]:
+    """What is to be done about them."""
+    rewards = [e["reward"] for e in kept.get("data.rewards", [])] or [kept.get("data.reward")]
+    if rewards == [None]:
+        return ["exact_match, as no key names a reward"]
+    return [
+        f"{reward} is to be there, a function of your own in verl's form, TRL's or ours "
+        "(docs/extending/reward.md)"
+        for reward in map(str, rewards)
+        if is_user_code(reward) and not Path(reward.rpartition(":")[0]).is_file()
+    ]
+
+
+def _translated(key: Key, lookup: Lookup) -> dict[str, Any] | None:
     if key.name is None or "${" in str(key.value) or key.value == _TO_BE_GIVEN:
         return None
     try:
-        return translate(key.name, key.value, lookup)
+        ours = translate(key.name, key.value, lookup)
     except LookupError:
         return None
+    if ours is None:
+        return None
+    formed = {setting: _in_our_form(setting, value) for setting, value in ours.items()}
+    return {s: value for s, value in formed.items() if value is not None or s not in _SOURCES}
 
 
-def _reason(key: Key, system: str) -> str:
+def _reasons(
+    key: Key,
+    own: Mapping[str, Any] | None,
+    joined: Joined,
+    refused: Mapping[str, str],
+    stands: Set[str],
+) -> list[str]:
+    """Why settings of the key are refused, or why none stands in the result."""
+    if sentences := [why for name, why in refused.items() if joined.of[name] is key]:
+        return sentences
+    if stands & {key.key, key.name.name if key.name else ""}:
+        return []
+    for setting in own or {}:
+        if setting == WITHOUT:
+            return [f"{(own or {})[WITHOUT]} is left out"]
+        if joined.of[setting] is not key:
+            return [f"here it is {setting}, which {joined.of[setting].origin} sets"]
+        for section, other in joined.left_out.items():
+            if f"{setting}.".startswith(f"{section}."):
+                return [f"here it is {setting}, which {other.origin} leaves out"]
+    return [_reason(key)]
+
+
+def _reason(key: Key) -> str:
     if "${" in str(key.value):
         return "what ${...} stands for is not in the file"
     if key.value == _TO_BE_GIVEN:
         return "has no value there"
     if key.name is None:
-        return f"no key that is known of {system}"
+        return f"no key that is known of {key.system}{_meant(key)}"
     here, note = key.name.here, key.name.note and f" ({key.name.note})"
     return f"{here.strip('()')}{note}" if here.startswith("(") else f"here it is {here}{note}"
 
 
+def _meant(key: Key) -> str:
+    name = nearest(key.key, (name for name in foreign_names(key.system) if "*" not in name))
+    return f" (did you mean {name}?)" if name else ""
+
+
 def _in_our_form(setting: str, value: Any) -> Any:
-    """Several paths of rows are records here, and names that a comma parts are a list."""
+    """Several paths of rows are records here, a data set of the hub is datasets:NAME, and names
+    that a comma parts are a list."""
     match setting, value:
+        case (("data.source" | "data.eval_source"), [{"split": _} as record]):
+            return _data_set(setting, record)
         case (("data.source" | "data.eval_source"), [str(path)]):
             return path
         case (("data.source" | "data.eval_source"), [str(), *_]):
@@ -172,6 +308,18 @@ def _in_our_form(setting: str, value: Any) -> Any:
         case "learner.lora.targets", str() if value != "all-linear":
             return [name.strip() for name in value.split(",")]
     return value
+
+
+def _data_set(setting: str, record: dict[str, Any]) -> Any:
+    """Of a name that may be of the hub or of a file, which has no split, or of a folder."""
+    path = record["path"]
+    if path is None:
+        return None
+    if path.endswith(SUFFIXES):
+        return path if setting == "data.source" else None
+    is_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    given = {name: value for name, value in record.items() if value is not None}
+    return [given | {"path": path if is_local else f"datasets:{path}"}]
 
 
 def _without_refused(settings: Mapping[str, Any]) -> tuple[dict[str, str], str]:

@@ -8,10 +8,12 @@ import pytest
 import yaml
 
 from streamrl.cli.check.command import refusals, run_findings
+from streamrl.cli.import_file import SYSTEMS as COMMANDS
 from streamrl.cli.import_file import _in_our_form, _problem
 from streamrl.cli.main import main
 from streamrl.config import load_config
 from streamrl.config.loading.foreign_names import SYSTEMS, foreign_names
+from streamrl.config.loading.foreign_names.files import read_keys
 from streamrl.config.loading.foreign_names.values import WITHOUT, default_of, translate
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "foreign"
@@ -20,6 +22,8 @@ ROW = {
     "prompt": [{"role": "user", "content": "1+1"}],
     "messages": [{"role": "user", "content": "1+1"}],
     "answer": "2",
+    "solution": "2",
+    "tag": "deepmath",
     "data_source": "sums",
     "reward_model": {"style": "rule", "ground_truth": "2"},
 }
@@ -142,7 +146,10 @@ def test_files_that_roll_takes_as_defaults_and_roles_of_its_own(folder):
     }
     assert {name: settings.get(name) for name in expected} == expected
     assert has_line(comments, "strategy_config.zero_optimization.stage: 3; here it is learner.mesh")
-    assert has_line(comments, "rewards.math_rule.tag_included: [deepmath]; here it is data.rewards")
+    assert settings["data.rewards"] == [
+        {"reward": "math", "name": "math_rule", "data_source": ["deepmath"]}
+    ]
+    assert settings["data.data_source_key"] == "tag"
 
 
 def test_the_critic_of_roll_begins_as_its_reward_model(folder):
@@ -257,6 +264,7 @@ def test_a_batch_of_verl_is_counted_in_prompts(folder):
         ("a: [1", "a.yaml", "a.yaml is not YAML: "),
         ("- 1\n", "a.yaml", "has no settings; give a YAML file, or a shell script (.sh)"),
         ("echo nothing\n", "a.sh", "has no settings"),
+        ("import trl\n", "a.py", "a.py: Python is not read; write the arguments that it gives"),
         ("defaults: [a]\nx: 1\n", "a.yaml", "a.yaml: defaults: a is the file itself"),
         ("defaults: 5\nx: 1\n", "a.yaml", "a.yaml: defaults: was 5; it must be a list of files"),
     ],
@@ -308,3 +316,215 @@ def test_groups_of_files_and_epochs_are_taken_as_hydra_takes_them(folder):
     assert settings["run.total_epochs"] == 3
     assert load_config("mine.yaml", [], {}).config.run.max_steps == 30
     assert has_line(comments, "actor_rollout_ref.rollout.name: ???; has no value there")
+
+
+def test_a_data_set_of_the_hub_with_its_subset_and_splits(folder):
+    Path("trl.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: team/sums\ndataset_config: default\n"
+        "dataset_test_split: held_out\neval_strategy: steps\neval_steps: 5\n"
+    )
+    settings, _ = imported(Path("trl.yaml"), "trl")
+    record = {"path": "datasets:team/sums", "subset": "default"}
+    assert settings["data.source"] == [{**record, "split": "train"}]
+    assert settings["data.eval_source"] == [{**record, "split": "held_out"}]
+    Path("file.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: rows/new.jsonl\neval_strategy: steps\n"
+    )
+    settings, _ = imported(Path("file.yaml"), "trl", "of-file.yaml")
+    assert (settings["data.source"], settings["run.evaluate"]) == ("rows/new.jsonl", False)
+    Path("folder.yaml").write_text("model_name_or_path: m\ndataset_name: rows\n")
+    settings, _ = imported(Path("folder.yaml"), "trl", "of-folder.yaml")
+    assert settings["data.source"] == [{"path": "rows", "split": "train"}]
+
+
+THINKS = {"reward": "regex", "kwargs": {"pattern": "<think>(?!.*<think>).*?</think>.*"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "rewards"),
+    [
+        (
+            "reward_funcs: [rewards.reward_len, think_format_reward]\nreward_weights: [1, 0.5]\n",
+            [{"reward": "rewards.py:reward_len", "weight": 1}, THINKS | {"weight": 0.5}],
+        ),
+        ("reward_funcs: lib.own.score\n", "lib/own.py:score"),
+        ("reward_funcs: trl.rewards.reasoning_accuracy_reward\n", "math"),
+        # Called as ours is, and not of ours.
+        ("reward_funcs: format\n", "PATH.py:format"),
+        ("reward_funcs: [team/judge]\n", "reward_model"),
+        ("reward_model_name_or_path: team/judge\n", "reward_model"),
+        (
+            "reward_funcs: [get_soft_overlong_punishment, not a name]\n",
+            [
+                {"reward": "length", "kwargs": {"max_tokens": 1024, "decay_tokens": 256}},
+                {"reward": "PATH.py:NAME"},
+            ],
+        ),
+    ],
+)
+def test_rewards_of_trl_are_ours_or_to_be_named(folder, capsys, text, rewards):
+    Path("trl.yaml").write_text(
+        f"model_name_or_path: m\ndataset_name: rows/train.jsonl\nnum_generations: 4\n{text}"
+    )
+    assert main(["import", "trl.yaml", "--from", "trl", "--output", "run.yaml"]) == 0
+    settings = dict(leaves(yaml.safe_load(Path("run.yaml").read_text())))
+    assert (settings.get("data.rewards") or settings["data.reward"]) == rewards
+    err = capsys.readouterr().err
+    assert "exact_match" not in err
+    if ".py:" in str(rewards):
+        assert "is to be there, a function of your own in verl's form, TRL's or ours" in err
+        own = ["model.recipe.num_layers=1", "data.chat_template=none"]
+        refused = refusals(run_findings(load_config("run.yaml", own, {})))
+        assert any(
+            "there is no file" in line and "give the path of one" in line for line in refused
+        )
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "rewards"),
+    [
+        (
+            "verl",
+            "reward_model: {enable: true, model: {path: team/judge}, reward_manager: dapo}\n",
+            ("reward_model", {"path": "team/judge"}),
+        ),
+        ("verl", "reward: {reward_model: {enable: true}}\n", ("reward_model", None)),
+        (
+            "verl",
+            "custom_reward_function: {path: own.py, name: score}\nreward_model: {enable: true}\n",
+            ("own.py:score", None),
+        ),
+        ("verl", "custom_reward_function: {path: own.py}\n", ("own.py:compute_score", None)),
+        (
+            "verl",
+            "reward.custom_reward_function: {path: own.py, name: f, reward_kwargs: {path: 1}}\n",
+            ("own.py:f", {"path": 1}),
+        ),
+        ("verl", "reward: {reward_manager: {name: prime}}\n", ("PATH.py:NAME", None)),
+        ("verl", "reward_model: {reward_manager: naive, enable: false}\n", (None, None)),
+        ("roll", "reward: {worker_cls: lib.Mine}\n", ("PATH.py:NAME", None)),
+        ("roll", "rewards: {a: {tag_included: [x]}}\n", ("PATH.py:NAME", None)),
+    ],
+)
+def test_a_reward_that_is_named_is_never_a_default(folder, system, text, rewards):
+    Path("a.yaml").write_text(text)
+    assert main(["import", "a.yaml", "--from", system, "--output", "run.yaml"]) == 0
+    settings = dict(leaves(yaml.safe_load(Path("run.yaml").read_text())))
+    kwargs = {"path": settings["data.reward_kwargs.path"]} if rewards[1] else None
+    assert (settings.get("data.reward"), kwargs) == rewards
+    is_said = "# data.reward: exact_match, as no key names a reward" in Path("run.yaml").read_text()
+    assert is_said == (rewards[0] is None)
+
+
+def test_the_rewards_of_roll_are_those_of_its_domains(folder):
+    workers = "roll.pipeline.rlvr.rewards"
+    Path("a.yaml").write_text(
+        "rewards:\n"
+        f"  sums: {{worker_cls: {workers}.math_rule_reward_worker.MathRuleRewardWorker,"
+        " tag_included: [a, b], world_size: 8}\n"
+        f"  rules: {{worker_cls: {workers}.ifeval_rule_reward_worker.IfEvalRuleRewardWorker}}\n"
+    )
+    assert main(["import", "a.yaml", "--from", "roll", "--output", "run.yaml"]) == 0
+    text = Path("run.yaml").read_text()
+    assert yaml.safe_load(text)["data"]["rewards"] == [
+        {"reward": "math", "name": "sums", "data_source": ["a", "b"]},
+        {"reward": "PATH.py:IfEvalRuleRewardWorker", "name": "rules"},
+    ]
+    assert "# rewards.sums.world_size: 8; here it is data.rewards" in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_each_key_stands_behind_a_setting_or_as_a_comment(folder, path):
+    system = path.parent.name
+    names = foreign_names(COMMANDS[system])
+    values, _ = read_keys(path, lambda name: default_of(names[name]))
+    imported(path, system)
+    text = Path("run.yaml").read_text()
+    shown = {word.rstrip(":,") for word in text.split()}
+    # What switches a section on has its settings below, and what is read with another key its own.
+    assert {key for key, value in values.items() if value is not None} - shown <= {
+        "adam_beta1",
+        "algorithm.filter_groups.enable",
+        "algorithm.rollout_correction.rollout_rs_threshold",
+        "dataset_train_split",
+        "reward_weights",
+        "rewards.math_rule.tag_included",
+        "use_peft",
+    }
+
+
+def test_what_holds_already_and_what_another_key_sets_is_said(folder):
+    Path("trl.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: rows/train.jsonl\nlog_completions: true\n"
+        "vllm_mode: colocate\nnum_train_epochs: 2\nmax_steps: 10\nbeta: 0\n"
+        "eval_strategy: 'no'\neval_steps: 5\nepsilon: 0.2\nmax_prompt_length: null\n"
+    )
+    _, comments = imported(Path("trl.yaml"), "trl")
+    for line in (
+        "log_completions: true; here it is tracking.samples.num_groups",
+        "vllm_mode: colocate; here it is generator.vllm.url",
+        "num_train_epochs: 2; here it is run.total_epochs, which max_steps leaves out",
+        "beta: 0; algorithm.kl_loss is left out",
+        "eval_steps: 5; here it is validation.every, which eval_strategy leaves out",
+    ):
+        assert has_line(comments, line), line
+    assert not has_line(comments, "max_prompt_length")
+    Path("verl.yaml").write_text(
+        "custom_reward_function: {path: a.py, name: f}\n"
+        "reward.custom_reward_function: {path: b.py, name: g}\n"
+    )
+    assert main(["import", "verl.yaml", "--from", "verl", "--output", "both.yaml"]) == 0
+    sentence = "here it is data.reward, which reward.custom_reward_function.path sets"
+    assert sentence in Path("both.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("accelerate launch --config_file z3.yaml -m trl.scripts.grpo", "z3.yaml"),
+        ("accelerate launch --multi_gpu --config_file z3.yaml train.py", "z3.yaml"),
+        ("accelerate launch --config_file=z3.yaml --use_deepspeed train.py", "z3.yaml"),
+        ("python3 -m accelerate.commands.launch --config_file z3.yaml --module my.grpo", "z3.yaml"),
+        ("trl grpo --config_file z3.yaml", "z3.yaml"),
+    ],
+)
+def test_options_of_a_launcher_end_at_the_script(folder, launcher, expected):
+    Path("a.sh").write_text(f"{launcher} --model_name_or_path m --reward_funcs a.b c.d --x\n")
+    names = foreign_names("TRL")
+    values, _ = read_keys(Path("a.sh"), lambda name: default_of(names[name]))
+    flags = {name: True for name in ("multi_gpu", "use_deepspeed") if name in launcher}
+    assert values == flags | {
+        "config_file": expected,
+        "model_name_or_path": "m",
+        "reward_funcs": ["a.b", "c.d"],
+        "x": True,
+    }
+
+
+def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, capsys):
+    Path("trl.yaml").write_text(
+        "dataset_name: rows/train.jsonl\nreward_funcs: accuracy_reward\n"
+        "model_name_or_path: m\nbetta: 0.1\nqqqq: 1\npush_to_hub: true\n"
+    )
+    imported(Path("trl.yaml"), "trl")
+    assert capsys.readouterr().err == (
+        "wrote run.yaml; 3 keys have no counterpart (comments at its end)\n"
+        "2 keys are not known: betta (did you mean beta?), qqqq\n"
+    )
+    assert main(["import", "trl.yaml", "--from", "trl"]) == 0
+    streams = capsys.readouterr()
+    assert yaml.safe_load(streams.out) == yaml.safe_load(Path("run.yaml").read_text())
+    assert streams.err.startswith("3 keys have no counterpart")
+    Path("none.yaml").write_text("dataset_name: rows/train.jsonl\nbetta: 1\n")
+    assert main(["import", "none.yaml", "--from", "trl", "--output", "other.yaml"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "wrote other.yaml; 1 key has no counterpart (comments at its end)\n1 key is"
+    )
+    assert "\ndata.reward: exact_match, as no key names a reward\n" in err
+    assert "\nTo be mended: model" in err
+    Path("twice.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: rows/train.jsonl\nreward_funcs: [a.same, b.same]\n"
+    )
+    assert main(["import", "twice.yaml", "--from", "trl"]) == 0
+    assert "To be mended: data: rewards: two are called 'same'" in capsys.readouterr().err

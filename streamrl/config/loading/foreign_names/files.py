@@ -40,6 +40,12 @@ def read_keys(path: Path, default: Callable[[str], Any]) -> tuple[dict[str, Any]
     Raises:
         ConfigError: the file cannot be read, or holds no keys.
     """
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path}: Python is not read; write the arguments that it gives to its trainer (for "
+            "TRL, those of GRPOConfig) as a YAML file, one `name: value` a line, or give the shell "
+            "script (.sh) that starts it"
+        )
     missing: list[str] = []
     tree = _script(_text(path)) if path.suffix == ".sh" else _yaml(path, missing)
     if not tree:
@@ -108,18 +114,32 @@ def _script(text: str) -> Tree:
     for line in text.replace("\\\n", " ").splitlines():
         line = _ARITHMETIC.sub(lambda found: _number(found[1], variables), line)
         words = [_with_variables(word, variables) for word in _words(line)]
+        script = _script_at(words)
         for position, word in enumerate(words):
             if found := _OVERRIDE.fullmatch(word):
                 key, value = found[1], parse(found[2], word)
             elif found := _ASSIGNMENT.fullmatch(word):
                 variables[found[1]] = found[2]
                 continue
-            elif word.startswith("--"):
-                key, value = _option(word, words[position + 1 :])
+            elif word.startswith("--") and position != script:
+                end = script if position < script else len(words)
+                key, value = _option(word, words[position + 1 : end])
             else:
                 continue
             tree = with_setting(tree, Setting((*key.split("."),), value, word))
     return tree
+
+
+def _script_at(words: list[str]) -> int:
+    """Where the options of a launcher end: at SCRIPT.py, or the -m before MODULE that is not
+    Python's own; 0 if there is none."""
+    starts = (
+        position
+        for position, word in enumerate(words)
+        if (word.endswith(".py") and "=" not in word)
+        or (word in ("-m", "--module") and "python" not in words[position - 1])
+    )
+    return next(starts, 0)
 
 
 def _option(word: str, following: list[str]) -> tuple[str, Any]:
