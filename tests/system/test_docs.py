@@ -43,7 +43,6 @@ RUN_BY = {
     "streamrl launch configs/quickstart.yaml --resume": "launch",
     "streamrl evaluate --config configs/quickstart.yaml": "launch",
     "streamrl report runs/quickstart": "launch",
-    "streamrl report runs/quickstart --html": "launch",
     "streamrl samples runs/quickstart --worst --limit 3": "launch",
     "streamrl samples runs/quickstart --step 10-20 --max-reward 0.5 --grep 9": "launch",
     "streamrl samples runs/quickstart --best --json": "launch",
