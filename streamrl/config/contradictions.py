@@ -472,8 +472,8 @@ def agents_of_others(c: "RunConfig") -> str | None:
     if not c.is_validated or not agents:
         return None
     return (
-        f"validation.every {c.validation.every} cannot validate {agents[0]} agent: agents from "
-        "elsewhere come to generators, not to a validator; set validation.every=0"
+        f"validation.every {c.validation.every} cannot validate {agents[0]} agent: agents play in "
+        "the generators of a run alone; set validation.every=0"
     )
 
 
