@@ -179,7 +179,8 @@ def test_nothing_is_clipped_or_too_wide_in_light_and_dark(page, tmp_path, width)
             await unfolded(tab)
             await tab.until(f"charts.every((c) => c.plot.width < {width})")
             assert await tab.evaluate("tooWide()") == []
-            assert await tab.evaluate("notDrawn()") == []
+            # Drawn anew some frames after the change.
+            await tab.until("notDrawn().length === 0")
             assert await tab.evaluate("contrast()") >= 4.5
             grounds.add(await tab.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert await tab.evaluate("clipped") == []
