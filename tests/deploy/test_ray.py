@@ -144,6 +144,13 @@ def ours() -> list[int]:
     return processes_with(MARK, lambda _: True)
 
 
+def wait_until_nothing_is_left() -> None:
+    deadline_s = time.monotonic() + NOTHING_LEFT_S
+    while left := ours():
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+
+
 def test_a_run_outlives_its_nodes(add, start, cluster):
     home, first = add(**LEARNER), add(**GENERATOR)
     run = start("--set", "generator.count=1..2", "--set", "run.max_steps=100000")
@@ -155,7 +162,7 @@ def test_a_run_outlives_its_nodes(add, start, cluster):
     run.until_generators(1)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end() == 128 + signal.SIGTERM, run.output
-    assert not ours()
+    wait_until_nothing_is_left()
     assert "the books close" in run.output
 
     run = start("--resume", "--set", "run.max_steps=100000")
@@ -166,10 +173,7 @@ def test_a_run_outlives_its_nodes(add, start, cluster):
     run.until_step(len(run.lines) + 2)
     os.kill(run.process.pid, signal.SIGKILL)
     run.end()
-    deadline_s = time.monotonic() + NOTHING_LEFT_S
-    while left := ours():
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.1)
+    wait_until_nothing_is_left()
     audit = [STREAMRL, "buffer", "audit", str(run.folder)]
     assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
     steps = [line["step"] for line in read_metrics(run.folder / "trained.jsonl")]
