@@ -14,7 +14,7 @@ Launch = Callable[..., Launched]
 
 @pytest.mark.long
 def test_it_is_refused_and_the_first_goes_on(launch: Launch, tmp_path: Path):
-    reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
+    reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
     settings = _set("run.max_steps=8", reward)
     first = launch(*settings)
     first.until_step(1)
