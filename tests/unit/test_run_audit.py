@@ -83,6 +83,11 @@ def test_a_run_is_audited_once_it_has_a_checkpoint(tmp_path, capsys):
     (run / "learner.json").write_text('{"activity": "has ended", "policy_version": 3}')
     assert main(["buffer", "audit", str(run)]) == 1
     assert "the last checkpoint is of version 2, not of 3" in capsys.readouterr().out
+    (run / "config.yaml").touch()
+    old = '{"activity": "has ended", "policy_version": 3, "time_s": 1.0}'
+    (run / "learner.json").write_text(old)
+    assert main(["buffer", "audit", str(run)]) == 0, "a launch has begun since"
+    capsys.readouterr()
     (run / "learner.json").unlink()
     (run / "checkpoints" / "step-00000002").rename(tmp_path / "elsewhere")
     assert main(["buffer", "audit", str(run)]) == 2

@@ -18,6 +18,7 @@ is found.
 
 import argparse
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from streamrl.run_folder import (
     LEARNER_FILE,
     config_of,
     find_run,
+    is_launched_since,
     read_json,
     read_rows,
 )
@@ -310,9 +312,11 @@ def _audit_events(folder: Path) -> EventAudit | None:
 
 
 def _last_step(folder: Path) -> int | None:
-    """With which the learner has ended; None while it runs, after a crash, and before a step."""
+    """With which the learner has ended; None while it runs, after a crash, before a step, and where
+    a launch has begun since, whose learner may have been killed before it reported."""
     status = read_json(folder / LEARNER_FILE)
     has_ended = status.get("activity") == LearnerActivity.ENDED
+    has_ended = has_ended and not is_launched_since(folder, status.get("time_s", math.inf))
     return status["policy_version"] or None if has_ended else None
 
 
