@@ -29,7 +29,8 @@ from learners.batch.training_batch import TrainingBatch
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup
+from streamrl.types import Trajectory, TrajectoryGroup
+from tests.benchmarks.learner_runs.passes import make_trajectory, padded_batches
 
 _QWEN = {"vocab_size": 151_936, "num_key_value_heads": 2}
 SHAPES = {
@@ -203,13 +204,7 @@ def plain_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device != "cpu")
     trajectories = [t for group in groups for t in group.trajectories]
 
-    def padded(columns: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(columns, batch_first=True).to(device)
-
-    def loss(some: Sequence[Trajectory]) -> torch.Tensor:
-        ids = padded([torch.from_numpy(t.token_ids).long() for t in some])
-        seen = padded([torch.ones(t.num_tokens, dtype=torch.bool) for t in some])
-        mask = padded([torch.from_numpy(t.response_mask) for t in some])[:, load.num_prompt :]
+    def loss(ids: torch.Tensor, seen: torch.Tensor, is_response: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=device != "cpu"):
             kept = ids.shape[1] - load.num_prompt + 1
             logits = model(input_ids=ids, attention_mask=seen, logits_to_keep=kept).logits[:, :-1]
@@ -219,11 +214,11 @@ def plain_step(
             row.float().log_softmax(-1).gather(-1, ids_of_row)[:, 0]
             for row, ids_of_row in zip(logits, targets, strict=True)
         ]
-        return -(torch.stack(rows) * mask).sum() / 1e5
+        return -(torch.stack(rows) * is_response[:, load.num_prompt :]).sum() / 1e5
 
     def step() -> dict[str, float]:
-        for start in range(0, len(trajectories), load.num_padded):
-            loss(trajectories[start : start + load.num_padded]).backward()
+        for columns in padded_batches(trajectories, load.num_padded):
+            loss(*(column.to(device) for column in columns)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -245,15 +240,7 @@ def make_groups(load: Load) -> tuple[TrajectoryGroup, ...]:
     def sibling(prompt: np.ndarray) -> Trajectory:
         drawn = rng.lognormal(math.log(load.median), 0.8)
         response = rng.integers(0, vocabulary, int(np.clip(drawn, 8, load.longest)))
-        mask = np.arange(len(prompt) + len(response)) >= len(prompt)
-        return Trajectory(
-            token_ids=np.concatenate([prompt, response]).astype(np.int32),
-            response_mask=mask,
-            behavior_logprobs=np.where(mask, -11.9, 0.0).astype(np.float32),
-            policy_versions=np.where(mask, 0, -1).astype(np.int32),
-            reward=float(rng.random() < 0.5),
-            finish_reason=FinishReason.STOP,
-        )
+        return make_trajectory(prompt, response, reward=float(rng.random() < 0.5), logprob=-11.9)
 
     made = []
     for index in range(load.num_groups):

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from streamrl.tracking.jsonl import read_metrics
+
 ROOT = Path(__file__).resolve().parents[3]
 PLACES = 10
 
@@ -56,9 +58,7 @@ def launched(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         check=False,
     )
     line: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1)}
-    metrics = folder / "learning" / "metrics.jsonl"
-    recorded = metrics.read_text().splitlines() if metrics.exists() else []
-    steps = [json.loads(text) for text in recorded]
+    steps = read_metrics(folder / "learning" / "metrics.jsonl")
     if ended.returncode or not steps:
         line["error"] = f"exit code {ended.returncode}: {ended.stdout[-600:]}"
     rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]

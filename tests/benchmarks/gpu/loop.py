@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from actors.make_model import make_tokenizer
+from streamrl.tracking.jsonl import read_metrics
 from tests.benchmarks.gpu.learner import make_model
 
 STREAMRL = [sys.executable, "-m", "streamrl.cli.main"]
@@ -127,9 +128,7 @@ def launch(folder: Path, limit_s: float) -> dict[str, Any]:
             process.wait(60)
             code = f"not at its end after {limit_s:g} s"
     line: dict[str, Any] = {"ended": code, "seconds": round(time.monotonic() - start, 1)}
-    metrics = folder / "loop" / "metrics.jsonl"
-    recorded = metrics.read_text().splitlines() if metrics.exists() else []
-    steps = [json.loads(text) for text in recorded]
+    steps = read_metrics(folder / "loop" / "metrics.jsonl")
     if code != 0:
         line["error"] = (folder / "launch.log").read_text()[-600:]
     return {**line, "steps": len(steps), **figures(steps)}

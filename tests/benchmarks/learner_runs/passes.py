@@ -6,7 +6,7 @@ batch, logits of every position, log_softmax.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,17 +88,23 @@ def _siblings(rng: np.random.Generator, lengths: list[int], load: Load) -> tuple
     vocab_size, num_prompt = load.shape["vocab_size"], load.prompt_tokens
     prompt = rng.integers(0, vocab_size, num_prompt)
     responses = (rng.integers(0, vocab_size, length - num_prompt) for length in lengths)
-    return tuple(_trajectory(prompt, response) for response in responses)
+    return tuple(make_trajectory(prompt, response) for response in responses)
 
 
-def _trajectory(prompt: NDArray[np.int64], response: NDArray[np.int64]) -> Trajectory:
+def make_trajectory(
+    prompt: NDArray[np.int64],
+    response: NDArray[np.int64],
+    *,
+    reward: float = 1.0,
+    logprob: float = -1.0,
+) -> Trajectory:
     mask = np.arange(len(prompt) + len(response)) >= len(prompt)
     return Trajectory(
         token_ids=np.concatenate([prompt, response]).astype(np.int32),
         response_mask=mask,
-        behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        behavior_logprobs=np.where(mask, logprob, 0.0).astype(np.float32),
         policy_versions=np.where(mask, 0, -1).astype(np.int32),
-        reward=1.0,
+        reward=reward,
         finish_reason=FinishReason.STOP,
     )
 
@@ -131,18 +137,20 @@ class Padded:
 
     def __call__(self) -> None:
         self.model.zero_grad()
-        for ids, attended, is_response in _padded_batches(self._batch, self._load.padded_sequences):
+        for ids, attended, is_response in padded_batches(
+            self._batch.trajectories, self._load.padded_sequences
+        ):
             logits = self.model(input_ids=ids, attention_mask=attended).logits[:, :-1]
             chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
             (-chosen[is_response[:, 1:]].sum()).backward()
 
 
-def _padded_batches(
-    batch: TrainingBatch, size: int
+def padded_batches(
+    trajectories: Sequence[Trajectory], size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Token ids, attention mask and response mask [sequences, longest]."""
-    for start in range(0, len(batch.trajectories), size):
-        chosen = batch.trajectories[start : start + size]
+    for start in range(0, len(trajectories), size):
+        chosen = trajectories[start : start + size]
         columns = (
             [torch.from_numpy(t.token_ids).long() for t in chosen],
             [torch.ones(t.num_tokens, dtype=torch.bool) for t in chosen],
