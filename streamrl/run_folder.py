@@ -105,8 +105,7 @@ def prepare(
         for target in config.run.folder.glob(f"{_TARGETS}/{config.run.name}@*.json"):
             target.unlink(missing_ok=True)
         if has_run and not resume:
-            aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-            shutil.move(folder, aside)
+            move_aside(folder)
         if not resume:
             # Of a launch that ended before its first step.
             shutil.rmtree(folder / "buffer", ignore_errors=True)
@@ -117,6 +116,11 @@ def prepare(
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {folder}: {error.strerror}") from error
     return resolved
+
+
+def move_aside(folder: Path) -> None:
+    """To the name with the time behind it."""
+    shutil.move(folder, folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def held_run(folder: Path) -> str:

@@ -315,8 +315,8 @@ def _last_step(folder: Path) -> int | None:
     """With which the learner has ended; None while it runs, after a crash, before a step, and where
     a launch has begun since, whose learner may have been killed before it reported."""
     status = read_json(folder / LEARNER_FILE)
-    has_ended = status.get("activity") == LearnerActivity.ENDED
-    has_ended = has_ended and not is_launched_since(folder, status.get("time_s", math.inf))
+    is_relaunched = is_launched_since(folder, status.get("time_s", math.inf))
+    has_ended = status.get("activity") == LearnerActivity.ENDED and not is_relaunched
     return status["policy_version"] or None if has_ended else None
 
 

@@ -98,15 +98,19 @@ def make_missing_model(
 
 
 def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> None:
-    """`evaluation.json` of the final checkpoint, if `run.evaluate` asks for it: by what the
-    validator has found where it has sampled the same, else by `streamrl evaluate`."""
-    if not config.run.evaluate:
-        return
-    if (found := _validated_final(config)) is not None:
-        write_file(config.run.path / "evaluation.json", json.dumps(found) + "\n")
-        return
-    with evaluation_may_fail():
-        call_for(config, "evaluate", fork_server=fork_server)
+    """`evaluation.json` of the final checkpoint, if `run.evaluate` asks for it."""
+    if config.run.evaluate and not take_validated_score(config):
+        with evaluation_may_fail():
+            call_for(config, "evaluate", fork_server=fork_server)
+
+
+def take_validated_score(config: RunConfig) -> bool:
+    """Write to `evaluation.json` what the validator has found for the final checkpoint; False where
+    it has not, or has sampled otherwise than `streamrl evaluate` does."""
+    if (found := _validated_final(config)) is None:
+        return False
+    write_file(config.run.path / "evaluation.json", json.dumps(found) + "\n")
+    return True
 
 
 def _validated_final(config: RunConfig) -> Mapping[str, Any] | None:

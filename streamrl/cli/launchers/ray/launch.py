@@ -32,6 +32,7 @@ from streamrl.cli.processes.run_commands import (
     evaluation_may_fail,
     make_missing_model,
     prepared,
+    take_validated_score,
 )
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import reported
@@ -191,7 +192,8 @@ class _Run:
                 with contextlib.suppress(StreamRLError, TimeoutError):
                     async with asyncio.timeout(None if ending.stopped_by is None else STOPPED_S):
                         await self._call(plan, "buffer books")
-            if plan.config.run.evaluate and ending.stopped_by is None:
+            is_whole = plan.config.run.evaluate and ending.stopped_by is None
+            if is_whole and not take_validated_score(plan.config):
                 with evaluation_may_fail():
                     await self._call(plan, "evaluate")
             return ending

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tarfile
-import time
 import uuid
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from streamrl.config.addresses import bound_socket
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.placement.hosts import facts_here
 from streamrl.process_environment import processes_with
+from streamrl.run_folder import held_run, move_aside
 
 MARK = "STREAMRL_PROCESS"
 NUM_PORTS = 3
@@ -106,9 +106,8 @@ class Supervisor:
         """Write what the driver has, as a tar archive of the working folder and as files that
         their owner alone can read; the first required path that is not here, or "". An older run
         is moved aside where this is a new one."""
-        if is_new and (self._folder / "metrics.jsonl").exists():
-            aside = f"{self._folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
-            self._folder.rename(self._folder.with_name(aside))
+        if is_new and held_run(self._folder):
+            move_aside(self._folder)
         return await asyncio.to_thread(self._write, files, private, required)
 
     def _write(self, files: bytes, private: Mapping[str, bytes], required: Sequence[str]) -> str:

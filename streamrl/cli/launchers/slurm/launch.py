@@ -31,8 +31,7 @@ from streamrl.cli.launchers.slurm.steps import StepChild, step_command
 from streamrl.cli.processes.daemons import supervise
 from streamrl.cli.processes.planned import planned_children
 from streamrl.cli.processes.run_commands import (
-    call_for,
-    evaluation_may_fail,
+    evaluate_final,
     make_missing_model,
     prepared,
     require_books,
@@ -131,9 +130,7 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
     write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
-    if config.run.evaluate:
-        with evaluation_may_fail():
-            call_for(config, "evaluate")
+    evaluate_final(config)
     if lost is not None:
         raise lost
 
