@@ -5,6 +5,7 @@ import msgspec
 import numpy as np
 
 from streamrl.interfaces import GeneratorBuffer
+from streamrl.samples.record import Message, Sample
 from streamrl.types import (
     FinishReason,
     Lease,
@@ -23,6 +24,25 @@ async def lease_one(
     leases = await buffer.lease([lease_id], generator_id, wait_s)
     assert len(leases) <= 1
     return leases[0] if leases else None
+
+
+def make_sample(step: int = 1, reward: float = 0.0, text: str = "reply", **facts: object) -> Sample:
+    return Sample(
+        **{
+            "step": step,
+            "prompt_index": 3,
+            "sibling": 0,
+            "environment": "single_turn",
+            "prompt": "question",
+            "messages": (Message("assistant", text),),
+            "reward": reward,
+            "finish_reason": "stop",
+            "num_response_tokens": 2,
+            "version": 0,
+            "newest_version": 0,
+            **facts,
+        }
+    )
 
 
 def make_trajectory(

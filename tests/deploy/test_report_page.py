@@ -12,9 +12,10 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.samples.files import text_of, write_validation
-from streamrl.samples.record import ImportanceWeights, Message, Sample
+from streamrl.samples.record import ImportanceWeights, Message
 from streamrl.tracking.jsonl import read_metrics
 from tests.deploy.browser import Tab, opened
+from tests.records import make_sample
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NUM_STEPS = 100_000
@@ -83,10 +84,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "validation.jsonl").write_text('{"step": 0, "validation/mean@1": 0.25}\n')
     sentence = f"generator-0 was killed by SIGKILL {HOSTILE}".replace("\u2028", "")
     (run / "logs/generator-0.log").write_text(f"2027-01-15 12:00:00 launcher: {sentence}\n")
-    sample = Sample(
+    sample = make_sample(
         step=3,
-        prompt_index=1,
-        sibling=0,
         environment=HOSTILE,
         prompt=HOSTILE,
         messages=(
@@ -94,10 +93,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Message("environment", HOSTILE),
         ),
         reward=1.0,
-        finish_reason="stop",
-        num_response_tokens=3,
-        version=0,
-        newest_version=0,
         importance_weights=ImportanceWeights(1.1, 0.5, 2.0),
     )
     (run / "samples.jsonl").write_text(text_of([sample]))

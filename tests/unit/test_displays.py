@@ -18,7 +18,6 @@ from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.causes import failed_groups
 from streamrl.metrics import books_metrics
 from streamrl.samples.files import SampleFile
-from streamrl.samples.record import Message, Sample
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
 from streamrl.types import (
     Books,
@@ -32,6 +31,7 @@ from streamrl.types import (
     OverduePolicy,
     replace,
 )
+from tests.records import make_sample
 from tests.unit.test_cli import QUICKSTART, printed
 
 FAILURES = "13 of 19 groups failed; the last one, prompt 18: reward r.py:score: ValueError: no"
@@ -271,19 +271,7 @@ def test_the_live_view_fits_the_terminal_with_a_whole_sample_or_none(
     tmp_path, width, height, prompt
 ):
     config = make_run(tmp_path, num_steps=60)
-    sample = Sample(
-        step=60,
-        prompt_index=1,
-        sibling=0,
-        environment="single_turn",
-        prompt=prompt,
-        messages=(Message("assistant", "12"),),
-        reward=1.0,
-        finish_reason="stop",
-        num_response_tokens=2,
-        version=0,
-        newest_version=0,
-    )
+    sample = make_sample(60, 1.0, "12", prompt=prompt)
     SampleFile(config.run.path, 1, 10**6).append([sample])
     lines = read_metrics(config.run.path / "metrics.jsonl")
     for num_processes in (5, 12):

@@ -36,6 +36,7 @@ from streamrl.samples.record import (
 )
 from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, markdown_table, rows
 from streamrl.types import FinishReason, Trajectory
+from tests.records import make_sample
 from tests.training import make_config, make_groups
 
 NASTY = "\x1b]0;title\x07\x1b[2J \u202e <script>alert(1)</script> [bold]| a\r\n`b` \x9b31m"
@@ -55,25 +56,6 @@ def make_trajectory(*spans: tuple[bool, str]) -> Trajectory:
         policy_versions=np.where(mask, 5 + np.arange(len(mask)), -1).astype(np.int32),
         reward=0.5,
         finish_reason=FinishReason.STOP,
-    )
-
-
-def make_sample(step: int = 1, reward: float = 0.0, text: str = "reply", **facts: object) -> Sample:
-    return Sample(
-        **{
-            "step": step,
-            "prompt_index": 3,
-            "sibling": 0,
-            "environment": "single_turn",
-            "prompt": "question",
-            "messages": (Message("assistant", text),),
-            "reward": reward,
-            "finish_reason": "stop",
-            "num_response_tokens": 2,
-            "version": 0,
-            "newest_version": 0,
-            **facts,
-        }
     )
 
 

@@ -16,8 +16,9 @@ from streamrl.cli.page.write import as_data_block, page, page_data, write_page
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.log_lines import json_line
 from streamrl.samples.files import SampleFile
-from streamrl.samples.record import Message, Sample
+from streamrl.samples.record import Message
 from streamrl.tracking.groups import GROUPS, grouped, groups_of, label_of
+from tests.records import make_sample
 from tests.unit.test_cli import QUICKSTART
 
 ROOT = Path(__file__).parents[3]
@@ -160,19 +161,8 @@ def test_integrity_is_said_by_checks_that_lead_to_the_documentation(tmp_path):
 def test_tokens_are_colored_as_far_as_their_weights_are_known(tmp_path):
     config = make_run(tmp_path, [])
     message = Message("assistant", f"ab{HOSTILE}", (1, 1), (0.5, 2.0))
-    sample = Sample(
-        step=1,
-        prompt_index=3,
-        sibling=0,
-        environment="e",
-        prompt="p" * 20_000,
-        messages=(message, Message("environment", "plain")),
-        reward=0.0,
-        finish_reason="stop",
-        num_response_tokens=2,
-        version=0,
-        newest_version=0,
-    )
+    messages = (message, Message("environment", "plain"))
+    sample = make_sample(prompt="p" * 20_000, messages=messages)
     SampleFile(config.run.path, 1, 10**6).append([sample])
     (shown,) = page_data(config, [])["samples"]
     (found,) = shown["samples"]
