@@ -180,7 +180,7 @@ class Supervisor:
         beside = str(Path(sys.executable).parent)
         own = {key: v for key, v in os.environ.items() if not key.startswith("RAY_")}
         with log.open("ab") as output:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=self._directory,
                 stdin=DEVNULL,
@@ -196,6 +196,16 @@ class Supervisor:
                 },
                 pass_fds=(pipe.descriptor,),
             )
+        _restore_priority(process.pid)
+        return process
+
+
+def _restore_priority(pid: int) -> None:
+    """Ray lets its workers yield to every other process of a node, by RAY_worker_niceness, and so
+    would what they start; as urgent as Ray itself, which is the parent here, it is as by `launch`.
+    Without the right to that it stays as it is."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
 
 
 def _plain(record: ErrorRecord | None) -> tuple[int, str, str] | None:
