@@ -30,11 +30,11 @@ def test_a_secret_in_the_place_of_a_file_that_others_can_read_is_not_theirs(othe
     assert (others.read_bytes(), mode_of(others)) == (b"mine", 0o600)
 
 
-async def test_what_a_node_of_ray_is_sent_is_private_too(others: Path, monkeypatch):
+def test_what_a_node_of_ray_is_sent_is_private_too(others: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("streamrl.cli.launchers.ray.supervisor._start_watcher", lambda mark: -1)
     supervisor = Supervisor()
     supervisor._directory = others.parent / "files"
-    assert await supervisor.prepare(b"", {str(others): b"mine"}, (), is_new=False) == ""
+    assert supervisor._write(b"", {str(others): b"mine"}, ()) == ""
     assert (others.read_bytes(), mode_of(others)) == (b"mine", 0o600)
 
 

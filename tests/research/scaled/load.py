@@ -1,6 +1,7 @@
 """A load of synthetic generators and a learner, which runs in real and in simulated time alike.
 
-The generators lease, sleep as long as an engine would sample, put, and report every second; the
+The generators lease, sleep as long as an engine would sample, put, and report every second; their
+first groups are as good as begun before, so that they do not all end together. The
 learner takes a batch, its ranks fetch their shares, it sleeps as long as it would train, advances,
 and publishes a version, which all generators have `weights_s` later. Everything else is the
 buffer's: whoever has a client for `run` and an event loop gets its outcome.
@@ -127,6 +128,7 @@ class Generator:
         self._rng = np.random.default_rng(seed)
         self._held: dict[str, Lease] = {}
         self._has_room = asyncio.Event()
+        self._num_begun = 0
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -159,7 +161,10 @@ class Generator:
         await self._weights.wait_for(lease.min_policy_version)
         oldest = self._weights.version
         lengths = tuple(map(int, self._load.lengths(self._rng)[0]))
-        await asyncio.sleep(max(lengths) / self._load.tokens_per_s)
+        is_first = self._num_begun < self._load.groups_at_once
+        self._num_begun += 1
+        part = self._rng.uniform() if is_first else 1.0
+        await asyncio.sleep(part * max(lengths) / self._load.tokens_per_s)
         header = GroupHeader(
             group_id=lease.lease_id,
             prompt_index=lease.prompt_index,
@@ -214,7 +219,8 @@ class Learner:
 
     def outcome(self, from_s: float) -> Outcome:
         counted = [step for step in self._steps if step[0] >= from_s]
-        assert len(counted) > 1 and self.stats is not None, "the run is too short for two steps"
+        assert len(counted) > 1, "the run is too short for two steps"
+        assert self.stats is not None
         took_s = counted[-1][0] - counted[0][0]
         return Outcome(
             groups_per_s=sum(len(lags) for *_, lags in counted[1:]) / took_s,

@@ -16,7 +16,7 @@ import math
 import selectors
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -310,10 +310,3 @@ class SimulatedClient(RequestClient):
         if isinstance(reply[0], m.ErrorReply):
             raise reply[0].exception()
         return reply
-
-
-def first_to_saturate(found: Iterable[tuple[int, Simulated]]) -> str:
-    """The resource with the least room, and the number of generators at which it would be full."""
-    size, simulated = max(found, key=lambda pair: pair[0])
-    name = max(simulated.busy, key=lambda resource: simulated.busy[resource])
-    return f"{name}, at about {size / max(simulated.busy[name], 1e-9):,.0f}"
