@@ -3,12 +3,14 @@
     PYTHONPATH=. python tests/research/scale.py [--sizes 64 1024] [--answers short] [--to FOLDER]
     PYTHONPATH=. python tests/research/scale.py validate [--repeats 3]
     PYTHONPATH=. python tests/research/scale.py measure
+    PYTHONPATH=. python tests/research/scale.py payloads
     PYTHONPATH=. python tests/research/scale.py weights
 
 `simulate`, the default, runs loads in simulated time around the real ledger (`scaled.simulation`)
 with the costs of `scaled/costs.json`, and prints a table; with `--to` it draws `scale.svg` there.
 `measure` measures those costs on this machine and writes them. `validate` measures them, and runs
-three loads of different shape both in real time, by a real daemon, and simulated. `weights` says
+three loads of different shape both in real time, by a real daemon, and simulated. `payloads`
+says how many groups a second the daemon has room for by the size of their payloads, and `weights`
 how long a version takes to all generators.
 """
 
@@ -19,6 +21,7 @@ import platform
 import statistics
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +29,7 @@ from msgspec import Struct
 from streamrl.cli.display.figure import drawn
 from tests.research.scaled.costs import Costs, measure, run_real
 from tests.research.scaled.load import Load
-from tests.research.scaled.simulation import Network, Simulated, simulate
+from tests.research.scaled.simulation import Network, simulate
 from tests.research.scaled.weights import Forming, Transfer, measure_forming
 from tests.research.script import run_script
 
@@ -41,6 +44,11 @@ TRAINED_TOKENS_PER_S = 10_000.0
 VERSION_BYTES, LINK, FILE_SYSTEM = 16e9, 1.25e9, 10e9
 DEADLINE_S = 30.0 / 4
 """A group for broadcasts has to form within a quarter of `weights.deadline_s`."""
+
+
+Busy: TypeAlias = dict[str, list[tuple[int, dict[str, float]]]]
+"""By answers and place of the payloads: the number of generators, and the part of the time in which
+each resource is busy."""
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -123,7 +131,7 @@ def show_simulated(
     columns = " | ".join(BUSY)
     print(f"| answers | payloads | generators | groups/s | of possible | staleness | {columns} |")
     print(f"|---|---|{'---:|' * (len(BUSY) + 4)}")
-    found: dict[str, list[tuple[int, Simulated]]] = {}
+    found: Busy = {}
     for kind in kinds:
         for place, network in NETWORKS.items():
             for size in sizes:
@@ -131,7 +139,7 @@ def show_simulated(
                 one = simulate(load, measured.costs, network)
                 assert one.outcome.books.balanced, one.outcome.books
                 assert one.outcome.num_trained_twice == 0
-                found.setdefault(f"{kind}, {place}", []).append((size, one))
+                found.setdefault(f"{kind}, {place}", []).append((size, one.busy))
                 busy = " | ".join(f"{100 * one.busy[name]:.1f}" for name in BUSY)
                 rate, part = one.outcome.groups_per_s, one.outcome.groups_per_s / load.possible
                 first = f"{kind} | {place} | {size:,} | {rate:,.1f} | {100 * part:.0f}"
@@ -144,17 +152,33 @@ def show_simulated(
         draw(found, folder / "scale.svg")
 
 
-def draw(found: dict[str, list[tuple[int, Simulated]]], path: Path) -> None:
+def draw(found: Busy, path: Path) -> None:
     """How busy each part of the daemon is, by the number of generators."""
     rows = math.ceil(len(found) / 2)
     with drawn(path, rows, 2, (9.0, 3.5 * rows)) as (_, axes):
         for axis, (title, points) in zip(axes, found.items(), strict=True):
             for name in BUSY:
-                busy = [100 * one.busy[name] for _, one in points]
-                axis.plot([size for size, _ in points], busy, marker="o", label=name)
+                percent = [100 * busy[name] for _, busy in points]
+                axis.plot([size for size, _ in points], percent, marker="o", label=name)
             axis.set(title=title, xscale="log", ylabel="busy, %", ylim=(0, 105))
             axis.set_xlabel("generators")
         axes[0].legend()
+
+
+def show_payloads(costs: Costs) -> None:
+    """Beside heartbeats; the ledger's part is that of a small simulation."""
+    ledger_us = simulate(answers("short", 64), costs, Network()).ledger_us
+    ledger_s = (ledger_us["lease"] + ledger_us["put"]) / 1e6
+    print("| bytes a group | server | io thread | link | server, payloads outside |")
+    print(f"|{'---:|' * 5}")
+    for num_bytes in (20_000, 200_000, 1_000_000, 10_000_000):
+        seconds = [
+            ledger_s + costs.lease_s + costs.of("put", 1, size) + costs.of("fetch", 1, size)
+            for size in (num_bytes, 0)
+        ]
+        rates = (1 / seconds[0], 0.5 / (num_bytes * costs.io_byte_s), LINK / num_bytes)
+        cells = " | ".join(f"{rate:,.0f}" for rate in (*rates, 1 / seconds[1]))
+        print(f"| {num_bytes:,} | {cells} |")
 
 
 def show_validated(repeats: int) -> None:
@@ -208,6 +232,8 @@ def main(arguments: argparse.Namespace) -> int:
             measured = msgspec.json.decode(COSTS.read_bytes(), type=Measured)
             if command == "weights":
                 show_weights(measured.forming, sizes)
+            elif command == "payloads":
+                show_payloads(measured.costs)
             else:
                 show_simulated(measured, sizes, tuple(arguments.answers), arguments.to)
     return 0
@@ -215,7 +241,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="scale.py", description=__doc__.partition("\n")[0])
-    commands = ("simulate", "validate", "measure", "weights")
+    commands = ("simulate", "validate", "measure", "payloads", "weights")
     made.add_argument("command", nargs="?", choices=commands, default="simulate")
     made.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of generators")
     made.add_argument("--answers", choices=ANSWERS, nargs="+", default=tuple(ANSWERS))
