@@ -59,16 +59,15 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 SHAPES = {
     "many small groups": Load(
-        generators=48,
+        generators=24,
         group_size=2,
         median_tokens=60,
         sigma=0.6,
-        max_tokens=300,
-        tokens_per_s=100,
+        max_tokens=150,
         groups_per_step=32,
-        step_s=0.1,
+        step_s=0.2,
         weights_s=0.05,
-        seconds=16,
+        seconds=20,
         warm_s=6,
     ),
     "few large groups": Load(
@@ -82,8 +81,8 @@ SHAPES = {
         max_staleness=4,
         step_s=0.3,
         weights_s=0.05,
-        seconds=26,
-        warm_s=6,
+        seconds=22,
+        warm_s=5,
     ),
     "slow learner": Load(
         generators=16,
@@ -95,8 +94,8 @@ SHAPES = {
         max_staleness=4,
         step_s=1.0,
         weights_s=0.05,
-        seconds=22,
-        warm_s=6,
+        seconds=20,
+        warm_s=5,
     ),
 }
 
@@ -186,17 +185,18 @@ def show_validated(repeats: int) -> None:
     print(f"|---|{'---:|' * 6}")
     costs = measure()
     for name, load in SHAPES.items():
-        real = [run_real(load) for _ in range(repeats)]
+        loads = [msgspec.structs.replace(load, seed=seed) for seed in range(repeats)]
+        real = [run_real(load) for load in loads]
         assert all(one.books.balanced and not one.num_trained_twice for one in real)
-        simulated = simulate(load, costs, Network(link=1e12)).outcome
-        rate = statistics.median(one.groups_per_s for one in real)
-        lag = statistics.median(one.staleness for one in real)
-        ratio, difference = simulated.groups_per_s / rate, simulated.staleness - lag
-        rates = f"{rate:.1f} | {simulated.groups_per_s:.1f} | {ratio:.3f}"
-        lags = f"{lag:.2f} | {simulated.staleness:.2f} | {difference:+.2f}"
+        simulated = [simulate(load, costs, Network(link=1e12)).outcome for load in loads]
+        rate, made = (statistics.median(one.groups_per_s for one in o) for o in (real, simulated))
+        lag, old = (statistics.median(one.staleness for one in o) for o in (real, simulated))
+        rates = f"{rate:.1f} | {made:.1f} | {made / rate:.3f}"
+        lags = f"{lag:.2f} | {old:.2f} | {old - lag:+.2f}"
         print(f"| {name} | {rates} | {lags} |", flush=True)
-        spread = ", ".join(f"{one.groups_per_s:.1f}" for one in real)
-        print(f"{name}: real {spread} groups/s", file=sys.stderr)
+        for kind, outcomes in (("real", real), ("simulated", simulated)):
+            spread = ", ".join(f"{one.groups_per_s:.1f}" for one in outcomes)
+            print(f"{name}: {kind} {spread} groups/s", file=sys.stderr, flush=True)
 
 
 def show_weights(forming: Forming, sizes: tuple[int, ...]) -> None:

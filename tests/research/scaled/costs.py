@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from buffers import messages as m
 from buffers.journal.journal import Journal
+from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.client import ZmqBuffer
@@ -135,12 +136,12 @@ def daemon(groups_per_step: int, max_staleness: int) -> Iterator[Daemon]:
 def _serve(pipe: Any, folder: str, groups_per_step: int, max_staleness: int) -> None:
     ledger = Ledger(groups_per_step=groups_per_step, max_staleness=max_staleness)
     state: BufferState[Any] = BufferState(ledger, lease_ttl_s=30.0)
-    journal = Journal(Path(folder, "journal"), state, durability="process")
+    journal = Journal(SqliteStorage(Path(folder, "journal"), durability="process"), state)
     journal.recover({}, time.monotonic())
     quarantine = Path(folder, "quarantine")
     server = ZmqBufferServer(state, "zmq://127.0.0.1:0", quarantine=quarantine, journal=journal)
     stop = threading.Event()
-    serving = threading.Thread(target=server.serve, args=(stop,))
+    serving = threading.Thread(target=server.serve, args=(stop,), daemon=True)
     serving.start()
     pipe.send(server.url)
     assert serving.ident is not None

@@ -54,6 +54,7 @@ class Load(Struct, frozen=True, kw_only=True):
     weights_s: float = 0.5
     seconds: float = 60.0
     warm_s: float = 20.0
+    seed: int = 0
 
     def lengths(self, rng: np.random.Generator, groups: int = 1) -> NDArray[np.int64]:
         """[groups, group_size] in tokens."""
@@ -123,7 +124,9 @@ class Weights:
 
 
 class Generator:
-    def __init__(self, name: str, load: Load, buffer: Client, weights: Weights, seed: int) -> None:
+    def __init__(
+        self, name: str, load: Load, buffer: Client, weights: Weights, seed: Sequence[int]
+    ) -> None:
         self._name, self._load, self._buffer, self._weights = name, load, buffer, weights
         self._rng = np.random.default_rng(seed)
         self._held: dict[str, Lease] = {}
@@ -239,7 +242,7 @@ async def run(load: Load, connect: Callable[[], Client]) -> Outcome:
     ranks = [connect() for _ in range(load.ranks)]
     clients = [connect() for _ in range(load.generators)]
     generators = [
-        loop.create_task(Generator(f"g{i}", load, buffer, weights, seed=i).run())
+        loop.create_task(Generator(f"g{i}", load, buffer, weights, (load.seed, i)).run())
         for i, buffer in enumerate(clients)
     ]
     learner = Learner(load, ranks, weights)
