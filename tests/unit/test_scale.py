@@ -59,7 +59,7 @@ def test_a_sleep_of_an_hour_takes_no_time_and_bytes_pass_one_after_the_other() -
         await pipe.carry(num_bytes)
         return asyncio.get_running_loop().time()
 
-    async def both() -> list[float]:
+    async def both() -> tuple[float, float]:
         return await asyncio.gather(carried(2), carried(4))
 
     with asyncio.Runner(loop_factory=SimulatedTime) as runner:

@@ -15,7 +15,7 @@ import itertools
 import math
 import selectors
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -136,7 +136,7 @@ class SimulatedServer:
         self._answered: list[tuple[_Message, m.Answer]] = []
         self._numbers = itertools.count()
         self._server_s = 0.0
-        self.ledger_s: Counter[str] = Counter()
+        self.ledger_s: defaultdict[str, float] = defaultdict(float)
         self.num_requests: Counter[str] = Counter()
         self.link_in, self.link_out = Pipe(1.0 / network.link), Pipe(1.0 / network.link)
         self.io_thread = Pipe(costs.io_byte_s)
