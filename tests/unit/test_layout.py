@@ -35,7 +35,7 @@ SHORT = {
         "actors/parity learners/parity"
     ),
     "read by rooms that don't see each other": (
-        "durable_files process_environment prompts/seeds rendering/messages placement/assign"
+        "process_environment prompts/seeds rendering/messages placement/assign"
     ),
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""
