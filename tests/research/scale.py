@@ -128,7 +128,7 @@ def show_simulated(
     measured: Measured, sizes: tuple[int, ...], kinds: tuple[str, ...], folder: Path | None
 ) -> None:
     columns = " | ".join(BUSY)
-    print(f"| answers | payloads | generators | groups/s | of possible | staleness | {columns} |")
+    print(f"| answers | payloads | generators | groups/s | % of possible | staleness | {columns} |")
     print(f"|---|---|{'---:|' * (len(BUSY) + 4)}")
     found: Busy = {}
     for kind in kinds:
