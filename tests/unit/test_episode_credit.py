@@ -140,7 +140,7 @@ def test_a_turn_of_an_episode_with_pictures_is_compared_with_none():
 
 def test_a_reward_that_no_environment_records_is_named():
     algorithm = {"advantage": "gdpo", "advantage_config": {"rewards": {"plase": 1.0}}}
-    with pytest.raises(ConfigError, match="names 'plase', which .* did you mean 'place'"):
+    with pytest.raises(ConfigError, match=r"names 'plase', which .* did you mean 'place'"):
         credit(algorithm, TrainingBatch.of(groups(), policy_version=4))
 
 

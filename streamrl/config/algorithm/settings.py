@@ -223,6 +223,12 @@ _PUBLISHED = {
         "DPPO is algorithm.loss: dppo_tv or dppo_kl with algorithm.proximal: behavior, and over "
         "the likeliest tokens with algorithm.loss_config.divergence_topk: 20"
     ),
+    "kimi_k1.5": (
+        "Kimi k1.5 is algorithm.loss: dro with algorithm.advantage: dr_grpo; its tau is "
+        "algorithm.loss_config.dro_beta"
+    ),
+    "a-3po": "A-3PO is algorithm.proximal: loglinear",
+    "optimal_token_baseline": "it is algorithm.advantage: otb",
     "a2c": "it is algorithm.advantage: gae with algorithm.loss: reinforce",
     "vtrace": "off-policy correction is algorithm.rollout_is",
     "impala": "off-policy correction is algorithm.rollout_is",

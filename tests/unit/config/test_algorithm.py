@@ -193,7 +193,7 @@ def test_each_advantage_has_its_record(tmp_path: Path, advantage: str) -> None:
 
 def test_gdpo_names_its_rewards_and_leaves_nothing_to_shape(tmp_path: Path) -> None:
     chosen = ["algorithm.advantage=gdpo"]
-    with pytest.raises(ConfigError, match="advantage_config.rewards names, each normalized"):
+    with pytest.raises(ConfigError, match=r"advantage_config\.rewards names, each normalized"):
         load_config(_minimal(tmp_path), chosen, {})
     chosen = [*chosen, "algorithm.advantage_config.rewards={reward/format: 0.5}"]
     for shaping in ("reward.clip=1", "reward.norm_mean=group", "kl_reward.coef=0.1"):
