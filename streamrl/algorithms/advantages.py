@@ -134,7 +134,7 @@ def reinforce_plus_plus(batch: AdvantageInput, config: DiscountSettings) -> Tens
 
 def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the group mean, whitened over tokens (arXiv 2501.03262)."""
-    centered = batch.sequences.expand(_centered(batch, Groups.of(batch.groups)))
+    centered = batch.sequences.expand(_centered(batch.returns, Groups.of(batch.groups)))
     return _whitened(centered, batch, config)
 
 
@@ -151,7 +151,7 @@ def grpo(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
 
 def dr_grpo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s - mean (Dr. GRPO, arXiv 2503.20783)."""
-    return batch.to_tokens(_centered(batch, Groups.of(batch.groups)))
+    return batch.to_tokens(_centered(batch.returns, Groups.of(batch.groups)))
 
 
 def grpo_passk(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
@@ -175,7 +175,7 @@ def rloo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the mean of the siblings (RLOO, arXiv 2402.14740); a group of one keeps s."""
     groups = Groups.of(batch.groups)
     sizes = groups.sizes[groups.index]
-    return batch.to_tokens(_centered(batch, groups) * sizes / (sizes - 1).clamp(min=1))
+    return batch.to_tokens(_centered(batch.returns, groups) * sizes / (sizes - 1).clamp(min=1))
 
 
 def remax(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
@@ -188,7 +188,7 @@ def remax(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
 def opo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the group mean weighted by length (OPO, arXiv 2505.23585); a group of one keeps s."""
     lengths = batch.sequences.lengths.to(batch.token_rewards.device).double()
-    return batch.to_tokens(_centered(batch, Groups.of(batch.groups), weights=lengths))
+    return batch.to_tokens(_centered(batch.returns, Groups.of(batch.groups), weights=lengths))
 
 
 def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
@@ -311,7 +311,7 @@ def gpg(batch: AdvantageInput, config: GpgAdvantageSettings) -> Tensor:
     """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
     scores = batch.returns
     scale = len(scores) / scores.count_nonzero().clamp(min=1) / config.f_norm
-    return batch.to_tokens(scale * _centered(batch, Groups.of(batch.groups)))
+    return batch.to_tokens(scale * _centered(batch.returns, Groups.of(batch.groups)))
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -376,17 +376,16 @@ def discounted_sum(values: Tensor, sequences: Sequences, discount: float) -> Ten
 
 
 def _relative(scores: Tensor, groups: Groups, config: GroupNormSettings) -> Tensor:
-    """[S] (score - mean) / (std + 1e-6); without siblings the score itself, as in verl."""
-    centered = torch.where(groups.alone, scores, scores - groups.mean(scores))
+    """[S] (score - mean) / (std + 1e-6); without siblings the score itself."""
+    centered = _centered(scores, groups)
     if not config.norm_adv_by_std:
         return centered
     std = torch.where(groups.alone, 1.0, groups.std(scores))
     return centered / (std + 1e-6)
 
 
-def _centered(batch: AdvantageInput, groups: Groups, weights: Tensor | None = None) -> Tensor:
-    """[S] s less the group's mean; without siblings s itself, as in verl."""
-    scores = batch.returns
+def _centered(scores: Tensor, groups: Groups, weights: Tensor | None = None) -> Tensor:
+    """[S] the score less the group's mean; without siblings the score itself, as in verl."""
     return torch.where(groups.alone, scores, scores - groups.mean(scores, weights))
 
 
