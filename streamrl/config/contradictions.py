@@ -311,6 +311,22 @@ def several_rewards_of_no_name(c: "RunConfig") -> str | None:
     )
 
 
+def reward_that_is_none_of_the_run(c: "RunConfig") -> str | None:
+    named = getattr(c.algorithm.advantage_config, "rewards", ())
+    labels = {reward.label for reward in c.data.rewards}
+    if c.algorithm.advantage != "gdpo" or not labels or len(c.entries) > 1:
+        return None
+    for name in named:
+        prefix, _, label = name.partition("/")
+        if prefix == "reward" and label.partition("/")[0] not in labels:
+            known = [f"reward/{label}" for label in labels]
+            return (
+                f"algorithm.advantage_config.rewards: names {name!r}, none of data.rewards; "
+                + did_you_mean(name, known)
+            )
+    return None
+
+
 def token_that_silences_its_sequence(c: "RunConfig") -> str | None:
     """geo_mean multiplies the weights of a sequence."""
     correction, weights_act = c.algorithm.rollout_is, not c.algorithm.ratio_holds_correction
@@ -588,6 +604,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     decay_of_all_of_a_critic,
     shaped_beside_a_greedy_reward,
     several_rewards_of_no_name,
+    reward_that_is_none_of_the_run,
     token_that_silences_its_sequence,
     alone_in_its_group,
     nothing_to_differ_from,

@@ -200,6 +200,10 @@ def test_gdpo_names_its_rewards_and_leaves_nothing_to_shape(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match="gdpo normalizes each reward as it was recorded"):
             load_config(_minimal(tmp_path), [*chosen, f"algorithm.{shaping}"], {})
     load_config(_minimal(tmp_path), [*chosen, "algorithm.reward.difficulty_low=0.1"], {})
+    load_config(_minimal(tmp_path), [*chosen, "data.rewards=[format]"], {})
+    others = "data.rewards=[{reward: format, name: formats}]"
+    with pytest.raises(ConfigError, match=r"none of data\.rewards; did you mean 'reward/formats'"):
+        load_config(_minimal(tmp_path), [*chosen, others], {})
 
 
 def test_the_numbers_of_a_loss_are_printed_with_their_origin(tmp_path: Path) -> None:
