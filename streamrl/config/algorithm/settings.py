@@ -267,6 +267,9 @@ class AlgorithmSettings(Section):
     """Importance sampling for stale or mismatched generation: a preset's name or a record."""
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
     """The policy that ratios are taken to: a pass of its own, the behavior policy, or between."""
+    router_replay: Literal["off", "record", "replay"] = "off"
+    """Experts of a mixture-of-experts model: record those that the engine took for each token, and
+    train with the recorded ones (replay) or with the learner's own (record, for the metrics)."""
     rl_loss_coef: float = Field(default=1.0, ge=0)
     """Weight of the policy loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
