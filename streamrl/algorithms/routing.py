@@ -51,7 +51,7 @@ ROUTERS = frozenset(
         "Qwen3_5MoeTopKRouter",
     }
 )
-_LAYER = re.compile(r"(?:^|.*?\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.")
 _IS_ROUTER = re.compile(r"(Router|Gate)$")
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
@@ -72,8 +72,10 @@ class _Choosing(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        # The groups of experts that some routers choose first are fewer.
-        if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._num_experts:
+        if func not in (torch.topk, torch.Tensor.topk):
+            return output
+        # Some routers choose groups of experts before, from scores of [N, groups, E / groups].
+        if args[0].ndim != 2 or args[0].shape[1] != self._num_experts:
             return output
         chosen = self._choose(output.indices)
         if chosen is output.indices:
@@ -124,11 +126,11 @@ def routers(model: PreTrainedModel, setting: str) -> dict[str, torch.nn.Module]:
 
 
 def layer_of(router: str) -> tuple[str, int]:
-    """The name of the decoder layer that a router of this name is in, and its number.
+    """The decoder layer that a router of this name is in: the list that holds it, and its number.
 
     >>> layer_of("model.layers.3.mlp.gate")
-    ('model.layers.3', 3)
+    ('model.layers', 3)
     """
     match = _LAYER.match(router)
     assert match is not None, "`routers` has no other ones"
-    return match.group(0)[:-1], int(match.group(1))
+    return match.group(1), int(match.group(2))

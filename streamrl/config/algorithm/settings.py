@@ -245,6 +245,9 @@ def _preset_or_record(value: object) -> object:
     return rollout_is_preset(value) if isinstance(value, str) else value
 
 
+RouterReplay = Literal["off", "record", "replay"]
+
+
 class AlgorithmSettings(Section):
     """Everything between trajectories and the gradient."""
 
@@ -267,7 +270,7 @@ class AlgorithmSettings(Section):
     """Importance sampling for stale or mismatched generation: a preset's name or a record."""
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
     """The policy that ratios are taken to: a pass of its own, the behavior policy, or between."""
-    router_replay: Literal["off", "record", "replay"] = "off"
+    router_replay: RouterReplay = "off"
     """Experts of a mixture-of-experts model: record those that the engine took for each token, and
     train with the recorded ones (replay) or with the learner's own (record, for the metrics)."""
     rl_loss_coef: float = Field(default=1.0, ge=0)
