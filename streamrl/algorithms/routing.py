@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import require_experts
 
 ROUTERS = frozenset(
     {
@@ -118,10 +119,7 @@ def routers(model: PreTrainedModel, setting: str) -> dict[str, torch.nn.Module]:
             f"whose weights of other experts are not known; known are {', '.join(sorted(ROUTERS))}"
         )
     if not found:
-        raise ConfigError(
-            f"{setting}, and {family} is no mixture of experts: no token is given to some of them. "
-            "Set it to off"
-        )
+        require_experts({"model_type": family}, setting)
     return found
 
 

@@ -20,12 +20,12 @@ from streamrl.config.learner import LearnerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import RoutedExperts, Trajectory, TrajectoryGroup
 from tests.model_families import FAMILIES, make_model
+from tests.records import NUM_EXPERTS, TOP_K, random_experts
 from tests.training import sibling_batch
 
 CPU = torch.device("cpu")
 SHOWN = ("Qwen3-MoE", "Mixtral", "gpt-oss", "DeepSeek-V3")
 GROUPS = ((3, (4, 1, 6)), (17, (3, 8, 2)), (1, (1,)), (5, (2, 12)))
-NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 4, 2
 Record = Callable[[Trajectory], RoutedExperts | None]
 
 
@@ -71,17 +71,6 @@ def of_engine(family: str, dtype: torch.dtype = torch.float32) -> Record:
     return record
 
 
-def at_random(trajectory: Trajectory) -> RoutedExperts:
-    """The same for the same tokens, whatever follows them."""
-    ids = trajectory.token_ids[:-1]
-    chosen = [
-        np.random.default_rng(ids[: i + 1]).random(NUM_EXPERTS * NUM_LAYERS)
-        for i in range(len(ids))
-    ]
-    order = np.array(chosen).reshape(-1, NUM_LAYERS, NUM_EXPERTS).argsort(-1)
-    return RoutedExperts.of(order[..., :TOP_K], trajectory.num_tokens)
-
-
 def computed(network: Network, *micro_batches: MicroBatch) -> list[torch.Tensor]:
     """Log-probabilities by response token, and the gradient of every parameter."""
     network.zero_grad()
@@ -125,7 +114,7 @@ def test_where_experts_agree_nothing_changes(family: str):
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}])
 @pytest.mark.parametrize("family", KNOWN)
 def test_other_experts_are_taken_however_tokens_are_packed(family: str, settings: Any):
-    batch = with_record(sibling_batch(GROUPS), at_random)
+    batch = with_record(sibling_batch(GROUPS), random_experts)
     network = make_network(family, "replay", **settings)
     packed = computed(network, whole(batch))
     network.run_packed(False)
@@ -135,7 +124,7 @@ def test_other_experts_are_taken_however_tokens_are_packed(family: str, settings
 
 @pytest.mark.parametrize("family", SHOWN)
 def test_layers_computed_twice_take_the_same_experts(family: str):
-    batch = with_record(sibling_batch(GROUPS), at_random)
+    batch = with_record(sibling_batch(GROUPS), random_experts)
     once = computed(make_network(family, "replay"), whole(batch))
     twice = computed(make_network(family, "replay", gradient_checkpointing=True), whole(batch))
     for mine, theirs in zip(twice, once, strict=True):
@@ -143,7 +132,7 @@ def test_layers_computed_twice_take_the_same_experts(family: str):
 
 
 def test_recording_alone_changes_nothing_and_counts():
-    batch = with_record(sibling_batch(GROUPS), at_random)
+    batch = with_record(sibling_batch(GROUPS), random_experts)
     network = make_network("Qwen3-MoE", "record")
     recorded = computed(network, whole(batch))
     for mine, theirs in zip(
@@ -171,12 +160,12 @@ def test_tokens_without_a_record_are_routed_freely():
 
 
 def test_prompts_of_other_experts_are_not_shared():
-    batch = with_record(sibling_batch(((20, (2, 2, 2)),)), at_random)
+    batch = with_record(sibling_batch(((20, (2, 2, 2)),)), random_experts)
     assert whole(batch).shared_prompts is not None
     first = batch.trajectories[0]
 
     def another(trajectory: Trajectory) -> RoutedExperts:
-        experts = at_random(trajectory)
+        experts = random_experts(trajectory)
         rows = experts.rows.copy()
         rows[4] = np.flip(rows[4], -1) if trajectory is first else (rows[4] + 1) % NUM_EXPERTS
         return RoutedExperts.of(rows, trajectory.num_tokens)
@@ -261,7 +250,7 @@ def test_a_model_without_known_routers_is_refused(family: str, expected: str):
     ("record", "expected"),
     [
         (lambda t: None, "a trajectory came without the experts of its tokens"),
-        (lambda t: at_random(t) if t.num_tokens > 6 else None, "a trajectory came without"),
+        (lambda t: random_experts(t) if t.num_tokens > 6 else None, "a trajectory came without"),
         (
             lambda t: RoutedExperts.of(np.zeros((t.num_tokens, 3, 2), np.int64)),
             "2 experts of up to number 0 in each of 3 layers; qwen3_moe at model.path has 2 of 4",
