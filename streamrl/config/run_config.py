@@ -169,7 +169,7 @@ class RunConfig(Section):
             per_token += _COUNT_BYTES + _ID_BYTES * num_kept
         if self.num_top_logprobs:
             per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * self.num_top_logprobs
-        if self.algorithm.router_replay != "off":
+        if self.algorithm.records_experts:
             per_token += 1 + expert_bytes
         return self.max_group_size * num_tokens * per_token
 

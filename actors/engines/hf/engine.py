@@ -136,7 +136,7 @@ class HfEngine(UpdatableEngine):
             seed=seed,
             reader=PatchReader.of(path, trust_remote_code=trust),
             recompute_kv=generator.hf.recompute_kv,
-            watches_experts=config.algorithm.router_replay != "off",
+            watches_experts=config.algorithm.records_experts,
         )
 
     async def generate(

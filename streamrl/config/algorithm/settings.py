@@ -340,6 +340,11 @@ class AlgorithmSettings(Section):
         return self.kl_reward.coef > 0 or (self.kl_loss.coef > 0 and not self.kl_loss.is_exact)
 
     @property
+    def records_experts(self) -> bool:
+        """Whether generators record the experts of each token."""
+        return self.router_replay != "off"
+
+    @property
     def needs_values(self) -> bool:
         return self.advantage == "gae"
 
