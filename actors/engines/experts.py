@@ -1,6 +1,6 @@
 """What inference libraries report of the experts that a request's tokens were given to.
 
-Both vLLM 0.30 and SGLang 0.5.23 give the rows of the whole prompt and of the completion without its
+Both vLLM 0.32 and SGLang 0.5.23 give the rows of the whole prompt and of the completion without its
 last token, which no layer has seen; of every decoder layer, those without experts included; and
 logical ids, whatever the placement of the experts.
 

@@ -122,8 +122,8 @@ class ServedRequest(Struct, frozen=True, kw_only=True):
 
     `id` is not a prefix of another one's (SGLang aborts by prefix). `stops` end the completion and
     contain the end-of-sequence tokens unless these are ignored. Only requests of one `cache_salt`
-    share prefixes of their prompts. `expert_shape` are the decoder layers and the experts of a token
-    in each, (0, 0) where these are not asked for.
+    share prefixes of their prompts. `expert_shape` are the decoder layers, and the experts of a
+    token in each; (0, 0) where these are not asked for.
     """
 
     id: str
