@@ -50,7 +50,7 @@ def require_experts(facts: Facts, setting: str) -> None:
     Raises:
         ConfigError: the model is no mixture of experts, which `setting` is for.
     """
-    if num_experts(facts) == 1:
+    if facts.get("model_type") and num_experts(facts) == 1:
         raise ConfigError(
             f"{setting}, and {facts.get('model_type')} is no mixture of experts: no token is given "
             "to some of them. Set it to off"

@@ -44,7 +44,7 @@ from streamrl.config import RunConfig
 from streamrl.config.cluster import HostRole
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LoraSettings
-from streamrl.config.model import RecipeSettings
+from streamrl.config.model import LLAMA, RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding
 from streamrl.model_folder import local_folder
@@ -160,6 +160,8 @@ def _active_width(facts: Mapping[str, Any], inner: int) -> int:
 
 def recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
     return {
+        # Of an architecture of one's own it is not known before it is made.
+        "model_type": LLAMA if recipe.architecture == LLAMA else None,
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
         "num_hidden_layers": recipe.num_layers,

@@ -303,6 +303,19 @@ def test_their_bytes_are_counted():
     assert config.group_bytes(100, expert_bytes=488) - plain == config.max_group_size * 100 * 489
 
 
+@pytest.mark.parametrize(
+    ("architecture", "is_refused"), [("llama", True), ("tiny_moe.py:write", False)]
+)
+def test_check_refuses_the_recipe_of_a_dense_model(tmp_path, architecture, is_refused):
+    """Of code of one's own it is not known what it will make."""
+    (tmp_path / "tiny_moe.py").write_text("def write(folder, recipe, max_model_len): ...")
+    own = f"{tmp_path}/{architecture}" if ":" in architecture else architecture
+    model = {"path": str(tmp_path / "model"), "recipe": {"alphabet": "ab", "architecture": own}}
+    config = make_config(model=model, algorithm={"router_replay": "replay"})
+    found = [finding.sentence for finding in check_model(config)]
+    assert any("is no mixture of experts" in sentence for sentence in found) == is_refused
+
+
 def test_check_refuses_a_dense_model(tmp_path):
     folder = tmp_path / "dense"
     make_llama().save_pretrained(folder)
