@@ -324,6 +324,11 @@ def test_check_refuses_a_dense_model(tmp_path):
     assert any("router_replay: was record, and llama is no mixture of experts" in m for m in found)
 
 
+def test_compiled_layers_are_refused():
+    with pytest.raises(ValueError, match=r"learner\.compile compiles the routers"):
+        make_config(learner={"compile": True}, algorithm={"router_replay": "record"})
+
+
 def test_the_setting_is_a_word_of_yaml(tmp_path):
     """Where `off` without quotes may be false."""
     file = tmp_path / "run.yaml"
