@@ -25,6 +25,7 @@ from streamrl.types import (
     Float32Array,
     Int32Array,
     Media,
+    RoutedExperts,
     SamplingParams,
     TokenSets,
     TopLogprobs,
@@ -68,6 +69,8 @@ class Segment(Struct, frozen=True):
     spans: tuple[Span, ...]
     turns: tuple[Turn, ...]
     media: tuple[Media, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    """Of its tokens, as the engine first read them."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -136,7 +139,11 @@ class EpisodeRecord:
         spans = (*segment.spans, _observed(observed), Span.sampled(completion))
         self._current = len(self.segments) if known is None else known
         self._last = completion
-        self._set(Segment(spans, (*segment.turns, turn), media))
+        num_tokens = len(prompt_token_ids) + len(completion.token_ids)
+        experts = RoutedExperts.continued(
+            segment.routed_experts, completion.routed_experts, num_tokens
+        )
+        self._set(Segment(spans, (*segment.turns, turn), media, experts))
 
     def judge(self, *, reward: float = 0.0, num_tool_calls: int = 0, in_loss: bool = True) -> None:
         """What the environment says of the completion that was added last."""

@@ -51,6 +51,7 @@ from streamrl.types import (
     GroupFacts,
     Lease,
     PackedGroup,
+    RoutedExperts,
     SamplingParams,
     TokenSets,
     TopLogprobs,
@@ -171,9 +172,15 @@ def assembled(siblings: Sequence[ScoredRollout], **fields: Any) -> TrajectoryGro
         media=distinct(medium for s in siblings for medium in s.rollout.media),
         sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
         top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
+        routed_experts=_routed_experts([p for s in siblings for p in s.rollout.segments]),
         **fields,
     )
     return packed.group()
+
+
+def _routed_experts(segments: Sequence[Segment]) -> RoutedExperts | None:
+    lengths = [sum(len(span.token_ids) for span in segment.spans) for segment in segments]
+    return RoutedExperts.joined([segment.routed_experts for segment in segments], lengths)
 
 
 def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | None:

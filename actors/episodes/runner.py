@@ -237,4 +237,5 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         ignore_eos=generator.ignore_eos,
         keep_sampling_mask=generator.keep_sampling_mask,
         num_top_logprobs=config.num_top_logprobs,
+        keep_routed_experts=config.algorithm.records_experts,
     )

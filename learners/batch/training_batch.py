@@ -27,7 +27,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts, offsets_within
+from learners.batch.micro_batch import (
+    MicroBatch,
+    Packing,
+    SharedPrompts,
+    beginning,
+    offsets_within,
+)
 from learners.batch.packing import Beginnings, beside_each_other, owners_of, pack
 from learners.parallel.ranks import Ranks
 from streamrl.algorithms.candidates import Candidates
@@ -39,6 +45,7 @@ from streamrl.types import (
     FinishReason,
     GroupHeader,
     Media,
+    RoutedExperts,
     TokenSets,
     TopLogprobs,
     Trajectory,
@@ -360,6 +367,7 @@ class TrainingBatch:
         indices = torch.tensor(list(members), dtype=torch.int64)
         lengths = tuple(t.num_tokens for t in chosen) or (1,)
         prompts = tuple(map(_prompt_length, chosen)) or (1,)
+        experts = RoutedExperts.joined([t.routed_experts for t in chosen], lengths)
         return MicroBatch(
             token_ids=token_ids[None].to(device),
             packing=Packing(lengths, device),
@@ -372,7 +380,10 @@ class TrainingBatch:
             media=tuple(tuple(self.media[name] for name in t.media) for t in chosen) or ((),),
             sampling_mask=mask and mask.to(device),
             top_candidates=top and top.to(device),
-            shared_prompts=SharedPrompts.of(ids, lengths, prompts, predictors.numpy(), device)
+            routed_experts=experts,
+            shared_prompts=SharedPrompts.of(
+                ids, lengths, prompts, predictors.numpy(), device, experts
+            )
             if shares_prompts
             else None,
         )
@@ -387,9 +398,12 @@ class TrainingBatch:
     @cached_property
     def _beginnings(self) -> Beginnings:
         """[S] empty ones for the trajectories of other ranks."""
-        own = (t.token_ids[: _prompt_length(t)] for t in self.trajectories)
-        nothing = np.zeros(0, np.int32)
-        return Beginnings.of([next(own) if r == self.rank else nothing for r in self.owners])
+        lengths, prompts = [0] * len(self), [b""] * len(self)
+        for i, place in self.places.items():
+            t = self.trajectories[place]
+            lengths[i] = _prompt_length(t)
+            prompts[i] = beginning(t.token_ids, t.routed_experts, slice(lengths[i]))
+        return Beginnings.of(prompts, lengths)
 
     @cached_property
     def places(self) -> dict[int, int]:

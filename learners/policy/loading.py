@@ -15,7 +15,7 @@ around the layers.
 
 `distribute`: a network over the ranks of a mesh, in the order that its parts need.
 
-    matrices (tensor) -> tokens (sequence) -> recomputed layers -> shards
+    matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers -> shards
 
 What a network computes does not depend on it. Every rank calls it before an optimizer takes the
 parameters.
@@ -45,10 +45,12 @@ from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
+from learners.policy.router_replay import RouterRecords
 from learners.policy.sequence_parallel import sequence_block
 from learners.policy.sharding import checkpoint_layers, is_sharded, layers, require_gpu, shard
 from learners.policy.tensor_parallel import split_matrices
 from streamrl.config import RunConfig
+from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError
 from streamrl.placement.limits import facts_of, require_undivided_images
@@ -66,7 +68,12 @@ def compile_layers(network: Network) -> None:
 
 
 def distribute(
-    network: Network, mesh: Mesh | None, settings: LearnerSettings, *, is_reference: bool = False
+    network: Network,
+    mesh: Mesh | None,
+    settings: LearnerSettings,
+    *,
+    is_reference: bool = False,
+    router_replay: RouterReplay = "off",
 ) -> None:
     """Distribute it in place, as `settings` say; without a mesh, on one rank.
 
@@ -78,6 +85,8 @@ def distribute(
     if mesh is not None:
         split_matrices(network.model, mesh)
         network.sequence_block = sequence_block(network.model, mesh, is_packed=network.is_packed)
+    if router_replay != "off":
+        network.router_records = RouterRecords(network.model, router_replay)
     if settings.gradient_checkpointing:
         checkpoint_layers(network, on_host=settings.offload.activations)
     if is_reference:
@@ -108,26 +117,26 @@ def load_network(
     """
     source = _Source(config, str(path or config.model.path), has_values, lora, mesh)
     learner, on_host = config.learner, is_on_host(config.learner.offload, is_reference)
+    is_policy = not (has_values or is_reference)
+    router_replay = config.algorithm.router_replay if is_policy else "off"
     if mesh is None or not is_sharded(mesh, on_host):
         network = source.load(device_of(learner.device) if mesh is None else mesh.device)
-        _divide(network, mesh, learner, is_reference=is_reference)
+        _divide(network, mesh, learner, is_reference=is_reference, router_replay=router_replay)
         return network
     whole = source.load(torch.device("cpu")) if mesh.rank == 0 else None
     network = source.without_memory()
     _agree(network, whole, mesh)
     network.device = mesh.device
-    _divide(network, mesh, learner, is_reference=is_reference)
+    _divide(network, mesh, learner, is_reference=is_reference, router_replay=router_replay)
     _allocate(network, mesh.device, on_host=on_host)
     _fill(network, whole, mesh)
     return network
 
 
-def _divide(
-    network: Network, mesh: Mesh | None, learner: LearnerSettings, *, is_reference: bool
-) -> None:
+def _divide(network: Network, mesh: Mesh | None, learner: LearnerSettings, **options: Any) -> None:
     if learner.compile:
         compile_layers(network)
-    distribute(network, mesh, learner, is_reference=is_reference)
+    distribute(network, mesh, learner, **options)
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,15 @@ def divergence_from_another_policy(c: "RunConfig") -> str | None:
     )
 
 
+def compiled_routers(c: "RunConfig") -> str | None:
+    if not c.learner.compile or not c.algorithm.records_experts:
+        return None
+    return (
+        f"learner.compile compiles the routers, and algorithm.router_replay "
+        f"{c.algorithm.router_replay} stands in for what they choose: set one of them off"
+    )
+
+
 def weights_too_rare(c: "RunConfig") -> str | None:
     if c.weights.publish_every <= c.buffer.max_staleness + 1:
         return None
@@ -590,6 +599,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     greedy_siblings,
     mask_without_a_bound,
     divergence_from_another_policy,
+    compiled_routers,
     weights_too_rare,
     images_to_a_server,
     videos_to_vllm,

@@ -108,6 +108,31 @@ _ACTOR = (
 )
 
 
+_ROUTER = (
+    _of_update(
+        "router/mismatch_frac",
+        "fraction",
+        Merge.WHOLE,
+        "Experts that the learner's routers take and the engine did not, of the tokens whose "
+        "experts `algorithm.router_replay` records.",
+    ),
+    _of_update(
+        "router/busiest_expert_share",
+        "fraction",
+        Merge.WHOLE,
+        "Share of these tokens' choices that the busiest expert of a layer got, mean over layers; "
+        "1 / experts if all get as many.",
+    ),
+    _of_update(
+        "router/load_entropy",
+        "fraction",
+        Merge.WHOLE,
+        "Entropy of the shares that a layer's experts got, over that of equal ones; mean over "
+        "layers.",
+    ),
+)
+
+
 def _of_optimizer(network: str, writer: Writer) -> tuple[Metric, ...]:
     return (
         _of_update(
@@ -276,6 +301,6 @@ _EPISODE = (
 )
 
 TRAINING = (
-    *(*_REWARD, *_LENGTH, *_ADVANTAGE, *_ACTOR, *_CRITIC),
+    *(*_REWARD, *_LENGTH, *_ADVANTAGE, *_ACTOR, *_ROUTER, *_CRITIC),
     *(*_UPDATES, *_WORK, *_LOOP, *_EPISODE),
 )

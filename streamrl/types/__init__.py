@@ -23,6 +23,7 @@ from streamrl.types.buffer import (
     TakenBatch,
     admission_capacity,
 )
+from streamrl.types.experts import UNRECORDED, RoutedExperts
 from streamrl.types.index_ranges import IndexRanges, ranges_of
 from streamrl.types.lengths import (
     LengthHistogram,
@@ -91,6 +92,7 @@ __all__ = [
     "MAX_NAMES",
     "MAX_RETRIED",
     "MIN_RETRIED_LEASES",
+    "UNRECORDED",
     "Books",
     "BoolArray",
     "BroadcastEndpoint",
@@ -134,6 +136,7 @@ __all__ = [
     "RefusalReason",
     "ResponseLengths",
     "RetriedPrompt",
+    "RoutedExperts",
     "SamplingParams",
     "SchedulingState",
     "SharedEndpoint",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from streamrl.types.experts import RoutedExperts, require_each_token
 from streamrl.types.media import Media, check_media
 from streamrl.types.ranges import Count, Name, PromptIndex, Text
 from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
@@ -49,6 +50,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         TokenSets.joined([t.sampling_mask for t in members], lengths),
         TopLogprobs.joined([t.top_logprobs for t in members], lengths),
         group.answer,
+        RoutedExperts.joined([t.routed_experts for t in members], lengths),
     )
 
 
@@ -97,12 +99,14 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
     answer: Text = ""
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
         check_media(self.facts, self.media)
         check_tokens(self)
         check_token_sets(self, self.response_mask)
+        require_each_token(self.routed_experts, len(self.token_ids))
         for facts in self.facts:
             if facts.num_tokens < 1:
                 raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
@@ -170,6 +174,9 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask.part(tokens),
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(tokens),
             extracted=facts.extracted,
+            routed_experts=None
+            if self.routed_experts is None
+            else self.routed_experts.part(tokens),
         )
 
 

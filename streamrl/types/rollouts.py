@@ -9,6 +9,7 @@ from enum import StrEnum
 import numpy as np
 from msgspec import Struct
 
+from streamrl.types.experts import RoutedExperts, require_each_token
 from streamrl.types.media import Media, check_media
 from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
 from streamrl.types.tokens import (
@@ -53,7 +54,8 @@ class FinishReason(StrEnum):
 class SamplingParams(Struct, frozen=True, kw_only=True):
     """How one completion is sampled; `top_k` 0 and `top_p` 1.0 switch truncation off.
 
-    `keep_sampling_mask` and `num_top_logprobs` ask for the records of `Completion`.
+    `keep_sampling_mask`, `num_top_logprobs` and `keep_routed_experts` ask for the records of
+    `Completion`.
     """
 
     max_new_tokens: int
@@ -66,6 +68,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     keep_sampling_mask: bool = False
     num_top_logprobs: int = 0
+    keep_routed_experts: bool = False
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -75,7 +78,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     top-p); greedy decoding reports them at temperature 1. `policy_versions` [N] is the version
     whose weights sampled each token. `sampling_mask` [N sets] is what the truncation left of the
     vocabulary, an empty set for all of it, and `top_logprobs` [N sets] the likeliest tokens of what
-    it left; None if they were not asked for.
+    it left; None if they were not asked for. `routed_experts` [P + N] are those of the P tokens of
+    the prompt and of the completion, whose last token no layer has seen.
     """
 
     token_ids: Int32Array
@@ -84,6 +88,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         require_one_length(self, "token_ids", "logprobs", "policy_versions")
@@ -116,7 +121,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     `media` are the ids of the group's media that its tokens hold places for, in their order.
     `extracted` is what a reward has read in the response, shortened, for people: "" where it found
     nothing, None where it looks for nothing.
-    `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere.
+    `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere;
+    `routed_experts` [T] those of each token's first pass through the engine.
     """
 
     token_ids: Int32Array
@@ -132,10 +138,12 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
     extracted: Text | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)
         check_token_sets(self, self.response_mask)
+        require_each_token(self.routed_experts, self.num_tokens)
         if not self.num_tokens:
             raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
         check_reward(self.reward)

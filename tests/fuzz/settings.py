@@ -83,6 +83,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.entropy_coef": ("0.01",),
     "algorithm.sft_coef": ("0.1",),
     "algorithm.rl_loss_coef": ("0",),
+    "algorithm.router_replay": ("record", "replay"),
     "algorithm.kl_loss.kind": ("kl", "abs", "mse", "low_var_kl", "full", "low_var_kl+"),
     "algorithm.kl_reward.controller": ("adaptive",),
     "algorithm.value.critic_warmup": ("1", "2"),

@@ -15,8 +15,8 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn, replace
-from tests.records import with_candidates
-from tests.training import make_config, make_groups, make_policy, make_trainer
+from tests.records import with_candidates, with_experts
+from tests.training import make_config, make_groups, make_trainer
 
 WHOLE = (5,)
 CUTS = [(2, 3), (1, 3, 1), (1, 1, 1, 1, 1)]
@@ -83,6 +83,7 @@ ACCEPTING: list[dict[str, Any]] = [
     {"loss": "luspo", "entropy_coef": 0.1, "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}},
     {"loss": "dppo_tv", "loss_config": {"log_ratio_coef": 0.1}, "proximal": "behavior"},
     {"preset": "stream"},
+    {"router_replay": "replay"},
 ]
 REFUSING: list[dict[str, Any]] = [
     *({"advantage": name} for name in ("gae", "gpg", "reinforce_plus_plus")),
@@ -195,6 +196,7 @@ def with_facts(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
 def train(trainer: Trainer, sizes: Sequence[int], seed: int = 0) -> dict[str, float]:
     """One update over five groups, in parts of these sizes; metrics."""
     groups = [with_candidates(group, 9, 3) for group in with_facts(make_groups(seed))]
+    groups = [with_experts(group) for group in groups]
     for size in sizes:
         trainer.accumulate(TrainingBatch.of(groups[:size], policy_version=4))
         groups = groups[size:]
@@ -208,7 +210,8 @@ def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
 def assert_same_update(
     whole: tuple[Trainer, dict[str, float]], parts: tuple[Trainer, dict[str, float]]
 ) -> None:
-    before, after = make_policy().parameters(), parameters(parts[0])
+    before = make_trainer(whole[0]._config).policy.parameters()
+    after = parameters(parts[0])
     for name, parameter in parameters(whole[0]).items():
         assert (parameter - before[name]).abs().max() > 1e-4, f"{name} was not updated"
         assert torch.allclose(parameter, after[name], rtol=0, atol=5e-6), name

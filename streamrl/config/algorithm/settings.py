@@ -251,6 +251,9 @@ def _preset_or_record(value: object) -> object:
     return rollout_is_preset(value) if isinstance(value, str) else value
 
 
+RouterReplay = Literal["off", "record", "replay"]
+
+
 class AlgorithmSettings(Section):
     """Everything between trajectories and the gradient."""
 
@@ -274,6 +277,9 @@ class AlgorithmSettings(Section):
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
     """The policy that ratios are taken to: a pass of its own, the behavior policy, or between, by
     log-probabilities or by probabilities."""
+    router_replay: RouterReplay = "off"
+    """Experts of a mixture-of-experts model: record those that the engine took for each token, and
+    train with the recorded ones (replay) or with the learner's own (record, for the metrics)."""
     rl_loss_coef: float = Field(default=1.0, ge=0)
     """Weight of the policy loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -339,6 +345,11 @@ class AlgorithmSettings(Section):
     def needs_reference_logprobs(self) -> bool:
         """Whether a term takes them token by token; exact KL takes hidden states instead."""
         return self.kl_reward.coef > 0 or (self.kl_loss.coef > 0 and not self.kl_loss.is_exact)
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether generators record the experts of each token."""
+        return self.router_replay != "off"
 
     @property
     def needs_values(self) -> bool:

@@ -18,7 +18,7 @@ from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
 from streamrl.types import FinishReason, GroupHeader, TrajectoryGroup, Turn
 from tests.ranks import run_ranks
-from tests.records import with_candidates
+from tests.records import with_candidates, with_experts
 from tests.training import (
     make_config,
     make_groups,
@@ -83,6 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
         "kl_loss": {"coef": 0.1},
     },
+    "router-replay": {"router_replay": "replay", "kl_loss": {"coef": 0.1}},
     "not-finite": {},
     "not-finite-critic": {"advantage": "gae", "value": {"max_tokens_per_micro_batch": 40}},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
@@ -145,6 +146,7 @@ def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
         groups = make_step(step, is_finite=is_finite)
         groups = list(map(of_turns, groups)) if name == "segments" else groups
         groups = [with_candidates(g, 9, 4) for g in groups] if name == "candidates" else groups
+        groups = list(map(with_experts, groups)) if name == "router-replay" else groups
         for cut in cuts:
             trainer.accumulate(share_of(groups[cut], step, ranks))
         metrics.append(trainer.update())
