@@ -31,6 +31,7 @@ from streamrl.types import (
     PolicyVersion,
     PromptIndex,
     SchedulingState,
+    SiblingHeader,
     Text,
     WaitSeconds,
 )
@@ -108,6 +109,23 @@ class PutRequest(Struct, frozen=True, tag="put"):
     """Its payload follows; a backend decides in which form the state keeps it."""
 
     lease_id: Name
+
+
+class PutSiblingRequest(Struct, frozen=True, tag="put_sibling"):
+    """Its payload follows: bytes that only generators read."""
+
+    sibling: SiblingHeader
+
+    def apply(self, state: State, now_s: float, payload: bytes | memoryview = b"") -> Answer:
+        state.put_sibling(self.sibling, payload, now_s)
+        return (Done(),)
+
+
+class FetchSiblingsRequest(Struct, frozen=True, tag="fetch_siblings"):
+    lease_id: Name
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        return (Done(), *state.fetch_siblings(self.lease_id))
 
 
 class ReleaseRequest(Struct, frozen=True, tag="release"):
@@ -217,6 +235,8 @@ class StatsRequest(Struct, frozen=True, tag="stats"):
 
 StateRequest: TypeAlias = (
     LeaseRequest
+    | PutSiblingRequest
+    | FetchSiblingsRequest
     | ReleaseRequest
     | HeartbeatRequest
     | AttachRequest
@@ -229,7 +249,7 @@ StateRequest: TypeAlias = (
     | SchedulingStateRequest
     | StatsRequest
 )
-"""Requests that need only the state."""
+"""Requests that need only the state, and one its payload."""
 
 Request: TypeAlias = StateRequest | PutRequest
 

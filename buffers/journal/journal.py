@@ -16,8 +16,9 @@ The SQLite file has these tables:
 
     settings  the format and the settings of the run (one row, JSON)
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
-    entry     every open prompt: its lease, state and header; or that it is free
-    payload   where the payload of every group that is held is (`buffers.journal.segments`)
+    entry     every open prompt: its lease, state, header and finished siblings; or that it is free
+    payload   where the payload of every group that is held is (`buffers.journal.segments`), and,
+              by its number, that of every sibling that is held before its group (a group has -1)
     scheduling_state   of each generator that is not active
     events    one row a lease: the states it was in, one letter each, and the lengths of the
               responses that were put (msgpack); never deleted
@@ -36,17 +37,17 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, TextIO, TypeAlias
 
 import msgspec
 
 from buffers.journal.segments import PayloadPlace, Segments
 from buffers.ledger.entries import BY_BOOKS, Entry, Event, LedgerSnapshot, State
-from buffers.ledger.state import BufferState
+from buffers.ledger.state import GROUP, BufferState, PayloadKey
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
-from streamrl.types import DropReason, GroupHeader, SchedulingState
+from streamrl.types import DropReason, GroupHeader, SchedulingState, SiblingHeader
 
-FORMAT = 7
+FORMAT = 8
 MAX_LOG_BYTES = 4 * 2**20
 FREE = "free"
 LETTERS = {
@@ -82,9 +83,9 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY CHECK (id = 0), data TEXT);
 CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 0), data BLOB);
 CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEGER, lease_id TEXT,
-    min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB);
-CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER PRIMARY KEY, segment INTEGER,
-    position INTEGER, num_bytes INTEGER, checksum BLOB);
+    min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB, siblings BLOB);
+CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER, sibling INTEGER, segment INTEGER,
+    position INTEGER, num_bytes INTEGER, checksum BLOB, PRIMARY KEY (prompt_index, sibling));
 CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
     states TEXT, response_lengths BLOB);
@@ -195,6 +196,9 @@ def translated_errors(path: Path) -> Iterator[None]:
         raise ConfigError(f"the journal {path} cannot be used: {error}; move it away") from error
 
 
+Siblings: TypeAlias = tuple[SiblingHeader, ...]
+
+
 class JournalContent(NamedTuple):
     """The rows of every table; `numbers` and `next_number` are those of the leases' events."""
 
@@ -203,7 +207,7 @@ class JournalContent(NamedTuple):
     entries: list[Entry]
     numbers: dict[str, int]
     free: list[int]
-    places: dict[int, PayloadPlace]
+    places: dict[PayloadKey, PayloadPlace]
     scheduling_states: dict[str, SchedulingState]
     next_number: int
 
@@ -211,15 +215,16 @@ class JournalContent(NamedTuple):
 def read_content(db: sqlite3.Connection, now_s: float) -> JournalContent:
     """Everything but the events. Leases expire at `now_s` unless the ledger extends them."""
     entries, numbers, free = [], {}, []
-    for prompt_index, number, lease_id, min_policy_version, state, version, header in db.execute(
+    for prompt_index, number, lease_id, min_policy_version, state, version, *packed in db.execute(
         "SELECT * FROM entry"
     ):
         if state == FREE:
             free.append(prompt_index)
             continue
-        known = header and msgspec.msgpack.decode(header, type=GroupHeader)
+        header = packed[0] and msgspec.msgpack.decode(packed[0], type=GroupHeader)
+        siblings = msgspec.msgpack.decode(packed[1], type=Siblings) if packed[1] else ()
         lease = (prompt_index, lease_id, min_policy_version, now_s)
-        entries.append(Entry(*lease, State(state), known, version))
+        entries.append(Entry(*lease, State(state), header, version, siblings))
         numbers[lease_id] = number
     settings = db.execute("SELECT data FROM settings").fetchone()
     newest = db.execute("SELECT max(number) FROM events").fetchone()[0]
@@ -229,7 +234,10 @@ def read_content(db: sqlite3.Connection, now_s: float) -> JournalContent:
         entries=entries,
         numbers=numbers,
         free=free,
-        places={key: PayloadPlace(*place) for key, *place in db.execute("SELECT * FROM payload")},
+        places={
+            (prompt_index, sibling): PayloadPlace(*place)
+            for prompt_index, sibling, *place in db.execute("SELECT * FROM payload")
+        },
         scheduling_states={
             generator_id: SchedulingState(scheduling_state)
             for generator_id, scheduling_state in db.execute("SELECT * FROM scheduling_state")
@@ -241,17 +249,18 @@ def read_content(db: sqlite3.Connection, now_s: float) -> JournalContent:
 log = logging.getLogger(__name__)
 
 
-_PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
+_PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
     ON CONFLICT (number) DO UPDATE SET states = states || excluded.states,
     response_lengths = coalesce(excluded.response_lengths, response_lengths)"""
 
 
 class _Stored(NamedTuple):
-    """A group whose payload row is in the file: its lease's number, and its place if it is not
-    lost."""
+    """A payload whose row is in the file: whose it is, and its place if it is not lost.
 
-    number: int
+    A group's has the number of its lease, a sibling's the lease under which it was sampled."""
+
+    owner: int | str
     place: PayloadPlace | None
 
 
@@ -275,8 +284,9 @@ class Journal:
         self._scheduling_states: dict[str, SchedulingState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        self._stored: dict[int, _Stored] = {}
+        self._stored: dict[int, dict[int, _Stored]] = {}
         self._unwritten: set[int] = set()
+        self._with_sibling: set[int] = set()
         self._settings: str | None = None
         self._lock = _lock(path)
         try:
@@ -302,14 +312,14 @@ class Journal:
         payloads = self._segments.recover(content.places)
         self._next_number, self._numbers = content.next_number, content.numbers
         for entry in content.entries:
-            if entry.header is not None:
-                is_kept = entry.prompt_index in payloads
-                place = content.places[entry.prompt_index] if is_kept else None
-                self._stored[entry.prompt_index] = _Stored(content.numbers[entry.lease_id], place)
+            for key, owner in self._owners(entry).items():
+                place = content.places[key] if key in payloads else None
+                self._stored.setdefault(key[0], {})[key[1]] = _Stored(owner, place)
         self._snapshot = content.snapshot
         self._scheduling_states = content.scheduling_states
         self._state.registry.scheduling_states = content.scheduling_states
         self._ledger.subscribe(self._on_event)
+        self._state.on_sibling = self._with_sibling.add
         if content.snapshot != LedgerSnapshot():
             self._restore(content, payloads, now_s)
         if has_new_bound and self._ledger.learner_term:
@@ -330,14 +340,16 @@ class Journal:
         snapshot = self._ledger.snapshot()
         scheduling_states = self._state.registry.scheduling_states
         has_changed = (snapshot, scheduling_states) != (self._snapshot, self._scheduling_states)
-        if not (self._pending or self._unwritten or self._settings or has_changed):
+        has_payloads = self._unwritten or self._with_sibling
+        if not (self._pending or has_payloads or self._settings or has_changed):
             return
         last = {event.prompt_index: event for _, event in self._pending}
-        groups = self._groups((*self._unwritten, *last))
-        stored = {index: self._stored[index].number for index in last if index in self._stored}
-        freed = dict(stored.items() - groups.items())
+        changed = {*last, *self._with_sibling, *self._unwritten}
+        held = self._held(changed)
+        stored = self._stored_of(changed)
+        freed = dict(stored.items() - held.items())
         try:
-            added = self._write_payloads(dict(sorted(groups.items() - stored.items())))
+            added = self._write_payloads(dict(sorted(held.items() - stored.items())))
         except StorageError:
             if not freed:
                 raise
@@ -346,17 +358,19 @@ class Journal:
             with transaction(self._db, self._path):
                 self._write_totals(snapshot, scheduling_states)
                 self._write_events()
-                self._write_entries(last.values())
+                self._write_entries(last, self._with_sibling)
                 self._write_places(added, freed)
         except StorageError:
             self._segments.discard()
             raise
         self._pending.clear()
+        self._with_sibling.clear()
         self._settings = None
         self._snapshot, self._scheduling_states = snapshot, scheduling_states
-        gone = [self._stored.pop(index) for index in freed]
-        self._stored |= added
-        self._unwritten = groups.keys() - self._stored.keys()
+        gone = [self._forget(*key) for key in freed]
+        for (prompt_index, sibling), payload in added.items():
+            self._stored.setdefault(prompt_index, {})[sibling] = payload
+        self._unwritten = {index for index, _ in held.keys() - self._stored_of(changed).keys()}
         self._segments.settle(_places(added.values()), _places(gone))
         if self._unwritten:
             # What was freed may be the room that they need.
@@ -379,17 +393,38 @@ class Journal:
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _groups(self, prompt_indices: Iterable[int]) -> dict[int, int]:
-        """The numbers of the leases whose groups these prompts have."""
-        entries = map(self._ledger.entry, prompt_indices)
-        held = (entry for entry in entries if entry is not None and entry.header is not None)
-        return {entry.prompt_index: self._numbers[entry.lease_id] for entry in held}
+    def _owners(self, entry: Entry) -> dict[PayloadKey, int | str]:
+        """Whose the payloads are that the entry has. See `_Stored`."""
+        index = entry.prompt_index
+        if entry.header is not None:
+            return {(index, GROUP): self._numbers[entry.lease_id]}
+        return {(index, sibling.number): sibling.lease_id for sibling in entry.siblings}
 
-    def _write_payloads(self, new: Mapping[int, int]) -> dict[int, _Stored]:
-        """Write the payloads of these groups, by prompt and number."""
-        places = self._segments.write([self._state.payload(prompt_index) for prompt_index in new])
-        groups = zip(new.items(), places, strict=True)
-        return {prompt_index: _Stored(number, place) for (prompt_index, number), place in groups}
+    def _held(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, int | str]:
+        """The payloads that these prompts have, and whose they are."""
+        entries = (entry for entry in map(self._ledger.entry, prompt_indices) if entry is not None)
+        return {key: owner for entry in entries for key, owner in self._owners(entry).items()}
+
+    def _stored_of(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, int | str]:
+        """Those of these prompts that the file has, and whose they are."""
+        return {
+            (index, sibling): payload.owner
+            for index in prompt_indices
+            for sibling, payload in self._stored.get(index, {}).items()
+        }
+
+    def _forget(self, prompt_index: int, sibling: int) -> _Stored:
+        of_prompt = self._stored[prompt_index]
+        payload = of_prompt.pop(sibling)
+        if not of_prompt:
+            del self._stored[prompt_index]
+        return payload
+
+    def _write_payloads(self, new: Mapping[PayloadKey, int | str]) -> dict[PayloadKey, _Stored]:
+        """Write these payloads, whose owners are given."""
+        places = self._segments.write([self._state.payload(key) for key in new])
+        payloads = zip(new.items(), places, strict=True)
+        return {key: _Stored(owner, place) for (key, owner), place in payloads}
 
     def _write_totals(
         self, snapshot: LedgerSnapshot, scheduling_states: Mapping[str, SchedulingState]
@@ -415,34 +450,38 @@ class Journal:
             rows[number] = (event.prompt_index, event.lease_id, states, lengths)
         self._db.executemany(_PUT_EVENTS, [(number, *row) for number, row in rows.items()])
 
-    def _write_entries(self, events: Iterable[Event]) -> None:
-        """The present entry of each event's prompt, or none."""
+    def _write_entries(self, last: Mapping[int, Event], with_sibling: Iterable[int]) -> None:
+        """The present entry of each prompt that has a last event or a new sibling, or none."""
         rows, deleted = [], []
-        for event in events:
-            prompt_index = event.prompt_index
+        for prompt_index in (*last, *(set(with_sibling) - last.keys())):
             entry = self._ledger.entry(prompt_index)
             if entry is not None:
                 rows.append(self._row(entry))
-            elif _frees(event):
-                rows.append((prompt_index, -1, "", 0, FREE, -1, None))
+            elif _frees(last[prompt_index]):
+                rows.append((prompt_index, -1, "", 0, FREE, -1, None, None))
             else:
                 deleted.append((prompt_index,))
         self._db.executemany(_PUT_ENTRY, rows)
         self._db.executemany("DELETE FROM entry WHERE prompt_index = ?", deleted)
 
-    def _write_places(self, added: Mapping[int, _Stored], freed: Iterable[int]) -> None:
-        gone = [(index,) for index in freed]
-        self._db.executemany("DELETE FROM payload WHERE prompt_index = ?", gone)
-        rows = [(index, *stored.place) for index, stored in added.items() if stored.place]
-        self._db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?)", rows)
+    def _write_places(
+        self, added: Mapping[PayloadKey, _Stored], freed: Iterable[PayloadKey]
+    ) -> None:
+        gone = "DELETE FROM payload WHERE prompt_index = ? AND sibling = ?"
+        self._db.executemany(gone, list(freed))
+        rows = [(*key, *stored.place) for key, stored in added.items() if stored.place]
+        self._db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def _row(self, entry: Entry) -> tuple[object, ...]:
         header = None if entry.header is None else msgspec.msgpack.encode(entry.header)
         number = self._numbers[entry.lease_id]
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
-        return (*key, str(entry.state), entry.version, header)
+        siblings = msgspec.msgpack.encode(entry.siblings) if entry.siblings else None
+        return (*key, str(entry.state), entry.version, header, siblings)
 
-    def _restore(self, content: JournalContent, payloads: dict[int, bytes], now_s: float) -> None:
+    def _restore(
+        self, content: JournalContent, payloads: dict[PayloadKey, bytes], now_s: float
+    ) -> None:
         self._state.restore(content.snapshot, content.entries, content.free, payloads, now_s)
         books = msgspec.structs.asdict(self._ledger.books())
         columns = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}

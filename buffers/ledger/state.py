@@ -1,9 +1,10 @@
 """A buffer's whole state: the ledger, the payloads, and the generator registry.
 
-Invariant: a payload is held exactly while the ledger has its group. Only a journal may have lost
-some: their groups are dropped and their prompts granted again, those that a learner has taken when
-they would be buffered again. Calls return at once and never wait; a backend (`buffers.memory`,
-`buffers.zmq.server`) waits and owns the clock.
+Invariant: a payload is held exactly while the ledger has its group, or its finished sibling. Only a
+journal may have lost some: such siblings are sampled again; such groups are dropped and their
+prompts granted again, those that a learner has taken when they would be buffered again. Calls
+return at once and never wait; a backend (`buffers.memory`, `buffers.zmq.server`) waits and owns the
+clock.
 
 `require_proportion`: whether a learner's books are in proportion to a ledger, before the ledger
 changes for them. An attach that passes costs time and memory for MAX_REOPENED prompts at most,
@@ -26,14 +27,19 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from buffers.ledger.entries import Entry, Event, LedgerSnapshot, State, lease_of
 from buffers.ledger.ledger import Ledger
-from streamrl.errors import LedgerError, LostMemoryError, UnknownGeneratorError
+from streamrl.errors import (
+    LedgerError,
+    LostMemoryError,
+    UnknownGeneratorError,
+    UnknownLeaseError,
+)
 from streamrl.types import (
     MAX_AWAITED,
     MAX_RETRIED,
@@ -47,6 +53,7 @@ from streamrl.types import (
     Lease,
     RetriedPrompt,
     SchedulingState,
+    SiblingHeader,
     TakenBatch,
     replace,
 )
@@ -251,6 +258,9 @@ log = logging.getLogger(__name__)
 
 
 Payload = TypeVar("Payload")
+PayloadKey: TypeAlias = tuple[int, int]
+"""A payload's prompt, and the number of the sibling in it, or GROUP."""
+GROUP = -1
 # Longer than a large model takes to load.
 RESUMES_WITHIN_S = 600.0
 # Attaches whose repetition is recognized; a client repeats only its last one.
@@ -268,7 +278,10 @@ class BufferState(Generic[Payload]):
         self.lease_ttl_s = lease_ttl_s
         self.incarnation = uuid.uuid4().hex
         self._payloads: dict[int, tuple[Payload, int]] = {}
+        self._siblings: dict[int, dict[int, bytes | memoryview]] = {}
         self._num_bytes = 0
+        self.on_sibling: Callable[[int], None] = lambda _: None
+        """Called with the prompt of each sibling that is taken in."""
         self._lost: frozenset[int] = frozenset()
         self.registry = GeneratorRegistry()
         self.refusal = ""
@@ -294,6 +307,28 @@ class BufferState(Generic[Payload]):
         if self.ledger.put(lease_id, header, now_s):
             self._payloads[header.prompt_index] = (payload, header.num_bytes)
             self._num_bytes += header.num_bytes
+        self._delete_freed()
+
+    def put_sibling(
+        self, sibling: SiblingHeader, payload: bytes | memoryview, now_s: float
+    ) -> None:
+        """A finished sibling of a leased group. See `Ledger.put_sibling`."""
+        prompt_index = self.ledger.put_sibling(sibling, now_s)
+        if prompt_index is not None:
+            self._hold_sibling(prompt_index, sibling.number, payload)
+            self.on_sibling(prompt_index)
+
+    def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
+        """The payloads of the lease's finished siblings, in the order in which it names them.
+
+        Raises:
+            UnknownLeaseError: the lease is not live.
+        """
+        entry = self.ledger.find(lease_id)
+        if entry is None:
+            raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
+        held = self._siblings.get(entry.prompt_index, {})
+        return tuple(held[known.number] for known in entry.siblings)
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         self.ledger.release(lease_id, reason, lengths)
@@ -393,6 +428,7 @@ class BufferState(Generic[Payload]):
     def finish(self, learner_term: int) -> None:
         self._resumes_until_s = None
         self.ledger.finish(learner_term)
+        self._delete_freed()
 
     def drain(self) -> None:
         """Grant only the leases that complete the last batch, until a learner attaches."""
@@ -401,6 +437,7 @@ class BufferState(Generic[Payload]):
     def expire(self, now_s: float) -> None:
         """End expired leases; remove generators that have not reported for `lease_ttl_s`."""
         self.ledger.expire(now_s)
+        self._delete_freed()
         if self._resumes_until_s is not None and now_s > self._resumes_until_s:
             self._resumes_until_s = None
         self.registry.forget_silent(now_s, self.lease_ttl_s)
@@ -440,15 +477,18 @@ class BufferState(Generic[Payload]):
         """A run that has ended in its journal may be resumed: a learner has time to attach."""
         return self.ledger.finished and self._resumes_until_s is None
 
-    def payload(self, prompt_index: int) -> Payload:
-        return self._payloads[prompt_index][0]
+    def payload(self, key: PayloadKey) -> Any:
+        """That of a group, or the bytes of a sibling."""
+        prompt_index, number = key
+        is_group = number == GROUP
+        return self._payloads[prompt_index][0] if is_group else self._siblings[prompt_index][number]
 
     def restore(
         self,
         snapshot: LedgerSnapshot,
         entries: Iterable[Entry],
         free: Iterable[int],
-        payloads: Mapping[int, Payload],
+        payloads: Mapping[PayloadKey, Any],
         now_s: float,
     ) -> None:
         """Continue, in a blank state, where a journal ends, which may have lost payloads."""
@@ -456,12 +496,17 @@ class BufferState(Generic[Payload]):
         held = list(entries)
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:
-            if entry.header is not None and entry.prompt_index in payloads:
+            prompt_index = entry.prompt_index
+            if entry.header is not None and (prompt_index, GROUP) in payloads:
                 size = entry.header.num_bytes
-                self._payloads[entry.prompt_index] = (payloads[entry.prompt_index], size)
+                self._payloads[prompt_index] = (payloads[prompt_index, GROUP], size)
                 self._num_bytes += size
+            kept = [known for known in entry.siblings if (prompt_index, known.number) in payloads]
+            entry.siblings = tuple(kept)
+            for known in kept:
+                self._hold_sibling(prompt_index, known.number, payloads[prompt_index, known.number])
         with_group = (entry.prompt_index for entry in held if entry.header is not None)
-        self._lost = frozenset(with_group) - payloads.keys()
+        self._lost = frozenset(with_group) - self._payloads.keys()
         self._orphan_lost()
         self._delete_freed()
 
@@ -489,7 +534,7 @@ class BufferState(Generic[Payload]):
     def _end_session(self, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.live_leases():
             if lease_id.partition("/")[0] == session:
-                self.ledger.release(lease_id, reason)
+                self.ledger.end_lease(lease_id, reason)
 
     def _wait_due_s(self, now_s: float) -> float:
         """How long the batch at hand has waited for groups that are due, others being finished."""
@@ -508,5 +553,16 @@ class BufferState(Generic[Payload]):
         freed = self.ledger.drain_freed()
         self._lost = self._lost.difference(freed)
         for prompt_index in freed:
-            _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
-            self._num_bytes -= num_bytes
+            entry = self.ledger.entry(prompt_index)
+            if entry is None or entry.header is None:
+                _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
+                self._num_bytes -= num_bytes
+            known = {known.number for known in entry.siblings} if entry else set()
+            held = self._siblings.pop(prompt_index, {})
+            self._num_bytes -= sum(map(len, held.values()))
+            for number in held.keys() & known:
+                self._hold_sibling(prompt_index, number, held[number])
+
+    def _hold_sibling(self, prompt_index: int, number: int, payload: bytes | memoryview) -> None:
+        self._siblings.setdefault(prompt_index, {})[number] = payload
+        self._num_bytes += len(payload)

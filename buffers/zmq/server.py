@@ -59,7 +59,7 @@ from buffers.zmq.multipart import Frame
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 from streamrl import wire
 from streamrl.curve import CurveServer
-from streamrl.errors import StorageError, StreamRLError, WireError
+from streamrl.errors import MessageTooLargeError, StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, PackedGroup, RefusalReason
 
 ASKED_WITHIN_S = 3.0
@@ -416,7 +416,7 @@ class ZmqBufferServer:
             return
         num_bytes = sum(map(len, frames))
         answer = self._answer(lambda: self._apply(request, frames[1:]), num_bytes)
-        is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
+        is_reading = isinstance(request, m.StatsRequest | m.FetchRequest | m.FetchSiblingsRequest)
         if isinstance(request, m.StatsRequest | m.FinishRequest):
             self._observers.note(peer, self._clock(), is_over=self._state.is_over)
         if answer is None:
@@ -457,6 +457,9 @@ class ZmqBufferServer:
             case m.PutRequest(lease_id):
                 self._put(lease_id, frames)
                 return (m.Done(),)
+            case m.PutSiblingRequest():
+                self._require_space()
+                return request.apply(self._state, self._clock(), self._sibling(frames))
             case m.HeartbeatRequest(status):
                 if (before := self._state.registry.session_before(status)) is not None:
                     self._pending_requests.forget_leases(before)
@@ -480,6 +483,15 @@ class ZmqBufferServer:
             self._state.ledger.refuse_malformed(lease_id)
             raise
         self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
+
+    def _sibling(self, frames: Frames) -> Frame:
+        """Its bytes, which are checked where they are read: only a generator knows their form."""
+        payload = frames[0] if frames else b""
+        if len(payload) > self._max_group_bytes:
+            raise MessageTooLargeError(
+                f"a sibling of {len(payload)} bytes; at most {self._max_group_bytes} are read"
+            )
+        return payload
 
     def _require_space(self) -> None:
         if self._refusal is not None:
