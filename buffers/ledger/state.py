@@ -300,7 +300,8 @@ class BufferState(Generic[Payload]):
         others = [lease_id for lease_id in lease_ids if lease_id not in known]
         chosen = known.union(others[: self._share(generator_id, learner_id)])
         asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
-        leases = (self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked)
+        leases = [self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked]
+        self._delete_freed()
         return tuple(lease for lease in leases if lease is not None)
 
     def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
@@ -332,6 +333,7 @@ class BufferState(Generic[Payload]):
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         self.ledger.release(lease_id, reason, lengths)
+        self._delete_freed()
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
         """Renew the generator's leases, whose ids are SESSION/NUMBER.
@@ -535,6 +537,7 @@ class BufferState(Generic[Payload]):
         for lease_id in self.ledger.live_leases():
             if lease_id.partition("/")[0] == session:
                 self.ledger.end_lease(lease_id, reason)
+        self._delete_freed()
 
     def _wait_due_s(self, now_s: float) -> float:
         """How long the batch at hand has waited for groups that are due, others being finished."""
