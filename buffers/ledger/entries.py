@@ -265,8 +265,9 @@ class Entries:
     def find(self, lease_id: str) -> Entry | None:
         """The open entry of this lease, unless it is vacant."""
         prompt_index = self._prompt_index_of.get(lease_id)
-        is_held = prompt_index is not None and lease_id not in self.vacant
-        return self._entries[prompt_index] if is_held else None
+        if prompt_index is None or lease_id in self.vacant:
+            return None
+        return self._entries[prompt_index]
 
     def vacant_entries(self) -> list[Entry]:
         """First due first."""
