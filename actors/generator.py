@@ -251,16 +251,18 @@ class Generator:
 
     async def _put_sibling(self, group: LeasedGroup, number: int) -> None:
         rollout, lease = group.progress.finished[number], group.lease
-        sibling = SiblingHeader(
-            number=number,
-            lease_id=lease.lease_id,
-            oldest_version=rollout.oldest_version,
-            num_tokens=rollout.num_sampled_tokens,
-        )
         # One that cannot be kept is lost with this process, as all were: its group goes on.
         group.kept.add(number)
         try:
-            await self._buffer.put_sibling(sibling, wire.encode(rollout))
+            payload = wire.encode(rollout)
+            sibling = SiblingHeader(
+                number=number,
+                lease_id=lease.lease_id,
+                oldest_version=rollout.oldest_version,
+                num_tokens=rollout.num_sampled_tokens,
+                num_bytes=len(payload),
+            )
+            await self._buffer.put_sibling(sibling, payload)
         except UnknownLeaseError:
             # The buffer may have restarted, and learns of the lease with the next heartbeat.
             group.kept.discard(number)

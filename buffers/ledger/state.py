@@ -278,7 +278,7 @@ class BufferState(Generic[Payload]):
         self.lease_ttl_s = lease_ttl_s
         self.incarnation = uuid.uuid4().hex
         self._payloads: dict[int, tuple[Payload, int]] = {}
-        self._siblings: dict[int, dict[int, bytes | memoryview]] = {}
+        self._siblings: dict[int, dict[int, tuple[bytes | memoryview, int]]] = {}
         self._num_bytes = 0
         self.on_sibling: Callable[[int], None] = lambda _: None
         """Called with the prompt of each sibling that is taken in."""
@@ -316,7 +316,7 @@ class BufferState(Generic[Payload]):
         """A finished sibling of a leased group. See `Ledger.put_sibling`."""
         prompt_index = self.ledger.put_sibling(sibling, now_s)
         if prompt_index is not None:
-            self._hold_sibling(prompt_index, sibling.number, payload)
+            self._hold_sibling(prompt_index, sibling, payload)
             self.on_sibling(prompt_index)
 
     def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
@@ -329,7 +329,7 @@ class BufferState(Generic[Payload]):
         if entry is None:
             raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
         held = self._siblings.get(entry.prompt_index, {})
-        return tuple(held[known.number] for known in entry.siblings)
+        return tuple(held[known.number][0] for known in entry.siblings)
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         self.ledger.release(lease_id, reason, lengths)
@@ -482,8 +482,26 @@ class BufferState(Generic[Payload]):
     def payload(self, key: PayloadKey) -> Any:
         """That of a group, or the bytes of a sibling."""
         prompt_index, number = key
-        is_group = number == GROUP
-        return self._payloads[prompt_index][0] if is_group else self._siblings[prompt_index][number]
+        held = (
+            self._payloads[prompt_index]
+            if number == GROUP
+            else self._siblings[prompt_index][number]
+        )
+        return held[0]
+
+    def lose(self, keys: Iterable[PayloadKey]) -> None:
+        """These payloads are gone from where they were kept: such groups are sampled again, those
+        that are lent once their learner attaches again; such siblings with the rest of theirs."""
+        for prompt_index, number in keys:
+            if number == GROUP and prompt_index in self._payloads:
+                self._num_bytes -= self._payloads.pop(prompt_index)[1]
+                self._lost |= {prompt_index}
+            elif number != GROUP and (entry := self.ledger.entry(prompt_index)) is not None:
+                entry.siblings = tuple(s for s in entry.siblings if s.number != number)
+                self._keep_siblings(prompt_index)
+                self.on_sibling(prompt_index)
+        self._orphan_lost()
+        self._delete_freed()
 
     def restore(
         self,
@@ -506,7 +524,7 @@ class BufferState(Generic[Payload]):
             kept = [known for known in entry.siblings if (prompt_index, known.number) in payloads]
             entry.siblings = tuple(kept)
             for known in kept:
-                self._hold_sibling(prompt_index, known.number, payloads[prompt_index, known.number])
+                self._hold_sibling(prompt_index, known, payloads[prompt_index, known.number])
         with_group = (entry.prompt_index for entry in held if entry.header is not None)
         self._lost = frozenset(with_group) - self._payloads.keys()
         self._orphan_lost()
@@ -560,12 +578,19 @@ class BufferState(Generic[Payload]):
             if entry is None or entry.header is None:
                 _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
                 self._num_bytes -= num_bytes
-            known = {known.number for known in entry.siblings} if entry else set()
-            held = self._siblings.pop(prompt_index, {})
-            self._num_bytes -= sum(map(len, held.values()))
-            for number in held.keys() & known:
-                self._hold_sibling(prompt_index, number, held[number])
+            self._keep_siblings(prompt_index)
 
-    def _hold_sibling(self, prompt_index: int, number: int, payload: bytes | memoryview) -> None:
-        self._siblings.setdefault(prompt_index, {})[number] = payload
-        self._num_bytes += len(payload)
+    def _hold_sibling(
+        self, prompt_index: int, sibling: SiblingHeader, payload: bytes | memoryview
+    ) -> None:
+        held = (payload, sibling.num_bytes)
+        self._siblings.setdefault(prompt_index, {})[sibling.number] = held
+        self._num_bytes += sibling.num_bytes
+
+    def _keep_siblings(self, prompt_index: int) -> None:
+        """Of the payloads of siblings only those that the entry has."""
+        entry, held = self.ledger.entry(prompt_index), self._siblings.pop(prompt_index, {})
+        self._num_bytes -= sum(num_bytes for _, num_bytes in held.values())
+        for known in entry.siblings if entry else ():
+            if known.number in held:
+                self._hold_sibling(prompt_index, known, held[known.number][0])

@@ -246,13 +246,15 @@ class SiblingHeader(Struct, frozen=True, kw_only=True):
     """The facts of a finished sibling that is put before its group, without payload.
 
     `number` is its place in the group, `lease_id` the lease under which it was sampled.
-    `num_tokens` are those that the policy sampled, `oldest_version` is that of the oldest of them.
+    `num_tokens` are those that the policy sampled, `oldest_version` is that of the oldest of them;
+    `num_bytes` are those of the payload.
     """
 
     number: SiblingNumber
     lease_id: Name
     oldest_version: PolicyVersion
     num_tokens: Count
+    num_bytes: Count = 0
 
 
 def episode_indices(num_segments: Iterable[int]) -> tuple[int, ...]:

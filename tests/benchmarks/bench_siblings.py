@@ -30,6 +30,7 @@ from actors.environments import SingleTurn
 from actors.episodes.rollout import GroupRunner
 from actors.generator import Generator
 from buffers.journal.journal import Journal
+from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.client import ZmqBuffer
@@ -173,7 +174,8 @@ def main() -> None:
         folder = Path(name)
         ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=STALENESS)
         state = BufferState[bytes](ledger, lease_ttl_s=30.0)
-        journal = Journal(folder / "journal.sqlite", state, durability="process")
+        storage = SqliteStorage(folder / "journal.sqlite", durability="process")
+        journal = Journal(storage, state)
         journal.recover({}, time.monotonic())
         settings = {"quarantine": folder / "quarantine", "journal": journal}
         server, stop = ZmqBufferServer(state, "zmq://127.0.0.1:0", **settings), threading.Event()

@@ -16,10 +16,11 @@ import pytest
 import zmq
 
 from buffers.journal.journal import Journal
+from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.redis.buffer import RedisBuffer, RedisSettings
+from buffers.redis.client import RedisBuffer
 from buffers.zmq.client import ZmqBuffer
 from buffers.zmq.server import ZmqBufferServer
 from streamrl import wire
@@ -51,6 +52,7 @@ from streamrl.types import (
     replace,
 )
 from tests.records import damaged, lease_one, make_group, with_candidates
+from tests.redis_daemon import RedisDaemon
 from tests.waiting import until
 
 Connect = Callable[[], TrajectoryBuffer]
@@ -76,7 +78,7 @@ def zmq_server(
     state = BufferState[bytes](make_ledger(final_version), lease_ttl_s=lease_ttl_s)
     with contextlib.ExitStack() as stack:
         if journal:
-            kept = Journal(folder / "journal.sqlite", state, durability="process")
+            kept = Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)
             stack.callback(kept.close)
             kept.recover({}, time.monotonic())
             kwargs["journal"] = kept
@@ -105,11 +107,10 @@ async def connect(
             state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=lease_ttl_s)
             make: Connect = MemoryBuffer(state).client
         elif request.param == "redis":
-            server_url = request.getfixturevalue("redis").url
-            settings = RedisSettings(
-                groups_per_step=2, max_staleness=1, lease_ttl_s=lease_ttl_s, deadline_s=10.0
-            )
-            make = partial(RedisBuffer, server_url, uuid.uuid4().hex, settings)
+            url, run = request.getfixturevalue("redis").url, uuid.uuid4().hex
+            daemon = RedisDaemon(url, run, lease_ttl_s=lease_ttl_s)
+            stack.callback(daemon.stop)
+            make = partial(RedisBuffer, url, run, deadline_s=10.0)
         else:
             has_journal = request.param.endswith("journal")
             server = stack.enter_context(
@@ -425,16 +426,21 @@ async def test_a_dead_generators_lease_comes_back(connect):
 
 async def leave_siblings(generator: TrajectoryBuffer, lease_id: str, *numbers: int) -> Lease:
     """A lease whose generator disappears when these siblings of its group are finished."""
-    if isinstance(generator, RedisBuffer):
-        pytest.skip("it keeps no siblings")
     session = lease_id.partition("/")[0]
     await generator.heartbeat(status(session))
     lease = await lease_one(generator, lease_id, session, 0.0)
     assert lease is not None
     for number in numbers:
-        sibling = SiblingHeader(number=number, lease_id=lease_id, oldest_version=0, num_tokens=9)
+        payload = f"{lease_id} {number}".encode()
+        sibling = SiblingHeader(
+            number=number,
+            lease_id=lease_id,
+            oldest_version=0,
+            num_tokens=9,
+            num_bytes=len(payload),
+        )
         for _ in range(2):
-            await generator.put_sibling(sibling, f"{lease_id} {number}".encode())
+            await generator.put_sibling(sibling, payload)
     await generator.heartbeat(status(session, is_leaving=True))
     return lease
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from buffers.journal.journal import journal_path, open_to_read
+from buffers.journal.sqlite import journal_path, open_to_read
 from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.main import main
 from streamrl.errors import ConfigError
