@@ -87,7 +87,8 @@ async def generate(url: str, counted: Path, rate: float, keep_every_s: float) ->
             "generator": {"group_size": GROUP_SIZE, "max_num_seqs": NUM_SLOTS},
             "buffer": {"max_staleness": STALENESS, "url": url},
             "learner": {"groups_per_step": GROUPS_PER_STEP},
-            "weights": {"address": "tcp://127.0.0.1:9"},
+            # There are none: a new generator need not catch up.
+            "weights": {"address": "tcp://127.0.0.1:9", "publish_every": STALENESS},
         }
     )
     engine = WaitingEngine(rate)
