@@ -103,6 +103,13 @@ class Rollout(Struct, frozen=True):
     def num_sampled_tokens(self) -> int:
         return sum(turn.num_completion_tokens for turn in self.turns)
 
+    @property
+    def oldest_version(self) -> int:
+        """Of its sampled tokens."""
+        spans = (span for segment in self.segments for span in segment.spans)
+        sampled = (span.policy_versions[span.policy_versions >= 0] for span in spans)
+        return min((int(versions.min()) for versions in sampled if versions.size), default=0)
+
 
 class EpisodeRecord:
     """Of one episode, while it runs."""

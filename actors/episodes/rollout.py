@@ -73,6 +73,9 @@ class GroupProgress:
     episodes: Sequence[EpisodeRun] = ()
     on_slot_free: Callable[[], None] = _nobody
     """Called when an episode begins to wait for its environment, or ends."""
+    finished: dict[int, Rollout] = field(default_factory=dict)
+    """By the number of the episode. Those that are known before the group begins are not sampled
+    again."""
 
     @property
     def num_tokens(self) -> int:
@@ -199,6 +202,16 @@ class TruncatedGroupError(Exception):
         self.lengths = [rollout.num_sampled_tokens for rollout in rollouts]
 
 
+async def _sibling(
+    progress: GroupProgress, start: EnvironmentContext, sampling: SamplingParams
+) -> Rollout:
+    """The rollout of the episode of this index, which is kept in `progress`. Waits for it."""
+    number, finished = start.episode_index, progress.finished
+    if number not in finished:
+        finished[number] = await progress.episodes[number].run(start, sampling)
+    return finished[number]
+
+
 def _nothing_shared(context: EnvironmentContext) -> AbstractAsyncContextManager[object]:
     return nullcontext()
 
@@ -288,9 +301,12 @@ class GroupRunner:
         if self.with_greedy_reward:
             samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
         progress.episodes = [self._episode(progress) for _ in samplings]
+        for number, rollout in progress.finished.items():
+            if number < len(samplings):
+                progress.episodes[number].restore(rollout)
         running = [
-            episode.run(replace(context, episode_index=i), sampling)
-            for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
+            _sibling(progress, replace(context, episode_index=number), sampling)
+            for number, sampling in enumerate(samplings)
         ]
         if self.oversample.num_siblings and self.oversample.keep == "first_finished":
             return await first_finished(running, self.group_size)

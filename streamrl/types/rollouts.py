@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from streamrl.types.experts import RoutedExperts, require_each_token
 from streamrl.types.media import Media, check_media
-from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
+from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, SiblingNumber, Text
 from streamrl.types.tokens import (
     BoolArray,
     Float32Array,
@@ -248,6 +248,21 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             episode_indices=group.episode_indices,
             discarded_lengths=group.discarded_lengths,
         )
+
+
+class SiblingHeader(Struct, frozen=True, kw_only=True):
+    """The facts of a finished sibling that is put before its group, without payload.
+
+    `number` is its place in the group, `lease_id` the lease under which it was sampled.
+    `num_tokens` are those that the policy sampled, `oldest_version` is that of the oldest of them;
+    `num_bytes` are those of the payload.
+    """
+
+    number: SiblingNumber
+    lease_id: Name
+    oldest_version: PolicyVersion
+    num_tokens: Count
+    num_bytes: Count = 0
 
 
 def episode_indices(num_segments: Iterable[int]) -> tuple[int, ...]:
