@@ -67,10 +67,12 @@ def prepare(
     binds: bool = True,
     next_prompt_index: Callable[[Path], int] = lambda _: 0,
 ) -> RunConfig:
-    """The configuration with free ports for those given as 0, and with the prompt from which its
-    rows are read, written into the run's folder.
+    """The configuration with free ports for those given as 0, with the prompt from which its rows
+    are read, and with `validation.every` where a validator starts by default, so that the learner
+    waits for it; written into the run's folder.
 
-    Without `binds` buffer and learner are on other machines, and the ports are a plan's.
+    Without `binds` buffer and learner are on other machines: the ports are a plan's, and a
+    validator has a place or none.
 
     Args:
         next_prompt_index: the first prompt that the run in a folder has not asked for yet.
@@ -99,7 +101,7 @@ def prepare(
         )
     first = {"first_prompt_index": rows[-1].first_prompt_index}
     config = config.model_copy(update={"data": config.data.model_copy(update=first)})
-    resolved = _with_ports(config) if binds else config
+    resolved = _with_ports(_with_validator(config)) if binds else config
     try:
         # Daemons that were killed are still named there.
         for target in config.run.folder.glob(f"{_TARGETS}/{config.run.name}@*.json"):
@@ -357,6 +359,13 @@ def read_books(folder: Path) -> Books | None:
         return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
     except msgspec.ValidationError:
         return None
+
+
+def _with_validator(config: RunConfig) -> RunConfig:
+    if not config.is_validated or config.validation.every is not None:
+        return config
+    validation = config.validation.model_copy(update={"every": "auto"})
+    return config.model_copy(update={"validation": validation})
 
 
 def _with_ports(config: RunConfig) -> RunConfig:

@@ -272,6 +272,16 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     assert not (config.run.path / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("held_out", ["null", "reverse"])
+def test_the_learner_of_a_launch_knows_that_a_validator_starts_with_it(tmp_path, held_out):
+    ports = ["buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]
+    settings = [f"run.folder={tmp_path}", *ports, f"data.eval_source={held_out}"]
+    config = load_config(QUICKSTART, settings).config
+    wanted = "auto" if config.is_validated else None
+    assert prepare(config, resume=False, new=False, binds=True).validation.every == wanted
+    assert prepare(config, resume=False, new=False, binds=False).validation.every is None
+
+
 @pytest.mark.parametrize("script", [chaos, soak])
 def test_a_run_under_way_is_not_moved_aside(tmp_path, capsys, script):
     folder = tmp_path / "quickstart"
