@@ -10,6 +10,7 @@ buffer/     journal.sqlite  payloads/
 import atexit
 import json
 import logging
+import math
 import shlex
 import shutil
 import sys
@@ -48,6 +49,11 @@ class Rows(Struct, frozen=True):
 
     first_prompt_index: int
     sources: tuple[SourceRows, ...]
+
+    def num_passes(self, prompt_index: int) -> float:
+        """Over the rows of all sources together, before this prompt; not a number without rows."""
+        num_rows = sum(source.num_rows for source in self.sources)
+        return (prompt_index - self.first_prompt_index) / num_rows if num_rows else math.nan
 
 
 class Launch(Struct, frozen=True):

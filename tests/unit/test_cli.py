@@ -493,17 +493,19 @@ LINES = [
 def test_the_view_says_where_the_run_is(tmp_path):
     config = load_config(QUICKSTART, ["run.max_steps=150"]).config
     line = headline(config, LINES)
-    assert line.startswith("step 30/150  training reward 0.637 (last 10 steps)  staleness 1.00")
-    assert "  ESS 0.900  wait 0.10 s  1,000 tokens/s  " in line
+    assert line.startswith("step 30/150  training reward 0.637 (mean of the last 10 steps)  ")
+    recent = "staleness 1.00, ESS 0.900, wait 0.10 s, 1,000 generated tokens/s"
+    assert f"  mean of the last 20 steps: {recent}  " in line
     assert line.endswith("ETA 1:00")
     run = config.run.model_copy(update={"max_steps": 20})
     assert "ETA" not in headline(config.model_copy(update={"run": run}), LINES)
     rewards = [
-        dict(summary_rows(LINES[:count], tmp_path))["training reward"] for count in (30, 9, 1)
+        dict(summary_rows(LINES[:count], tmp_path))["training reward"] for count in (30, 9, 2, 1)
     ]
     assert rewards == [
         "0.075 -> 0.637 (mean of the first 5 and the last 10 steps)",
         "0.050 -> 0.200 (mean of the first 3 and the last 3 steps)",
+        "0.025 -> 0.050 (the first and the last step)",
         "0.025 -> 0.025 (1 step)",
     ]
 
@@ -537,10 +539,9 @@ def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time(tmp
     assert view[0].startswith("quickstart  step 30/550  checkpoint 100 in 0:35  ETA ")
     assert view[2].startswith("5 % done")
     parts = [" ".join(text.split()) for text in view]
-    assert parts[5].startswith(
-        "last 20 steps staleness 1.00, ESS 0.900, wait 0.10 s, 1,000 tokens/s"
-    )
-    assert parts[6] == "0.50 s a step: other 80 %, wait 20 %"
+    recent = "staleness 1.00, ESS 0.900, wait 0.10 s, 1,000 generated tokens/s"
+    assert parts[5] == f"mean of the last {recent}"
+    assert parts[6] == "20 steps 0.50 s a step: other 80 %, wait 20 %"
     assert len(view) == 9
     assert wait_shares(lines) == WAITS
     assert wait_shares(LINES) == "waits 20 %"

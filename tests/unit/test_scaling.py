@@ -85,6 +85,24 @@ def test_the_hint_says_what_limits_the_run(at, limit, sentence):
     assert sentence in hint.sentence
 
 
+@pytest.mark.parametrize(
+    ("at", "free_cores", "is_said"),
+    [
+        (load(), 0.0, True),
+        (load(wait_s=0.0, train_s=2.0, busy_groups=1), 0.0, True),
+        (load(), 1.0, False),
+        (load(), None, False),
+        (load(wait_s=0.02, train_s=0.0, busy_groups=1), 0.0, False),
+    ],
+)
+def test_a_hint_says_where_no_core_is_free_for_what_it_suggests(at, free_cores, is_said):
+    cores = {} if free_cores is None else {"scaling/free_cores": free_cores}
+    hint = scaling_hint({**scaling_metrics(at), "generator/count": at.num_generators, **cores})
+    assert hint is not None
+    said = "; no core of this machine is free for it, so it takes another machine"
+    assert hint.sentence.endswith(said) is is_said
+
+
 def test_what_was_not_measured_gives_no_hint():
     metrics = scaling_metrics(None)
     assert all(math.isnan(value) for value in metrics.values())

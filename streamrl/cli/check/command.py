@@ -203,10 +203,13 @@ def _lines(area: Area, found: Sequence[Finding]) -> Iterator[Text]:
 
 
 def _counted(found: Sequence[Finding]) -> str:
-    """
-    >>> _counted([])
-    '0 problems, 0 warnings'
+    """With what was looked at, since areas without either are not shown.
+
+    >>> _counted([Area.DATA.warning("a"), Area.MACHINE.ok("b")])
+    '0 problems, 1 warning; looked at: machine, data'
     """
     names = [str(finding.severity) for finding in found]
     counts = {name: names.count(name) for name in (Severity.PROBLEM, Severity.WARNING)}
-    return ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts.items())
+    counted = ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts.items())
+    areas = {finding.area for finding in found}
+    return f"{counted}; looked at: {', '.join(area for area in Area if area in areas)}"
