@@ -23,7 +23,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from streamrl.cli.check.data import check_prompts, check_sandbox, check_tools, check_user_code
+from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
 from streamrl.cli.check.devices import check_devices, check_host_memory
 from streamrl.cli.check.machine import (
     CHECKS,
@@ -53,10 +53,9 @@ from streamrl.run_folder import held_run
 
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_model,
-    check_prompts,
+    check_data,
     check_effects,
     check_user_code,
-    check_tools,
     check_sandbox,
     check_extras,
     check_devices,
