@@ -189,6 +189,7 @@ def test_check_prints_the_resolved_configuration(capsys):
     printed = capsys.readouterr().out
     assert "# --set run.seed" in printed
     assert "# default" not in printed
+    assert printed.splitlines()[-1].endswith("; looked at: machine, configuration, model, data")
     assert "   ok   " not in printed
     assert yaml.safe_load(printed)["run"].keys() == {"name", "max_steps", "seed"}
     assert main(["check", QUICKSTART, "--set", "run.seed=5", "--all"]) == 0

@@ -394,7 +394,7 @@ def test_a_problem_is_the_exit_code_and_a_warning_is_not(tmp_path, capsys, monke
     printed = capsys.readouterr().out
     assert "machine\n  ok       Python" in printed
     assert "  problem  10 open files a process\n           -> ulimit -n" in printed
-    assert re.search(r"^1 problem, \d+ warnings?$", printed, re.MULTILINE)
+    assert re.search(r"^1 problem, \d+ warnings?; looked at: machine$", printed, re.MULTILINE)
     assert main(["check", "--quiet"]) == 1
     assert "  ok " not in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [], "it makes nothing"
