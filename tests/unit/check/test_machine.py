@@ -223,6 +223,8 @@ def test_only_what_streamrl_does_not_run_without_is_named_before_a_launch(monkey
 
 def test_the_ranges_are_those_of_the_installation():
     needed = {package.name: package for package in needed_packages() if package.extra != "dev"}
+    assert needed["ray"].extra == "ray", "although it asks for an extra of its own"
+    assert needed["ray"].specifier
     assert needed["torch"].extra == ""
     assert set(needed["torch"].specifier.split(",")) == {">=2.11", "<2.14"}
     assert needed["vllm"].extra == "vllm"
