@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamrl.config.run import SignSettings
 
@@ -22,18 +22,26 @@ _SOLVED = 0.9
 _HELD_OUT = re.compile(r"validation/mean@\d+")
 
 
+class HeldOut(NamedTuple):
+    """The mean held-out reward of a version."""
+
+    reward: float
+    version: int
+    num_prompts: float
+
+
 @dataclass(frozen=True)
 class Window:
     """The last steps, as many as are looked at, oldest first; `first` and `best` are the mean
     entropy of the first such window and the largest mean reward of one, with its last step;
-    `held_out` are reward and version of each validation, oldest first."""
+    `held_out` are the validations, oldest first."""
 
     settings: SignSettings
     lines: tuple[Mapping[str, Any], ...]
     first_entropy: float | None
     best: tuple[float, int]
     max_reward: float
-    held_out: tuple[tuple[float, int], ...]
+    held_out: tuple[HeldOut, ...]
 
     def values(self, name: str) -> list[float]:
         """One of each step; none if a step has none."""
@@ -99,18 +107,24 @@ def _falling(window: Window) -> str:
 
 
 def _held_out_falling(window: Window) -> str:
-    """By two validations, since one may be chance."""
-    best, version = max(window.held_out, default=(0.0, 0))
-    newest = max((reward for reward, _ in window.held_out[-2:]), default=0.0)
-    if best <= 0 or newest >= (1 - window.settings.max_held_out_fall) * best:
+    """By two validations, and by more than chance: two standard errors of a mean of n rewards
+    between 0 and the largest are at most the largest over the root of n."""
+    if not window.held_out:
         return ""
-    now = window.held_out[-1][0]
-    return f"the held-out reward is {now:.3f}, and was {best:.3f} at version {version}"
+    best = max(window.held_out)
+    newest = max(window.held_out[-2:]).reward
+    chance = max(0.0, window.max_reward) / math.sqrt(best.num_prompts)
+    fall = max(window.settings.max_held_out_fall * best.reward, chance)
+    if best.reward <= 0 or newest >= best.reward - fall:
+        return ""
+    now = window.held_out[-1].reward
+    return f"the held-out reward is {now:.3f}, and was {best.reward:.3f} at version {best.version}"
 
 
 def _memorized(window: Window) -> str:
     passes = window.values("learner/num_passes")
-    has_risen = bool(window.held_out) and window.held_out[-1][0] > window.held_out[0][0]
+    known = window.held_out
+    has_risen = bool(known) and known[-1].reward > known[0].reward
     if has_risen or not (passes and passes[0] >= window.settings.max_passes):
         return ""
     return (
@@ -242,7 +256,7 @@ class Signs:
     _first_entropy: float | None = None
     _best: tuple[float, int] = (-math.inf, 0)
     _max_reward: float = -math.inf
-    _held_out: list[tuple[float, int]] = field(default_factory=list)
+    _held_out: list[HeldOut] = field(default_factory=list)
     _num_steps: dict[str, int] = field(default_factory=dict)
     """For how many steps each sign has been seen without a break."""
 
@@ -279,8 +293,9 @@ class Signs:
     def _add_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The line of a step has that which was reported since the step before."""
         version = int(metrics.get("validation/policy_version", step))
-        found = (value for name, value in metrics.items() if _HELD_OUT.fullmatch(name))
-        self._held_out += [(float(value), version) for value in found]
+        num_prompts = max(1.0, metrics.get("validation/num_prompts", 1.0))
+        found = (float(value) for name, value in metrics.items() if _HELD_OUT.fullmatch(name))
+        self._held_out += [HeldOut(reward, version, num_prompts) for reward in found]
 
     def _sentences(self, found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         explained: set[str] = set()

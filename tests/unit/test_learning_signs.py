@@ -92,7 +92,7 @@ def test_a_reward_that_fell_to_nothing_is_said_to_have_fallen():
     assert set(seen({}, {**ALIKE, "reward/mean": 0.0, "reward/max": 0.0})[-1]) == {"falling"}
 
 
-def validated(*rewards: float, num_passes: float = 2.0) -> set[str]:
+def validated(*rewards: float, num_passes: float = 2.0, num_prompts: float = 400.0) -> set[str]:
     """The signs of a run with a validation every STEPS steps, from before the first one on."""
     signs, found = Signs(SignSettings(steps=STEPS)), {}
     for step in range(1, STEPS * len(rewards) + 1):
@@ -101,6 +101,7 @@ def validated(*rewards: float, num_passes: float = 2.0) -> set[str]:
             version = step - 1
             held_out = {"validation/mean@1": rewards[version // STEPS], "validation/a/mean@1": 0.0}
             line |= {**held_out, "validation/policy_version": float(version)}
+            line |= {"validation/num_prompts": num_prompts}
         found = signs.add(step, line)
     return set(found)
 
@@ -112,6 +113,8 @@ def test_a_held_out_reward_that_falls_is_said_by_two_validations():
     assert validated(0.2, 0.6, 0.3, 0.4) == {"held_out_falling"}
     assert validated(0.2, 0.6, 0.1, 0.1, num_passes=32.0) == {"held_out_falling"}
     assert validated(0.0, 0.0, 0.0) == set()
+    assert validated(0.2, 0.7, 0.5, 0.5, num_prompts=10.0) == set(), "two prompts may be chance"
+    assert validated(0.2, 0.7, 0.2, 0.3, num_prompts=10.0) == {"held_out_falling"}
 
 
 def test_prompts_that_are_repeated_are_said_to_be_memorized_unless_held_out_ones_gain():
