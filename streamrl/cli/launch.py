@@ -23,7 +23,6 @@ from streamrl.cli.processes.run_commands import (
     make_missing_model,
     prepared,
     require_books,
-    write_books,
 )
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import reported
@@ -125,7 +124,6 @@ def run_here(
             fork_server=mode.fork_server,
         )
     )
-    write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
     return lost

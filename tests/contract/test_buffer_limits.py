@@ -20,6 +20,7 @@ import pytest
 
 from buffers.connect import connect
 from buffers.journal.journal import Journal
+from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
@@ -56,7 +57,7 @@ def serving(backend: str, folder: Path, max_staleness: int) -> Iterator[str]:
                 yield url
         case "zmq with a journal":
             with contextlib.closing(
-                Journal(folder / "journal.sqlite", state, durability="process")
+                Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)
             ) as journal:
                 journal.recover({}, time.monotonic())
                 with serving_zmq(folder, state, journal) as url:

@@ -35,7 +35,7 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
             f"buffer.url: was {url!r}, which lives in one process, and a run has several; use "
             "zmq://127.0.0.1:0 or redis://HOST"
         )
-    if config.buffer.has_daemon:
+    if config.buffer.binds_url:
         yield from check_listening("buffer.url", url)
     yield from check_listening("weights.address", address)
     prometheus, agent = config.tracking.prometheus, config.generator.agent
