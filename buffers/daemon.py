@@ -134,7 +134,7 @@ async def _serve_term(
     renewing = asyncio.create_task(leadership.renew())
     try:
         await asyncio.to_thread(_recover, journal, config, stop)
-        server = _server(config, state, _address_beside(config.buffer.url), journal, exported)
+        server = _server(config, state, address_beside(config.buffer.url), journal, exported)
         serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
         await leadership.announce(server.url, server.key)
         log.info("serving at %s", server.url)
@@ -163,7 +163,7 @@ def _recover(journal: Journal[bytes], config: RunConfig, stop: threading.Event) 
         stop.wait(RETRY_S)
 
 
-def _address_beside(url: str) -> str:
+def address_beside(url: str) -> str:
     """Any port of the address by which this machine reaches the Redis of the URL."""
     host, port = next(places_of(url))
     try:

@@ -26,7 +26,6 @@ from streamrl.run_folder import prepare, read_books
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics, read_validations
 
 
-
 def call_for(
     config: RunConfig,
     command: str,
