@@ -302,7 +302,7 @@ class Learner:
 def _free_cores(config: RunConfig, num_ranks: int) -> float:
     """Of this machine, beside a core for each process of the launch that computes; not a number
     where GPUs do."""
-    num_generators = config.generator.count if config.generator.url is None else 0
+    num_generators = config.generator.max_count if config.generator.url is None else 0
     return math.nan if usable_devices() else max(0, num_cores() - num_ranks - num_generators)
 
 
