@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import resource
 import signal
@@ -28,6 +29,7 @@ from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import family_of, host_of, port_of
+from streamrl.config.environments.stream import SourceRows
 from streamrl.errors import (
     ConfigError,
     FencedError,
@@ -36,7 +38,7 @@ from streamrl.errors import (
     StreamRLError,
     TransportError,
 )
-from streamrl.run_folder import prepare
+from streamrl.run_folder import Rows, prepare
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
@@ -281,6 +283,12 @@ def test_the_learner_of_a_launch_knows_that_a_validator_starts_with_it(tmp_path,
     wanted = "auto" if config.is_validated else None
     assert prepare(config, resume=False, new=False, binds=True).validation.every == wanted
     assert prepare(config, resume=False, new=False, binds=False).validation.every is None
+
+
+def test_passes_are_over_the_rows_of_a_file_since_they_began(tmp_path):
+    rows = Rows(10, (SourceRows("data.source", "a.jsonl", 50, ""),))
+    assert (rows.num_passes(10), rows.num_passes(135)) == (0.0, 2.5)
+    assert math.isnan(Rows(0, ()).num_passes(135))
 
 
 @pytest.mark.parametrize("script", [chaos, soak])

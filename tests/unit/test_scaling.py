@@ -9,6 +9,7 @@ from msgspec import structs
 
 from actors.leased_group import LeasedGroup
 from actors.status_report import Occupancy
+from learners import learner
 from learners.profiling import ScalingWindow
 from streamrl.config.generator import GeneratorSettings
 from streamrl.diagnosis.scaling import (
@@ -20,6 +21,7 @@ from streamrl.diagnosis.scaling import (
     wanted_generators,
 )
 from streamrl.types import Books, BufferStats, GeneratorStatus, Lease, OverduePolicy
+from tests.training import make_config
 
 
 def load(**fields: float) -> Load:
@@ -101,6 +103,17 @@ def test_a_hint_says_where_no_core_is_free_for_what_it_suggests(at, free_cores, 
     assert hint is not None
     said = "; no core of this machine is free for it, so it takes another machine"
     assert hint.sentence.endswith(said) is is_said
+
+
+@pytest.mark.parametrize(
+    ("generator", "free"), [({"count": 2}, 1), ({"count": "1..8"}, 0), ({"count": 1}, 2)]
+)
+def test_cores_are_free_that_no_process_of_the_launch_computes_on(generator, free, monkeypatch):
+    monkeypatch.setattr(learner, "num_cores", lambda: 4)
+    monkeypatch.setattr(learner, "usable_devices", tuple)
+    assert learner._free_cores(make_config(generator=generator), 1) == free
+    monkeypatch.setattr(learner, "usable_devices", lambda: (0,))
+    assert math.isnan(learner._free_cores(make_config(generator=generator), 1))
 
 
 def test_what_was_not_measured_gives_no_hint():
