@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from learners.batch.training_batch import TrainingBatch
+from learners.parallel.ranks import Ranks
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
 from streamrl.algorithms.kl import AdaptiveKL, kl_controller, kl_penalty
 from streamrl.algorithms.rewards import (
@@ -29,6 +30,7 @@ from streamrl.algorithms.rewards import (
     token_rewards,
 )
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.advantages import GdpoSettings
 from streamrl.config.learner import LearnerSettings
 
 
@@ -93,11 +95,12 @@ class CreditAssigner:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
+        ranks: Ranks | None = None,
     ) -> CreditAssignment:
-        """Credit for the whole batch.
+        """Credit for the whole batch, the same on all ranks, which call it together.
 
-        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob,
-        too; the values [R] are for gae.
+        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob
+        and otb, too; the values [R] are for gae.
         """
         config, episodes = self._config, batch.episodes
         sequences = episodes.sequences
@@ -134,6 +137,8 @@ class CreditAssigner:
             baseline,
             logprobs=proximal_logprobs,
             behavior_logprobs=batch.behavior_logprobs,
+            components=self._components(batch, ranks or Ranks()),
+            anchors=batch.anchors(ranks or Ranks()) if config.needs_anchors else None,
         )
         advantages = estimate_advantages(config.advantage, advantage_input, config.advantage_config)
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
@@ -164,6 +169,13 @@ class CreditAssigner:
             case "inductive":
                 return batch.environment_indices
         return batch.group_indices
+
+    def _components(self, batch: TrainingBatch, ranks: Ranks) -> torch.Tensor | None:
+        """[E, K] the rewards that gdpo adds; None for other advantages."""
+        numbers = self._config.advantage_config
+        if not isinstance(numbers, GdpoSettings):
+            return None
+        return batch.episodes.each(batch.recorded(tuple(numbers.rewards), ranks))
 
     def _loss_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
         config, episodes = self._config.reward, batch.episodes

@@ -338,6 +338,7 @@ class TargetCollector:
             sampled,
             finite(in_reward, batch.behavior_logprobs),
             finite(values, torch.zeros(num_tokens)),
+            self._ranks,
         )
         targets = Targets(
             behavior_logprobs=batch.behavior_logprobs,
