@@ -250,6 +250,11 @@ _LOOP = (
     _of_learner("learner/policy_version", "versions", "The version that this step made."),
     _of_learner("learner/stalls", "stalls", "Waits of `run.stall_s` or longer, so far."),
     _of_learner("learner/num_unsaved_steps", "steps", "Steps since the newest checkpoint."),
+    _of_learner(
+        "learner/num_passes",
+        "",
+        "Passes over the rows of all sources together; not a number unless all prompts are rows.",
+    ),
     _of_learner("time_s", "s", "Unix time at the end of the step."),
     _of_learner("scaling/steps_per_s", "1/s", "Speed that was measured."),
     _of_learner(
@@ -262,6 +267,12 @@ _LOOP = (
         "scaling/num_generators_wanted",
         "generators",
         "Fewest from which on one more gains less than 3 %; twice as many as there are at most.",
+    ),
+    _of_learner(
+        "scaling/free_cores",
+        "",
+        "Cores of the learner's machine beside one for each process of its launch that computes; "
+        "not a number where GPUs compute.",
     ),
     _of_learner(
         "scaling/rest_frac",
