@@ -70,6 +70,10 @@ class Entry(Struct):
     siblings: tuple[SiblingHeader, ...] = ()
 
 
+def _session_of(entry: Entry) -> str:
+    return entry.lease_id.partition("/")[0]
+
+
 def lease_of(entry: Entry) -> Lease:
     return Lease(
         lease_id=entry.lease_id,
@@ -113,6 +117,7 @@ class Columns:
 
     def __init__(self) -> None:
         self._counts: Counter[State] = Counter()
+        self._leases: dict[str, dict[str, None]] = {}
         self.leased_versions: Counter[int] = Counter()
         self._newest_versions: Counter[int] = Counter()
 
@@ -123,14 +128,25 @@ class Columns:
         """The newest version of a token in the buffered groups; -1 without one."""
         return max(self._newest_versions, default=-1)
 
+    def leases_of(self, session: str) -> tuple[str, ...]:
+        """The ids of the leased entries, SESSION/NUMBER, of this session."""
+        return tuple(self._leases.get(session, ()))
+
     def add(self, entry: Entry) -> None:
         self._counts[entry.state] += 1
+        if entry.state is State.LEASED:
+            self._leases.setdefault(_session_of(entry), {})[entry.lease_id] = None
         if (counted := self._counted(entry)) is not None:
             versions, version = counted
             versions[version] += 1
 
     def remove(self, entry: Entry) -> None:
         self._counts[entry.state] -= 1
+        if entry.state is State.LEASED:
+            leases = self._leases[session := _session_of(entry)]
+            del leases[entry.lease_id]
+            if not leases:
+                del self._leases[session]
         if (counted := self._counted(entry)) is not None:
             versions, version = counted
             versions[version] -= 1
@@ -583,7 +599,10 @@ class ReadyQueue:
 
 
 class Expiries:
-    """The leases by expiry time; a renewed one is contained twice."""
+    """The leases by expiry time; a renewed one by its earlier time, until that has come.
+
+    So a renewal costs nothing here, however many leases there are.
+    """
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
@@ -598,10 +617,14 @@ class Expiries:
         while self._heap and self._heap[0][0] <= now_s:
             _, lease_id = heapq.heappop(self._heap)
             entry = self._entries.find(lease_id)
-            if entry and entry.state is State.LEASED and entry.expires_at_s <= now_s:
+            if entry is None or entry.state is not State.LEASED:
+                continue
+            if entry.expires_at_s <= now_s:
                 due[lease_id] = entry
+            else:
+                self.add(entry)
         return list(due.values())
 
     def next_s(self) -> float | None:
-        """When `pop_due` may next have something."""
+        """When `pop_due` must be called next; it may have nothing then."""
         return self._heap[0][0] if self._heap else None

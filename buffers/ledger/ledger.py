@@ -415,7 +415,6 @@ class Ledger:
                 lost.append(lease_id)
             elif entry.state is State.LEASED and now_s + ttl_s > entry.expires_at_s:
                 entry.expires_at_s = now_s + ttl_s
-                self._expiries.add(entry)
         return tuple(lost)
 
     def reassert(self, lease: Lease, now_s: float, ttl_s: float) -> None:
@@ -595,6 +594,10 @@ class Ledger:
     def live_leases(self) -> tuple[str, ...]:
         leased = (e.lease_id for e in self._entries if e.state is State.LEASED)
         return tuple(lease_id for lease_id in leased if lease_id not in self._entries.vacant)
+
+    def leases_of(self, session: str) -> tuple[str, ...]:
+        """The live leases of this session, whose ids are SESSION/NUMBER."""
+        return self._entries.columns.leases_of(session)
 
     def next_expiry_s(self) -> float | None:
         """When `expire` may next have something to do."""

@@ -552,9 +552,8 @@ class BufferState(Generic[Payload]):
             self.registry.remove(status.generator_id)
 
     def _end_session(self, session: str, reason: DropReason) -> None:
-        for lease_id in self.ledger.live_leases():
-            if lease_id.partition("/")[0] == session:
-                self.ledger.end_lease(lease_id, reason)
+        for lease_id in self.ledger.leases_of(session):
+            self.ledger.end_lease(lease_id, reason)
         self._delete_freed()
 
     def _wait_due_s(self, now_s: float) -> float:

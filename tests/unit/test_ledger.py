@@ -130,6 +130,32 @@ def test_a_renewed_lease_lives_on_and_a_lost_one_is_named():
     assert ledger.expire(15.0) == ("a",)
 
 
+def test_a_renewal_costs_the_same_however_often_a_lease_was_renewed():
+    ledger = make_ledger()
+    ledger.attach(0)
+    grant(ledger, "s/0")
+    grant(ledger, "s/1")
+    for now_s in range(100):
+        assert ledger.renew(["s/0"], now_s, ttl_s=200.0) == ()
+    assert len(ledger._expiries._heap) == 1
+    assert ledger.live_leases() == ("s/0",)
+    assert ledger.expire(298.9) == ()
+    assert ledger.expire(299.0) == ("s/0",)
+
+
+def test_the_leases_of_a_session_are_those_that_are_live():
+    ledger = make_ledger(groups_per_step=4)
+    ledger.attach(0)
+    for lease_id in ("a/0", "b/0", "a/1", "a/2"):
+        grant(ledger, lease_id)
+    fill(ledger, "a/1")
+    assert ledger.leases_of("a") == ("a/0", "a/2")
+    ledger.release("a/0", DropReason.RELEASED)
+    assert (ledger.leases_of("a"), ledger.leases_of("b")) == (("a/2",), ("b/0",))
+    ledger.expire(10.0)
+    assert (ledger.leases_of("a"), ledger.leases_of("c")) == ((), ())
+
+
 def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_duplicate():
     ledger = make_ledger()
     lease = grant(ledger, "a")
