@@ -14,8 +14,8 @@ lists the 16-bit words that changed, by their gaps, and which of their bits did:
 
 The streams stand apart because each has a distribution of its own, which zstd's entropy coder finds
 block by block. Changed bits instead of new ones: most words move by one unit in the last place.
-That is half of what zstd makes of the whole XOR (`tests/benchmarks/bench_store.py`). Where most of
-it has changed, as float32 does in every step, the whole XOR is what the frame has: `count` is WHOLE.
+That is half of what zstd makes of the whole XOR (`tests/benchmarks/bench_store.py`). Where most
+has changed, as of float32 in every step, the frame has the whole XOR, and `count` is WHOLE.
 """
 
 import struct

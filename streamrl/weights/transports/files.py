@@ -41,7 +41,6 @@ from streamrl.weights.transports.checksums import (
 )
 from streamrl.weights.transports.tensor_file import TensorFile
 
-
 _DELTA_FORMAT = "streamrl-delta-2"
 
 

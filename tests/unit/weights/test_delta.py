@@ -1,5 +1,7 @@
 """A difference of two versions gives exactly the second one, or says that it does not."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,10 +49,8 @@ def test_a_frame_that_has_changed_is_refused_or_keeps_the_length(pair, place, ch
         return
     frame[place % len(frame)] ^= change
     into = torch.empty_like(base)
-    try:
+    with contextlib.suppress(ValueError):
         delta.decode(frame, base, into)
-    except ValueError as error:
-        assert str(error)
 
 
 @pytest.mark.parametrize("gap", GAPS)
