@@ -218,7 +218,7 @@ def store_for_a_server_elsewhere(c: "RunConfig") -> str | None:
         return None
     return (
         f"weights.transport store with generator.{c.generator.engine}.url: a generator reads a "
-        "store into a file on its own machine, for an engine that runs there; leave url out, so "
+        "store into memory of its own machine, for an engine that runs there; leave url out, so "
         "that the generator starts its server, or use broadcast"
     )
 

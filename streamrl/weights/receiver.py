@@ -198,6 +198,7 @@ class StoreReceiver:
     def __init__(
         self, store: ObjectStore, folder: Path, receiver_id: str, on_update: OnUpdate
     ) -> None:
+        log.info("%s follows %s", receiver_id, store.url)
         self._reader = StoreReader(store, folder, receiver_id)
         self._on_update = on_update
         self._known: tuple[str, int] | None = None

@@ -24,6 +24,7 @@ change the weights.
 import logging
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +35,9 @@ import torch
 from msgspec import Meta, Struct
 
 from streamrl.config.weights import WeightSettings
-from streamrl.errors import WeightTransferError
+from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.extras import not_installed
-from streamrl.types import FilesEndpoint, TensorSpec, WeightUpdate
+from streamrl.types import SharedEndpoint, TensorSpec, WeightUpdate
 from streamrl.types.ranges import Count, PolicyVersion
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports.checksums import version_key
@@ -47,6 +48,7 @@ from streamrl.weights.transports.files import (
     write_delta,
     write_whole,
 )
+from streamrl.weights.transports.shared_memory import STAMP_BYTES, make_on_host
 from streamrl.weights.transports.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ MODULES = {"s3": "s3fs", "gs": "gcsfs"}
 _MANIFEST = "newest.json"
 _OBJECT = re.compile(r"[0-9A-Za-z_-]+-\d{8,}\.(whole|delta)\.safetensors")
 _FORMAT = 1
+_PAGE = 4096
 
 
 class StoredVersion(Struct, frozen=True, kw_only=True):
@@ -355,15 +358,53 @@ def read_into(file: Path, layout: Layout, base: torch.Tensor, stored: StoredVers
                 pass
 
 
+class VersionMemory:
+    """A version [layout.num_bytes] uint8 of weights that processes of this host can read, such as
+    an engine's workers: `data`, zeros at first.
+
+    Raises:
+        ConfigError: this system has no such memory.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._memory, host = make_on_host(_PAGE + layout.num_bytes, self)
+        if host is None:
+            raise ConfigError(
+                "weights.transport store: this system has no memory that other processes can open; "
+                "use broadcast, or files"
+            )
+        self._host = host
+        self._stamp = self._memory[:STAMP_BYTES].view(torch.int64)
+        self.data = self._memory[_PAGE:]
+
+    def change(self) -> torch.Tensor:
+        """The memory, to be changed: who still reads it finds another stamp."""
+        self._stamp[0] = secrets.randbits(63)
+        return self.data
+
+    def endpoint(self) -> SharedEndpoint:
+        """Where the version is that is there now."""
+        return SharedEndpoint(
+            memory=self._host,
+            start=_PAGE,
+            stamps=self._host,
+            stamp_at=0,
+            stamp=int(self._stamp.item()),
+            bucket_bytes=self.layout.bucket_bytes,
+        )
+
+
 class StoreReader:
-    """A generator's end: the newest version of the store as a whole file in `folder`, which only
-    this process writes. Keeps a copy of it for the next difference."""
+    """A generator's end: the newest version of the store in memory. `folder` is for the objects,
+    under a `name` that only this process uses."""
 
     def __init__(self, store: ObjectStore, folder: Path, name: str) -> None:
         self._store = store
-        self._object = folder / f"{name}.object.safetensors"
-        self._whole = folder / f"{name}.whole.safetensors"
-        self._base: tuple[StoreManifest, torch.Tensor] | None = None
+        self._file = folder / f"{name}.safetensors"
+        self._memory: VersionMemory | None = None
+        self._has: StoreManifest | None = None
+        """The manifest whose newest version is in the memory, to its last bit."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def newest(self, known: tuple[str, int] | None) -> WeightUpdate | None:
@@ -380,54 +421,49 @@ class StoreReader:
         if known == (manifest.learner_id, last.policy_version):
             return None
         layout = Layout(manifest.tensors, manifest.bucket_bytes)
+        if self._memory is None or self._memory.layout != layout:
+            self._memory, self._has = VersionMemory(layout), None
         try:
-            data = self._read(manifest, layout)
-            write_whole(self._whole, layout, data, last.key)
+            self._read(manifest, self._memory)
         except OSError as error:
             raise WeightTransferError(f"{error.filename}: {error.strerror or error}") from error
-        self._base = (manifest, data)
         return WeightUpdate(
             policy_version=last.policy_version,
             learner_id=manifest.learner_id,
             manifest=manifest.tensors,
-            endpoint=FilesEndpoint(path=str(self._whole.resolve()), bucket_bytes=2**28),
+            endpoint=self._memory.endpoint(),
             key=last.key,
         )
 
     def forget(self) -> None:
         """Take a whole version next: what was read could not be loaded."""
-        self._base = None
+        self._has = None
 
-    def _read(self, manifest: StoreManifest, layout: Layout) -> torch.Tensor:
+    def _read(self, manifest: StoreManifest, memory: VersionMemory) -> None:
         """By the differences to what is here if they lead there, else from the whole version."""
-        base, self._base = self._base, None
-        if base is not None and (rest := _after(base[0], manifest)) is not None:
-            try:
-                return self._apply(manifest, rest, layout, base[1])
-            except WeightTransferError as error:
-                log.warning("%s; taking the whole version", error)
-        data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        return self._apply(manifest, manifest.chain, layout, data)
+        has, self._has = self._has, None
+        rest = None if has is None else _after(has, manifest)
+        try:
+            self._apply(manifest, manifest.chain if rest is None else rest, memory)
+        except WeightTransferError as error:
+            if rest is None:
+                raise
+            log.warning("%s; taking the whole version", error)
+            self._apply(manifest, manifest.chain, memory)
+        self._has = manifest
 
     def _apply(
-        self,
-        manifest: StoreManifest,
-        chain: tuple[StoredVersion, ...],
-        layout: Layout,
-        data: torch.Tensor,
-    ) -> torch.Tensor:
+        self, manifest: StoreManifest, chain: tuple[StoredVersion, ...], memory: VersionMemory
+    ) -> None:
         for stored in chain:
-            self._store.get(manifest.name_of(stored), self._object)
-            read_into(self._object, layout, data, stored)
-        self._object.unlink(missing_ok=True)
-        return data
+            self._store.get(manifest.name_of(stored), self._file)
+            read_into(self._file, memory.layout, memory.change(), stored)
+        self._file.unlink(missing_ok=True)
 
 
 def _after(has: StoreManifest, newest: StoreManifest) -> tuple[StoredVersion, ...] | None:
     """What leads from the last version of one to that of the other; None if nothing does."""
-    if (has.learner_id, has.tensors) != (newest.learner_id, newest.tensors):
-        return None
     last = has.chain[-1]
-    if last not in newest.chain:
+    if has.learner_id != newest.learner_id or last not in newest.chain:
         return None
     return newest.chain[newest.chain.index(last) + 1 :]

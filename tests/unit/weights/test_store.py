@@ -218,8 +218,8 @@ def test_a_reader_that_computes_another_checksum_takes_the_whole_version(tmp_pat
     learner.publish()
     generator.load()
     learner.publish()
-    assert generator.reader._base is not None
-    generator.reader._base[1][1000] ^= 1
+    assert generator.reader._memory is not None
+    generator.reader._memory.data[1000] ^= 1
     assert generator.load()
     assert generator.has(learner)
 
