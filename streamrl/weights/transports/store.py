@@ -203,7 +203,7 @@ class StoreSender:
         self._is_busy, self._retry_s = False, 0.0
         self._error = ""
         self._begun_s = 0.0
-        self.gauges: dict[str, float] = {}
+        self.gauges: dict[str, float] = {"num_store_failures": 0.0}
 
     @property
     def stored(self) -> int:
@@ -253,7 +253,7 @@ class StoreSender:
     def _fail(self, reason: str) -> None:
         self._retry_s = time.monotonic() + RETRY_S
         self._is_busy, self._error = False, reason
-        failures = self.gauges.get("num_store_failures", 0.0) + 1
+        failures = self.gauges["num_store_failures"] + 1
         self.gauges = {**self.gauges, "num_store_failures": failures}
         log.warning("%s; generators that follow it keep the weights they have", reason)
 
