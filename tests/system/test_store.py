@@ -27,7 +27,8 @@ SIZES = ("learner.groups_per_step=16", "generator.group_size=8", "generator.max_
 
 def stored_weights(folder: Path, scratch: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """The newest version in the store, as a generator reads it."""
-    update = StoreReader(ObjectStore(f"file://{folder}", "run"), scratch, "test").newest(None)
+    reader = StoreReader(ObjectStore(f"file://{folder}", "run"), scratch, "test")
+    update = reader.newest(None)
     assert update is not None
     received = {name: t.clone() for name, t in TransferReceiver().tensors(update)}
     return update.policy_version, received
