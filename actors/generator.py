@@ -277,7 +277,8 @@ class Generator:
                 self._version_gate.on_load_failed()
                 self._notify()
             raise
-        self._version_gate.on_loaded(update.learner_id)
+        is_sent = self._config.weights.transport != "store"
+        self._version_gate.on_loaded(update.learner_id if is_sent else "")
         self._starved_leases.on_loaded(report)
         self._notify()
         return report

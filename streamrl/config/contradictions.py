@@ -225,6 +225,16 @@ def shared_between_gpu_and_cpu(c: "RunConfig") -> str | None:
     )
 
 
+def store_for_a_server_elsewhere(c: "RunConfig") -> str | None:
+    if c.weights.transport != "store" or c.generator.url is None:
+        return None
+    return (
+        f"weights.transport store with generator.{c.generator.engine}.url: a generator reads a "
+        "store into memory of its own machine, for an engine that runs there; leave url out, so "
+        "that the generator starts its server, or use broadcast"
+    )
+
+
 def weights_without_keys(c: "RunConfig") -> str | None:
     if c.buffer.curve is not None or is_loopback(c.weights.address):
         return None
@@ -602,6 +612,7 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     compiled_routers,
     weights_too_rare,
     images_to_a_server,
+    store_for_a_server_elsewhere,
     videos_to_vllm,
     nccl_without_gpu,
     shared_between_gpu_and_cpu,

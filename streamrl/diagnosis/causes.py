@@ -221,10 +221,12 @@ def _old_weights(reading: Reading) -> Iterator[str]:
                 f"{status.generator_id} holds {_leases(status)} and samples nothing: "
                 f"it has version {status.policy_version}, the learner {stats.policy_version}"
             )
-            if learner is not None and not learner.num_receivers:
-                sentence += "; no generator is on the weight channel (weights.address)"
-            elif learner is not None and status.generator_id in learner.behind:
+            if learner is not None and status.generator_id in learner.behind:
                 sentence += "; it has not answered the last weight update"
+            elif learner is not None and learner.stored:
+                sentence += f"; there is {learner.stored}"
+            elif learner is not None and not learner.num_receivers:
+                sentence += "; no generator is on the weight channel (weights.address)"
             yield sentence
 
 

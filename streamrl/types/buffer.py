@@ -275,7 +275,8 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     checkpoint that cannot be written, "" if the last one was; `validating` is one about what
     validators do; `ended_early` is why the run ended before its last step. `no_validator_s` is how
     long no validator has reported, None in a run without validations; `left_out` has a sentence for
-    each receiver that weights do not reach, or not in time; `signs` has one for each sign that the
+    each receiver that weights do not reach, or not in time; `stored` is one about what
+    `weights.store` has, "" without a store; `signs` has one for each sign that the
     run does not learn.
     """
 
@@ -295,4 +296,5 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     ended_early: str = ""
     no_validator_s: float | None = None
     left_out: tuple[str, ...] = ()
+    stored: str = ""
     signs: tuple[str, ...] = ()

@@ -118,11 +118,12 @@ async def test_a_learner_reports_what_the_catalogue_has_of_it_and_of_its_buffer(
 
 
 async def test_a_weight_update_reports_what_the_catalogue_has_of_it(tmp_path: Path):
-    async with weight_run(tmp_path, backend="gloo") as started:
+    store = f"file://{tmp_path}/store"
+    async with weight_run(tmp_path, backend="gloo", store=store) as started:
         generator, _ = started.join("a", locality_of("cpu"))
         await until(lambda: started.sender.gauges()["num_receivers"] == 1)
         started.publish(1, 0.5)
-        await until(lambda: "load_s" in started.sender.gauges())
+        await until(lambda: {"load_s", "store_s"} <= started.sender.gauges().keys())
         assert generator.policy_version == 1
         names = {f"weights/{name}" for name in started.sender.gauges()}
     assert names == names_of(row for row in CATALOGUE if row.group == "weights")

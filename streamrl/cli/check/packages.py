@@ -306,6 +306,8 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
     tracking = config.tracking
     wanted = {
         "redis": ("buffer.url: redis://", config.buffer.url.startswith("redi")),
+        "s3fs": ("weights.store: s3://", (config.weights.store or "").startswith("s3:")),
+        "gcsfs": ("weights.store: gs://", (config.weights.store or "").startswith("gs:")),
         "peft": ("learner.lora:", config.learner.lora is not None),
         "tensorboard": ("tracking.tensorboard:", tracking.tensorboard),
         "trackio": ("tracking.trackio:", tracking.trackio),

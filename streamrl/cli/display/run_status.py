@@ -166,7 +166,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "learner", _learner_row(learner, status)
         behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
         sent = f"version {learner.policy_version} for {learner.num_receivers} receivers"
-        yield "weights", sent + behind
+        yield "weights", sent + behind + (f"; {learner.stored}" if learner.stored else "")
         # Beside what the learner does itself: it saves a checkpoint meanwhile.
         if learner.validating and status.reading.is_learner_reporting:
             yield "held-out", learner.validating

@@ -172,6 +172,13 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
         ),
         (["weights.backend=nccl", "learner.device=cpu"], ["weights.backend", "learner.device"]),
         (
+            [
+                *("weights.store=file:///store", "weights.transport=store"),
+                *("generator.engine=vllm", "generator.vllm.url=http://127.0.0.1:1"),
+            ],
+            ["weights.transport store", "generator.vllm.url"],
+        ),
+        (
             ["weights.backend=shared", "learner.device=cuda", "generator.device=cpu"],
             ["weights.backend shared", "learner.device", "generator.device"],
         ),
