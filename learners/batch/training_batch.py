@@ -197,6 +197,8 @@ class TrainingBatch:
     """[R] versions between sampling and training, as a distance."""
     media: Mapping[str, Media]
     """Of this rank's trajectories, by id."""
+    teachers: tuple[str, ...]
+    """Of `trajectories`, the one that the row of each names; "" if it names none."""
     is_in_loss: torch.Tensor
     """[R] bool, as the environment decided."""
     turn_rewards: torch.Tensor
@@ -246,6 +248,7 @@ class TrainingBatch:
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
             media={medium.id: medium for group in groups for medium in group.media},
+            teachers=tuple(group.teacher for group in groups for _ in group.trajectories),
             is_in_loss=judged[:, 0] > 0,
             turn_rewards=judged[:, 1],
             environment_sums=add_episode_sums(

@@ -20,7 +20,12 @@ import torch
 
 from learners.batch.training_batch import TrainingBatch
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
-from streamrl.algorithms.kl import AdaptiveKL, kl_controller, kl_penalty
+from streamrl.algorithms.kl import (
+    AdaptiveKL,
+    kl_controller,
+    kl_penalty,
+    teacher_advantages,
+)
 from streamrl.algorithms.rewards import (
     RunningMoments,
     difficulty_mask,
@@ -93,11 +98,12 @@ class CreditAssigner:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
+        teacher_logprobs: torch.Tensor | None = None,
     ) -> CreditAssignment:
         """Credit for the whole batch.
 
-        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob,
-        too; the values [R] are for gae.
+        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob
+        and teachers, too; the values [R] are for gae.
         """
         config, episodes = self._config, batch.episodes
         sequences = episodes.sequences
@@ -135,7 +141,16 @@ class CreditAssigner:
             logprobs=proximal_logprobs,
             behavior_logprobs=batch.behavior_logprobs,
         )
-        advantages = estimate_advantages(config.advantage, advantage_input, config.advantage_config)
+        advantages = torch.zeros_like(rewards)
+        if config.reads_rewards:
+            advantages = estimate_advantages(
+                config.advantage, advantage_input, config.advantage_config
+            )
+        if teacher_logprobs is not None:
+            taught, kl_metrics = self._taught(batch, proximal_logprobs, teacher_logprobs)
+            assert config.distillation is not None, "who has teachers has settings of them"
+            advantages = config.distillation.reward_coef * advantages + taught
+            metrics = {**metrics, **kl_metrics}
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
         return CreditAssignment(
             advantages=advantages,
@@ -144,6 +159,22 @@ class CreditAssigner:
             sample_weights=self._sample_weights(batch),
             metrics=metrics,
         )
+
+    def _taught(
+        self,
+        batch: TrainingBatch,
+        proximal_logprobs: torch.Tensor | None,
+        teacher_logprobs: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """[R] the advantage of the teachers, and its metrics."""
+        settings, student = self._config.distillation, batch.behavior_logprobs
+        assert settings is not None, "who has teachers has settings of them"
+        if settings.student == "proximal":
+            assert proximal_logprobs is not None, "`needs_ratios` asks for them"
+            student = proximal_logprobs
+        taught = teacher_advantages(teacher_logprobs, student, settings.coef)
+        of_episodes = batch.episodes.sequences.mean(-taught / settings.coef)
+        return taught, {"reward/teacher_kl": float(of_episodes.mean())}
 
     def state_dict(self) -> dict[str, float]:
         kl = {"kl_coef": self._kl.value} if isinstance(self._kl, AdaptiveKL) else {}

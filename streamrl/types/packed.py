@@ -49,6 +49,8 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         TokenSets.joined([t.sampling_mask for t in members], lengths),
         TopLogprobs.joined([t.top_logprobs for t in members], lengths),
         group.answer,
+        group.teacher,
+        _teacher_logprobs(members),
     )
 
 
@@ -61,6 +63,16 @@ def _loss_mask(members: Sequence[Trajectory]) -> BoolArray | None:
         return None
     masks = [t.response_mask if t.loss_mask is None else t.loss_mask for t in members]
     return np.concatenate(masks)
+
+
+def _teacher_logprobs(members: Sequence[Trajectory]) -> Float32Array | None:
+    if all(t.teacher_logprobs is None for t in members):
+        return None
+    nothing = (np.zeros(t.num_tokens, np.float32) for t in members)
+    pairs = zip(members, nothing, strict=True)
+    return np.concatenate(
+        [n if t.teacher_logprobs is None else t.teacher_logprobs for t, n in pairs]
+    )
 
 
 class GroupFacts(Struct, frozen=True, array_like=True):
@@ -97,6 +109,8 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
     answer: Text = ""
+    teacher: Text = ""
+    teacher_logprobs: Float32Array | None = None
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
@@ -127,6 +141,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             discarded_lengths=self.discarded_lengths,
             media=self.media,
             answer=self.answer,
+            teacher=self.teacher,
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
@@ -170,6 +185,9 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask.part(tokens),
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(tokens),
             extracted=facts.extracted,
+            teacher_logprobs=None
+            if self.teacher_logprobs is None
+            else self.teacher_logprobs[tokens],
         )
 
 

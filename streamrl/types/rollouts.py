@@ -117,6 +117,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     `extracted` is what a reward has read in the response, shortened, for people: "" where it found
     nothing, None where it looks for nothing.
     `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere.
+    `teacher_logprobs` [T] (nats) are those of the teachers by url, times their shares, 0 where the
+    mask is off; None if there are none.
     """
 
     token_ids: Int32Array
@@ -132,6 +134,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
     extracted: Text | None = None
+    teacher_logprobs: Float32Array | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)
@@ -166,7 +169,8 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
     `media` has each image and video once, whoever of the trajectories shares it.
     `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
-    `answer` is the one that was expected, shortened, for people.
+    `answer` is the one that was expected, shortened, for people. `teacher` is the one that the row
+    names; "" if it names none.
     """
 
     group_id: Name
@@ -177,6 +181,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     media: tuple[Media, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
     answer: Text = ""
+    teacher: Text = ""
 
     def __post_init__(self) -> None:
         check_group(self.trajectories, self.prompt_index, self.episode_indices)

@@ -78,6 +78,20 @@ ACCEPTING: list[dict[str, Any]] = [
     {"dynamic_sampling": {"metric": "reward", "max_refills": 2}},
     {"reward": {"truncated": "penalize", "truncated_penalty": 0.5}},
     {"advantage": "opob", "proximal": "behavior"},
+    {"distillation": {"teachers": [{"path": "t"}], "coef": 0.5}},
+    {"distillation": {"teachers": [{"path": "t"}], "student": "proximal"}},
+    {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t", "weight": 2.0}],
+            **{"reward_coef": 0.3, "timeout_s": 9.0, "retries": 1, "max_concurrent": 2},
+        },
+    },
+    {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t"}],
+            "column": "teacher",
+        },
+    },
     {"preset": "stream"},
 ]
 REFUSING: list[dict[str, Any]] = [
@@ -102,6 +116,10 @@ REFUSING: list[dict[str, Any]] = [
     {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
     {"rollout_is": {"second_moment": 0.04}},
     {"advantage": "opob", "proximal": "recompute"},
+    {
+        "distillation": {"teachers": [{"path": "t"}], "student": "proximal"},
+        "proximal": "recompute",
+    },
     *({"reward": {"norm_mean": scope}} for scope in ("batch", "running")),
     *({"reward": {"norm_std": scope}} for scope in ("batch", "running")),
     *({"reward": {"agentic": {"grouping": name}}} for name in ("batch", "inductive")),
