@@ -33,6 +33,7 @@ from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
 from actors.rewards.forms import shown_gold
+from actors.rewards.remote.teachers import RemoteTeachers
 from streamrl.config.generator import EpisodeSettings, OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
@@ -221,6 +222,8 @@ class GroupRunner:
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float = 3600.0
     """`generator.group_deadline_s`."""
+    teachers: RemoteTeachers | None = None
+    """Of `algorithm.distillation`; None where nothing is trained."""
     run_seed: int | None = 0
     """`run.seed`; None: the prompts are held out."""
 
@@ -334,16 +337,32 @@ class GroupRunner:
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         try:
-            return assembled(
+            group = assembled(
                 scored,
                 group_id=f"{lease.prompt_index}:{lease.lease_id}",
                 prompt_index=lease.prompt_index,
                 environment=self.environment,
                 discarded_lengths=(*discarded, *canceled, *cut),
                 answer=shown_gold(prompt),
+                teacher="" if self.teachers is None else self.teachers.named_by(prompt.row),
             )
         except ValueError as error:
             raise RolloutError(f"what was sampled cannot be recorded: {error}") from error
+        return group if self.teachers is None else await self._taught(group, self.teachers)
+
+    async def _taught(self, group: TrajectoryGroup, teachers: RemoteTeachers) -> TrajectoryGroup:
+        """With the log-probabilities of its teachers by url. Waits for them, at most as long as
+        the episodes had."""
+        try:
+            async with asyncio.timeout(self.deadline_s) as limit:
+                return await teachers.score(group)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RolloutError(
+                "the teachers have not scored the group within generator.group_deadline_s, which "
+                f"is {self.deadline_s:g} s"
+            ) from error
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:
         """The siblings that stay in the group, and the tokens of each that does not.

@@ -116,6 +116,13 @@ class ChatRenderer:
             return self._parser.decode(ids)
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def vocabulary_sample(self, count: int) -> tuple[Sequence[int], str]:
+        """About `count` ids of the vocabulary, evenly, and the text that they stand for, by which
+        another tokenizer is known; none is special, which engines may leave out."""
+        plain = sorted(set(self._tokenizer.get_vocab().values()) - self._special_ids)
+        token_ids = plain[:: max(1, len(plain) // count)]
+        return token_ids, str(self._tokenizer.decode(token_ids))
+
     def bytes_of(self, token_id: int) -> bytes | None:
         """See `Renderer.bytes_of`."""
         text = self.decode([token_id])

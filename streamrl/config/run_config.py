@@ -168,6 +168,8 @@ class RunConfig(Section):
             per_token += _COUNT_BYTES + _ID_BYTES * num_kept
         if self.num_top_logprobs:
             per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * self.num_top_logprobs
+        if self.algorithm.distillation is not None and self.algorithm.distillation.by_url:
+            per_token += _LOGPROB_BYTES
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Teachers in the learner: whose log-probabilities each token gets, and what a step makes of them."""
+"""Teachers in the learner: whose log-probabilities each token gets, and what a step makes of it."""
 
 from collections.abc import Sequence
 from pathlib import Path

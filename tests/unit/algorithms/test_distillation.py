@@ -1,4 +1,4 @@
-"""The advantage of teachers is the gradient of the reverse KL, in float64, for every token there is."""
+"""The advantage of teachers is the gradient of the reverse KL, in float64, for every token."""
 
 import math
 from typing import Any
