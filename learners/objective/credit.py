@@ -141,40 +141,32 @@ class CreditAssigner:
             logprobs=proximal_logprobs,
             behavior_logprobs=batch.behavior_logprobs,
         )
-        advantages = torch.zeros_like(rewards)
-        if config.reads_rewards:
-            advantages = estimate_advantages(
-                config.advantage, advantage_input, config.advantage_config
-            )
-        if teacher_logprobs is not None:
-            taught, kl_metrics = self._taught(batch, proximal_logprobs, teacher_logprobs)
-            assert config.distillation is not None, "who has teachers has settings of them"
-            advantages = config.distillation.reward_coef * advantages + taught
-            metrics = {**metrics, **kl_metrics}
+        advantages, of_teachers = self._advantages(advantage_input, teacher_logprobs)
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
         return CreditAssignment(
             advantages=advantages,
             returns=returns,
             loss_mask=self._loss_mask(batch),
             sample_weights=self._sample_weights(batch),
-            metrics=metrics,
+            metrics={**metrics, **of_teachers},
         )
 
-    def _taught(
-        self,
-        batch: TrainingBatch,
-        proximal_logprobs: torch.Tensor | None,
-        teacher_logprobs: torch.Tensor,
+    def _advantages(
+        self, given: AdvantageInput, teacher_logprobs: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """[R] the advantage of the teachers, and its metrics."""
-        settings, student = self._config.distillation, batch.behavior_logprobs
-        assert settings is not None, "who has teachers has settings of them"
-        if settings.student == "proximal":
-            assert proximal_logprobs is not None, "`needs_ratios` asks for them"
-            student = proximal_logprobs
-        taught = teacher_advantages(teacher_logprobs, student, settings.coef)
-        of_episodes = batch.episodes.sequences.mean(-taught / settings.coef)
-        return taught, {"reward/teacher_kl": float(of_episodes.mean())}
+        """[R] of the reward, of the teachers, or of both, and what teachers are measured by."""
+        config, settings = self._config, self._config.distillation
+        advantages = torch.zeros_like(given.rewards)
+        if config.reads_rewards:
+            advantages = estimate_advantages(config.advantage, given, config.advantage_config)
+        if settings is None or teacher_logprobs is None:
+            return advantages, {}
+        student = given.behavior_logprobs if settings.student == "behavior" else given.logprobs
+        assert student is not None, "`needs_ratios` asks for them"
+        taught = teacher_advantages(teacher_logprobs, student)
+        kl = float(given.sequences.mean(-taught).mean())
+        total = settings.reward_coef * advantages + settings.coef * taught
+        return total, {"reward/teacher_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
         kl = {"kl_coef": self._kl.value} if isinstance(self._kl, AdaptiveKL) else {}

@@ -336,11 +336,10 @@ class TargetCollector:
         is_finite = finite_sequences(batch.sequences, policy, reference, values, teacher)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)
-        in_reward = reference if config.kl_reward.coef > 0 else None
         credit = self._credit.assign(
             batch,
             sampled,
-            finite(in_reward, batch.behavior_logprobs),
+            finite(reference if config.kl_reward.coef else None, batch.behavior_logprobs),
             finite(values, torch.zeros(num_tokens)),
             finite(teacher, batch.behavior_logprobs),
         )

@@ -29,7 +29,7 @@ SETTING = "algorithm.distillation.teachers"
 
 
 class Teachers:
-    """`policies` are those of the teachers with a path, by name; a pass has at most `max_tokens`."""
+    """`policies` are those of the teachers with a path, by name; `max_tokens` those of a pass."""
 
     def __init__(
         self,

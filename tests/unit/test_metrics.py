@@ -43,6 +43,7 @@ STEP: dict[str, Any] = {
         "kl_loss": {"coef": 0.1},
         "kl_reward": {"coef": 0.1},
         "sft_coef": 0.1,
+        "distillation": {"teachers": [{"path": "t"}], "reward_coef": 1.0},
         "reward": {"clip": 0.5, "length": {"max_length": 10, "buffer": 5}},
     },
 }

@@ -85,8 +85,8 @@ class DistillationSettings(Section):
             )
         if self.column is not None and len(self.teachers) == 1:
             raise ValueError(
-                f"column: was {self.column!r}, and there is one teacher, so it cannot act; leave it "
-                "out"
+                f"column: was {self.column!r}, and there is one teacher, so it cannot act; leave "
+                "it out"
             )
         return self
 
