@@ -156,7 +156,7 @@ class CreditAssigner:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """[R] of the reward, of the teachers, or of both, and what teachers are measured by."""
         config, settings = self._config, self._config.distillation
-        advantages = torch.zeros_like(given.rewards)
+        advantages = torch.zeros_like(given.token_rewards)
         if config.reads_rewards:
             advantages = estimate_advantages(config.advantage, given, config.advantage_config)
         if settings is None or teacher_logprobs is None:
