@@ -93,6 +93,7 @@ def make_groups(
             prompt_index=i,
             environment="test",
             teacher="ab"[i % 2],
+            teacher_prompt=np.arange(2, 3 + i, dtype=np.int32),
             trajectories=tuple(
                 make_trajectory(rng, int(rng.integers(1, 9)), int(rng.integers(1, 12)))
                 for _ in range(group_size)

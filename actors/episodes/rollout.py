@@ -28,6 +28,7 @@ from actors.concurrency import together
 from actors.episode_record import Rollout, Segment, Span
 from actors.episodes.episode import EpisodeRun
 from actors.gateway.agent import Agent
+from actors.prompts.rows import for_teachers
 from actors.prompts.seeds import seed_of
 from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer
@@ -348,7 +349,32 @@ class GroupRunner:
             )
         except ValueError as error:
             raise RolloutError(f"what was sampled cannot be recorded: {error}") from error
-        return group if self.teachers is None else await self._taught(group, self.teachers)
+        if self.teachers is None:
+            return group
+        if template := self.teachers.template:
+            group = self._with_teacher_prompt(group, prompt, template)
+        return await self._taught(group, self.teachers)
+
+    def _with_teacher_prompt(
+        self, group: TrajectoryGroup, prompt: Prompt, template: str
+    ) -> TrajectoryGroup:
+        """With what teachers read before the first response token of each trajectory.
+
+        Raises:
+            RolloutError: there is more, or something else, than the prompt before it.
+        """
+        before = {
+            tuple(t.token_ids[: t.response_mask.argmax()].tolist())
+            for t in group.trajectories
+            if t.num_response_tokens
+        }
+        if before != {self.renderer.encode(prompt)} or group.media:
+            raise RolloutError(
+                "algorithm.distillation.template: an episode does not begin with the text of the "
+                "prompt alone, in whose place teachers would read another one; leave it out"
+            )
+        shown = self.renderer.token_ids_of(for_teachers(template, prompt))
+        return structs.replace(group, teacher_prompt=np.array(shown, np.int32))
 
     async def _taught(self, group: TrajectoryGroup, teachers: RemoteTeachers) -> TrajectoryGroup:
         """With the log-probabilities of its teachers by url. Waits for them, at most as long as

@@ -76,10 +76,11 @@ class Teachers:
         asked = sorted({i for teacher in settings.by_url for i in chosen[teacher.name]})
         own = [i for i in asked if i in batch.places]
         total[batch.rows(own)] = _recorded(batch, own)
+        seen = batch.for_teachers(self._ranks) if settings.template else batch
         for teacher in settings.in_learner:
             if members := chosen[teacher.name]:
                 policy = self._policies[teacher.name]
-                micro_batches = self._cut(batch, policy, members)
+                micro_batches = self._cut(seen, policy, members)
                 total += settings.share(teacher) * policy.batch_logprobs(micro_batches, num_tokens)
         return self._ranks.sum(total)
 

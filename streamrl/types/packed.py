@@ -22,6 +22,7 @@ from streamrl.types.tokens import (
     TopLogprobs,
     check_group,
     check_reward,
+    check_teacher_prompt,
     check_token_sets,
     check_tokens,
     newest_version,
@@ -51,6 +52,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.answer,
         group.teacher,
         _teacher_logprobs(members),
+        group.teacher_prompt,
     )
 
 
@@ -111,10 +113,12 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     answer: Text = ""
     teacher: Text = ""
     teacher_logprobs: Float32Array | None = None
+    teacher_prompt: Int32Array | None = None
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
         check_media(self.facts, self.media)
+        check_teacher_prompt(self.teacher_prompt)
         check_tokens(self)
         check_token_sets(self, self.response_mask)
         for facts in self.facts:
@@ -142,6 +146,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             media=self.media,
             answer=self.answer,
             teacher=self.teacher,
+            teacher_prompt=self.teacher_prompt,
         )
 
     def header(self, num_bytes: int) -> GroupHeader:

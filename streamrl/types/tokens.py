@@ -85,6 +85,13 @@ def check_tokens(record: TokenRecord) -> None:
         raise ValueError("token_ids: has a negative id")
 
 
+def check_teacher_prompt(token_ids: Int32Array | None) -> None:
+    if token_ids is not None:
+        _require_column("teacher_prompt", token_ids, np.dtype(np.int32))
+        if not token_ids.size or np.minimum.reduce(token_ids) < 0:
+            raise ValueError("teacher_prompt: is empty or has a negative id")
+
+
 def check_reward(reward: float) -> None:
     if not math.isfinite(reward):
         raise ValueError(f"reward: is {reward}; it must be finite")

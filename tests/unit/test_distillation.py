@@ -81,6 +81,25 @@ def test_mixed_teachers_are_weighed_and_one_by_a_row_scores_its_own_alone():
     torch.testing.assert_close(named, torch.where(is_first, first, second), rtol=0, atol=2e-5)
 
 
+def after(group: TrajectoryGroup) -> TrajectoryGroup:
+    """With its responses after what teachers read."""
+    assert group.teacher_prompt is not None
+    return structs.replace(
+        group, trajectories=tuple(t.after(group.teacher_prompt) for t in group.trajectories)
+    )
+
+
+def test_teachers_read_what_stands_in_the_place_of_the_prompt_if_there_is_a_template():
+    groups = make_groups()
+    teachers = teachers_of(configure(teachers=[{"path": "t"}], template="{{prompt}}"))
+    found = teachers.logprobs(batch_of(groups)).double()
+    wanted = logprobs_under(2.0, batch_of([after(group) for group in groups]))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    plain = [structs.replace(group, teacher_prompt=None) for group in groups]
+    own = teachers.logprobs(batch_of(plain)).double()
+    torch.testing.assert_close(own, logprobs_under(2.0, batch_of(groups)), rtol=0, atol=2e-5)
+
+
 def test_what_a_generator_recorded_is_added_and_must_be_there():
     teachers = teachers_of(configure(teachers=[{"name": "a", "path": "t"}, URL]))
     batch = batch_of([recorded(group, -0.5) for group in make_groups()])
@@ -105,6 +124,7 @@ def test_a_group_keeps_what_was_recorded():
     )
     found = wire.decode(wire.encode(pack(group)), PackedGroup).group()
     assert found.teacher == "a"
+    np.testing.assert_array_equal(found.teacher_prompt, group.teacher_prompt)
     assert (found.trajectories[0].teacher_logprobs == 0).all()
     for ours, theirs in zip(found.trajectories[1:], others, strict=True):
         np.testing.assert_array_equal(ours.teacher_logprobs, theirs.teacher_logprobs)

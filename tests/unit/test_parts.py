@@ -90,6 +90,7 @@ ACCEPTING: list[dict[str, Any]] = [
         "distillation": {
             "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t"}],
             "column": "teacher",
+            "template": "{{prompt}}{{answer}}",
         },
     },
     {"preset": "stream"},

@@ -104,7 +104,7 @@ class RemoteTeacher:
         )
 
     async def logprobs(self, trajectory: Trajectory) -> NDArray[np.float32]:
-        """[T] nats, 0 where the mask is off. Waits for a slot, for the engine, and before each
+        """[response tokens] nats. Waits for a slot, for the engine, and before each
         further try.
 
         Raises:
@@ -124,10 +124,9 @@ class RemoteTeacher:
                 found = await self._of_vllm(token_ids)
             case "sglang":
                 found = await self._of_sglang(token_ids, max(first - 1, 0))
-        column = np.zeros(len(token_ids), np.float32)
-        for i in trajectory.response_mask.nonzero()[0].tolist():
-            column[i] = _finite(found.get(i), i, token_ids[i])
-        return column
+        places = trajectory.response_mask.nonzero()[0].tolist()
+        column = [_finite(found.get(place), place, token_ids[place]) for place in places]
+        return np.array(column, np.float32)
 
     async def _of_vllm(self, token_ids: list[int]) -> Mapping[int, float | None]:
         """By the place of a token."""
@@ -229,6 +228,11 @@ class RemoteTeachers:
             if teacher.url is not None
         }
 
+    @property
+    def template(self) -> str | None:
+        """Of what they read in the place of the prompt."""
+        return self._settings.template
+
     def named_by(self, row: Mapping[str, object]) -> str:
         """The teacher that the row names; "" if all score it.
 
@@ -255,11 +259,15 @@ class RemoteTeachers:
         chosen = [t for t in self._settings.by_url if group.teacher in ("", t.name)]
         if not chosen:
             return group
-        asked = [(t, teacher) for t in group.trajectories for teacher in chosen]
+        shown = group.teacher_prompt
+        seen = [t if shown is None else t.after(shown) for t in group.trajectories]
+        asked = [(t, teacher) for t in seen for teacher in chosen]
         shares = np.array([self._settings.share(teacher) for teacher in chosen], np.float32)
         answers = iter(await together([self._teachers[own.name].logprobs(t) for t, own in asked]))
-        scored = [
-            structs.replace(t, teacher_logprobs=shares @ np.stack([next(answers) for _ in chosen]))
-            for t in group.trajectories
-        ]
+        scored = []
+        for t in group.trajectories:
+            of_responses = shares @ np.stack([next(answers) for _ in chosen])
+            column = np.zeros(t.num_tokens, np.float32)
+            column[t.response_mask] = of_responses
+            scored.append(structs.replace(t, teacher_logprobs=column))
         return structs.replace(group, trajectories=tuple(scored))

@@ -58,6 +58,10 @@ class DistillationSettings(Section):
     column: str | None = None
     """Column of a row that names the teacher of its prompt; null: all teachers score every prompt,
     mixed by their weights."""
+    template: str | None = None
+    """Jinja of what teachers read in the place of the prompt, or of its last message of the user:
+    the columns of the row, `prompt`, that text, and `answer`; null: what the policy reads. With it
+    a model can teach itself."""
     coef: float = Field(default=1.0, gt=0)
     """What the difference of the log-probabilities is multiplied by."""
     reward_coef: float = Field(default=0.0, ge=0)

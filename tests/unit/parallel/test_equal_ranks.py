@@ -73,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
         "distillation": {
             "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t"}],
             **{"column": "teacher", "reward_coef": 0.5, "student": "proximal"},
+            "template": "{{prompt}}",
         },
     },
     "teachers-parts": {"distillation": {"teachers": [{"path": "t"}]}},

@@ -21,7 +21,9 @@ from tests.unit.rewards.services import Service, serving
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 TOKENIZER = make_tokenizer()
-GROUP = structs.replace(make_groups(num_groups=1, group_size=3)[0], teacher="")
+GROUP = structs.replace(
+    make_groups(num_groups=1, group_size=3)[0], teacher="", teacher_prompt=None
+)
 
 
 def renderer() -> ChatRenderer:
@@ -91,6 +93,24 @@ def test_each_sampled_token_has_the_log_probability_that_the_engine_answers(
         assert t.teacher_logprobs is not None
         assert t.teacher_logprobs.dtype == np.float32
         np.testing.assert_allclose(t.teacher_logprobs, wanted, atol=1e-5)
+
+
+def test_an_engine_reads_what_stands_in_the_place_of_the_prompt():
+    async def run() -> tuple[TrajectoryGroup, list[list[int]]]:
+        async with serving(vllm) as service:
+            shown = np.array([7, 8, 9, 10], np.int32)
+            group = structs.replace(GROUP, teacher_prompt=shown)
+            group = await teachers(service.url).score(group)
+            return group, [body["prompt"] for _, _, body in service.requests if "prompt" in body]
+
+    group, asked = asyncio.run(run())
+    for t, token_ids in zip(group.trajectories, asked, strict=True):
+        response = t.token_ids[t.response_mask].tolist()
+        assert token_ids == [7, 8, 9, 10, *response]
+        assert t.teacher_logprobs is not None
+        found = t.teacher_logprobs[t.response_mask]
+        np.testing.assert_allclose(found, logprobs_of(token_ids)[3:], atol=1e-5)
+        assert not t.teacher_logprobs[~t.response_mask].any()
 
 
 def test_two_teachers_are_weighed_and_a_row_chooses_one():
