@@ -1,7 +1,7 @@
 """What a teacher in the learner adds to a step, beside a bare forward pass of its model.
 
 A policy and a teacher of one size train 8 groups of 4 on one thread: steps without and with the
-teacher, and passes of the teacher alone, in turns. Of the medians: `added` is what the teacher adds,
+teacher, and passes of the teacher alone, in turns. Of the medians: `added` is what a teacher adds,
 as a share of its bare pass; `step` what a step with it takes, as a share of one without and the
 pass.
 """
