@@ -20,7 +20,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from buffers.journal.journal import FREE, open_to_read, read_events, read_snapshot
+from buffers.journal.journal import FREE
+from buffers.journal.sqlite import open_to_read, read_events, read_snapshot
 from buffers.ledger.entries import BY_BOOKS, Event, LedgerSnapshot
 from buffers.ledger.state import ends_without_group, most_retried
 from streamrl.extras import require
@@ -164,7 +165,7 @@ def audit_journal(path: Path) -> EventAudit:
 async def audit_redis(url: str, run: str) -> EventAudit:
     """Of a run at rest: its snapshot and its events are read one after the other."""
     require("buffer.url: redis://", "redis")
-    from buffers.redis import events as stream
+    from buffers.redis import storage as stream
 
     snapshot = await stream.read_snapshot(url, run)
     result = audit([event async for event in stream.read_events(url, run)])

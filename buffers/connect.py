@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.extras import require
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import BufferStats, OverduePolicy
+from streamrl.types import BufferStats
 
 
 def connect(config: RunConfig) -> TrajectoryBuffer:
@@ -47,19 +47,16 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
 
 def _redis(config: RunConfig) -> TrajectoryBuffer:
     require("buffer.url: redis://", "redis")
-    from buffers.redis.buffer import RedisBuffer, RedisSettings
+    from buffers.redis.client import RedisBuffer
 
-    settings = RedisSettings(
-        groups_per_step=config.learner.groups_per_step,
-        max_staleness=config.buffer.max_staleness,
-        overdue=OverduePolicy(config.buffer.overdue),
+    return RedisBuffer(
+        config.buffer.secret_url,
+        config.run.name,
+        deadline_s=config.buffer.deadline_s,
         final_version=config.run.max_steps,
-        lease_ttl_s=config.buffer.lease_ttl_s,
         max_group_bytes=config.buffer.max_group_bytes,
         quarantine=config.run.path / "quarantine",
-        deadline_s=config.buffer.deadline_s,
     )
-    return RedisBuffer(config.buffer.secret_url, config.run.name, settings)
 
 
 ANSWER_S = 5.0

@@ -1,5 +1,8 @@
 """The buffer daemon (`streamrl buffer`): a ledger behind a socket.
 
+    zmq://     payloads and journal are in the run's folder, and pass through the daemon
+    redis://   both are in Redis; another daemon may take over from there
+
 It continues where its journal ends, and waits while that cannot be opened (a full disk). It ends
 after a signal, or when the run is complete: the run has ended and every generator has left. When
 its launcher has ended, so that all daemons drain, it ends after the others, which need it for that.
@@ -10,26 +13,36 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 import time
+from collections.abc import Coroutine
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from buffers.journal.journal import Journal, journal_path
+from buffers.journal.journal import Journal
+from buffers.journal.segments import PayloadPlace
+from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.multipart import Frame
 from buffers.zmq.server import ZmqBufferServer, wait_for_journal
 from streamrl import service
 from streamrl.config import RunConfig
+from streamrl.config.addresses import places_of, url_host
 from streamrl.config.loading.load import configuration
-from streamrl.errors import ConfigError, StorageError
+from streamrl.errors import ConfigError, HandedOverError, StorageError, StreamRLError
+from streamrl.extras import require
 from streamrl.run_folder import write_books
 from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import Exported, exporting
 from streamrl.tracking.prometheus.readings import of_buffer
-from streamrl.types import OverduePolicy
+from streamrl.types import BufferStats, OverduePolicy
 
-SIBLINGS_S, LATE_S = 0.2, 2.0
+if TYPE_CHECKING:
+    from buffers.redis.leadership import Leadership
+
+SIBLINGS_S, LATE_S, RETRY_S = 0.2, 2.0, 1.0
 
 log = logging.getLogger(__name__)
 
@@ -46,40 +59,164 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
 
 
 async def _serve(config: RunConfig, shutdown: Shutdown, exported: Exported) -> None:
-    if not config.buffer.url.startswith("zmq://"):
-        scheme = config.buffer.url.partition("://")[0]
-        raise ConfigError(f"buffer.url: a buffer at {scheme}:// needs no daemon")
+    stop = threading.Event()
+    signaled = asyncio.create_task(_asked_to_stop(shutdown, service.force_s(config)))
+    signaled.add_done_callback(lambda _: stop.set())
+    serve = _serve_from_disk if config.buffer.binds_url else serve_from_redis
+    stats = await serve(config, stop, exported)
+    signaled.cancel()
+    if stats is not None:
+        write_books(config, stats)
+
+
+async def _serve_from_disk(
+    config: RunConfig, stop: threading.Event, exported: Exported
+) -> BufferStats | None:
+    """`zmq://`: at the address of the configuration, with the journal of the run's folder. None if
+    it was stopped before that could be opened."""
+    state: BufferState[Frame] = _blank(config)
+    with service.binding("buffer.url", config.buffer.url):
+        journal = await _wait_for_journal(config, state, stop)
+        if journal is None and config.buffer.journal:
+            return None
+        server = _server(config, state, config.buffer.url, journal, exported)
+    log.info("serving at %s", server.url)
+    stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
+    if journal is not None:
+        journal.close()
+    return stats
+
+
+async def serve_from_redis(
+    config: RunConfig, stop: threading.Event, exported: Exported
+) -> BufferStats | None:
+    """`redis://`: at an address that Redis tells, once no other daemon serves the run. Begins anew
+    from what Redis has when another one has taken over, or Redis has lost something. None if it was
+    stopped before it served."""
+    require("buffer.url: redis://", "redis")
+    from buffers.redis.leadership import Leadership
+
+    url, run = config.buffer.secret_url, config.run.name
+    leadership = Leadership(url, run, deadline_s=config.buffer.deadline_s)
+    try:
+        while not stop.is_set():
+            term = await _unless(stop, leadership.acquire())
+            if term is None:
+                break
+            try:
+                return await _serve_term(config, term, leadership, stop, exported)
+            except HandedOverError as error:
+                log.warning("%s", error)
+        return None
+    finally:
+        with contextlib.suppress(StreamRLError):
+            await leadership.resign()
+        await leadership.close()
+
+
+async def _serve_term(
+    config: RunConfig,
+    term: int,
+    leadership: "Leadership",
+    stop: threading.Event,
+    exported: Exported,
+) -> BufferStats:
+    """
+    Raises:
+        HandedOverError: the journal is no longer as this daemon left it.
+    """
+    from buffers.redis.storage import RedisStorage
+
+    ended = threading.Event()
+    state: BufferState[Frame] = _blank(config)
+    storage = RedisStorage(config.buffer.secret_url, config.run.name, term)
+    journal: Journal[bytes] = Journal(storage, state)
+    renewing = asyncio.create_task(leadership.renew())
+    try:
+        await asyncio.to_thread(_recover, journal, config, stop)
+        server = _server(config, state, address_beside(config.buffer.url), journal, exported)
+        serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
+        await leadership.announce(server.url, server.key)
+        log.info("serving at %s", server.url)
+        while not (serving.done() or renewing.done() or stop.is_set()):
+            waits = {serving, renewing}
+            await asyncio.wait(waits, timeout=SIBLINGS_S, return_when=asyncio.FIRST_COMPLETED)
+        ended.set()
+        stats = await serving
+        if renewing.done():
+            renewing.result()
+        return stats
+    finally:
+        ended.set()
+        renewing.cancel()
+        await asyncio.to_thread(journal.close)
+
+
+def _recover(journal: Journal[bytes], config: RunConfig, stop: threading.Event) -> None:
+    """Waits for Redis, or until `stop` is set."""
+    while not stop.is_set():
+        try:
+            journal.recover(_identity(config), time.monotonic())
+            return
+        except StorageError as error:
+            log.warning("%s", error)
+        stop.wait(RETRY_S)
+
+
+def address_beside(url: str) -> str:
+    """Any port of the address by which this machine reaches the Redis of the URL."""
+    host, port = next(places_of(url))
+    try:
+        found = socket.getaddrinfo(host, int(port or 1), type=socket.SOCK_DGRAM)
+        family, kind, *_, address = found[0]
+        with socket.socket(family, kind) as probe:
+            # Sends nothing: it only chooses a route.
+            probe.connect(address)
+            return f"zmq://{url_host(probe.getsockname()[0])}:0"
+    except OSError as error:
+        raise ConfigError(f"buffer.url: {host} cannot be reached: {error}") from error
+
+
+async def _unless(stop: threading.Event, call: Coroutine[Any, Any, int]) -> int | None:
+    """What the call returns; None once `stop` is set. Polls it every SIBLINGS_S."""
+    task = asyncio.create_task(call)
+    while not task.done():
+        await asyncio.wait({task}, timeout=SIBLINGS_S)
+        if stop.is_set():
+            task.cancel()
+            return None
+    return task.result()
+
+
+def _blank(config: RunConfig) -> BufferState[Frame]:
     ledger = Ledger(
         groups_per_step=config.learner.groups_per_step,
         max_staleness=config.buffer.max_staleness,
         overdue=OverduePolicy(config.buffer.overdue),
         final_version=config.run.max_steps,
     )
-    state = BufferState[Frame](ledger, lease_ttl_s=config.buffer.lease_ttl_s)
-    stop = threading.Event()
-    signaled = asyncio.create_task(_asked_to_stop(shutdown, service.force_s(config)))
-    signaled.add_done_callback(lambda _: stop.set())
-    with service.binding("buffer.url", config.buffer.url):
-        journal = await _wait_for_journal(config, state, stop)
-        if journal is None and config.buffer.journal:
-            return
-        server = ZmqBufferServer(
-            state,
-            config.buffer.url,
-            quarantine=config.run.path / "quarantine",
-            journal=journal,
-            curve=config.buffer.curve,
-            max_group_bytes=config.buffer.max_group_bytes,
-            on_stats=(lambda stats: exported.show("stats", lambda: of_buffer(stats)))
-            if exported.is_on
-            else None,
-        )
-    log.info("serving at %s", server.url)
-    stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
-    signaled.cancel()
-    if journal is not None:
-        journal.close()
-    write_books(config, stats)
+    return BufferState(ledger, lease_ttl_s=config.buffer.lease_ttl_s)
+
+
+def _server(
+    config: RunConfig,
+    state: BufferState[Frame],
+    url: str,
+    journal: Journal[Any] | None,
+    exported: Exported,
+) -> ZmqBufferServer:
+    return ZmqBufferServer(
+        state,
+        url,
+        quarantine=config.run.path / "quarantine",
+        journal=journal,
+        curve=config.buffer.curve,
+        max_group_bytes=config.buffer.max_group_bytes,
+        stores_elsewhere=not config.buffer.binds_url,
+        on_stats=(lambda stats: exported.show("stats", lambda: of_buffer(stats)))
+        if exported.is_on
+        else None,
+    )
 
 
 async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
@@ -96,7 +233,7 @@ async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
 
 async def _wait_for_journal(
     config: RunConfig, state: BufferState[Frame], stop: threading.Event
-) -> Journal | None:
+) -> Journal[PayloadPlace] | None:
     """None if it has none, or once `stop` is set."""
     if not config.buffer.journal:
         return None
@@ -105,18 +242,23 @@ async def _wait_for_journal(
     return await asyncio.to_thread(wait_for_journal, open_journal, url, curve, stop)
 
 
-def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal:
-    journal = Journal(journal_path(config.run.path), state, durability=config.buffer.durability)
-    settings: dict[str, str | int] = {
+def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal[PayloadPlace]:
+    path, durability = journal_path(config.run.path), config.buffer.durability
+    journal = Journal(SqliteStorage(path, durability=durability), state)
+    try:
+        journal.recover(_identity(config), time.monotonic())
+    except StorageError:
+        journal.close()
+        raise
+    return journal
+
+
+def _identity(config: RunConfig) -> dict[str, str | int]:
+    """What a journal is of."""
+    return {
         "run.name": config.run.name,
         "run.seed": config.run.seed,
         "data.source": ", ".join(source.path for source in config.data.sources),
         "learner.groups_per_step": config.learner.groups_per_step,
         "buffer.max_staleness": config.buffer.max_staleness,
     }
-    try:
-        journal.recover(settings, time.monotonic())
-    except StorageError:
-        journal.close()
-        raise
-    return journal

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, Struct
 
+from buffers.ledger.ledger import require_learner_term
 from buffers.ledger.state import BufferState
 from streamrl import errors
 from streamrl.errors import StreamRLError
@@ -35,6 +36,7 @@ from streamrl.types import (
     WaitSeconds,
 )
 
+MAX_KEY_BYTES = 1024
 State: TypeAlias = BufferState[Any]
 Answer: TypeAlias = tuple[Any, ...]
 """A reply record, and the payloads that follow it."""
@@ -108,6 +110,26 @@ class PutRequest(Struct, frozen=True, tag="put"):
     """Its payload follows; a backend decides in which form the state keeps it."""
 
     lease_id: Name
+
+
+class StoredGroup(Struct, frozen=True, tag="stored_group"):
+    """The payload of a put where the group itself is in a store that the learner reads: its header,
+    and the key of what was written there before."""
+
+    header: GroupHeader
+    key: Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+
+
+class LostRequest(Struct, frozen=True, tag="lost"):
+    """The groups of these prompts are gone from that store, as a learner has found."""
+
+    prompt_indices: Annotated[tuple[PromptIndex, ...], Meta(max_length=MAX_GROUPS)]
+    learner_term: Count
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        require_learner_term(self.learner_term, state.ledger.learner_term)
+        state.lose(self.prompt_indices)
+        return (Done(),)
 
 
 class ReleaseRequest(Struct, frozen=True, tag="release"):
@@ -222,6 +244,7 @@ StateRequest: TypeAlias = (
     | AttachRequest
     | TakeRequest
     | FetchRequest
+    | LostRequest
     | AdvanceRequest
     | AcknowledgeRequest
     | FinishRequest

@@ -162,7 +162,7 @@ async def _may_begin(config: RunConfig, buffer: TrajectoryBuffer, shutdown: Shut
         return True
     stats = await unless_set(shutdown.requested, buffer.stats())
     if stats is not None:
-        require_new_run(config, stats)
+        require_new_run(config, stats.books.learner_term, stats.policy_version)
     return stats is not None
 
 

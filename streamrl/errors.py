@@ -40,6 +40,10 @@ class OtherReleaseError(ConfigError):
         )
 
 
+class HandedOverError(StreamRLError):
+    """A buffer daemon's journal has been changed by another one, or has lost what it wrote."""
+
+
 class DamagedCheckpointError(ConfigError):
     """A file of a checkpoint is missing, or does not hold what was written."""
 

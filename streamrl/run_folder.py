@@ -363,7 +363,7 @@ def _with_ports(config: RunConfig) -> RunConfig:
     buffer, weights = config.buffer, config.weights
     # Both are held until both are known, or the second could get the port of the first.
     with ExitStack() as held:
-        url = _bound("buffer.url", buffer.url, held) if buffer.has_daemon else buffer.url
+        url = _bound("buffer.url", buffer.url, held) if buffer.binds_url else buffer.url
         address = _bound("weights.address", weights.address, held)
         if sys.platform == "linux":
             # Until this process ends: there a daemon can listen at a port that is bound here, at

@@ -1,53 +1,32 @@
-"""The journal: a buffer's state on disk, written as it changes.
+"""The journal: a buffer's state as it changes, in a storage that outlasts the process.
 
-The ledger is in one SQLite file, the payloads are in append-only segments beside it
-(`buffers.journal.segments`).
+    SqliteStorage   `buffers.journal.sqlite`, a file and segments      zmq://
+    RedisStorage    `buffers.redis.storage`, the keys of a run         redis://
 
-Invariant: after `commit` the disk holds exactly the ledger's state, however this process ends;
+Invariant: after `commit` the storage holds exactly the ledger's state, however this process ends;
 after a failed commit it holds the state of the last success, and the next commit writes the same
-changes. Where only the payloads do not fit, what was freed is deleted all the same: then the disk
-holds the state without the payloads of groups that nobody was told are kept, and the next commit
-writes them. A payload is written before the row that names it, and its bytes are freed after the
-row is gone: so a group without its payload was lost, and is sampled again.
-What ends is deleted, so there is no log to compact; only the events grow, by about sixty bytes a
-lease. Leases get a new time to live on recovery, because clocks differ between processes.
-
-The SQLite file has these tables:
-
-    settings  the format and the settings of the run (one row, JSON)
-    snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
-    entry     every open prompt: its lease, state and header; or that it is free
-    payload   where the payload of every group that is held is (`buffers.journal.segments`)
-    scheduling_state   of each generator that is not active
-    events    one row a lease: the states it was in, one letter each, and the lengths of the
-              responses that were put (msgpack); never deleted
-
-Invariant: every change is one transaction, and a failed one changes nothing. `Journal` writes the
-file; others may read it while the buffer runs. `read_content`, which a buffer begins with, changes
-nothing, so it can be repeated after an error.
+changes. Where only the payloads do not fit, what was freed is deleted all the same: then the
+storage holds the state without the payloads of groups that nobody was told are kept, and the next
+commit writes them. A group without its payload was lost, and is sampled again. What ends is
+deleted, so there is no log to compact; only the events grow, by about sixty bytes a lease. Leases
+get a new time to live on recovery, because clocks differ between processes.
 """
 
-import fcntl
-import json
 import logging
 import os
-import shutil
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from pathlib import Path
-from typing import NamedTuple, TextIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from buffers.journal.segments import PayloadPlace, Segments
 from buffers.ledger.entries import BY_BOOKS, Entry, Event, LedgerSnapshot, State
 from buffers.ledger.state import BufferState
-from streamrl.errors import ConfigError, OtherReleaseError, StorageError
+from streamrl.errors import ConfigError, StorageError
 from streamrl.types import DropReason, GroupHeader, SchedulingState
 
-FORMAT = 7
-MAX_LOG_BYTES = 4 * 2**20
+log = logging.getLogger(__name__)
+
 FREE = "free"
 LETTERS = {
     "leased": "L",
@@ -67,72 +46,85 @@ LETTERS = {
     DropReason.ABANDONED: "a",
 }
 _WORDS = {letter: word for word, letter in LETTERS.items()}
+_GRANTED = LETTERS["leased"]
+
+Place = TypeVar("Place")
+EntryRow = tuple[int, int, str, int, str, int, bytes | None]
+"""prompt_index, number of its lease, lease_id, min_policy_version, state, version, header."""
+EventRow = tuple[int, int, str, str, bytes | None]
+"""number of the lease, prompt_index, lease_id, the letters of its new states, lengths."""
 
 
-# Another reader, a full disk or a failing one; the same statement may succeed later.
-_TEMPORARY = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_CANTOPEN,
-}
+class JournalContent(NamedTuple, Generic[Place]):
+    """What a storage holds; `numbers` and `next_number` are those of the leases' events."""
+
+    settings: dict[str, str | int] | None
+    snapshot: LedgerSnapshot
+    entries: list[Entry]
+    numbers: dict[str, int]
+    free: list[int]
+    places: dict[int, Place]
+    scheduling_states: dict[str, SchedulingState]
+    next_number: int
 
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY CHECK (id = 0), data TEXT);
-CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 0), data BLOB);
-CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEGER, lease_id TEXT,
-    min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB);
-CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER PRIMARY KEY, segment INTEGER,
-    position INTEGER, num_bytes INTEGER, checksum BLOB);
-CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
-CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
-    states TEXT, response_lengths BLOB);
-"""
+class Changes(NamedTuple, Generic[Place]):
+    """What one commit writes; None where nothing has changed.
 
-
-def journal_path(run: Path) -> Path:
-    """The journal's path in the folder of a run."""
-    return run / "buffer" / "journal.sqlite"
-
-
-@contextmanager
-def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
-    """The file as it is at one moment, while others may write it.
-
-    Raises:
-        OtherReleaseError: the file has another format.
+    `closed` are prompts without an entry from here on. `added` and `freed` are the places of
+    payloads by prompt; a prompt may be in both, for one group that follows another. What was lost
+    has no place.
     """
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
-    with (
-        translated_errors(path),
-        closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db,
-    ):
-        db.execute("BEGIN")
-        _require_format(db, path)
-        yield db
+
+    settings: Mapping[str, str | int] | None
+    snapshot: LedgerSnapshot | None
+    scheduling_states: Mapping[str, SchedulingState] | None
+    events: Sequence[EventRow]
+    entries: Sequence[EntryRow]
+    closed: Sequence[int]
+    added: Mapping[int, Place]
+    freed: Mapping[int, Place | None]
 
 
-def _require_format(db: sqlite3.Connection, path: Path) -> None:
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchone():
-        return
-    row = db.execute("SELECT data FROM settings").fetchone()
-    found = json.loads(row[0])["format"] if row else FORMAT
-    if found != FORMAT:
-        what, remedy = f"the journal {path}", "start the run anew with --new"
-        raise OtherReleaseError.of(what, found, FORMAT, remedy)
+class JournalStorage(Protocol[Place]):
+    """Where a journal is; one process at a time writes it."""
+
+    name: str
+    """Of the storage, for people to read."""
+
+    def read(self, now_s: float) -> JournalContent[Place]:
+        """Everything but the events; changes nothing, so it may be repeated. Leases expire at
+        `now_s`."""
+
+    def recover(self, places: Mapping[int, Place]) -> Mapping[int, Any]:
+        """The payloads by prompt, without those that are missing or damaged."""
+
+    def stage(self, payloads: Sequence[Any]) -> list[Place]:
+        """Write the payloads; `commit` must follow, which names them or frees them again.
+
+        Raises:
+            StorageError: nothing was written.
+        """
+
+    def commit(self, changes: Changes[Place]) -> frozenset[int]:
+        """Write all of it, or nothing; the prompts of `added` whose payload is gone by now.
+
+        Raises:
+            StorageError: nothing was written, and what was staged is freed.
+        """
+
+    def close(self) -> None: ...
 
 
-def read_events(db: sqlite3.Connection) -> Iterator[Event]:
-    """Every transition of every lease, those of one prompt in their order."""
-    for prompt_index, lease_id, letters, packed in db.execute(
-        "SELECT prompt_index, lease_id, states, response_lengths FROM events ORDER BY number"
-    ):
-        lengths = msgspec.msgpack.decode(packed, type=tuple[int, ...]) if packed else ()
-        for place, letter in enumerate(letters):
-            # A lease is granted first; what follows, if it has lengths, is its put.
-            yield _event(prompt_index, lease_id, letter, lengths if place == 1 else ())
+def events_of(
+    prompt_index: int, lease_id: str, letters: str, packed: bytes | None
+) -> Iterator[Event]:
+    """The transitions of one row. `packed` are the lengths of the responses that were put."""
+    lengths = msgspec.msgpack.decode(packed, type=tuple[int, ...]) if packed else ()
+    # A lease is granted first; what follows, if it has lengths, is its put.
+    put = int(letters.startswith(_GRANTED))
+    for place, letter in enumerate(letters):
+        yield _event(prompt_index, lease_id, letter, lengths if place == put else ())
 
 
 def _event(prompt_index: int, lease_id: str, letter: str, lengths: tuple[int, ...]) -> Event:
@@ -144,130 +136,35 @@ def _event(prompt_index: int, lease_id: str, letter: str, lengths: tuple[int, ..
     return Event(prompt_index, word, None, lease_id, lengths)
 
 
-def read_snapshot(db: sqlite3.Connection) -> LedgerSnapshot:
-    row = db.execute("SELECT data FROM snapshot").fetchone()
-    return msgspec.msgpack.decode(row[0], type=LedgerSnapshot) if row else LedgerSnapshot()
-
-
-def open_to_write(path: Path, durability: str) -> sqlite3.Connection:
-    """Open the file and create its tables; a file of another format is refused unchanged."""
-    if path.exists():
-        with open_to_read(path):
-            pass
-    with translated_errors(path):
-        # The server is created in one thread and serves in another, never in both at a time.
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'machine' else 'NORMAL'}")
-        db.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
-        db.execute("PRAGMA wal_autocheckpoint = 4000")
-        db.executescript(_SCHEMA)
-    return db
-
-
-@contextmanager
-def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Commit all of the block, or nothing of it."""
-    with translated_errors(path):
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            db.execute("COMMIT")
-        except sqlite3.Error:
-            with suppress(sqlite3.Error):
-                db.execute("ROLLBACK")
-            # On a full disk, truncating the log may free the space that is missing.
-            with suppress(sqlite3.Error):
-                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            raise
-
-
-@contextmanager
-def translated_errors(path: Path) -> Iterator[None]:
-    """Raise StorageError or ConfigError for SQLite's errors."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in _TEMPORARY:
-            full = ", no space is left" if shutil.disk_usage(path.parent).free < 2**16 else ""
-            raise StorageError(f"the journal {path} cannot be written: {error}{full}") from error
-        raise ConfigError(f"the journal {path} cannot be used: {error}; move it away") from error
-
-
-class JournalContent(NamedTuple):
-    """The rows of every table; `numbers` and `next_number` are those of the leases' events."""
-
-    settings: dict[str, str | int] | None
-    snapshot: LedgerSnapshot
-    entries: list[Entry]
-    numbers: dict[str, int]
-    free: list[int]
-    places: dict[int, PayloadPlace]
-    scheduling_states: dict[str, SchedulingState]
-    next_number: int
-
-
-def read_content(db: sqlite3.Connection, now_s: float) -> JournalContent:
-    """Everything but the events. Leases expire at `now_s` unless the ledger extends them."""
+def read_entries(
+    rows: Iterable[EntryRow], now_s: float
+) -> tuple[list[Entry], dict[str, int], list[int]]:
+    """The entries, the numbers of their leases, and the prompts that are free."""
     entries, numbers, free = [], {}, []
-    for prompt_index, number, lease_id, min_policy_version, state, version, header in db.execute(
-        "SELECT * FROM entry"
-    ):
+    for prompt_index, number, lease_id, min_policy_version, state, version, header in rows:
         if state == FREE:
             free.append(prompt_index)
             continue
-        known = header and msgspec.msgpack.decode(header, type=GroupHeader)
+        known = msgspec.msgpack.decode(header, type=GroupHeader) if header else None
         lease = (prompt_index, lease_id, min_policy_version, now_s)
         entries.append(Entry(*lease, State(state), known, version))
         numbers[lease_id] = number
-    settings = db.execute("SELECT data FROM settings").fetchone()
-    newest = db.execute("SELECT max(number) FROM events").fetchone()[0]
-    return JournalContent(
-        settings=settings and json.loads(settings[0]),
-        snapshot=read_snapshot(db),
-        entries=entries,
-        numbers=numbers,
-        free=free,
-        places={key: PayloadPlace(*place) for key, *place in db.execute("SELECT * FROM payload")},
-        scheduling_states={
-            generator_id: SchedulingState(scheduling_state)
-            for generator_id, scheduling_state in db.execute("SELECT * FROM scheduling_state")
-        },
-        next_number=0 if newest is None else newest + 1,
-    )
+    return entries, numbers, free
 
 
-log = logging.getLogger(__name__)
-
-
-_PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
-_PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
-    ON CONFLICT (number) DO UPDATE SET states = states || excluded.states,
-    response_lengths = coalesce(excluded.response_lengths, response_lengths)"""
-
-
-class _Stored(NamedTuple):
-    """A group whose payload row is in the file: its lease's number, and its place if it is not
+class _Stored(NamedTuple, Generic[Place]):
+    """A group whose payload the storage names: its lease's number, and its place if it is not
     lost."""
 
     number: int
-    place: PayloadPlace | None
+    place: Place | None
 
 
-class Journal:
-    """Writes one `BufferState`; one process at a time."""
+class Journal(Generic[Place]):
+    """Writes one `BufferState` to its storage, which it closes."""
 
-    def __init__(
-        self, path: Path, state: BufferState[bytes | memoryview], *, durability: str
-    ) -> None:
-        """`durability`: a commit outlasts the death of the "process", or of the "machine".
-
-        Raises:
-            StorageError: the file cannot be opened now (a full disk).
-            ConfigError: it cannot be used at all.
-        """
-        self._path = path
+    def __init__(self, storage: JournalStorage[Place], state: BufferState[Any]) -> None:
+        self._storage = storage
         self._state = state
         self._ledger = state.ledger
         self._pending: list[tuple[int, Event]] = []
@@ -275,31 +172,22 @@ class Journal:
         self._scheduling_states: dict[str, SchedulingState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        self._stored: dict[int, _Stored] = {}
+        self._stored: dict[int, _Stored[Place]] = {}
         self._unwritten: set[int] = set()
-        self._settings: str | None = None
-        self._lock = _lock(path)
-        try:
-            self._db = open_to_write(path, durability)
-        except StorageError:
-            self._lock.close()
-            raise
-        is_synced = durability == "machine"
-        self._segments = Segments(path.with_name("payloads"), is_synced=is_synced)
+        self._settings: dict[str, str | int] | None = None
 
     def recover(self, settings: Mapping[str, str | int], now_s: float) -> None:
-        """Restore the file's state into the blank one, and record every change from here on.
+        """Restore the storage's state into the blank one, and record every change from here on.
 
-        `settings` identify the run; those of `learner.` and `buffer.` may differ from the file's.
+        `settings` identify the run; those of `learner.` and `buffer.` may differ from what is kept.
 
         Raises:
             ConfigError: the journal is of another run.
             StorageError: it cannot be read now; the state is still blank.
         """
-        with translated_errors(self._path):
-            content = read_content(self._db, now_s)
+        content = self._storage.read(now_s)
         has_new_bound = self._check_settings(content.settings, settings)
-        payloads = self._segments.recover(content.places)
+        payloads = self._storage.recover(content.places)
         self._next_number, self._numbers = content.next_number, content.numbers
         for entry in content.entries:
             if entry.header is not None:
@@ -315,13 +203,13 @@ class Journal:
         if has_new_bound and self._ledger.learner_term:
             # Fences a learner that still uses the old bound.
             self._ledger.learner_term += 1
-        self._settings = json.dumps({"format": FORMAT, **settings})
+        self._settings = dict(settings)
         # Else it is written with the first commit that succeeds.
         with suppress(StorageError):
             self.commit()
 
     def commit(self) -> None:
-        """Write everything that changed since the last commit, in one transaction.
+        """Write everything that changed since the last commit, at once.
 
         Raises:
             StorageError: nothing was written, or all but the new payloads, because they do not fit;
@@ -337,35 +225,40 @@ class Journal:
         stored = {index: self._stored[index].number for index in last if index in self._stored}
         freed = dict(stored.items() - groups.items())
         try:
-            added = self._write_payloads(dict(sorted(groups.items() - stored.items())))
+            added = self._stage(dict(sorted(groups.items() - stored.items())))
         except StorageError:
             if not freed:
                 raise
             added = {}
-        try:
-            with transaction(self._db, self._path):
-                self._write_totals(snapshot, scheduling_states)
-                self._write_events()
-                self._write_entries(last.values())
-                self._write_places(added, freed)
-        except StorageError:
-            self._segments.discard()
-            raise
+        entries, closed = self._entries(last.values())
+        changes = Changes(
+            settings=self._settings,
+            snapshot=None if snapshot == self._snapshot else snapshot,
+            scheduling_states=None
+            if scheduling_states == self._scheduling_states
+            else scheduling_states,
+            events=self._events(),
+            entries=entries,
+            closed=closed,
+            added={i: stored.place for i, stored in added.items() if stored.place is not None},
+            freed={index: self._stored[index].place for index in freed},
+        )
+        missing = self._storage.commit(changes)
         self._pending.clear()
         self._settings = None
         self._snapshot, self._scheduling_states = snapshot, scheduling_states
-        gone = [self._stored.pop(index) for index in freed]
+        for index in freed:
+            del self._stored[index]
         self._stored |= added
         self._unwritten = groups.keys() - self._stored.keys()
-        self._segments.settle(_places(added.values()), _places(gone))
+        if missing:
+            self._state.lose(missing)
         if self._unwritten:
             # What was freed may be the room that they need.
             self.commit()
 
     def close(self) -> None:
-        self._segments.close()
-        self._db.close()
-        self._lock.close()
+        self._storage.close()
 
     def _on_event(self, event: Event) -> None:
         if event.state == State.LEASED or not event.lease_id:
@@ -385,27 +278,13 @@ class Journal:
         held = (entry for entry in entries if entry is not None and entry.header is not None)
         return {entry.prompt_index: self._numbers[entry.lease_id] for entry in held}
 
-    def _write_payloads(self, new: Mapping[int, int]) -> dict[int, _Stored]:
+    def _stage(self, new: Mapping[int, int]) -> dict[int, _Stored[Place]]:
         """Write the payloads of these groups, by prompt and number."""
-        places = self._segments.write([self._state.payload(prompt_index) for prompt_index in new])
+        places = self._storage.stage([self._state.payload(prompt_index) for prompt_index in new])
         groups = zip(new.items(), places, strict=True)
         return {prompt_index: _Stored(number, place) for (prompt_index, number), place in groups}
 
-    def _write_totals(
-        self, snapshot: LedgerSnapshot, scheduling_states: Mapping[str, SchedulingState]
-    ) -> None:
-        """Everything that is not of one prompt, where it has changed."""
-        if self._settings is not None:
-            self._db.execute("INSERT OR REPLACE INTO settings VALUES (0, ?)", (self._settings,))
-        if snapshot != self._snapshot:
-            data = msgspec.msgpack.encode(snapshot)
-            self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (data,))
-        if scheduling_states != self._scheduling_states:
-            self._db.execute("DELETE FROM scheduling_state")
-            rows = ((name, str(state)) for name, state in scheduling_states.items())
-            self._db.executemany("INSERT INTO scheduling_state VALUES (?, ?)", rows)
-
-    def _write_events(self) -> None:
+    def _events(self) -> list[EventRow]:
         rows: dict[int, tuple[int, str, str, bytes | None]] = {}
         for number, event in self._pending:
             *_, states, lengths = rows.get(number, ("", None))
@@ -413,11 +292,12 @@ class Journal:
                 lengths = msgspec.msgpack.encode(event.response_lengths)
             states += LETTERS[event.reason or event.state]
             rows[number] = (event.prompt_index, event.lease_id, states, lengths)
-        self._db.executemany(_PUT_EVENTS, [(number, *row) for number, row in rows.items()])
+        return [(number, *row) for number, row in rows.items()]
 
-    def _write_entries(self, events: Iterable[Event]) -> None:
-        """The present entry of each event's prompt, or none."""
-        rows, deleted = [], []
+    def _entries(self, events: Iterable[Event]) -> tuple[list[EntryRow], list[int]]:
+        """The present entry of each event's prompt, and the prompts that have none."""
+        rows: list[EntryRow] = []
+        closed = []
         for event in events:
             prompt_index = event.prompt_index
             entry = self._ledger.entry(prompt_index)
@@ -426,32 +306,28 @@ class Journal:
             elif _frees(event):
                 rows.append((prompt_index, -1, "", 0, FREE, -1, None))
             else:
-                deleted.append((prompt_index,))
-        self._db.executemany(_PUT_ENTRY, rows)
-        self._db.executemany("DELETE FROM entry WHERE prompt_index = ?", deleted)
+                closed.append(prompt_index)
+        return rows, closed
 
-    def _write_places(self, added: Mapping[int, _Stored], freed: Iterable[int]) -> None:
-        gone = [(index,) for index in freed]
-        self._db.executemany("DELETE FROM payload WHERE prompt_index = ?", gone)
-        rows = [(index, *stored.place) for index, stored in added.items() if stored.place]
-        self._db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?)", rows)
-
-    def _row(self, entry: Entry) -> tuple[object, ...]:
+    def _row(self, entry: Entry) -> EntryRow:
         header = None if entry.header is None else msgspec.msgpack.encode(entry.header)
         number = self._numbers[entry.lease_id]
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
         return (*key, str(entry.state), entry.version, header)
 
-    def _restore(self, content: JournalContent, payloads: dict[int, bytes], now_s: float) -> None:
+    def _restore(
+        self, content: JournalContent[Place], payloads: Mapping[int, Any], now_s: float
+    ) -> None:
         self._state.restore(content.snapshot, content.entries, content.free, payloads, now_s)
         books = msgspec.structs.asdict(self._ledger.books())
         columns = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}
-        log.info("recovered %s at version %d: %s", self._path, self._ledger.version, columns)
+        name, version = self._storage.name, self._ledger.version
+        log.info("recovered %s at version %d: %s", name, version, columns)
 
     def _check_settings(
         self, known: Mapping[str, str | int] | None, settings: Mapping[str, str | int]
     ) -> bool:
-        """Whether the staleness bound differs from the `known` one, which is the file's."""
+        """Whether the staleness bound differs from the `known` one, which is the storage's."""
         if known is None:
             return False
         changed = {name: (known.get(name), now) for name, now in settings.items()}
@@ -459,8 +335,8 @@ class Journal:
         for name, (then, now) in changed.items():
             if not name.startswith(("learner.", "buffer.")):
                 raise ConfigError(
-                    f"{name}: is {now!r}, but the journal {self._path} is of a run with {then!r}: "
-                    "set it back, or start the run anew with --new"
+                    f"{name}: is {now!r}, but the journal {self._storage.name} is of a run with "
+                    f"{then!r}: set it back, or start the run anew with --new"
                 )
             log.warning("%s was %s in the journal; from here on it is %s", name, then, now)
         return bool(changed)
@@ -475,21 +351,3 @@ def _is_same(then: object, now: object) -> bool:
 def _frees(event: Event) -> bool:
     """Whether the event's prompt may be granted again."""
     return event.state == "dropped" and DropReason(event.reason or "").returns_prompt
-
-
-def _places(groups: Iterable[_Stored]) -> list[PayloadPlace]:
-    return [stored.place for stored in groups if stored.place is not None]
-
-
-def _lock(path: Path) -> TextIO:
-    """Exclude other buffers from the journal, while the file is open."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError as error:
-        raise StorageError(f"the journal {path} cannot be opened: {error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ConfigError(f"{path} is in use by another buffer") from error
-    return lock

@@ -443,6 +443,16 @@ class BufferState(Generic[Payload]):
     def payload(self, prompt_index: int) -> Payload:
         return self._payloads[prompt_index][0]
 
+    def lose(self, prompt_indices: Iterable[int]) -> None:
+        """The payloads of these groups are gone from where they were kept: the groups are sampled
+        again, those that are lent once their learner attaches again."""
+        lost = [index for index in prompt_indices if index in self._payloads]
+        for prompt_index in lost:
+            self._num_bytes -= self._payloads.pop(prompt_index)[1]
+        self._lost |= frozenset(lost)
+        self._orphan_lost()
+        self._delete_freed()
+
     def restore(
         self,
         snapshot: LedgerSnapshot,

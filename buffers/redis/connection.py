@@ -1,33 +1,26 @@
 """The connection to a run's Redis server: commands that are repeated until they are answered.
 
 Invariant: a call either returns the server's answer or raises within its deadline; it may be sent
-twice, because every script of `buffers/redis/lua` may run twice. While Redis is unavailable
-(restarting, stopped, failing over) calls wait here.
+twice. While Redis is unavailable (restarting, stopped, failing over) calls wait here.
 """
 
 import asyncio
-import hashlib
 import logging
-import re
 import ssl
-from collections.abc import Sequence
-from functools import cache
-from importlib import resources
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
 
 from buffers.redis.topology import RedisTopology, redacted
 from streamrl.config.secrets import REDIS_PASSWORD
-from streamrl.errors import ConfigError, OtherReleaseError, TransportError
+from streamrl.errors import ConfigError, TransportError
 
 log = logging.getLogger(__name__)
 
 Command: TypeAlias = tuple[bytes | str | int | float, ...]
-# Of a run's keys and their values; raised with every change of them.
-SCHEMA = 6
-SCRIPT_FILES = ("state", "lengths", "entries", "ledger", "batches", "calls")
+Answer = TypeVar("Answer")
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 SLOWEST_BYTES_PER_S = 10e6
 
@@ -47,31 +40,13 @@ _REFUSED = (
     exceptions.AuthenticationWrongNumberOfArgsError,
     exceptions.NoPermissionError,
 )
-# Redis 6 reports these as errors of the script: a full disk, a script that takes long, a server
-# that has become a replica, or has lost its own.
+# A full disk, a server that is busy, that has become a replica, or has lost its own.
 _UNAVAILABLE_WORDS = ("MISCONF", "BUSY", "READONLY", "MASTERDOWN", "NOREPLICAS")
-# How Redis 6 reports a lack of permission inside a script.
-_REFUSED_IN_SCRIPT = ("NOPERM", "can't run this command", "can't access at least one of the keys")
 
 
 def namespace(run: str) -> str:
     """The prefix of a run's keys; the braces keep them in one slot of a cluster."""
     return f"streamrl:{{{run}}}:"
-
-
-def other_schema(url: str, found: int) -> OtherReleaseError:
-    """The refusal of a run whose keys have the schema `found`."""
-    remedy = "start the run anew with --new (or streamrl buffer books --forget)"
-    return OtherReleaseError.of(f"run.name: the run at {url}", found, SCHEMA, remedy)
-
-
-@cache
-def script() -> tuple[str, str]:
-    """The source of the ledger's script, and its SHA-1, by which EVALSHA names it."""
-    folder = resources.files("buffers.redis") / "lua"
-    source = "\n".join((folder / f"{n}.lua").read_text() for n in SCRIPT_FILES)
-    source = f"local SCHEMA = {SCHEMA}\n{source}"
-    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 class RedisConnection:
@@ -81,7 +56,7 @@ class RedisConnection:
         self.url = redacted(url)
         self.deadline_s = deadline_s
         self._topology = RedisTopology(url)
-        self._exists: Command = ("EXISTS", namespace(run) + "state")
+        self._exists: Command = ("EXISTS", namespace(run) + "fence")
         self._retry_s = retry_s
 
     @property
@@ -92,26 +67,65 @@ class RedisConnection:
     async def close(self) -> None:
         await self._topology.close()
 
-    async def call(self, name: str, *commands: Command, wait_s: float = 0.0) -> list[Any]:
-        """The answers to the commands, which are sent in one pipeline.
+    async def call(self, name: str, *commands: Command) -> list[Any]:
+        """The answers to the commands, which are sent in one pipeline. See `run`."""
 
-        Waits for them until the deadline, and after a failure twice as long each time before the
-        next attempt.
+        async def send(client: "Redis") -> list[Any]:
+            if len(commands) == 1:
+                return [await client.execute_command(*commands[0])]
+            pipeline = client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            return list(await pipeline.execute())
+
+        words = (word for c in commands for word in c if isinstance(word, bytes))
+        return await self.run(name, send, num_bytes=sum(map(len, words)))
+
+    async def transaction(
+        self, name: str, key: str, allow: Callable[[bytes | None], None], commands: list[Command]
+    ) -> list[Any]:
+        """The answers to the commands, all of which are run, or none. See `run`.
+
+        `allow` raises unless they may be run with the present value of the key.
+        """
+
+        async def send(client: "Redis") -> list[Any]:
+            async with client.pipeline(transaction=True) as pipeline:
+                await pipeline.watch(key)
+                allow(await pipeline.immediate_execute_command("GET", key))
+                pipeline.multi()
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return list(await pipeline.execute())
+
+        return await self.run(name, send)
+
+    async def run(
+        self, name: str, send: Callable[["Redis"], Awaitable[Answer]], num_bytes: int = 0
+    ) -> Answer:
+        """What `send` returns, which asks the node that holds the run.
+
+        Waits for it until the deadline, and after a failure twice as long each time before the next
+        attempt. `num_bytes` are sent, which takes its time.
 
         Raises:
-            TransportError: unanswered for `wait_s` and the deadline of this connection.
+            TransportError: unanswered until the deadline of this connection.
             ConfigError: the server refuses this user.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s + self.deadline_s
-        num_bytes = sum(len(word) for c in commands for word in c if isinstance(word, bytes))
+        deadline = loop.time() + self.deadline_s
         retry_timeout_s = self._retry_s + num_bytes / SLOWEST_BYTES_PER_S
         delay_s = FIRST_DELAY_S
         while True:
             client = self.client
             try:
                 async with asyncio.timeout(min(deadline - loop.time(), retry_timeout_s)):
-                    return await self._attempt(commands)
+                    if client is not self._topology.holder:
+                        await client.execute_command(*self._exists)
+                        self._topology.holder = client
+                    return await send(client)
+            except exceptions.WatchError:
+                continue
             except (*_REFUSED, *_UNAVAILABLE, exceptions.ResponseError) as error:
                 if isinstance(error, exceptions.MovedError):
                     self._topology.follow(error)
@@ -119,35 +133,17 @@ class RedisConnection:
                     self._raise_if_final(error)
                     self._topology.switch_node(client)
                 if loop.time() + delay_s >= deadline:
-                    raise self._timed_out(name, wait_s, error) from error
+                    raise self._timed_out(name, error) from error
                 message = _summary(error)
-                log.warning("no answer from the buffer at %s to %s: %s", self.url, name, message)
+                log.warning("no answer from Redis at %s to %s: %s", self.url, name, message)
             retry_timeout_s *= 2
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
-    async def _attempt(self, commands: Sequence[Command]) -> list[Any]:
-        try:
-            if (client := self.client) is not self._topology.holder:
-                await client.execute_command(*self._exists)
-                self._topology.holder = client
-            return await self._send(commands)
-        except exceptions.NoScriptError:
-            await self.client.execute_command("SCRIPT LOAD", script()[0])
-            return await self._send(commands)
-
-    async def _send(self, commands: Sequence[Command]) -> list[Any]:
-        if len(commands) == 1:
-            return [await self.client.execute_command(*commands[0])]
-        pipeline = self.client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        return list(await pipeline.execute())
-
     def _raise_if_final(self, error: Exception) -> None:
         """Raise the errors that no later attempt can avoid."""
         message = str(error)
-        if isinstance(error, _REFUSED) or any(words in message for words in _REFUSED_IN_SCRIPT):
+        if isinstance(error, _REFUSED):
             raise ConfigError(
                 f"buffer.url {self.url}: Redis refuses this user: {message}; it needs the right "
                 f"password ({REDIS_PASSWORD} or buffer.password_file), and an ACL such as "
@@ -163,10 +159,10 @@ class RedisConnection:
         ):
             raise error
 
-    def _timed_out(self, name: str, wait_s: float, error: Exception) -> TransportError:
+    def _timed_out(self, name: str, error: Exception) -> TransportError:
         return TransportError(
-            f"the buffer at {self.url} has not answered {name} for {wait_s + self.deadline_s:g} s "
-            f"({_summary(error)}): is Redis running, and is buffer.url right?"
+            f"Redis at {self.url} has not answered {name} for {self.deadline_s:g} s "
+            f"({_summary(error)}): is it running, and is buffer.url right?"
         )
 
 
@@ -180,6 +176,5 @@ def _certificate_error(error: BaseException | None) -> str:
 
 
 def _summary(error: Exception) -> str:
-    """The first sentence of Redis' message, without the position in the script."""
-    message = re.sub(r"^Error running script.*: -", "", str(error)).partition(". ")[0]
-    return message or type(error).__name__
+    """The first sentence of Redis' message."""
+    return str(error).partition(". ")[0] or type(error).__name__

@@ -69,7 +69,7 @@ class RedisMemoryLimit:
             return
         self._used, self._limit = int(memory["used_memory"]), int(memory["maxmemory"])
         policy = memory["maxmemory_policy"]
-        if self._limit and policy.startswith("allkeys"):
+        if self._limit and policy != "noeviction":
             raise ConfigError(
                 f"buffer.url {self._connection.url}: its maxmemory-policy {policy} lets Redis "
                 "throw groups away; it must be noeviction (CONFIG SET maxmemory-policy noeviction)"

@@ -10,6 +10,7 @@ sent at a time, so that a slow server does not receive one twice before it has r
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from buffers.client import RequestClient
 from buffers.zmq import multipart
 from streamrl import wire
 from streamrl.curve import set_client_keys
-from streamrl.errors import StorageError, TransportError
+from streamrl.errors import ConfigError, StorageError, TransportError
 from streamrl.types import PackedGroup, TrajectoryGroup, pack
 
 log = logging.getLogger(__name__)
@@ -64,35 +65,17 @@ class ZmqBuffer(RequestClient):
         self._puts = asyncio.Semaphore(MAX_PUTS)
         self._unsent: dict[bytes, list[bytes]] = {}
         self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        # Without a connection requests wait in `_send_and_wait`, until the caller's deadline.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        set_client_keys(self._socket, url, curve)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
-            _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
-        self._socket.connect(url.replace("zmq://", "tcp://"))
-        # zmq.asyncio costs more than the call itself; this is the part of it that is needed.
-        self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
-        # The descriptors signal only what is new after a first look.
-        self._read()
-        self._read_monitor()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        if url.startswith("zmq://"):
+            self._reconnect(url, lambda socket: set_client_keys(socket, url, curve))
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         async with self._puts:
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(pack(group)))
 
     async def close(self) -> None:
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_reader(self._monitor.fileno())
-            self._socket.disable_monitor()
-            self._monitor.close()
-            self._socket.close()
+        self._disconnect()
 
     def _group(self, payload: memoryview) -> TrajectoryGroup:
         return wire.decode(payload, PackedGroup, max_bytes=len(payload)).group()
@@ -155,6 +138,46 @@ class ZmqBuffer(RequestClient):
             del self._replies[frames[0]]
             self._unsent.pop(frames[0], None)
 
+    def _reconnect(self, url: str, set_keys: Callable[["zmq.Socket[bytes]"], None]) -> None:
+        """Leave the server there was, if any, for that at `url`, and send the open requests there.
+
+        `set_keys` sets the keys of a socket that is not yet connected.
+        """
+        self._disconnect()
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        # Without a connection requests wait in `_send_and_wait`, until the caller's deadline.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        try:
+            set_keys(socket)
+        except ConfigError:
+            socket.close()
+            raise
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
+            _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        socket.connect(url.replace("zmq://", "tcp://"))
+        self._socket, self._monitor = socket, monitor
+        # zmq.asyncio costs more than the call itself; this is the part of it that is needed.
+        self._loop.add_reader(socket.fileno(), self._read)
+        self._loop.add_reader(monitor.fileno(), self._read_monitor)
+        # The descriptors signal only what is new after a first look.
+        self._read()
+        self._read_monitor()
+        self._resend_all()
+
+    def _disconnect(self) -> None:
+        if self._socket is None or self._monitor is None:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._socket = self._monitor = None
+
     def _decode(
         self, frames: list[memoryview], expected: type[Reply]
     ) -> tuple[Reply, list[memoryview]]:
@@ -167,7 +190,7 @@ class ZmqBuffer(RequestClient):
 
     def _send_all(self) -> None:
         """Sends what is not sent yet, if there is a connection; never waits."""
-        if self._socket.closed:
+        if self._socket is None:
             return
         # The socket's descriptor signals a change only once, and sending may have consumed it.
         self._loop.call_soon(self._read)
@@ -196,7 +219,7 @@ class ZmqBuffer(RequestClient):
 
         Both at each call: the descriptor signals neither a second time.
         """
-        while not self._socket.closed:
+        while self._socket is not None:
             events = multipart.events(self._socket)
             if events & multipart.WRITABLE and self._unsent:
                 self._send_all()
@@ -210,7 +233,7 @@ class ZmqBuffer(RequestClient):
 
     def _read_monitor(self) -> None:
         """Sends the open requests again after a reconnection."""
-        while not self._monitor.closed:
+        while self._monitor is not None:
             try:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             except zmq.Again:

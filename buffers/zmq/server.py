@@ -58,9 +58,10 @@ from buffers.zmq import multipart
 from buffers.zmq.multipart import Frame
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 from streamrl import wire
-from streamrl.curve import CurveServer
+from streamrl.config.addresses import is_loopback
+from streamrl.curve import CurveServer, choose_family, serve_with_new_key
 from streamrl.errors import StorageError, StreamRLError, WireError
-from streamrl.types import BufferStats, PackedGroup, RefusalReason
+from streamrl.types import BufferStats, GroupHeader, PackedGroup, RefusalReason
 
 ASKED_WITHIN_S = 3.0
 MAX_OBSERVERS = 1024
@@ -93,8 +94,8 @@ RETRY_S = 1.0
 
 
 def wait_for_journal(
-    open_journal: Callable[[], Journal], url: str, curve: Path | None, stop: threading.Event
-) -> Journal | None:
+    open_journal: Callable[[], Journal[Any]], url: str, curve: Path | None, stop: threading.Event
+) -> Journal[Any] | None:
     """The journal; None once `stop` is set. Tries again every RETRY_S, and refuses meanwhile.
 
     Raises:
@@ -301,13 +302,18 @@ class ZmqBufferServer:
         url: str,
         *,
         quarantine: Path,
-        journal: Journal | None = None,
+        journal: Journal[Any] | None = None,
         curve: Path | None = None,
         max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
+        stores_elsewhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
         on_stats: Callable[[BufferStats], None] | None = None,
     ) -> None:
-        """`on_stats` is called in the thread of `serve`, every STATS_S at most."""
+        """`on_stats` is called in the thread of `serve`, every STATS_S at most.
+
+        `stores_elsewhere`: payloads are `buffers.messages.StoredGroup`. Then only those whom Redis
+        tells `key`, which is new, may connect from other machines; on this one it is "".
+        """
         self._state = state
         self._quarantine = Quarantine(quarantine)
         self._peers = Peers()
@@ -323,13 +329,20 @@ class ZmqBufferServer:
         self._needed_s = clock()
         self._pending_requests = PendingRequests()
         self._context = zmq.Context()
-        self._curve = CurveServer(self._context, url, curve)
+        has_new_key = stores_elsewhere and not is_loopback(url)
+        self._stores_elsewhere = stores_elsewhere
+        self._curve = None if has_new_key else CurveServer(self._context, url, curve)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._socket.setsockopt(zmq.SNDHWM, MAX_REPLIES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_FRAME_BYTES, 2 * max_group_bytes))
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._curve.configure(self._socket)
+        self.key = ""
+        if self._curve is None:
+            choose_family(self._socket, url)
+            self.key = serve_with_new_key(self._socket)
+        else:
+            self._curve.configure(self._socket)
         self._socket.bind(url.replace("zmq://", "tcp://"))
         endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.url = endpoint.replace("tcp://", "zmq://")
@@ -356,7 +369,8 @@ class ZmqBufferServer:
             return self._state.stats(self._clock())
         finally:
             self._socket.close()
-            self._curve.close()
+            if self._curve is not None:
+                self._curve.close()
             self._context.term()
 
     def _show_stats(self) -> None:
@@ -474,12 +488,20 @@ class ZmqBufferServer:
         self._require_space()
         payload = frames[0] if frames else b""
         try:
-            group = wire.decode(payload, PackedGroup, max_bytes=self._max_group_bytes)
+            header, kept = self._group(payload)
         except WireError as error:
             self._quarantine.keep(lease_id, [payload], error)
             self._state.ledger.refuse_malformed(lease_id)
             raise
-        self._state.put(lease_id, group.header(len(payload)), payload, self._clock())
+        self._state.put(lease_id, header, kept, self._clock())
+
+    def _group(self, payload: Frame) -> tuple[GroupHeader, Frame]:
+        """The header, and what the state keeps of a payload."""
+        if self._stores_elsewhere:
+            stored = wire.decode(payload, m.StoredGroup, max_bytes=MAX_REQUEST_BYTES)
+            return stored.header, stored.key
+        group = wire.decode(payload, PackedGroup, max_bytes=self._max_group_bytes)
+        return group.header(len(payload)), payload
 
     def _require_space(self) -> None:
         if self._refusal is not None:

@@ -26,7 +26,7 @@ from streamrl.checkpoints.history import History, read_history
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DamagedCheckpointError, OtherReleaseError
-from streamrl.types import Books, BufferStats
+from streamrl.types import Books
 
 PREFIX = "step-"
 STATE_FILE = "state.json"
@@ -216,21 +216,21 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> No
         require_steps_left(checkpoint, config.run.max_steps)
 
 
-def require_new_run(config: RunConfig, stats: BufferStats) -> None:
+def require_new_run(config: RunConfig, learner_term: int, version: int) -> None:
     """
     Raises:
-        ConfigError: a learner has attached to the buffer before.
+        ConfigError: a learner has attached before to the buffer that has these.
     """
-    if not stats.books.learner_term:
+    if not learner_term:
         return
     folder = config.run.path
     remedy = (
         f"stop the buffer and move {folder} aside, as launch --new does"
-        if config.buffer.has_daemon
+        if config.buffer.binds_url
         else "delete it there with launch --new or streamrl buffer books --forget"
     )
     raise ConfigError(
-        f"run.name: the buffer holds a run {config.run.name} at version {stats.policy_version} "
+        f"run.name: the buffer holds a run {config.run.name} at version {version} "
         f"already: --resume goes on {_from(config)}. To start anew, {remedy}, or choose another "
         "run.name"
     )

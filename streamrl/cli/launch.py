@@ -22,7 +22,6 @@ from streamrl.cli.processes.run_commands import (
     make_missing_model,
     prepared,
     require_books,
-    write_books,
 )
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import reported
@@ -132,7 +131,6 @@ def run_here(
             fork_server=fork_server,
         )
     )
-    write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
     return lost

@@ -51,7 +51,7 @@ class BufferSettings(Section):
     deadline_s: Seconds = 60.0
     """How long a client retries a call to the buffer before it fails."""
     journal: bool = True
-    """Whether zmq:// keeps its state in the run folder (buffer/)."""
+    """Whether zmq:// keeps its state in the run folder (buffer/); redis:// keeps it in Redis."""
     durability: Literal["process", "machine"] = "process"
     """What the journal survives: a killed buffer, or (waiting for the disk) a power failure too."""
     record: bool = False
@@ -139,8 +139,8 @@ class BufferSettings(Section):
         return self.url
 
     @property
-    def has_daemon(self) -> bool:
-        """Whether a process of ours serves the buffer."""
+    def binds_url(self) -> bool:
+        """Whether the buffer daemon listens at `url`; else Redis tells where it does."""
         return self.url.startswith("zmq://")
 
 

@@ -250,7 +250,7 @@ def weights_without_keys(c: "RunConfig") -> str | None:
 
 def one_address(c: "RunConfig") -> str | None:
     buffer, weights = c.buffer.url, c.weights.address
-    if not c.buffer.has_daemon or not 0 < port_of(buffer) == port_of(weights):
+    if not c.buffer.binds_url or not 0 < port_of(buffer) == port_of(weights):
         return None
     if host_of(buffer) != host_of(weights) and not (is_loopback(buffer) and is_loopback(weights)):
         return None

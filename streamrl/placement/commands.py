@@ -40,7 +40,9 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     if len(used) == 1:
         return config
     address = _address(config, config.weights.address, "learner", seats)
-    url = _address(config, config.buffer.url, "buffer", seats)
+    url = config.buffer.url
+    if config.buffer.binds_url:
+        url = _address(config, url, "buffer", seats)
     weights = config.weights.model_copy(update={"address": address})
     buffer = config.buffer.model_copy(update={"url": url})
     return config.model_copy(update={"weights": weights, "buffer": buffer})
@@ -72,7 +74,7 @@ def _require_keys(config: RunConfig, num_hosts: int) -> None:
 
 
 def _require_reachable_redis(config: RunConfig) -> None:
-    if config.buffer.has_daemon:
+    if config.buffer.binds_url:
         return
     for host, _ in places_of(config.buffer.url):
         if is_loopback(f"redis://{url_host(host)}:0"):

@@ -358,10 +358,10 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     Raises:
         ConfigError: one of them has no place.
     """
-    buffer: tuple[Seat, ...] = ()
-    if config.buffer.has_daemon:
-        wanted = at_address("buffer.url", config.buffer.url, allowed_for("buffer", hosts), hosts)
-        buffer = (Seat("buffer", "buffer", wanted[0]),)
+    wanted = allowed_for("buffer", hosts)
+    if config.buffer.binds_url:
+        wanted = at_address("buffer.url", config.buffer.url, wanted, hosts)
+    buffer = Seat("buffer", "buffer", wanted[0])
     taken = learner_seats(config, hosts)
     for index, wanted in enumerate(generator_hosts(config, hosts)):
         name = f"generator-{index}"
@@ -371,4 +371,4 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     if config.is_validated and (has_place or config.validation.every is not None):
         generator, wanted = config.for_validator().generator, allowed_for("validator", hosts)
         taken = (*taken, engine_seat("validator", "validator", generator, wanted, taken))
-    return (*buffer, *taken)
+    return (buffer, *taken)

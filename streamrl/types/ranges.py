@@ -1,6 +1,6 @@
 """The ranges of numbers and names that cross a process, checked wherever a record is decoded.
 
-Invariant: a number in range fits wherever it is kept (64 bits of SQLite, 53 of a Lua number), and
+Invariant: a number in range fits wherever it is kept (64 bits of SQLite, 53 of a JSON number), and
 so does what is counted up from it. A limit is far above what a run needs and far below what a
 process can bear.
 

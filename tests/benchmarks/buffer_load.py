@@ -210,18 +210,27 @@ def _server(name: str, folder: Path) -> Iterator[str]:
     """Where producers connect to: a server of our own."""
     if "redis" in name:
         with redis_server(folder / "redis", "appendfsync everysec") as redis:
-            yield redis.url
+            target = partial(_serve_buffer, name, redis.url, folder)
+            with contextlib.nullcontext() if name == "raw redis" else _process(target):
+                yield redis.url
         return
     port = free_port()
     if name in ("raw zmq", "codec"):
         serve = _serve_echo if name == "raw zmq" else buffer_codec.serve
         place, target = f"tcp://127.0.0.1:{port}", partial(serve, port)
     else:
-        place, target = f"zmq://127.0.0.1:{port}", partial(_serve_buffer, name, port, folder)
+        place = f"zmq://127.0.0.1:{port}"
+        target = partial(_serve_buffer, name, place, folder)
+    with _process(target):
+        yield place
+
+
+@contextlib.contextmanager
+def _process(target: Callable[[], object]) -> Iterator[None]:
     process = CONTEXT.Process(target=target)
     process.start()
     try:
-        yield place
+        yield
     finally:
         process.terminate()
         process.join(DEADLINE_S)
@@ -235,9 +244,9 @@ def _serve_echo(port: int) -> None:
         router.send_multipart(router.recv_multipart(copy=False), copy=False)
 
 
-def _serve_buffer(name: str, port: int, folder: Path) -> None:
-    url, has_journal = f"zmq://127.0.0.1:{port}", name == "zmq+journal"
-    config = _config(url, {"folder": folder, "log_level": "warning"}, journal=has_journal)
+def _serve_buffer(name: str, url: str, folder: Path) -> None:
+    run = {"folder": folder, "log_level": "warning"}
+    config = _config(url, run, journal=name == "zmq+journal")
     service.run(partial(daemon.serve, config), role="buffer", config=config)
 
 

@@ -21,7 +21,7 @@ import zmq.asyncio
 from buffers import messages as m
 from buffers.audit import audit_journal
 from buffers.connect import try_stats
-from buffers.journal.journal import journal_path
+from buffers.journal.sqlite import journal_path
 from buffers.zmq import multipart
 from buffers.zmq.client import ZmqBuffer
 from streamrl import wire

@@ -20,6 +20,8 @@ import pytest
 
 from buffers.connect import connect
 from buffers.journal.journal import Journal
+from buffers.journal.segments import PayloadPlace
+from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
@@ -31,6 +33,7 @@ from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import DropReason, TrajectoryGroup
 from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
 from tests.records import lease_one, make_group
+from tests.redis_daemon import RedisDaemon
 from tests.redis_server import redis_server
 
 Connect = Callable[[], TrajectoryBuffer]
@@ -50,13 +53,18 @@ def serving(backend: str, folder: Path, max_staleness: int) -> Iterator[str]:
     match backend:
         case "redis":
             with redis_server(folder / "redis") as redis:
-                yield redis.url
+                settings = {"groups_per_step": GROUPS_PER_STEP, "lease_ttl_s": TTL_S}
+                daemon = RedisDaemon(redis.url, "limits", max_staleness=max_staleness, **settings)
+                try:
+                    yield redis.url
+                finally:
+                    daemon.stop()
         case "zmq":
             with serving_zmq(folder, state) as url:
                 yield url
         case "zmq with a journal":
             with contextlib.closing(
-                Journal(folder / "journal.sqlite", state, durability="process")
+                Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)
             ) as journal:
                 journal.recover({}, time.monotonic())
                 with serving_zmq(folder, state, journal) as url:
@@ -67,7 +75,7 @@ def serving(backend: str, folder: Path, max_staleness: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serving_zmq(
-    folder: Path, state: BufferState[bytes], journal: Journal | None = None
+    folder: Path, state: BufferState[bytes], journal: Journal[PayloadPlace] | None = None
 ) -> Iterator[str]:
     server = ZmqBufferServer(
         state, "zmq://127.0.0.1:0", quarantine=folder / "quarantine", journal=journal

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from buffers import messages as m
 from buffers.audit import audit_journal
-from buffers.journal.journal import journal_path
+from buffers.journal.sqlite import journal_path
 from buffers.zmq import server
 from streamrl import wire
 from streamrl.errors import LedgerError, TransportError, WireError

@@ -16,10 +16,11 @@ import pytest
 import zmq
 
 from buffers.journal.journal import Journal
+from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.redis.buffer import RedisBuffer, RedisSettings
+from buffers.redis.client import RedisBuffer
 from buffers.zmq.client import ZmqBuffer
 from buffers.zmq.server import ZmqBufferServer
 from streamrl import wire
@@ -50,6 +51,7 @@ from streamrl.types import (
     replace,
 )
 from tests.records import damaged, lease_one, make_group, with_candidates
+from tests.redis_daemon import RedisDaemon
 from tests.waiting import until
 
 Connect = Callable[[], TrajectoryBuffer]
@@ -75,7 +77,7 @@ def zmq_server(
     state = BufferState[bytes](make_ledger(final_version), lease_ttl_s=lease_ttl_s)
     with contextlib.ExitStack() as stack:
         if journal:
-            kept = Journal(folder / "journal.sqlite", state, durability="process")
+            kept = Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)
             stack.callback(kept.close)
             kept.recover({}, time.monotonic())
             kwargs["journal"] = kept
@@ -104,11 +106,10 @@ async def connect(
             state = BufferState[TrajectoryGroup](make_ledger(), lease_ttl_s=lease_ttl_s)
             make: Connect = MemoryBuffer(state).client
         elif request.param == "redis":
-            server_url = request.getfixturevalue("redis").url
-            settings = RedisSettings(
-                groups_per_step=2, max_staleness=1, lease_ttl_s=lease_ttl_s, deadline_s=10.0
-            )
-            make = partial(RedisBuffer, server_url, uuid.uuid4().hex, settings)
+            url, run = request.getfixturevalue("redis").url, uuid.uuid4().hex
+            daemon = RedisDaemon(url, run, lease_ttl_s=lease_ttl_s)
+            stack.callback(daemon.stop)
+            make = partial(RedisBuffer, url, run, deadline_s=10.0)
         else:
             has_journal = request.param.endswith("journal")
             server = stack.enter_context(

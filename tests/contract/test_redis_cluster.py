@@ -10,7 +10,7 @@ from redis import Redis
 from redis.crc import key_slot
 
 from buffers.redis.connection import namespace
-from buffers.redis.events import forget, read_events
+from buffers.redis.storage import forget, read_events
 from streamrl.errors import ConfigError
 from tests.contract.conftest import Connect
 from tests.contract.test_buffers import fill
@@ -37,7 +37,7 @@ class Cluster:
             admin.execute_command("CLUSTER", "ADDSLOTS", *slots)
         for node in self.nodes[1:]:
             self.admins[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
-        self.holder = key_slot(f"{namespace(RUN)}state".encode()) // THIRD
+        self.holder = key_slot(f"{namespace(RUN)}fence".encode()) // THIRD
         master = self.admins[self.holder].execute_command("CLUSTER", "MYID")
         until(lambda: self._knows(3, master) and all(map(_is_ok, self.admins[:3])))
         self.admins[3].execute_command("CLUSTER", "REPLICATE", master)

@@ -23,7 +23,7 @@ import zmq
 
 from buffers import messages as m
 from buffers.audit import audit_journal
-from buffers.journal.journal import journal_path
+from buffers.journal.sqlite import journal_path
 from buffers.zmq.client import ZmqBuffer
 from streamrl import wire
 from streamrl.errors import WireError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from buffers.audit import audit_journal
-from buffers.journal.journal import journal_path
+from buffers.journal.sqlite import journal_path
 from buffers.zmq.server import MAX_MALFORMED, WINDOW_S
 from tests.ports import free_port
 from tests.system.conftest import Launched

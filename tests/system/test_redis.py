@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from buffers.redis.buffer import RedisBuffer, RedisSettings
+from buffers.redis.client import RedisBuffer
 from streamrl.tracking.jsonl import read_validations
 from tests.records import lease_one
+from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, redis_server
 from tests.system.test_launch import Launch, _set, assert_every_step_once
 
@@ -21,10 +22,12 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 async def leave_a_run_behind(url: str) -> None:
     """Of the name that the launches here have, at version 5."""
-    buffer = RedisBuffer(url, "run", RedisSettings(groups_per_step=4, max_staleness=2))
+    daemon = RedisDaemon(url, groups_per_step=4, max_staleness=2)
+    buffer = RedisBuffer(url, "run")
     await buffer.attach(5, None)
     await lease_one(buffer, "somebody's", "g", 0.0)
     await buffer.close()
+    await asyncio.to_thread(daemon.stop)
 
 
 def test_a_run_that_the_server_knows_is_not_continued_by_another(

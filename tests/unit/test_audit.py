@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from buffers.audit import audit, compare, findings
-from buffers.journal.journal import journal_path
+from buffers.journal.sqlite import journal_path
 from buffers.ledger.entries import Event, LedgerSnapshot
 from streamrl.cli.buffer.audit import main
 from streamrl.types import DropReason, LengthHistogram

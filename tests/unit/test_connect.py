@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from buffers.connect import connect
-from buffers.daemon import serve
-from buffers.redis.buffer import RedisBuffer
+from buffers.daemon import address_beside
+from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import namespace
 from buffers.redis.topology import open_client, redacted
 from buffers.zmq.client import ZmqBuffer
@@ -19,7 +19,6 @@ from streamrl.errors import ConfigError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
 from streamrl.run_folder import prepare
-from streamrl.shutdown import Shutdown
 
 
 def configured(tmp_path, url: str) -> RunConfig:
@@ -83,20 +82,20 @@ def test_the_keys_of_a_run_share_a_hash_tag():
     assert namespace("my.run-1") == "streamrl:{my.run-1}:"
 
 
-async def test_a_server_that_needs_no_daemon_of_ours_gets_none(tmp_path):
+async def test_a_run_in_redis_has_a_daemon_at_an_address_of_its_own(tmp_path):
     config = configured(tmp_path, "redis://:secret@127.0.0.1:1")
     plan = make_plan(config, [this_machine()])
-    assert "buffer" not in [child.role for child in make_children(plan, notify=print)]
+    assert "buffer" in [child.role for child in make_children(plan, notify=print)]
     assert prepare(config, resume=False, new=False).buffer == config.buffer
-    with pytest.raises(ConfigError, match="a buffer at redis:// needs no daemon") as caught:
-        await serve(config, Shutdown())
-    assert "secret" not in str(caught.value)
+    assert address_beside(config.buffer.url) == "zmq://127.0.0.1:0"
+    with pytest.raises(ConfigError, match=r"buffer\.url: nowhere\.invalid cannot be reached"):
+        address_beside("redis://nowhere.invalid:6379/0")
 
 
-def test_the_books_of_a_buffer_with_a_daemon_are_its_own_business(tmp_path):
+def test_a_run_in_its_folder_has_nothing_to_forget_elsewhere(tmp_path):
     configured(tmp_path, "zmq://127.0.0.1:1")
     given = argparse.Namespace(file=str(tmp_path / "run.yaml"), config=None, overrides=[])
-    with pytest.raises(ConfigError, match="the buffer daemon writes"):
+    with pytest.raises(ConfigError, match="streamrl launch --new moves it aside"):
         books.main(given)
 
 

@@ -179,7 +179,7 @@ def test_the_buffers_image_has_all_that_its_commands_import():
     without = WITHOUT[1].split(",")
     assert "torch" in without
     names = {name.replace("-", "_") for name in without}
-    modules = ["buffers.daemon", "buffers.redis.buffer", "streamrl.cli.probe"]
+    modules = ["buffers.daemon", "buffers.redis.client", "streamrl.cli.probe"]
     modules += [f"streamrl.cli.{name}" for name in ("status", "generators", "keys")]
     modules += [f"streamrl.cli.buffer.{name}" for name in ("inspect", "drain", "audit")]
     modules += ["streamrl.cli.samples", "streamrl.cli.buffer.books"]

@@ -17,7 +17,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from buffers.audit import audit_journal
-from buffers.journal.journal import Journal, journal_path
+from buffers.journal.journal import Journal
+from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from streamrl.cli.buffer.audit import main as run_audit
@@ -38,7 +39,7 @@ def open_journal(
     run: Path, now_s: float = 0.0, **bounds: int
 ) -> tuple[BufferState[bytes], Journal]:
     state = make_state(**bounds)
-    journal = Journal(journal_path(run), state, durability="process")
+    journal = Journal(SqliteStorage(journal_path(run), durability="process"), state)
     told = {"learner.groups_per_step": state.ledger.groups_per_step, "run.name": "a"}
     journal.recover(told, now_s)
     return state, journal
@@ -352,7 +353,7 @@ def test_a_journal_in_use_is_refused(tmp_path):
 def test_a_journal_of_another_run_is_refused_by_name(tmp_path):
     _, journal = open_journal(tmp_path)
     journal.close()
-    other = Journal(journal_path(tmp_path), make_state(), durability="process")
+    other = Journal(SqliteStorage(journal_path(tmp_path), durability="process"), make_state())
     with pytest.raises(ConfigError, match=r"run\.name: is 'b', .* of a run with 'a'"):
         other.recover({"run.name": "b"}, 0.0)
     other.close()
@@ -376,7 +377,7 @@ def test_a_file_that_is_no_journal_is_named(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_bytes(b"something else" * 1000)
     with pytest.raises(ConfigError, match="cannot be used: file is not a database"):
-        Journal(path, make_state(), durability="process")
+        Journal(SqliteStorage(path, durability="process"), make_state())
 
 
 def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
@@ -387,7 +388,7 @@ def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     committed = dump(state)
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
         num_pages = db.execute("PRAGMA page_count").fetchone()[0]
-    journal._db.execute(f"PRAGMA max_page_count = {num_pages}")
+    journal._storage._db.execute(f"PRAGMA max_page_count = {num_pages}")
     for lease in state.lease([f"{number:0200}" for number in range(300)], "g", 0.0):
         put(state, lease, 0)
     for _ in range(2):
@@ -398,7 +399,7 @@ def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     killed, other = open_journal(tmp_path / "copy")
     assert dump(killed) == committed
     other.close()
-    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal._storage._db.execute("PRAGMA max_page_count = 1000000")
     commit_and_recover(tmp_path, state, journal)
 
 

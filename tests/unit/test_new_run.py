@@ -7,7 +7,7 @@ import pytest
 from streamrl.checkpoints.find import path_of, require_new_run
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.types import Books, BufferStats, OverduePolicy
+from streamrl.types import Books
 from tests.checkpoints import write_checkpoint
 
 
@@ -21,25 +21,14 @@ def configure(folder: Path, url: str = "zmq://127.0.0.1:29600") -> RunConfig:
     return config
 
 
-def stats(policy_version: int, learner_term: int) -> BufferStats:
-    return BufferStats(
-        incarnation="",
-        policy_version=policy_version,
-        groups_per_step=2,
-        max_staleness=1,
-        overdue=OverduePolicy.WAIT,
-        books=Books(learner_term=learner_term),
-    )
-
-
 def refusal(config: RunConfig, policy_version: int = 7) -> str:
     with pytest.raises(ConfigError) as refused:
-        require_new_run(config, stats(policy_version, learner_term=1))
+        require_new_run(config, 1, policy_version)
     return str(refused.value)
 
 
 def test_a_buffer_that_no_learner_has_attached_takes_a_new_run(tmp_path):
-    require_new_run(configure(tmp_path), stats(0, learner_term=0))
+    require_new_run(configure(tmp_path), 0, 0)
 
 
 def test_the_choice_is_named_with_the_checkpoint_that_resume_takes(tmp_path):

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from buffers.audit import audit_journal
-from buffers.journal import journal as journal_module
 from buffers.journal import segments
-from buffers.journal.journal import Journal, journal_path
+from buffers.journal import sqlite as sqlite_module
+from buffers.journal.journal import Journal
+from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.entries import State
 from buffers.ledger.state import BufferState
 from streamrl.errors import LostMemoryError, StorageError
@@ -97,7 +98,7 @@ class Killer:
         self._may_kill()
 
 
-pwrite, transaction = os.pwrite, journal_module.transaction
+pwrite, transaction = os.pwrite, sqlite_module._transaction
 
 
 def work_and_be_killed(run: Path, number: int, committed: int) -> None:
@@ -109,9 +110,9 @@ def work_and_be_killed(run: Path, number: int, committed: int) -> None:
     os.pwrite = killer.write
     unlink = Path.unlink
     Path.unlink = lambda path, **kwargs: killer.call(unlink, path, **kwargs)
-    journal_module.transaction = killer.transaction
+    sqlite_module._transaction = killer.transaction
     state = make_state()
-    journal = Journal(journal_path(run), state, durability="machine")
+    journal = Journal(SqliteStorage(journal_path(run), durability="machine"), state)
     journal.recover({"learner.groups_per_step": 2, "run.name": "a"}, 0.0)
 
     def commit() -> None:
@@ -175,9 +176,9 @@ def test_a_payload_reaches_the_disk_before_the_row_that_names_it(tmp_path, monke
 
     for name in ("pwrite", "fdatasync", "fsync"):
         monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
-    monkeypatch.setattr(journal_module, "transaction", recorded("transaction", transaction))
+    monkeypatch.setattr(sqlite_module, "_transaction", recorded("transaction", transaction))
     state = make_state()
-    journal = Journal(journal_path(tmp_path), state, durability="machine")
+    journal = Journal(SqliteStorage(journal_path(tmp_path), durability="machine"), state)
     journal.recover({}, 0.0)
     state.attach(0, None)
     put_large(state, "a", "b")
@@ -279,7 +280,7 @@ def test_a_segment_that_cannot_be_read_now_is_no_loss(tmp_path, monkeypatch):
     journal.close()
     monkeypatch.setattr(os, "pread", failing_read)
     blank = make_state()
-    journal = Journal(journal_path(tmp_path), blank, durability="process")
+    journal = Journal(SqliteStorage(journal_path(tmp_path), durability="process"), blank)
     with pytest.raises(StorageError, match=r"00000001\.segment cannot be read: .*Input/output"):
         journal.recover({"learner.groups_per_step": 2, "run.name": "a"}, 0.0)
     journal.close()

@@ -154,7 +154,7 @@ _VERBS = {
     ),
     "buffer books": Command(
         "streamrl.cli.buffer.books:main",
-        "write books.json of a run whose buffer is redis://",
+        "delete a run that Redis holds, or refuse to start where there is one",
         options.books,
     ),
 }

@@ -55,12 +55,12 @@ def evaluate(parser: ArgumentParser) -> None:
 
 def books(parser: ArgumentParser) -> None:
     config(parser)
-    mode = parser.add_mutually_exclusive_group()
+    mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument(
-        "--require-none", action="store_true", help="only check that the buffer holds no such run"
+        "--require-none", action="store_true", help="only check that Redis holds no such run"
     )
     mode.add_argument(
-        "--forget", action="store_true", help="delete all that the buffer holds of the run"
+        "--forget", action="store_true", help="delete all that Redis holds of the run"
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from buffers.audit import EventAudit, audit_journal, audit_redis, findings
-from buffers.journal.journal import journal_path
+from buffers.journal.sqlite import journal_path
 from streamrl.checkpoints.abandoned import read_abandoned
 from streamrl.checkpoints.find import Checkpoint, Found, list_checkpoints, newest
 from streamrl.checkpoints.history import finished
@@ -306,7 +306,7 @@ def _audit_events(folder: Path) -> EventAudit | None:
     if journal_path(folder).exists():
         return audit_journal(journal_path(folder))
     config = config_of(folder)
-    if config.buffer.has_daemon:
+    if config.buffer.binds_url:
         return None
     return asyncio.run(audit_redis(config.buffer.secret_url, config.run.name))
 

@@ -1,65 +1,55 @@
-"""`streamrl buffer books`: `books.json`, the last reading of a run's books, in its folder.
+"""`streamrl buffer books`: whether Redis holds a run, or that it is to hold none.
 
-The buffer daemon writes it as it ends. Where there is none (`redis://`), `streamrl launch` runs
-this command after the daemons have ended. It also runs it before a new run, so that a run does not
-find what an older one of its name left on the server.
+`streamrl launch` runs it before a new run, so that a run does not find what an older one of its
+name has left on the server. (The buffer daemon writes `books.json` as it ends.)
 """
 
 import argparse
 import asyncio
-import contextlib
 
 from streamrl.checkpoints.find import require_new_run
-from streamrl.cli.buffer.target import open_buffer
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration
-from streamrl.errors import ConfigError, OtherReleaseError
-from streamrl.run_folder import write_books
-from streamrl.types import BufferStats
+from streamrl.errors import ConfigError
+from streamrl.extras import require
 
 DEADLINE_S = 5.0
 
 
 def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
-    if config.buffer.has_daemon:
-        raise ConfigError("the buffer daemon writes books.json as it ends")
-    # A person waits: a server that does not run is reported, not waited for.
-    deadline_s = min(config.buffer.deadline_s, DEADLINE_S)
-    buffer = config.buffer.model_copy(update={"deadline_s": deadline_s})
-    asyncio.run(run(config.model_copy(update={"buffer": buffer}), arguments))
+    if config.buffer.binds_url:
+        raise ConfigError(
+            f"buffer.url: was {config.buffer.url!r}: the run is in its folder; to start anew, "
+            "streamrl launch --new moves it aside"
+        )
+    require("buffer.url: redis://", "redis")
+    asyncio.run(_forget(config) if arguments.forget else _require_none(config))
     return 0
 
 
-async def run(config: RunConfig, arguments: argparse.Namespace) -> None:
-    """Write the books, or check that there are none, or delete them, as the arguments say."""
-    if arguments.forget:
-        await _forget(config)
-        return
-    stats = await _read(config)
-    if not arguments.require_none:
-        write_books(config, stats)
-    else:
-        require_new_run(config, stats)
+async def _require_none(config: RunConfig) -> None:
+    from buffers.redis.storage import read_snapshot
+
+    deadline_s = _deadline_s(config)
+    url, run = config.buffer.secret_url, config.run.name
+    snapshot = await read_snapshot(url, run, deadline_s=deadline_s)
+    require_new_run(config, snapshot.learner_term, snapshot.version)
 
 
 async def _forget(config: RunConfig) -> None:
-    from buffers.redis.events import forget
+    from buffers.redis.leadership import served_at
+    from buffers.redis.storage import forget
 
-    reporting = ""
-    # What another release wrote cannot be read, and is deleted all the same.
-    with contextlib.suppress(OtherReleaseError):
-        stats = await _read(config)
-        reporting = ", ".join(status.generator_id for status in stats.generators)
-    if reporting:
+    url, run, deadline_s = config.buffer.secret_url, config.run.name, _deadline_s(config)
+    if (server := await served_at(url, run, deadline_s=deadline_s)) is not None:
         raise ConfigError(
-            f"run.name: generators of a run {config.run.name} report to this buffer ({reporting}), "
-            f"or did until a moment ago: choose another run.name, or stop them and wait "
-            f"buffer.lease_ttl_s ({config.buffer.lease_ttl_s:g} s)"
+            f"run.name: a buffer daemon serves a run {run} at {server}, or did until a moment ago: "
+            "choose another run.name, or stop it and try again"
         )
-    await forget(config.buffer.secret_url, config.run.name)
+    await forget(url, run, deadline_s=deadline_s)
 
 
-async def _read(config: RunConfig) -> BufferStats:
-    async with open_buffer(config) as buffer:
-        return await buffer.stats()
+def _deadline_s(config: RunConfig) -> float:
+    """A person waits: a server that does not run is reported, not waited for."""
+    return min(config.buffer.deadline_s, DEADLINE_S)

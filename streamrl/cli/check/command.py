@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise refused
     buffer = loaded.config.buffer
     found = [
-        *machine_findings(loaded.config.run.path, buffer.has_daemon and buffer.journal),
+        *machine_findings(loaded.config.run.path, buffer.binds_url and buffer.journal),
         *run_findings(loaded, refused),
         *map(CONFIGURATION.warning, filter(None, [held_run(loaded.config.run.path)])),
     ]

@@ -127,7 +127,7 @@ def check_host_memory(config: RunConfig) -> Iterator[Finding]:
 def _buffers_here(config: RunConfig) -> bool:
     """Whether groups are held in this machine's memory."""
     buffer = config.buffer
-    return buffer.has_daemon and is_loopback(buffer.url)
+    return buffer.binds_url and is_loopback(buffer.url)
 
 
 def _memory() -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from buffers.connect import connect
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket, host_of, places_of, port_of
 from streamrl.config.secrets import REDIS_PASSWORD
@@ -35,7 +34,7 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
             f"buffer.url: was {url!r}, which lives in one process, and a run has several; use "
             "zmq://127.0.0.1:0 or redis://HOST"
         )
-    if config.buffer.has_daemon:
+    if config.buffer.binds_url:
         yield from check_listening("buffer.url", url)
     yield from check_listening("weights.address", address)
     prometheus, agent = config.tracking.prometheus, config.generator.agent
@@ -144,24 +143,27 @@ def _check_redis(config: RunConfig) -> Iterator[Finding]:
         remedy = "start it, and see whether buffer.url and the firewall are right"
         yield MACHINE.problem(f"buffer.url: no Redis answers at {url}: {reasons[0]}", remedy)
         return
-    limits = config.buffer.model_copy(update={"deadline_s": ANSWER_S})
     try:
-        asyncio.run(_ask_buffer(config.model_copy(update={"buffer": limits})))
+        asyncio.run(_require_usable(config))
     except ConfigError as error:
         yield CONFIGURATION.problem(str(error))
         return
     except (StreamRLError, ImportError, TimeoutError) as error:
-        yield CONFIGURATION.warning(f"buffer.url: {url} does not answer as a buffer yet: {error}")
+        yield CONFIGURATION.warning(f"buffer.url: {url} does not answer yet: {error}")
     yield from check_redis(ask_redis(config), url)
 
 
-async def _ask_buffer(config: RunConfig) -> None:
-    buffer = connect(config)
+async def _require_usable(config: RunConfig) -> None:
+    from buffers.redis.connection import RedisConnection
+    from buffers.redis.leadership import require_usable
+
+    url, run = config.buffer.secret_url, config.run.name
+    connection = RedisConnection(url, run, deadline_s=ANSWER_S, retry_s=ANSWER_S)
     try:
         async with asyncio.timeout(2 * ANSWER_S):
-            await buffer.stats()
+            await require_usable(connection, run)
     finally:
-        await buffer.close()
+        await connection.close()
 
 
 def _unreachable(host: str, port: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from buffers.journal.journal import journal_path, open_to_read, read_snapshot
+from buffers.journal.sqlite import journal_path, open_to_read, read_snapshot
 from streamrl.checkpoints.find import newest
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.fork_server import ForkServer
@@ -24,8 +24,6 @@ from streamrl.durable_files import write_file
 from streamrl.errors import StreamRLError
 from streamrl.run_folder import prepare, read_books
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics, read_validations
-
-STOPPED_S = 3.0
 
 
 def call_for(
@@ -41,27 +39,20 @@ def call_for(
     return call(*words, within_s=within_s, fork_server=fork_server)
 
 
-def books_options(*, resume: bool, new: bool) -> tuple[str, ...]:
-    """Of `streamrl buffer books` before a run, on a buffer server without a daemon of ours, which
-    outlives its runs: a new run is refused where the learner would be, before anything starts."""
-    return () if resume else ("--forget",) if new else ("--require-none",)
+def books_option(*, resume: bool, new: bool) -> str | None:
+    """Of `streamrl buffer books` before a run in Redis, which outlives its runs: a new run is
+    refused where the learner would be, before anything starts. None where one goes on."""
+    return None if resume else "--forget" if new else "--require-none"
 
 
 def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
     """
     Raises:
-        ConfigError: the buffer server holds a run of this name.
+        ConfigError: Redis holds a run of this name.
     """
-    if not config.buffer.has_daemon:
-        call_for(config, "buffer books", *books_options(resume=resume, new=new))
-
-
-def write_books(config: RunConfig, *, is_stopped: bool) -> None:
-    """Where no daemon of ours does, if the server answers; STOPPED_S later at most if a signal has
-    stopped the run."""
-    if not config.buffer.has_daemon:
-        with contextlib.suppress(StreamRLError):
-            call_for(config, "buffer books", within_s=STOPPED_S if is_stopped else None)
+    option = books_option(resume=resume, new=new)
+    if option is not None and not config.buffer.binds_url:
+        call_for(config, "buffer books", option)
 
 
 def prepared(config: RunConfig, arguments: argparse.Namespace, *, binds: bool = True) -> RunConfig:

@@ -100,7 +100,7 @@ def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported
         ConfigError: `tracking.prometheus.host` is no address of this machine.
     """
     settings = config.tracking.prometheus
-    is_left_out = role == "learner" and config.buffer.has_daemon
+    is_left_out = role == "learner"
     exported = Exported(is_on=settings.enabled, left_out=("buffer_",) if is_left_out else ())
     if not settings.enabled:
         yield exported

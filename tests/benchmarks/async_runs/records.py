@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buffers.journal.journal import journal_path, open_to_read, read_events
+from buffers.journal.sqlite import journal_path, open_to_read, read_events
 from streamrl.interfaces import PromptSource
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from streamrl.types import DropReason

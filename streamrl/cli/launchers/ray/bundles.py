@@ -21,6 +21,8 @@ from streamrl.placement.seats import devices_per_engine
 
 # Of nodes that a cluster without any yet may start.
 _GPUS_PER_NODE = 8
+_BUFFER = 1
+"""The core of the buffer daemon."""
 
 
 class Room(NamedTuple):
@@ -62,14 +64,14 @@ def rooms_of(nodes: Iterable[Mapping[str, Any]]) -> tuple[Room, ...]:
 
 def learner_bundles(config: RunConfig, rooms: Sequence[Room]) -> tuple[Bundle, ...]:
     """One for each node that has ranks. They have to be there together."""
-    learner, has_buffer = config.learner, config.buffer.has_daemon
+    learner = config.learner
     learner.require_ranks(learner.num_ranks)
     block = learner.mesh.sequence * learner.mesh.tensor
     has_gpus = _has_gpus(learner.device, rooms)
     if has_gpus:
         room = max((room.gpus for room in rooms), default=0) or _GPUS_PER_NODE
     else:
-        room = max((room.cpus for room in rooms), default=0) - has_buffer
+        room = max((room.cpus for room in rooms), default=0) - _BUFFER
     num_blocks, blocks_per_node = learner.num_ranks // block, max(1, room // block)
     num_nodes = math.ceil(num_blocks / blocks_per_node)
     each, more = divmod(num_blocks, num_nodes)
@@ -77,8 +79,8 @@ def learner_bundles(config: RunConfig, rooms: Sequence[Room]) -> tuple[Bundle, .
     return tuple(
         Bundle(
             f"learner-host-{index}" if index else "learner",
-            ("learner",) if index or not has_buffer else ("buffer", "learner"),
-            Room(count if has_gpus else 0, count + (has_buffer and not index)),
+            ("learner",) if index else ("buffer", "learner"),
+            Room(count if has_gpus else 0, count + (0 if index else _BUFFER)),
         )
         for index, count in enumerate(ranks)
     )

@@ -198,7 +198,7 @@ class Nodes:
             ConfigError: one that a setting names is taken.
         """
         urls = {"weights.address": config.weights.address}
-        if config.buffer.has_daemon:
+        if config.buffer.binds_url:
             urls["buffer.url"] = config.buffer.url
         assert place.found is not None, "it is reached"
         for setting, url in urls.items():

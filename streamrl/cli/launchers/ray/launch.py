@@ -10,7 +10,6 @@ Invariant: the driver needs no GPU and nothing of the run goes through it.
 
 import argparse
 import asyncio
-import contextlib
 import signal
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +26,7 @@ from streamrl.cli.processes.daemons import Ending, newest_step, supervise
 from streamrl.cli.processes.planned import planned_children
 from streamrl.cli.processes.restarts import RestartBudget, sentence_of
 from streamrl.cli.processes.run_commands import (
-    STOPPED_S,
-    books_options,
+    books_option,
     evaluation_may_fail,
     make_missing_model,
     prepared,
@@ -169,11 +167,11 @@ class _Run:
 
     async def _supervised(self, plan: Plan) -> Ending:
         """The plan's processes, with what comes before and after."""
-        arguments, has_daemon = self._arguments, plan.config.buffer.has_daemon
-        if not has_daemon:
-            is_new = arguments.new and not self._resume
-            options = books_options(resume=self._resume, new=is_new)
-            await self._call(plan, "buffer books", *options)
+        arguments = self._arguments
+        is_new = arguments.new and not self._resume
+        option = books_option(resume=self._resume, new=is_new)
+        if option is not None and not plan.config.buffer.binds_url:
+            await self._call(plan, "buffer books", option)
         copies = Copies(plan.config.run.path, self._places)
 
         async def beside(children: Sequence[Child]) -> None:
@@ -188,10 +186,6 @@ class _Run:
                 stop_s=plan.config.stop_within_s,
                 strict=arguments.strict,
             )
-            if not has_daemon:
-                with contextlib.suppress(StreamRLError, TimeoutError):
-                    async with asyncio.timeout(None if ending.stopped_by is None else STOPPED_S):
-                        await self._call(plan, "buffer books")
             is_whole = plan.config.run.evaluate and ending.stopped_by is None
             if is_whole and not take_validated_score(plan.config):
                 with evaluation_may_fail():

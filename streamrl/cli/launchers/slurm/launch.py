@@ -35,7 +35,6 @@ from streamrl.cli.processes.run_commands import (
     make_missing_model,
     prepared,
     require_books,
-    write_books,
 )
 from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import reported
@@ -127,7 +126,6 @@ def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) 
             strict=arguments.strict,
         )
     )
-    write_books(config, is_stopped=stopped_by is not None)
     if stopped_by is not None:
         raise Interrupted(stopped_by)
     evaluate_final(config)

@@ -1,0 +1,210 @@
+"""`redis://`: a client of a run whose payloads and journal are in Redis.
+
+The ledger is in a buffer daemon, which Redis names (`buffers.redis.leadership`); requests go there,
+payloads to Redis and from it. Invariant: a payload is in Redis before the daemon is told its key,
+and it has an expiry longer than the put may take, so it is kept exactly if a header followed it.
+
+`_follow` waits for another address of the daemon, FOLLOW_S at a time: a client goes over to the
+daemon that has taken over, and sends its open requests again.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zmq
+from msgspec import structs
+from redis import exceptions
+
+from buffers import messages as m
+from buffers.client import Reply
+from buffers.quarantine import Quarantine
+from buffers.redis.connection import Command, RedisConnection, namespace
+from buffers.redis.leadership import Daemon, find_daemon, require_usable
+from buffers.redis.memory_limit import POLL_S, RedisMemoryLimit
+from buffers.zmq.client import ZmqBuffer
+from streamrl import wire
+from streamrl.curve import choose_family, use_key
+from streamrl.errors import LostMemoryError, StreamRLError, TransportError, WireError
+from streamrl.types import (
+    BufferStats,
+    DropReason,
+    PackedGroup,
+    TakenBatch,
+    TrajectoryGroup,
+    pack,
+)
+
+log = logging.getLogger(__name__)
+
+FETCHED_AT_ONCE = 16
+FOLLOW_S, FIRST_FOLLOW_S = 0.5, 0.05
+# An answer to a put that is later than the deadline by this comes to nobody.
+LATE_S = 600
+
+
+class RedisBuffer(ZmqBuffer):
+    """Implements `streamrl.interfaces.TrajectoryBuffer` for the run of this name."""
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        deadline_s: float = 60.0,
+        retry_s: float = 5.0,
+        final_version: int | None = None,
+        max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
+        quarantine: Path | None = None,
+    ) -> None:
+        """`quarantine` is the folder for malformed groups of this client."""
+        self._connection = RedisConnection(url, run, deadline_s=deadline_s, retry_s=retry_s)
+        super().__init__(
+            self._connection.url,
+            deadline_s=deadline_s,
+            retry_s=retry_s,
+            final_version=final_version,
+        )
+        self._run = run
+        self._max_group_bytes = max_group_bytes
+        self._quarantine = None if quarantine is None else Quarantine(quarantine)
+        self._memory_limit = RedisMemoryLimit(self._connection)
+        self._daemon: Daemon | None = None
+        self._failure: StreamRLError | None = None
+        self._follower = asyncio.create_task(self._follow())
+
+    async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
+        self._require_redis()
+        payload = wire.encode(pack(group))
+        try:
+            packed = wire.decode(payload, PackedGroup, max_bytes=self._max_group_bytes)
+        except WireError as error:
+            if self._quarantine is not None:
+                self._quarantine.keep(lease_id, [payload], error)
+            await self.release(lease_id, DropReason.MALFORMED)
+            raise
+        async with self._puts:
+            key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
+            await self._write(key, payload)
+            stored = m.StoredGroup(packed.header(len(payload)), key)
+            await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(stored))
+
+    async def take(
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+        num_held: int | None = None,
+    ) -> TakenBatch:
+        term = self._learner_term
+        request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads, num_held)
+        reply, keys = await self._call(request, m.TakeReply, wait_s)
+        new = reply.headers[num_held or 0 :] if with_payloads else ()
+        groups = await self._read_groups([header.prompt_index for header in new], keys)
+        return TakenBatch(headers=reply.headers, groups=groups, wait_due_s=reply.wait_due_s)
+
+    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        _, keys = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)
+        return await self._read_groups(prompt_indices, keys)
+
+    async def stats(self) -> BufferStats:
+        """With the reason why a payload of the mean size would have to wait, if it would."""
+        stats = await super().stats()
+        books = stats.books
+        num_groups = books.buffered + books.taken + books.trained
+        refusal = await self._memory_limit.refusal(stats.num_bytes // max(1, num_groups))
+        return structs.replace(stats, refusal=stats.refusal or refusal)
+
+    async def close(self) -> None:
+        self._follower.cancel()
+        await asyncio.gather(self._follower, return_exceptions=True)
+        await self._connection.close()
+        await super().close()
+
+    async def _call(
+        self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
+    ) -> tuple[Reply, list[memoryview]]:
+        self._require_redis()
+        return await super()._call(request, expected, wait_s, *payloads)
+
+    def _likely_cause(self) -> str:
+        if self._daemon is None:
+            return "no buffer daemon serves the run: `streamrl buffer` starts one"
+        return f"its daemon at {self._daemon.url or 'an address not yet known'} does not answer"
+
+    async def _follow(self) -> None:
+        """Runs until cancelled, or until Redis refuses this client for good, which ends all calls.
+
+        Waits FOLLOW_S between two looks at the daemon's address.
+        """
+        while True:
+            try:
+                if self._daemon is None:
+                    await require_usable(self._connection, self._run)
+                found = await find_daemon(self._connection, self._run)
+            except TransportError as error:
+                log.warning("%s", error)
+                continue
+            except StreamRLError as error:
+                return self._fail(error)
+            except exceptions.RedisError as error:
+                return self._fail(TransportError(f"Redis at {self._url}: {error}"))
+            if found is not None and found.url and found != self._daemon:
+                self._reconnect(found.url, partial(_set_key, found))
+                self._daemon = found
+            await asyncio.sleep(FIRST_FOLLOW_S if self._daemon is None else FOLLOW_S)
+
+    def _require_redis(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: StreamRLError) -> None:
+        self._failure = error
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    async def _write(self, key: bytes, payload: bytes) -> None:
+        """Waits for memory in Redis, until the deadline."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._deadline_s
+        command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S)
+        while True:
+            await self._memory_limit.wait_for(len(payload))
+            try:
+                await self._connection.call("put", command)
+                return
+            except exceptions.OutOfMemoryError as error:
+                full = self._memory_limit.full(len(payload))
+                if loop.time() >= deadline:
+                    raise full from error
+            await asyncio.sleep(POLL_S)
+
+    async def _read_groups(
+        self, prompt_indices: Sequence[int], keys: Sequence[Any]
+    ) -> tuple[TrajectoryGroup, ...]:
+        """
+        Raises:
+            LostMemoryError: Redis has lost some, as the daemon is told: they are sampled again.
+        """
+        payloads: list[bytes | None] = []
+        for start in range(0, len(keys), FETCHED_AT_ONCE):
+            names = [bytes(key) for key in keys[start : start + FETCHED_AT_ONCE]]
+            payloads += (await self._connection.call("fetch", ("MGET", *names)))[0]
+        found = zip(prompt_indices, payloads, strict=True)
+        if lost := [prompt_index for prompt_index, payload in found if payload is None]:
+            await self._call(m.LostRequest(tuple(lost), self._learner_term), m.Done)
+            raise LostMemoryError(f"Redis has lost the groups of the prompts {lost}")
+        return tuple(self._group(memoryview(payload)) for payload in payloads if payload)
+
+
+def _set_key(daemon: Daemon, socket: "zmq.Socket[bytes]") -> None:
+    choose_family(socket, daemon.url)
+    if daemon.key:
+        use_key(socket, daemon.key)

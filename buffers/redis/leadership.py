@@ -1,0 +1,146 @@
+"""Which buffer daemon of a run serves it, and where: one at a time, others stand by.
+
+    daemon   its name, address and key, with an expiry of LEASE_S that it renews every RENEW_S
+
+Invariant: who takes over raises the term in the fence (`buffers.redis.storage`) first, so what an
+earlier daemon still writes is refused, whatever it believes. The expiry only decides how soon
+another one tries. `acquire` waits until no other daemon holds the run, and polls every POLL_S.
+"""
+
+import asyncio
+import logging
+import uuid
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from buffers.redis.connection import Command, RedisConnection, namespace
+from buffers.redis.memory_limit import RedisMemoryLimit
+from buffers.redis.storage import connected, require_format
+from streamrl.errors import HandedOverError, TransportError
+
+log = logging.getLogger(__name__)
+
+LEASE_S, RENEW_S, POLL_S = 3.0, 0.75, 0.25
+
+
+class Daemon(Struct, frozen=True):
+    """`url` and the public `key` of its server are "" until it serves."""
+
+    name: str
+    url: str = ""
+    key: str = ""
+
+
+async def find_daemon(connection: RedisConnection, run: str) -> Daemon | None:
+    """The one that serves the run, or is about to; None if there is none."""
+    found = (await connection.call("find_daemon", ("GET", f"{namespace(run)}daemon")))[0]
+    return msgspec.json.decode(found, type=Daemon) if found else None
+
+
+async def require_usable(connection: RedisConnection, run: str) -> None:
+    """
+    Raises:
+        OtherReleaseError: another release has written the run.
+        ConfigError: the server refuses this user, or may evict keys of the run.
+    """
+    await require_format(connection, run)
+    await RedisMemoryLimit(connection).read()
+
+
+async def served_at(url: str, run: str, *, deadline_s: float) -> str | None:
+    """Where the run's daemon is; None if there is none."""
+    async with connected(url, run, deadline_s) as connection:
+        daemon = await find_daemon(connection, run)
+        return None if daemon is None else daemon.url or "an address that it has yet to choose"
+
+
+class Leadership:
+    """One daemon's."""
+
+    def __init__(self, url: str, run: str, *, deadline_s: float) -> None:
+        self.connection = RedisConnection(url, run, deadline_s=deadline_s, retry_s=LEASE_S)
+        self._run = run
+        self._key, self._fence = f"{namespace(run)}daemon", f"{namespace(run)}fence"
+        self._daemon = Daemon(uuid.uuid4().hex)
+
+    async def acquire(self) -> int:
+        """The term of this daemon from here on, above all earlier ones.
+
+        Raises:
+            ConfigError: see `require_usable`.
+        """
+        self._daemon = Daemon(uuid.uuid4().hex)
+        is_first = True
+        while not (await self.connection.call("acquire", self._set("NX")))[0]:
+            if is_first:
+                log.info("another buffer daemon serves the run; this one stands by")
+                is_first = False
+            await asyncio.sleep(POLL_S)
+        await require_usable(self.connection, self._run)
+        term, commits = 0, 0
+
+        def read(fence: bytes | None) -> None:
+            nonlocal term, commits
+            term, commits = map(int, (fence or b"0:0").split(b":"))
+
+        # The fence may not have changed since it was read: only then is the term above all others.
+        while True:
+            read((await self.connection.call("acquire", ("GET", self._fence)))[0])
+            expected = f"{term}:{commits}".encode()
+            taken: list[Command] = [("SET", self._fence, f"{term + 1}:{commits}")]
+
+            def allow(fence: bytes | None, expected: bytes = expected) -> None:
+                if (fence or b"0:0") != expected:
+                    raise _ChangedError
+
+            try:
+                await self.connection.transaction("acquire", self._fence, allow, taken)
+            except _ChangedError:
+                continue
+            return term + 1
+
+    async def announce(self, url: str, key: str) -> None:
+        """Clients find the server here from now on."""
+        self._daemon = Daemon(self._daemon.name, url, key)
+        await self.connection.call("announce", self._set())
+
+    async def renew(self) -> None:
+        """Runs until cancelled. Waits RENEW_S between two renewals. While Redis does not answer it
+        goes on trying: the fence tells whether another daemon has taken over.
+
+        Raises:
+            HandedOverError: this daemon's entry is gone, by its expiry or with all else.
+        """
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                found = await find_daemon(self.connection, self._run)
+                if found is None or found.name != self._daemon.name:
+                    raise HandedOverError(
+                        "this daemon serves the run no longer: another one has taken over, or "
+                        "Redis has lost what it had"
+                    )
+                # Works without memory, where SET would be refused.
+                lease_ms = round(1000 * LEASE_S)
+                await self.connection.call("renew", ("PEXPIRE", self._key, lease_ms))
+            except TransportError as error:
+                log.warning("%s", error)
+
+    async def resign(self) -> None:
+        """Another daemon may take over at once."""
+        found = await find_daemon(self.connection, self._run)
+        if found is not None and found.name == self._daemon.name:
+            await self.connection.call("resign", ("DEL", self._key))
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+    def _set(self, *options: Any) -> Command:
+        value = msgspec.json.encode(self._daemon)
+        return ("SET", self._key, value, "PX", round(1000 * LEASE_S), *options)
+
+
+class _ChangedError(Exception):
+    """The fence has changed since it was read."""

@@ -1,0 +1,260 @@
+"""The journal of a run in Redis, beside its payloads: a buffer daemon that was lost with its
+machine goes on from here on another one.
+
+    fence          TERM:COMMIT, of the daemon that writes and of its last commit
+    journal        hash: the format, the run's settings, the ledger's totals, the next lease's
+                   number and the scheduling states
+    entries        hash by prompt: its lease, state and header; or that it is free
+    payloads       hash by prompt: the key of the payload of every group that is held
+    payload:UUID   a group, written by its generator and read by the learner
+    events         hash by commit: its transitions; never deleted
+
+Invariant: each commit is one transaction (MULTI), made only if the fence is as this daemon left it.
+So of two daemons one writes, and a server that has lost commits (a failover, a snapshot) is noticed
+before anything is added to them: `HandedOverError` then, and the daemon begins anew from what the
+server has. A payload has no expiry exactly while `payloads` names it: generators write it with one,
+the commit that names it removes it, and the commit that frees it deletes it. So a payload that no
+header followed ends by itself, and none is named that is not there.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from redis import exceptions
+
+from buffers.journal.journal import (
+    Changes,
+    EntryRow,
+    EventRow,
+    JournalContent,
+    events_of,
+    read_entries,
+)
+from buffers.ledger.entries import Event, LedgerSnapshot
+from buffers.redis.connection import Command, RedisConnection, namespace
+from streamrl.errors import (
+    HandedOverError,
+    OtherReleaseError,
+    StorageError,
+    TransportError,
+)
+from streamrl.types import SchedulingState
+
+# Of a run's keys and their values; raised with every change of them. To 6, the ledger was in Lua.
+FORMAT = 7
+PAGE = 1000
+# The server's thread waits this long for Redis; then it refuses its clients, who ask again.
+ANSWER_S, RETRY_S = 1.5, 1.0
+
+Result = TypeVar("Result")
+_pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+
+class RedisStorage:
+    """`buffers.journal.journal.JournalStorage` of the daemon that `term` belongs to.
+
+    Its calls wait for Redis, ANSWER_S at most, in an event loop of their own: one thread at a time.
+    """
+
+    def __init__(self, url: str, run: str, term: int) -> None:
+        self._run = asyncio.Runner()
+        self._connection = RedisConnection(url, run, deadline_s=ANSWER_S, retry_s=RETRY_S)
+        self.name = f"of the run {run} at {self._connection.url}"
+        self._namespace = namespace(run)
+        self._term = term
+        self._confirmed = self._attempted = 0
+        self._uncertain: dict[int, bytes] = {}
+        self._next_number = 0
+
+    def read(self, now_s: float) -> JournalContent[bytes]:
+        names = ("fence", "journal", "entries", "payloads")
+        commands: list[Command] = [("GET", self._namespace + "fence")]
+        commands += (("HGETALL", self._namespace + name) for name in names[1:])
+        fence, journal, entries, payloads = self._wait(self._connection.call("read", *commands))
+        self._confirmed = self._attempted = int((fence or b"0:0").partition(b":")[2])
+        self._allow(fence)
+        rows: list[EntryRow] = [_unpack(row, type=EntryRow) for row in entries.values()]
+        known, numbers, free = read_entries(rows, now_s)
+        self._next_number = int(journal.get(b"next_number", 0))
+        states = journal.get(b"scheduling_states")
+        return JournalContent(
+            settings=msgspec.json.decode(journal[b"settings"]) if b"settings" in journal else None,
+            snapshot=_snapshot(journal),
+            entries=known,
+            numbers=numbers,
+            free=free,
+            places={int(prompt_index): key for prompt_index, key in payloads.items()},
+            scheduling_states=_unpack(states, type=dict[str, SchedulingState]) if states else {},
+            next_number=self._next_number,
+        )
+
+    def recover(self, places: Mapping[int, bytes]) -> dict[int, bytes]:
+        if not places:
+            return {}
+        commands = [("EXISTS", key) for key in places.values()]
+        found = self._wait(self._connection.call("recover", *commands))
+        return {
+            i: key for (i, key), is_there in zip(places.items(), found, strict=True) if is_there
+        }
+
+    def stage(self, payloads: Sequence[bytes | memoryview]) -> list[bytes]:
+        """A generator has written them before it told their keys, which is what is held here."""
+        return [bytes(key) for key in payloads]
+
+    def commit(self, changes: Changes[bytes]) -> frozenset[int]:
+        number = self._attempted = self._attempted + 1
+        fence = self._namespace + "fence"
+        commands: list[Command] = [("PERSIST", key) for key in changes.added.values()]
+        commands += [("SET", fence, f"{self._term}:{number}"), *self._commands(changes)]
+        self._uncertain |= changes.added
+        answers = self._wait(self._write(fence, commands))[: len(changes.added)]
+        # 0: it was persistent, since this is the second attempt, or it is not there.
+        unsure = [i for i, is_new in zip(changes.added, answers, strict=True) if not is_new]
+        there = self.recover({prompt_index: changes.added[prompt_index] for prompt_index in unsure})
+        self._confirmed = number
+        self._uncertain.clear()
+        self._next_number = max(self._next_number, *(1 + row[0] for row in changes.events), 0)
+        return frozenset(unsure) - there.keys()
+
+    def close(self) -> None:
+        self._run.run(self._connection.close())
+        self._run.close()
+
+    async def _write(self, fence: str, commands: list[Command]) -> list[Any]:
+        """Where memory is full, what is freed is deleted first: the group of a payload that is
+        gone is sampled again, if this commit fails for good."""
+        try:
+            return await self._connection.transaction("commit", fence, self._allow, commands)
+        except exceptions.OutOfMemoryError:
+            freeing = [command for command in commands if command[0] == "UNLINK"]
+            if not freeing:
+                raise
+            await self._connection.transaction("commit", fence, self._allow, freeing)
+            return await self._connection.transaction("commit", fence, self._allow, commands)
+
+    def _commands(self, changes: Changes[bytes]) -> list[Command]:
+        """They may be run twice, and after those of a commit that has failed for all one knows."""
+        journal: dict[str, bytes | int] = {}
+        if changes.settings is not None:
+            journal |= {"format": FORMAT, "settings": msgspec.json.encode(changes.settings)}
+        if changes.snapshot is not None:
+            journal["snapshot"] = _pack(changes.snapshot)
+        if changes.scheduling_states is not None:
+            journal["scheduling_states"] = _pack(changes.scheduling_states)
+        if changes.events:
+            numbers = (1 + row[0] for row in changes.events)
+            journal["next_number"] = max(self._next_number, *numbers)
+        # Named by a commit that has failed, and freed since.
+        left = {i: key for i, key in self._uncertain.items() if changes.added.get(i) != key}
+        freed = [*left.values(), *(key for key in changes.freed.values() if key is not None)]
+        commands: list[Command] = [
+            *self._set("journal", journal),
+            *self._set("entries", {row[0]: _pack(row) for row in changes.entries}),
+            *self._delete("entries", changes.closed),
+            *self._delete("payloads", (*left, *changes.freed)),
+            *self._set("payloads", changes.added),
+        ]
+        if freed:
+            commands.append(("UNLINK", *freed))
+        if changes.events:
+            # What the failed commits since then have written is written over: this has it too.
+            commands += self._set("events", {self._confirmed + 1: _pack(changes.events)})
+        return commands
+
+    def _set(self, name: str, values: Mapping[Any, bytes | int]) -> list[Command]:
+        pairs = [word for pair in values.items() for word in pair]
+        return [("HSET", self._namespace + name, *pairs)] if pairs else []
+
+    def _delete(self, name: str, fields: Sequence[int]) -> list[Command]:
+        return [("HDEL", self._namespace + name, *fields)] if fields else []
+
+    def _allow(self, fence: bytes | None) -> None:
+        """
+        Raises:
+            HandedOverError: the fence is not as this daemon left it.
+        """
+        term, _, number = (fence or b"0:0").decode().partition(":")
+        if int(term) != self._term or not self._confirmed <= int(number) <= self._attempted:
+            raise HandedOverError(
+                f"the journal {self.name} is at term and commit {term}:{number}, and this daemon "
+                f"left it at {self._term}:{self._confirmed}: another daemon has taken over, or the "
+                "server has lost its last commits"
+            )
+
+    def _wait(self, call: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return self._run.run(call)
+        except (TransportError, exceptions.RedisError) as error:
+            raise StorageError(f"the journal {self.name} cannot be written: {error}") from error
+
+
+async def require_format(connection: RedisConnection, run: str) -> None:
+    """
+    Raises:
+        OtherReleaseError: another release has written the run.
+    """
+    command = ("HGET", f"{namespace(run)}journal", "format")
+    old = ("EXISTS", f"{namespace(run)}state")
+    found, is_old = await connection.call("read", command, old)
+    if is_old or int(found or FORMAT) != FORMAT:
+        what = f"run.name: the run {run} at {connection.url}"
+        remedy = "start the run anew with --new (or streamrl buffer books --forget)"
+        raise OtherReleaseError.of(what, 6 if is_old else int(found), FORMAT, remedy)
+
+
+async def read_snapshot(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnapshot:
+    """The totals of the run's ledger, blank where there is no run.
+
+    Raises:
+        OtherReleaseError: another release has written the run.
+    """
+    async with connected(url, run, deadline_s) as connection:
+        await require_format(connection, run)
+        command = ("HGETALL", f"{namespace(run)}journal")
+        return _snapshot((await connection.call("read", command))[0])
+
+
+async def read_events(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
+    """Every event of the run so far, oldest first."""
+    key, first = f"{namespace(run)}events", 0
+    async with connected(url, run, deadline_s) as connection:
+        found = (await connection.call("read_events", ("HKEYS", key)))[0]
+        numbers: list[int] = sorted(map(int, found))
+        while numbers[first:]:
+            command: Command = ("HMGET", key, *numbers[first : first + PAGE])
+            for commit in (await connection.call("read_events", command))[0]:
+                rows: list[EventRow] = _unpack(commit, type=list[EventRow])
+                for _, prompt_index, lease_id, letters, lengths in rows:
+                    for event in events_of(prompt_index, lease_id, letters, lengths):
+                        yield event
+            first += PAGE
+
+
+async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
+    """Delete every key of the run; returns how many there were."""
+    cursor, num_keys = 0, 0
+    async with connected(url, run, deadline_s) as connection:
+        while True:
+            command = ("SCAN", cursor, "MATCH", f"{namespace(run)}*", "COUNT", PAGE)
+            cursor, keys = (await connection.call("forget", command))[0]
+            if keys:
+                num_keys += (await connection.call("forget", ("UNLINK", *keys)))[0]
+            if not int(cursor):
+                return num_keys
+
+
+@asynccontextmanager
+async def connected(url: str, run: str, deadline_s: float) -> AsyncIterator[RedisConnection]:
+    connection = RedisConnection(url, run, deadline_s=deadline_s, retry_s=deadline_s)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+def _snapshot(journal: Mapping[bytes, bytes]) -> LedgerSnapshot:
+    packed = journal.get(b"snapshot")
+    return _unpack(packed, type=LedgerSnapshot) if packed else LedgerSnapshot()

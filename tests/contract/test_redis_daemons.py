@@ -1,0 +1,236 @@
+"""`redis://`: daemons that are killed, stopped and followed by another one; what Redis loses."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from buffers.audit import audit_redis
+from buffers.journal.journal import Changes, Journal
+from buffers.ledger.state import BufferState
+from buffers.redis.client import RedisBuffer
+from buffers.redis.leadership import Leadership, served_at
+from buffers.redis.storage import RedisStorage
+from streamrl.errors import HandedOverError, LostMemoryError, StorageError
+from streamrl.types import DropReason, GroupHeader
+from tests.contract.conftest import Connect, fill
+from tests.contract.test_buffers import make_ledger
+from tests.records import lease_one, make_group
+from tests.redis_server import RedisServer
+from tests.waiting import until as waiting_until
+
+STREAMRL = str(Path(sys.executable).with_name("streamrl"))
+DEADLINE_S = 40.0
+until = partial(waiting_until, deadline_s=DEADLINE_S)
+CONFIG = """
+run: {{name: run, folder: {folder}}}
+model: {{path: unused}}
+data: {{source: addition}}
+buffer: {{url: "{url}", max_staleness: 3, lease_ttl_s: 20, deadline_s: 30}}
+learner: {{groups_per_step: 2}}
+"""
+
+
+class Daemons:
+    """`streamrl buffer`, several times for one run."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.url = url
+        self._config = folder / "config.yaml"
+        self._config.write_text(CONFIG.format(folder=folder, url=url))
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    async def start(self) -> None:
+        """Waits until a daemon serves the run."""
+        self._spawn()
+        await until(self._serves)
+
+    def _spawn(self) -> None:
+        command = [STREAMRL, "buffer", str(self._config)]
+        self.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+    async def _serves(self) -> bool:
+        found = await served_at(self.url, "run", deadline_s=5.0)
+        return found is not None and found.startswith("zmq://")
+
+    def client(self) -> RedisBuffer:
+        return RedisBuffer(self.url, "run", deadline_s=DEADLINE_S, retry_s=0.5)
+
+
+@pytest.fixture
+def daemons(own_redis: RedisServer, tmp_path: Path) -> Iterator[Daemons]:
+    daemons = Daemons(tmp_path, own_redis.url)
+    yield daemons
+    for process in daemons.processes:
+        process.kill()
+        process.wait()
+
+
+async def test_another_daemon_takes_over_from_one_that_is_killed(daemons: Daemons):
+    await daemons.start()
+    await daemons.start()
+    learner, generator = daemons.client(), daemons.client()
+    await learner.attach(0, None)
+    await fill(generator, "a", "b", "c")
+    held = await lease_one(generator, "d", "g", 0.0)
+    headers = (await learner.take(2, 0, 5.0)).headers
+    incarnation = (await learner.stats()).incarnation
+    daemons.processes[0].kill()
+    loop = asyncio.get_running_loop()
+    killed_s = loop.time()
+    assert (await learner.take(2, 0, 5.0, with_payloads=True)).headers == headers
+    assert loop.time() - killed_s < 20.0
+    assert (await learner.stats()).incarnation != incarnation
+    assert held is not None
+    kept = await lease_one(generator, "d", "g", 0.0)
+    assert kept is not None
+    assert (kept.prompt_index, kept.min_policy_version) == (3, held.min_policy_version)
+    await generator.put("d", make_group(3, lease_id="d"))
+    await learner.advance(1)
+    assert len((await learner.take(2, 1, 5.0)).headers) == 2
+    await learner.advance(2)
+    await learner.acknowledge(2)
+    books = (await learner.stats()).books
+    assert (books.granted, books.acknowledged, books.balanced) == (4, 4, True)
+    audit = await audit_redis(daemons.url, "run")
+    assert audit.faults == ()
+    for client in (learner, generator):
+        await client.close()
+
+
+async def test_a_daemon_that_stood_still_writes_nothing_over_its_successor(daemons: Daemons):
+    await daemons.start()
+    await daemons.start()
+    learner, generator = daemons.client(), daemons.client()
+    await learner.attach(0, None)
+    await fill(generator, "a")
+    os.kill(daemons.processes[0].pid, signal.SIGSTOP)
+    await fill(generator, "b")
+    os.kill(daemons.processes[0].pid, signal.SIGCONT)
+    await asyncio.sleep(1.0)
+    await fill(generator, "c", "d")
+    assert len((await learner.take(4, 0, 5.0, with_payloads=True)).groups) == 4
+    assert (await audit_redis(daemons.url, "run")).faults == ()
+    daemons.processes[1].kill()
+    assert (await learner.advance(1)).books.trained == 4
+    for client in (learner, generator):
+        await client.close()
+
+
+async def test_a_payload_that_redis_lost_is_sampled_again(
+    redis: RedisServer, redis_client: Connect
+):
+    buffer = redis_client(redis.url, "lost")
+    await buffer.attach(0, None)
+    await fill(buffer, "a", "b")
+    headers = (await buffer.take(2, 0, 1.0)).headers
+    server = Redis.from_url(redis.url)
+    server.delete(server.hget("streamrl:{lost}:payloads", headers[1].prompt_index))
+    with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
+        await buffer.fetch([0, 1])
+    await buffer.attach(0, None)
+    books = (await buffer.stats()).books
+    assert (books.buffered, books.dropped) == (1, {DropReason.ORPHANED: 1})
+    lease = await lease_one(buffer, "c", "g", 0.0)
+    assert lease is not None
+    assert lease.prompt_index == 1
+    await buffer.put("c", make_group(1, lease_id="c"))
+    assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
+    assert (await audit_redis(redis.url, "lost")).faults == ()
+    server.close()
+
+
+async def test_a_payload_ends_by_itself_exactly_unless_its_header_followed(
+    redis: RedisServer, redis_client: Connect
+):
+    buffer = redis_client(redis.url, "swept")
+    await buffer.attach(0, None)
+    await fill(buffer, "a")
+    await buffer._write(b"streamrl:{swept}:payload:alone", b"without a header")
+    server = Redis.from_url(redis.url)
+    expiries = {key: server.ttl(key) for key in server.scan_iter("streamrl:{swept}:payload:*")}
+    assert expiries.pop(b"streamrl:{swept}:payload:alone") > 600
+    assert list(expiries.values()) == [-1]
+    await buffer.take(2, 0, 0.0, num_held=0)
+    server.close()
+
+
+async def take_term(url: str, run: str) -> int:
+    leadership = Leadership(url, run, deadline_s=5.0)
+    term = await leadership.acquire()
+    await leadership.resign()
+    await leadership.close()
+    return term
+
+
+def journal_of(url: str, run: str) -> tuple[BufferState[bytes], RedisStorage, Journal[bytes]]:
+    state: BufferState[bytes] = BufferState(make_ledger(), lease_ttl_s=60.0)
+    storage = RedisStorage(url, run, asyncio.run(take_term(url, run)))
+    journal: Journal[bytes] = Journal(storage, state)
+    journal.recover({"run.name": run}, 0.0)
+    return state, storage, journal
+
+
+def put(server: "Redis", state: BufferState[bytes], lease_id: str) -> None:
+    (lease,) = state.lease([lease_id], "g", 0.0)
+    header = GroupHeader.of(make_group(lease.prompt_index, lease_id=lease_id))
+    key = f"payload of {lease_id}".encode()
+    server.set(key, b"a group", ex=600)
+    state.put(lease_id, header, key, 0.0)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_commit_whose_answer_was_lost_is_neither_lost_nor_written_twice(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, num_lost: int
+):
+    run = f"answer-{num_lost}"
+    state, storage, journal = journal_of(redis.url, run)
+    server = Redis.from_url(redis.url)
+    state.attach(0, None)
+    put(server, state, "a")
+    journal.commit()
+    write = storage._write
+
+    async def lose_the_answer(fence: str, commands: list[object]) -> object:
+        await write(fence, commands)  # type: ignore[arg-type]
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(storage, "_write", lose_the_answer)
+    for lease_id in "bc"[:num_lost]:
+        put(server, state, lease_id)
+        with pytest.raises(StorageError):
+            journal.commit()
+    assert server.ttl("payload of b") == -1
+    monkeypatch.setattr(storage, "_write", write)
+    # Named by a commit of which nobody knows, and freed before the next one.
+    state.lose([1])
+    journal.commit()
+    journal.close()
+    assert not server.exists("payload of b")
+    again, _, other = journal_of(redis.url, run)
+    assert again.ledger.books() == state.ledger.books()
+    assert asyncio.run(audit_redis(redis.url, run)).faults == ()
+    other.close()
+    server.close()
+
+
+def test_a_daemon_writes_nothing_once_another_has_the_run(redis: RedisServer):
+    state, storage, journal = journal_of(redis.url, "two")
+    _, _, successor = journal_of(redis.url, "two")
+    state.attach(0, None)
+    with pytest.raises(HandedOverError, match="another daemon has taken over"):
+        journal.commit()
+    nothing: Changes[bytes] = Changes(None, None, None, (), (), (), {}, {})
+    with pytest.raises(HandedOverError):
+        storage.commit(nothing)
+    for one in (journal, successor):
+        with contextlib.suppress(HandedOverError):
+            one.close()
