@@ -3,7 +3,7 @@
 A policy and a teacher of one size train 8 groups of 4 on one thread: steps without and with the
 teacher, and passes of the teacher alone, in turns. Of the medians: `added` is what a teacher adds,
 as a share of its bare pass; `step` what a step with it takes, as a share of one without and the
-pass.
+pass. Seconds of the processor, since others may share the machine.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats + 1):
         for name, do in work.items():
-            start_s = time.perf_counter()
+            start_s = time.process_time()
             do()
-            seconds[name].append(time.perf_counter() - start_s)
+            seconds[name].append(time.process_time() - start_s)
     # The first of each warms up.
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     added = (medians["taught_s"] - medians["plain_s"]) / medians["forward_s"]

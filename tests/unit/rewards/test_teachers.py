@@ -9,11 +9,13 @@ import pytest
 import torch
 from msgspec import structs
 
+from actors.prompts.rows import for_teachers
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards.remote.teachers import RemoteTeachers
 from streamrl.config.algorithm.distillation import DistillationSettings
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import Prompt
 from streamrl.types import TrajectoryGroup
 from tests.tiny_model import make_llama, make_tokenizer
 from tests.training import make_groups
@@ -21,9 +23,7 @@ from tests.unit.rewards.services import Service, serving
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 TOKENIZER = make_tokenizer()
-GROUP = structs.replace(
-    make_groups(num_groups=1, group_size=3)[0], teacher="", teacher_prompt=None
-)
+GROUP = structs.replace(make_groups(num_groups=1, group_size=3)[0], teacher="", teacher_prompt=None)
 
 
 def renderer() -> ChatRenderer:
@@ -238,3 +238,39 @@ def test_a_key_that_is_not_there_is_refused():
     settings = DistillationSettings.model_validate({"teachers": [named]})
     with pytest.raises(ConfigError, match=r"teachers\.0\.api_key_env: there is no variable"):
         RemoteTeachers(settings, renderer())
+
+
+ROW = {"hint": "carry the one", "steps": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("7 + 6 =", "7 + 6 = (carry the one: 13)"),
+        (
+            ({"role": "system", "content": "Add."}, {"role": "user", "content": "7 + 6 ="}),
+            (
+                {"role": "system", "content": "Add."},
+                {"role": "user", "content": "7 + 6 = (carry the one: 13)"},
+            ),
+        ),
+    ],
+)
+def test_a_template_makes_what_teachers_read_of_the_row(content: Any, shown: Any):
+    template = "{{ prompt }} ({{ hint }}: {{ answer }})"
+    assert for_teachers(template, Prompt(content, "13", ROW)).content == shown
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "sentence"),
+    [
+        ("{{ hnit }}", "7", "distillation.template: 'hnit' is undefined"),
+        ("{{ hint", "7", "distillation.template: unexpected end of template"),
+        ("{{ hint }}", ({"role": "system", "content": "x"},), "has no message of the user"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_fails_the_group(
+    template: str, content: Any, sentence: str
+):
+    with pytest.raises(RolloutError, match=sentence):
+        for_teachers(template, Prompt(content, "13", ROW))
