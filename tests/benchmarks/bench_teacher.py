@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(THREADS)
-    distillation = {"teachers": [{"path": "unused"}]}
+    distillation = {"teachers": [{"path": "unused"}], "student": "behavior"}
     learner = {"max_tokens_per_micro_batch": MAX_TOKENS}
     taught = make_config(algorithm={"distillation": distillation}, learner=learner)
     plain = make_config(algorithm={"preset": "stream", "advantage": "rloo"}, learner=learner)

@@ -60,7 +60,7 @@ ALGORITHM: Mapping[str, Sequence[str]] = {
     "algorithm.distillation": (
         "{teachers: [{path: model}]}",
         "{teachers: [{path: model}], reward_coef: 1.0, coef: 0.1}",
-        "{teachers: [{path: model}], student: proximal}",
+        "{teachers: [{path: model}], student: behavior}",
         "{teachers: [{name: a, path: model}, {name: b, path: model, weight: 2}]}",
     ),
     "algorithm.reward.difficulty_low": ("0.05",),

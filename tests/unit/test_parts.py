@@ -79,6 +79,7 @@ ACCEPTING: list[dict[str, Any]] = [
     {"reward": {"truncated": "penalize", "truncated_penalty": 0.5}},
     {"advantage": "opob", "proximal": "behavior"},
     {"distillation": {"teachers": [{"path": "t"}], "coef": 0.5}},
+    {"distillation": {"teachers": [{"path": "t"}], "student": "behavior"}, "proximal": "recompute"},
     {"distillation": {"teachers": [{"path": "t"}], "student": "proximal"}},
     {
         "distillation": {

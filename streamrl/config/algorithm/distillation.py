@@ -67,9 +67,9 @@ class DistillationSettings(Section):
     reward_coef: float = Field(default=0.0, ge=0)
     """What the advantage of the reward is multiplied by before it is added; 0: the teachers
     alone."""
-    student: Literal["behavior", "proximal"] = "behavior"
-    """Whose log-probability is subtracted: of the policy that sampled the token, or of the policy
-    at the start of the step, which costs a pass."""
+    student: Literal["behavior", "proximal"] = "proximal"
+    """Whose log-probability is subtracted: of the policy at the start of the step, which costs a
+    pass, or of the policy that sampled the token, which at lag pushes away from that, too."""
     timeout_s: Seconds = 120.0
     """Of one request to a teacher by url."""
     retries: NotNegative = 3
