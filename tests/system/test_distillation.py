@@ -1,6 +1,7 @@
 """Teachers in a real run: one in the learner, one behind a URL that fails now and then."""
 
 import asyncio
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.system.conftest import Launched
+from tests.system.conftest import ROOT, Launched, script
 from tests.unit.rewards.services import Answer, serving
 
 Launch = Callable[..., Launched]
@@ -82,3 +83,26 @@ def test_a_policy_that_is_its_teacher_stays(launch: Launch, model: Path):
     assert run.end() == 0, run.output
     assert all(abs(line["reward/teacher_kl"]) < 1e-3 for line in run.lines)
     assert run.books["balanced"]
+
+
+@pytest.mark.long
+def test_the_script_compares_a_teacher_with_rewards(tmp_path: Path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    own = ("learner.optimizer.warmup_steps=0", "run.max_steps=6")
+    sizes = (*own, "model.recipe.warm_start_accuracy=0.02", "data.num_eval_prompts=8")
+    words = [word for override in sizes for word in ("--set", override)]
+    command = [*script("distill"), "configs/ablation/lag.yaml", "--lags", "0", "--seeds", "0"]
+    done = subprocess.run(
+        [*command, *words, "--teacher-steps", "2", "--reach", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "runs/ablation/lag/distillation.md").read_text().splitlines()
+    assert table[0].startswith("| variant, lag | steps to 0 (seeds) |")
+    assert [row.split(" | ")[:2] for row in table[2:]] == [
+        [f"| {name}, 0", "5"]
+        for name in ("grpo", "teacher", "teacher_behavior", "teacher_and_reward")
+    ]
