@@ -16,6 +16,7 @@ from learners.policy.loading import distribute
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.sharding import compute_in
+from learners.policy.teachers import Teachers
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, episode_indices
@@ -92,6 +93,8 @@ def make_groups(
             group_id=str(i),
             prompt_index=i,
             environment="test",
+            teacher="ab"[i % 2],
+            teacher_prompt=np.arange(2, 3 + i, dtype=np.int32),
             trajectories=tuple(
                 make_trajectory(rng, int(rng.integers(1, 9)), int(rng.integers(1, 12)))
                 for _ in range(group_size)
@@ -215,4 +218,22 @@ def make_trainer(
             distribute(network, mesh, config.learner)
     distribute(policy.network, mesh, config.learner, router_replay=router_replay)
     critic = None if values is None else Critic(config, values)
-    return Trainer(config, policy, reference, critic, ranks)
+    teachers = make_teachers(config, mesh, ranks)
+    return Trainer(config, policy, reference, critic, ranks, teachers)
+
+
+def make_teachers(
+    config: RunConfig, mesh: Mesh | None = None, ranks: Ranks | None = None
+) -> Teachers | None:
+    """Of `algorithm.distillation`; each has another head than the policy."""
+    settings = config.algorithm.distillation
+    if settings is None:
+        return None
+    policies = {}
+    for place, teacher in enumerate(settings.in_learner):
+        policy = make_policy(config.generator.temperature)
+        with torch.no_grad():
+            policy.model.get_output_embeddings().weight.mul_(2.0 + place)
+        distribute(policy.network, mesh, config.learner, is_reference=True)
+        policies[teacher.name] = policy
+    return Teachers(settings, policies, config.learner.max_tokens_per_micro_batch, ranks)

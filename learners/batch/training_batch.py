@@ -17,7 +17,7 @@ among ranks or cut into parts.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -51,6 +51,7 @@ from streamrl.types import (
     Trajectory,
     TrajectoryGroup,
 )
+from streamrl.types.tokens import Int32Array
 
 
 def sampling_mask(trajectories: Sequence[Trajectory]) -> Candidates | None:
@@ -207,6 +208,10 @@ class TrainingBatch:
     """[R] versions between sampling and training, as a distance."""
     media: Mapping[str, Media]
     """Of this rank's trajectories, by id."""
+    teachers: tuple[str, ...]
+    """Of `trajectories`, the one that the row of each names; "" if it names none."""
+    teacher_prompts: tuple[Int32Array | None, ...]
+    """Of `trajectories`, what teachers read before its first response token; None: its prompt."""
     is_in_loss: torch.Tensor
     """[R] bool, as the environment decided."""
     turn_rewards: torch.Tensor
@@ -256,6 +261,8 @@ class TrainingBatch:
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
             media={medium.id: medium for group in groups for medium in group.media},
+            teachers=tuple(group.teacher for group in groups for _ in group.trajectories),
+            teacher_prompts=tuple(g.teacher_prompt for g in groups for _ in g.trajectories),
             is_in_loss=judged[:, 0] > 0,
             turn_rewards=judged[:, 1],
             environment_sums=add_episode_sums(
@@ -324,6 +331,15 @@ class TrainingBatch:
         columns = [np.zeros(0, np.int64), *map(_anchors, self.trajectories)]
         own = self.sequences.expand(torch.tensor(self.owners) == self.rank)
         return ranks.sum(_among(own, torch.from_numpy(np.concatenate(columns))))
+
+    def for_teachers(self, ranks: Ranks) -> "TrainingBatch":
+        """With what teachers read in the place of prompts. All ranks call it together."""
+        pairs = zip(self.trajectories, self.teacher_prompts, strict=True)
+        seen = tuple(t if prompt is None else t.after(prompt) for t, prompt in pairs)
+        lengths = torch.zeros(len(self), dtype=torch.int64)
+        for i, place in self.places.items():
+            lengths[i] = seen[place].num_tokens
+        return replace(self, trajectories=seen, lengths=tuple(ranks.sum(lengths).tolist()))
 
     def pack(
         self,

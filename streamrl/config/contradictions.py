@@ -135,7 +135,8 @@ def finished_before_the_greedy_one(c: "RunConfig") -> str | None:
 
 def alone_in_its_group(c: "RunConfig") -> str | None:
     alone = [entry for entry in c.entries if entry.group_size == 1]
-    if not alone or c.algorithm.advantage not in _COMPARE_SIBLINGS:
+    compares = c.algorithm.reads_rewards and c.algorithm.advantage in _COMPARE_SIBLINGS
+    if not alone or not compares:
         return None
     setting = alone[0].group_size_setting
     return (
@@ -170,6 +171,31 @@ def compiled_routers(c: "RunConfig") -> str | None:
     return (
         f"learner.compile compiles the routers, and algorithm.router_replay "
         f"{c.algorithm.router_replay} stands in for what they choose: set one of them off"
+    )
+
+
+def teacher_of_another_distribution(c: "RunConfig") -> str | None:
+    found = c.algorithm.distillation
+    if found is None or not found.by_url:
+        return None
+    wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    for name, value in wanted.items():
+        if (given := getattr(c.generator, name)) != value:
+            return (
+                f"generator.{name} {given:g} samples from another distribution than the one whose "
+                f"log-probabilities a teacher by url answers with: set it to {value:g}, or name a "
+                "model folder in algorithm.distillation.teachers"
+            )
+    return None
+
+
+def loss_of_rewards_alone(c: "RunConfig") -> str | None:
+    if c.algorithm.reads_rewards or c.algorithm.loss != "topr":
+        return None
+    return (
+        "algorithm.loss topr tells trajectories apart by their rewards, and with "
+        "algorithm.distillation.reward_coef 0 the teachers alone decide: use another loss, such as "
+        "reinforce, or set reward_coef"
     )
 
 
@@ -610,6 +636,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     mask_without_a_bound,
     divergence_from_another_policy,
     compiled_routers,
+    teacher_of_another_distribution,
+    loss_of_rewards_alone,
     weights_too_rare,
     images_to_a_server,
     store_for_a_server_elsewhere,

@@ -390,15 +390,16 @@ def setting_without_pass(
             f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
             f"algorithm.advantage is {algorithm.advantage}; only gae has one"
         )
-    if limits.reference is not None and not algorithm.needs_reference_logprobs:
+    has_pass = algorithm.needs_reference_logprobs or algorithm.has_teachers
+    if limits.reference is not None and not has_pass:
         return (
             f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
-            "reference policy: algorithm.kl_loss.coef (but for kind full) or "
-            "algorithm.kl_reward.coef > 0 makes one"
+            "reference policy or a teacher: algorithm.kl_loss.coef (but for kind full) or "
+            "algorithm.kl_reward.coef > 0 makes one, and a path in algorithm.distillation.teachers"
         )
-    if learner.offload.reference and not algorithm.needs_reference:
+    if learner.offload.reference and not (algorithm.needs_reference or algorithm.has_teachers):
         return (
             "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
-            "algorithm.kl_reward.coef are 0"
+            "algorithm.kl_reward.coef are 0, and no teacher of algorithm.distillation has a path"
         )
     return None

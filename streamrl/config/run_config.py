@@ -171,6 +171,8 @@ class RunConfig(Section):
             per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * self.num_top_logprobs
         if self.algorithm.records_experts:
             per_token += 1 + expert_bytes
+        if self.algorithm.distillation is not None and self.algorithm.distillation.by_url:
+            per_token += _LOGPROB_BYTES
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")

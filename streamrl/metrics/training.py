@@ -32,6 +32,12 @@ _REWARD = (
         "reward/overlong_penalty", "reward", Merge.EPISODES, "What `reward.length` subtracts."
     ),
     _of_batch("reward/kl", "nats", Merge.WHOLE, "KL to the reference in the reward, of a token."),
+    _of_batch(
+        "reward/teacher_kl",
+        "nats",
+        Merge.EPISODES,
+        "KL to the teachers of `algorithm.distillation`, of a token of an episode.",
+    ),
     _of_batch("reward/kl_coef", "", Merge.WHOLE, "What that KL is multiplied by."),
     Metric(
         "reward/{reward}/num_failures",

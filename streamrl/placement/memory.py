@@ -98,6 +98,15 @@ class ModelShape:
         return cls._of_folder("algorithm.value.model_path", own) if own else cls.of(config)
 
     @classmethod
+    def of_teachers(cls, config: RunConfig) -> "tuple[ModelShape | None, ...]":
+        """The same of the teachers in the learner."""
+        settings = config.algorithm.distillation
+        paths = [teacher.path for teacher in settings.in_learner] if settings else []
+        return tuple(
+            cls._of_folder("algorithm.distillation.teachers", path) for path in paths if path
+        )
+
+    @classmethod
     def _of_folder(cls, setting: str, path: str) -> "ModelShape | None":
         folder = local_folder(setting, path)
         try:
@@ -238,6 +247,11 @@ class LearnerMemory:
             if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
                 reference = _FLOAT32 if self._is_sharded else self._compute_bytes
                 yield MemoryPart("reference", self._shard(reference * total))
+            teachers = ModelShape.of_teachers(self.config)
+            if teachers and not learner.offload.reference:
+                counts = [(teacher or self.shape).num_parameters for teacher in teachers]
+                size = _FLOAT32 if self._is_sharded else self._compute_bytes
+                yield MemoryPart("teachers", self._shard(size * sum(counts)))
             if not learner.offload.optimizer:
                 yield MemoryPart("optimizer", self._shard(_MOMENTS * self.num_trained))
             if not self._is_sharded and self._compute_bytes < _FLOAT32:

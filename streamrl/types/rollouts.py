@@ -5,9 +5,11 @@ Shapes: T tokens of a trajectory, N tokens of a completion. Log-probabilities ar
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from streamrl.types.experts import RoutedExperts, require_each_token
 from streamrl.types.media import Media, check_media
@@ -20,6 +22,7 @@ from streamrl.types.tokens import (
     TopLogprobs,
     check_group,
     check_reward,
+    check_teacher_prompt,
     check_token_sets,
     check_tokens,
     newest_version,
@@ -123,6 +126,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     nothing, None where it looks for nothing.
     `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere;
     `routed_experts` [T] those of each token's first pass through the engine.
+    `teacher_logprobs` [T] (nats) are those of the teachers by url, times their shares, 0 where the
+    mask is off; None if there are none.
     """
 
     token_ids: Int32Array
@@ -139,6 +144,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     extracted: Text | None = None
     routed_experts: RoutedExperts | None = None
+    teacher_logprobs: Float32Array | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)
@@ -155,6 +161,24 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     @property
     def num_response_tokens(self) -> int:
         return int(np.count_nonzero(self.response_mask))
+
+    def after(self, prompt: Int32Array) -> "Trajectory":
+        """Its tokens from the first response token on, after another prompt, without media."""
+        first = int(self.response_mask.argmax())
+        mask = self.sampling_mask
+
+        def moved(column: NDArray[Any], fill: int) -> NDArray[Any]:
+            return np.concatenate([np.full(len(prompt), fill, column.dtype), column[first:]])
+
+        return Trajectory(
+            token_ids=np.concatenate([prompt, self.token_ids[first:]]),
+            response_mask=moved(self.response_mask, 0),
+            behavior_logprobs=moved(self.behavior_logprobs, 0),
+            policy_versions=moved(self.policy_versions, -1),
+            reward=self.reward,
+            finish_reason=self.finish_reason,
+            sampling_mask=mask and TokenSets(moved(mask.counts, 0), mask.token_ids),
+        )
 
     @property
     def oldest_version(self) -> int | None:
@@ -174,7 +198,9 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
     `media` has each image and video once, whoever of the trajectories shares it.
     `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
-    `answer` is the one that was expected, shortened, for people.
+    `answer` is the one that was expected, shortened, for people. `teacher` is the one that the row
+    names; "" if it names none. `teacher_prompt` are the tokens that teachers read before the first
+    response token of each trajectory; None: what the policy has read.
     """
 
     group_id: Name
@@ -185,10 +211,13 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     media: tuple[Media, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
     answer: Text = ""
+    teacher: Text = ""
+    teacher_prompt: Int32Array | None = None
 
     def __post_init__(self) -> None:
         check_group(self.trajectories, self.prompt_index, self.episode_indices)
         check_media(self.trajectories, self.media)
+        check_teacher_prompt(self.teacher_prompt)
         if all(t.oldest_version is None for t in self.trajectories):
             raise ValueError("trajectories: none holds a sampled token")
 

@@ -57,6 +57,12 @@ ALGORITHM: Mapping[str, Sequence[str]] = {
     "generator.keep_sampling_mask": ("true",),
     "algorithm.kl_loss.coef": ("0.01",),
     "algorithm.kl_reward.coef": ("0.01",),
+    "algorithm.distillation": (
+        "{teachers: [{path: model}]}",
+        "{teachers: [{path: model}], reward_coef: 1.0, coef: 0.1}",
+        "{teachers: [{path: model}], student: behavior}",
+        "{teachers: [{name: a, path: model}, {name: b, path: model, weight: 2}]}",
+    ),
     "algorithm.reward.difficulty_low": ("0.05",),
     "algorithm.reward.truncated": ("mask", "penalize"),
     "algorithm.pf_ppo": ("{method: pow}", "{method: max_min}", "{method: max_random}"),
@@ -169,6 +175,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # Teachers are named from here.
+        os.chdir(folder)
         places = (f"model.path={folder / 'model'}", f"run.folder={folder / 'runs'}")
         always = (*ALWAYS, *places)
         make_model(load_config(SOURCE, always).config)

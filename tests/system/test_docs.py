@@ -66,6 +66,8 @@ RUN_BY = {
     f"{SCRIPTS}ablate configs/ablation/lag.yaml --variants "
     "configs/ablation/corrections.variants.yaml --vary buffer.max_staleness=0,1,4,8,16 "
     "--seeds 0,1,2,3,4 --lag even --jobs 2": "lag",
+    f"{SCRIPTS}distill configs/ablation/lag.yaml --lags 0,1,8 --seeds 0 --set run.max_steps=120 "
+    "--teacher-steps 250": "test_distillation.py",
     "streamrl launch configs/quickstart.yaml --new --set buffer.record=true": "test_replay.py",
     "streamrl replay runs/quickstart": "test_replay.py",
     "streamrl replay runs/quickstart --set algorithm.rollout_is=m2po "

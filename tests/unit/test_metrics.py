@@ -45,6 +45,7 @@ STEP: dict[str, Any] = {
         "kl_reward": {"coef": 0.1},
         "sft_coef": 0.1,
         "router_replay": "replay",
+        "distillation": {"teachers": [{"path": "t"}], "reward_coef": 1.0},
         "reward": {"clip": 0.5, "length": {"max_length": 10, "buffer": 5}},
     },
 }

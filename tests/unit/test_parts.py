@@ -82,6 +82,22 @@ ACCEPTING: list[dict[str, Any]] = [
     {"advantage": "gigpo", "advantage_config": {"turn_gamma": 0.5, "step_weight": 2.0}},
     {"loss": "luspo", "entropy_coef": 0.1, "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}},
     {"loss": "dppo_tv", "loss_config": {"log_ratio_coef": 0.1}, "proximal": "behavior"},
+    {"distillation": {"teachers": [{"path": "t"}], "coef": 0.5}},
+    {"distillation": {"teachers": [{"path": "t"}], "student": "behavior"}, "proximal": "recompute"},
+    {"distillation": {"teachers": [{"path": "t"}], "student": "proximal"}},
+    {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t", "weight": 2.0}],
+            **{"reward_coef": 0.3, "timeout_s": 9.0, "retries": 1, "max_concurrent": 2},
+        },
+    },
+    {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t"}],
+            "column": "teacher",
+            "template": "{{prompt}}{{answer}}",
+        },
+    },
     {"preset": "stream"},
     {"router_replay": "replay"},
 ]
@@ -108,6 +124,10 @@ REFUSING: list[dict[str, Any]] = [
     {"rollout_is": {"second_moment": 0.04}},
     *({"advantage": name, "proximal": "recompute"} for name in ("opob", "otb")),
     {"advantage": "gdpo", "advantage_config": {"rewards": {"num_invalid_turns": 1.0}}},
+    {
+        "distillation": {"teachers": [{"path": "t"}], "student": "proximal"},
+        "proximal": "recompute",
+    },
     *({"reward": {"norm_mean": scope}} for scope in ("batch", "running")),
     *({"reward": {"norm_std": scope}} for scope in ("batch", "running")),
     *({"reward": {"agentic": {"grouping": name}}} for name in ("batch", "inductive")),

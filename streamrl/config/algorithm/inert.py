@@ -62,6 +62,14 @@ _SUM_ALONE = (
     "algorithm.advantage {} reads the sum of an episode's rewards alone, so it cannot act; "
     f"{', '.join(_BY_PLACE)} read where they stand"
 )
+_TEACHERS_ALONE = (
+    "with algorithm.distillation.reward_coef 0 the advantage is that of the teachers alone, so it "
+    "cannot act; set algorithm.distillation.reward_coef"
+)
+_OF_THE_REWARD = (
+    *("format_penalty", "agentic", "norm_mean", "norm_std", "clip", "length", "placement"),
+    "whiten",
+)
 
 
 class Inert(NamedTuple):
@@ -78,9 +86,15 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
     yield from (
         Inert(("loss_config", name), why) for name, why in _of_the_loss(config, num_updates)
     )
+    if not config.reads_rewards:
+        records = {"advantage_config": config.advantage_config, "kl_reward": config.kl_reward}
+        names = {name: type(record).model_fields for name, record in records.items()}
+        for section, fields in {**names, "reward": _OF_THE_REWARD}.items():
+            yield from (Inert((section, name), _TEACHERS_ALONE) for name in fields)
     if config.needs_values and num_updates == 1:
         yield Inert(("value", "clip_range"), _VALUES_STAND)
-    if config.advantage in ADVANTAGE_SETTINGS and config.advantage not in _BY_PLACE:
+    is_built_in = config.reads_rewards and config.advantage in ADVANTAGE_SETTINGS
+    if is_built_in and config.advantage not in _BY_PLACE:
         yield Inert(("reward", "placement"), _SUM_ALONE.format(config.advantage))
     if config.advantage == "gdpo":
         shaping = (("reward", name) for name in _SHAPES_THE_SUM if getattr(config.reward, name))

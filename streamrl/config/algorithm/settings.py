@@ -28,6 +28,7 @@ from streamrl.config.algorithm.advantages import (
     AdvantageSettings,
     UserAdvantageSettings,
 )
+from streamrl.config.algorithm.distillation import DistillationSettings
 from streamrl.config.algorithm.losses import (
     LOSS_SETTINGS,
     RATIO_FREE_LOSSES,
@@ -290,6 +291,8 @@ class AlgorithmSettings(Section):
     """KL to the reference policy in the loss."""
     kl_reward: KlRewardSettings = KlRewardSettings()
     """KL to the reference policy in the reward."""
+    distillation: DistillationSettings | None = None
+    """Teachers whose log-probabilities make the advantage, or are added to it; null for none."""
     value: ValueSettings = ValueSettings()
     """The critic of advantage gae."""
     reward: RewardShapingSettings = RewardShapingSettings()
@@ -352,24 +355,35 @@ class AlgorithmSettings(Section):
         return self.router_replay != "off"
 
     @property
+    def reads_rewards(self) -> bool:
+        """Whether the advantage of the reward is part of a token's advantage."""
+        return self.distillation is None or self.distillation.reward_coef > 0
+
+    @property
+    def has_teachers(self) -> bool:
+        """Whether the learner holds teachers."""
+        return self.distillation is not None and bool(self.distillation.in_learner)
+
+    @property
     def needs_values(self) -> bool:
-        return self.advantage == "gae"
+        return self.advantage == "gae" and self.reads_rewards
 
     @property
     def needs_ratios(self) -> bool:
-        """Whether the advantage weighs trajectories by their ratios, so that the policy's
-        log-probabilities must be known before."""
-        return self.advantage in ("opob", "otb")
+        """Whether the advantage is made of the policy's log-probabilities, which must be known
+        before: it weighs trajectories by their ratios, or teachers are compared with them."""
+        is_compared = self.distillation is not None and self.distillation.student == "proximal"
+        return is_compared or (self.advantage in ("opob", "otb") and self.reads_rewards)
 
     @property
     def needs_anchors(self) -> bool:
         """Whether the advantage compares turns that answered the same observation."""
-        return self.advantage == "gigpo"
+        return self.advantage == "gigpo" and self.reads_rewards
 
     @property
     def needs_greedy_rewards(self) -> bool:
         """Whether generators add a greedy completion per prompt."""
-        return self.advantage == "remax"
+        return self.advantage == "remax" and self.reads_rewards
 
     @property
     def weighs_current_policy(self) -> bool:

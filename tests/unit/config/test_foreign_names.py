@@ -278,7 +278,7 @@ def test_the_tables_are_read_without_torch_and_when_a_key_is_unknown_alone(tmp_p
         ("critic.optim.weight_decay", "here it is algorithm.value.weight_decay"),
         ("critic.model.path", "here it is algorithm.value.model_path"),
         ("actor_rollout_ref.actor.fsdp_config.qat.group_size", "quantization-aware training"),
-        ("distillation.distillation_loss.loss_mode", "(there is no distillation from a teacher)"),
+        ("distillation.distillation_loss.loss_mode", "(algorithm.distillation has its"),
         ("data.tool_config_path", "here it is generator.tools and generator.mcp_servers"),
         ("actor_rollout_ref.rollout.agent.num_workers", "here it is generator.max_num_seqs"),
     ],

@@ -84,6 +84,14 @@ CASES: dict[str, dict[str, Any]] = {
         "kl_loss": {"coef": 0.1},
     },
     "router-replay": {"router_replay": "replay", "kl_loss": {"coef": 0.1}},
+    "teachers": {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t"}],
+            **{"column": "teacher", "reward_coef": 0.5, "student": "proximal"},
+            "template": "{{prompt}}",
+        },
+    },
+    "teachers-parts": {"distillation": {"teachers": [{"path": "t"}]}},
     "not-finite": {},
     "not-finite-critic": {"advantage": "gae", "value": {"max_tokens_per_micro_batch": 40}},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
