@@ -155,7 +155,8 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
     model = load_pretrained(path, dtype=torch.float32, trust_remote_code=trust)
     parameters = dict(model.named_parameters())
     host = config.weights.address.rpartition(":")[0]
-    weights = config.weights.model_copy(update={"address": f"{host}:0"})
+    here = {"address": f"{host}:0", "transport": "broadcast", "store": None}
+    weights = config.weights.model_copy(update=here)
     layout = Layout(manifest_of(parameters), weights.bucket_bytes)
     is_loaded = asyncio.Event()
 

@@ -76,9 +76,10 @@ class VersionGate:
         self.lacks_weights = True
 
     def on_loaded(self, learner_id: str) -> None:
-        """A version is loaded. The sender sends only the newest, once it has attached."""
+        """A version is loaded. The sender sends only the newest, once it has attached; `learner_id`
+        is "" where that is not known, as of what a store has."""
         self.lacks_weights = False
-        self._learner_id = learner_id
+        self._learner_id = learner_id or self._learner_id
 
 
 class StarvedLeases:

@@ -232,7 +232,8 @@ def _make_sender(config: RunConfig, policy: Policy, learner_id: str) -> WeightSe
     folder = config.run.path / "weights"
     with service.binding("weights.address", weights.address):
         keys = config.buffer.curve
-        sender = WeightSender(weights, layout, policy.device, folder, keys, learner_id)
+        name = config.run.name
+        sender = WeightSender(weights, layout, policy.device, folder, keys, learner_id, name)
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
     return sender
 

@@ -156,6 +156,7 @@ class StatusReporter:
             num_receivers=int(self._sender.gauges()["num_receivers"]),
             behind=self._sender.behind(),
             left_out=self._sender.left_out(),
+            stored=self._sender.stored(),
             validating=_progress(self._sender.validating()),
             no_validator_s=self._no_validator_s(),
         )

@@ -1,10 +1,10 @@
 """Which parts of an engine receive weights, each by itself: the engine, or each of its servers.
 
-Called by `actors.generator`, which runs a `WeightReceiver` for each. Where a part receives decides
+Called by `actors.generator`, which runs a receiver for each. Where a part receives decides
 by which route its weights come: not always in this process, and not always on the GPU that samples.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ from actors.engines.served.replicas import ReplicatedEngine
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.interfaces import Engine
-from streamrl.types import LoadReport, Locality, WeightUpdate
+from streamrl.types import Locality
 from streamrl.weights.locality import locality_of
-from streamrl.weights.receiver import Holding, WeightReceiver
+from streamrl.weights.receiver import Holding, OnUpdate, StoreReceiver, WeightReceiver
+from streamrl.weights.transports.store import ObjectStore
 
 
 def weight_locality(generator: GeneratorSettings) -> Locality:
@@ -32,9 +33,6 @@ def weight_locality(generator: GeneratorSettings) -> Locality:
             return Locality(device_type=torch.device(device).type)
         case _:
             return locality_of(device, generator.num_ranks)
-
-
-OnUpdate = Callable[[WeightUpdate], Awaitable[LoadReport]]
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,20 @@ def weight_targets(engine: Engine, generator: GeneratorSettings) -> Sequence[Wei
 
 def receiver_of(
     target: WeightTarget, config: RunConfig, generator_id: str, on_update: OnUpdate
-) -> WeightReceiver:
-    """That of one part; `on_update` loads into it."""
-    generator = config.generator
+) -> WeightReceiver | StoreReceiver:
+    """That of one part, by `weights.transport`; `on_update` loads into it.
+
+    Raises:
+        ConfigError: the package for `weights.store` is not installed.
+    """
+    generator, weights = config.generator, config.weights
+    if weights.transport == "store":
+        assert weights.store is not None, "refused before"
+        store = ObjectStore(weights.store, config.run.name)
+        folder = config.run.path / "weights" / "store"
+        return StoreReceiver(store, folder, generator_id + target.name, on_update)
     return WeightReceiver(
-        config.weights.address,
+        weights.address,
         generator_id + target.name,
         on_update,
         locality=weight_locality(generator),

@@ -6,6 +6,15 @@ from pydantic import field_validator, model_validator
 
 from streamrl.config.addresses import is_any, require_places
 from streamrl.config.section import Dtype, Positive, Seconds, Section
+from streamrl.errors import nearest
+
+STORES = {
+    "s3": "s3://BUCKET/FOLDER",
+    "gs": "gs://BUCKET/FOLDER",
+    "hf": "hf://buckets/USER/BUCKET/FOLDER",
+    "file": "file:///FOLDER",
+}
+"""What `weights.store` may look like, by its scheme."""
 
 
 class WeightSettings(Section):
@@ -14,8 +23,14 @@ class WeightSettings(Section):
     address: str = "tcp://127.0.0.1:0"
     """Where the learner announces weights; generators connect to it. Any but a loopback address
     needs the keys of `buffer.curve`."""
-    transport: Literal["broadcast", "files"] = "broadcast"
-    """torch.distributed broadcast, or safetensors in the run folder (a shared file system)."""
+    transport: Literal["broadcast", "files", "store"] = "broadcast"
+    """What generators get their weights by. broadcast: shared memory or torch.distributed, see
+    `backend`. files: safetensors in the run folder (a shared file system). store: `weights.store`
+    alone, without a connection to `weights.address`."""
+    store: str | None = None
+    """Where the learner also writes every version it can, for generators elsewhere, which follow
+    with `transport: store`: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER.
+    Each run has a folder of its name there."""
     backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"
     """What a broadcast goes by. auto: memory that generators on the learner's machine (with a
     learner on a GPU: on that GPU) share with it, without a socket; for the others nccl if all are
@@ -33,8 +48,8 @@ class WeightSettings(Section):
     """Files hold only what changed since the version before; for transport files. Costs memory for
     one more copy at the learner."""
     full_every: Positive = 50
-    """With delta: differences until everyone gets a whole file again; who lacks the version before
-    gets one at once."""
+    """With delta, and in a store: differences until there is a whole file again; in files, who
+    lacks the version before gets one at once."""
     verify: bool = False
     """Compare a keyed checksum of every tensor by every route (files, and gloo broadcasts between
     machines, always carry them); a difference fails the load, and the old weights stay."""
@@ -54,6 +69,29 @@ class WeightSettings(Section):
             )
         return address
 
+    @field_validator("store")
+    @classmethod
+    def _is_a_store(cls, store: str | None) -> str | None:
+        if store is None:
+            return None
+        scheme, separator, path = store.partition("://")
+        if separator and scheme in STORES and path.strip("/"):
+            return _require_place(store, scheme, path)
+        close = STORES.get(nearest(scheme, STORES, likeness=0.5) or "") if separator else None
+        if store.startswith("/"):
+            close = f"file://{store}"
+        hint = f"did you mean {close}?" if close else f"allowed: {', '.join(STORES.values())}"
+        raise ValueError(f"was {store!r}; it must name a store and a folder in it; {hint}")
+
+    @model_validator(mode="after")
+    def _has_a_store(self) -> "WeightSettings":
+        if self.transport == "store" and self.store is None:
+            raise ValueError(
+                "weights.transport store needs weights.store, where the learner writes the "
+                f"versions: {', '.join(STORES.values())}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _has_files_for_delta(self) -> "WeightSettings":
         if self.delta and self.transport != "files":
@@ -61,3 +99,18 @@ class WeightSettings(Section):
                 f"weights.delta is for weights.transport files, which was {self.transport}"
             )
         return self
+
+
+def _require_place(store: str, scheme: str, path: str) -> str:
+    """
+    Raises:
+        ValueError: the path is relative, or has a password or a query in it.
+    """
+    if scheme == "file" and not path.startswith("/"):
+        raise ValueError(f"was {store!r}; a folder has three slashes: file:///{path}")
+    if set(path) & set("@?#*"):
+        raise ValueError(
+            f"was {store!r}; it must be like {STORES[scheme]}, without @, ?, # and *: keys "
+            "come from the environment of the store's own library"
+        )
+    return store

@@ -183,6 +183,18 @@ _WEIGHTS = (
     ),
     _of_learner("weights/num_failed_loads", "updates", Merge.SUM, "Updates not loaded, so far."),
     _of_learner(
+        "weights/store_s", "s", Merge.MAX, "From the snapshot to the manifest in weights.store."
+    ),
+    _of_learner(
+        "weights/store_bytes", "bytes", Merge.LAST, "Of the last version in weights.store."
+    ),
+    _of_learner(
+        "weights/num_store_failures",
+        "versions",
+        Merge.SUM,
+        "Versions that weights.store did not take, so far; a later one is tried.",
+    ),
+    _of_learner(
         "weights/num_refused_messages",
         "messages",
         Merge.SUM,

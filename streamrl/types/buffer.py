@@ -16,6 +16,7 @@ from streamrl.types.ranges import (
     NotNegative,
     PolicyVersion,
     PromptIndex,
+    SiblingNumber,
 )
 from streamrl.types.reasons import DropReason, FailedReward, FailedRow, GroupFailure, RefusalReason
 from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
@@ -51,13 +52,15 @@ class Lease(Struct, frozen=True, kw_only=True):
 
     `prompt_index` is its position in the seeded prompt stream. `min_policy_version` is the oldest
     version that may sample the group; from an older one it would be too stale when it is trained.
-    `expires_at_s` is on the buffer's clock.
+    `expires_at_s` is on the buffer's clock. `finished_siblings` are the numbers of those that an
+    earlier lease has left; `fetch_siblings` returns them, and the others are to be sampled.
     """
 
     lease_id: Name
     prompt_index: PromptIndex
     min_policy_version: PolicyVersion
     expires_at_s: Finite
+    finished_siblings: Annotated[tuple[SiblingNumber, ...], Meta(max_length=MAX_NAMES)] = ()
 
 
 class TakenBatch(Struct, frozen=True, kw_only=True):
@@ -272,7 +275,8 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     checkpoint that cannot be written, "" if the last one was; `validating` is one about what
     validators do; `ended_early` is why the run ended before its last step. `no_validator_s` is how
     long no validator has reported, None in a run without validations; `left_out` has a sentence for
-    each receiver that weights do not reach, or not in time; `signs` has one for each sign that the
+    each receiver that weights do not reach, or not in time; `stored` is one about what
+    `weights.store` has, "" without a store; `signs` has one for each sign that the
     run does not learn.
     """
 
@@ -292,4 +296,5 @@ class LearnerStatus(Struct, frozen=True, kw_only=True):
     ended_early: str = ""
     no_validator_s: float | None = None
     left_out: tuple[str, ...] = ()
+    stored: str = ""
     signs: tuple[str, ...] = ()

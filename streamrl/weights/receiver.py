@@ -1,7 +1,7 @@
-"""A generator's end of the weight protocol: it loads every version that the learner sends.
+"""A generator's end: it loads every version that the learner sends, or that a store has.
 
-Waits for the learner's messages without a limit, since there may be no learner; for the engine,
-which loads a version, LOAD_S at most.
+Waits for the learner without a limit, since there may be none; for the engine, which loads a
+version, LOAD_S at most.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from pathlib import Path
+from typing import TypeAlias
 
 import zmq
 import zmq.asyncio
@@ -35,11 +36,16 @@ from streamrl.weights.protocol import (
     Ready,
     Transfer,
 )
+from streamrl.weights.transports.store import ObjectStore, StoreReader
 
 log = logging.getLogger(__name__)
 
 LOAD_S = 600.0
 LOG_S = 10.0
+POLL_S = 1.0
+"""Between two looks at a store."""
+MAX_POLL_S = 30.0
+"""The same after several that have failed."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 
@@ -50,6 +56,9 @@ class Holding(Enum):
     LOST = "lost"
     GONE = "gone"
     """With the process that had it; there is nothing to load into."""
+
+
+OnUpdate: TypeAlias = Callable[[WeightUpdate], Awaitable[LoadReport]]
 
 
 class WeightReceiver:
@@ -64,7 +73,7 @@ class WeightReceiver:
         self,
         address: str,
         receiver_id: str,
-        on_update: Callable[[WeightUpdate], Awaitable[LoadReport]],
+        on_update: OnUpdate,
         *,
         locality: Locality = UNKNOWN_LOCALITY,
         num_ranks: int = 1,
@@ -154,7 +163,7 @@ class WeightReceiver:
         name = self._hello.receiver_id
         self._hello = structs.replace(self._hello, is_loading=True)
         try:
-            report = await self._load_in_time(update)
+            report = await _load_in_time(self._on_update, update)
         except WeightTransferError as error:
             log.warning("version %d not loaded: %s", update.policy_version, error)
             self._hello = structs.replace(self._hello, is_loading=False)
@@ -170,26 +179,6 @@ class WeightReceiver:
             # A sender that waits for the answer no longer learns by it what is here.
             self.say_hello()
 
-    async def _load_in_time(self, update: WeightUpdate) -> LoadReport:
-        """Waits for the engine, LOAD_S at most; with one that hangs, or gives up without a word,
-        the process must end, or it would sample with old weights for good."""
-        try:
-            async with asyncio.timeout(LOAD_S) as deadline:
-                return await self._on_update(update)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise RuntimeError(
-                f"the engine has canceled its load of version {update.policy_version}"
-            ) from error
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise RuntimeError(
-                f"the engine has not loaded version {update.policy_version} for {LOAD_S:g} s"
-            ) from error
-
     def _log_unreadable(self, error: WireError) -> None:
         """At most once in LOG_S: there may be a flood."""
         if time.monotonic() - self._logged_s >= LOG_S:
@@ -200,3 +189,61 @@ class WeightReceiver:
         """Without a learner the message is dropped; the next Hello makes up for it."""
         with contextlib.suppress(zmq.Again):
             await self._socket.send(wire.encode(message), zmq.NOBLOCK)
+
+
+class StoreReceiver:
+    """Runs in the generator's event loop, as `WeightReceiver` does, and loads what the `store` has.
+    The learner knows nothing of it. `folder` is for what is read, under `receiver_id`."""
+
+    def __init__(
+        self, store: ObjectStore, folder: Path, receiver_id: str, on_update: OnUpdate
+    ) -> None:
+        log.info("%s follows %s", receiver_id, store.url)
+        self._reader = StoreReader(store, folder, receiver_id)
+        self._on_update = on_update
+        self._known: tuple[str, int] | None = None
+
+    async def run(self) -> None:
+        """Until cancelled: look whether there is a newer version, and load it. A store that cannot
+        be reached leaves the weights that are there."""
+        wait_s = POLL_S
+        while True:
+            try:
+                await self._follow()
+                wait_s = POLL_S
+            except WeightTransferError as error:
+                log.warning("%s; looking again in %.0f s", error, wait_s)
+                wait_s = min(2 * wait_s, MAX_POLL_S)
+            await asyncio.sleep(wait_s)
+
+    async def _follow(self) -> None:
+        update = await asyncio.to_thread(self._reader.newest, self._known)
+        if update is None:
+            return
+        try:
+            await _load_in_time(self._on_update, update)
+        except WeightTransferError:
+            self._reader.forget()
+            raise
+        self._known = (update.learner_id, update.policy_version)
+
+
+async def _load_in_time(on_update: OnUpdate, update: WeightUpdate) -> LoadReport:
+    """Waits for the engine, LOAD_S at most; with one that hangs, or gives up without a word, the
+    process must end, or it would sample with old weights for good."""
+    try:
+        async with asyncio.timeout(LOAD_S) as deadline:
+            return await on_update(update)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError(
+            f"the engine has canceled its load of version {update.policy_version}"
+        ) from error
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise RuntimeError(
+            f"the engine has not loaded version {update.policy_version} for {LOAD_S:g} s"
+        ) from error

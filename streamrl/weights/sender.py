@@ -44,6 +44,7 @@ from streamrl.weights.transports.broadcast import BroadcastSender
 from streamrl.weights.transports.checksums import version_key
 from streamrl.weights.transports.files import FileSender, version_name
 from streamrl.weights.transports.shared_memory import SendBuffers, Written
+from streamrl.weights.transports.store import ObjectStore, StoredVersion, StoreSender
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class WeightSender:
 
     `folder` is for files, `device` is where the parameters are, and `curve` the folder of the keys.
     `learner_id` is new for every learner process, whose versions it distinguishes from others of
-    the same number; "" makes one up.
+    the same number; "" makes one up. `run` is the run's name in `weights.store`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class WeightSender:
         folder: Path,
         curve: Path | None = None,
         learner_id: str = "",
+        run: str = "run",
     ) -> None:
         self._settings = settings
         self._layout = layout
@@ -88,6 +90,12 @@ class WeightSender:
         host = urlsplit(self.address).hostname or "127.0.0.1"
         self._broadcast = BroadcastSender(settings, host, device)
         self._files = FileSender(settings, layout, folder, self._learner_id, self._secret)
+        self._store: StoreSender | None = None
+        if settings.store is not None:
+            place = ObjectStore(settings.store, run)
+            self._store = StoreSender(
+                settings, place, layout, folder, self._learner_id, self._secret
+            )
         self._num_failed = 0
         self._snapshot_s: float | None = None
         self._timings: Mapping[str, float] = {}
@@ -126,6 +134,7 @@ class WeightSender:
             ),
             "num_fenced": float(self._membership.num_fenced),
             "num_failed_loads": float(self._num_failed),
+            **({} if self._store is None else self._store.gauges),
             **self._socket.gauges(),
         }
 
@@ -144,6 +153,10 @@ class WeightSender:
     def behind(self) -> tuple[str, ...]:
         """Receivers that have not answered the last message to them, late already or not."""
         return tuple(sorted(self._socket.unanswered() | self._membership.fenced))
+
+    def stored(self) -> str:
+        """A sentence about what `weights.store` has; "" without one."""
+        return "" if self._store is None else self._store.sentence()
 
     def left_out(self) -> tuple[str, ...]:
         """A sentence for each receiver that updates do not reach, or not in time: why, for how long
@@ -174,6 +187,7 @@ class WeightSender:
             with self._buffers.reading() as held:
                 if held is not None:
                     await self._update(held, tasks)
+                    await self._begin_to_store(held, tasks)
 
     async def _update(self, held: Written, tasks: asyncio.TaskGroup) -> None:
         """Send the version to everybody who lacks it; waits for all but those that read files."""
@@ -282,6 +296,20 @@ class WeightSender:
             # A version may have been published since.
             self._changed.set()
         self._routes.on_file_answers([peer], outcome.loaded)
+
+    async def _begin_to_store(self, held: Written, tasks: asyncio.TaskGroup) -> None:
+        """Waits for this machine's disk; the way to the store is a task of its own."""
+        store, version = self._store, held.policy_version
+        if store is not None and store.wants(version):
+            stored = await asyncio.to_thread(store.begin, version, held.data)
+            tasks.create_task(self._finish_to_store(store, stored))
+
+    async def _finish_to_store(self, store: StoreSender, stored: StoredVersion | None) -> None:
+        """A version may have been published since, or the store must be tried again."""
+        if stored is not None:
+            await asyncio.to_thread(store.finish, stored)
+        await asyncio.sleep(store.wait_s())
+        self._changed.set()
 
     async def _transfer(self, endpoints: Mapping[Peer, Endpoint], version: int) -> int:
         updates = {

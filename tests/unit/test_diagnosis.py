@@ -198,6 +198,16 @@ SITUATIONS = {
             "43; no generator is on the weight channel (weights.address)"
         ],
     ),
+    "a store that is behind": (
+        text(
+            buffer(holding("gen-1", 400.0, version=40, num_active=0), leased=1, buffered=15),
+            learner=learner(num_receivers=0, stored="version 40 in s3://b/run (TimeoutError)"),
+        )[-1:],
+        [
+            "old_weights: gen-1 holds 1 lease and samples nothing: it has version 40, the learner "
+            "43; there is version 40 in s3://b/run (TimeoutError)"
+        ],
+    ),
     "a reward that does not end": (
         text(buffer(holding("gen-1", 400.0, num_active=0), leased=1, buffered=15))[-1:],
         [

@@ -41,6 +41,9 @@ class Sender:
     def validating(self) -> dict[int, ValidatorStatus]:
         return {20: ValidatorStatus(is_busy=True, num_done=3, num_prompts=32)}
 
+    def stored(self) -> str:
+        return ""
+
     def behind(self) -> tuple[str, ...]:
         return ("gen-1",)
 

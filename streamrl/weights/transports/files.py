@@ -12,16 +12,11 @@ A weight file contains a whole version, or the difference to the version before.
 
     whole   plain safetensors under the parameters' own names, with one checksum per tensor
     delta   one compressed difference per bucket; buckets without a difference are
-            left out. The metadata name the base and have the checksums of both versions, per bucket
+            left out. The metadata name the base and have the checksums of the result, per bucket
 
-A tensor counts as read only after its checksum matched; a difference counts as applied
-only after the checksums of its base and of its result matched. The checksums are keyed with the
+A tensor counts as read only after its checksum matched, a difference as applied only after those of
+its result did, which with another base they do not. The checksums are keyed with the
 version's key, which is not in the file: who changes the file cannot change them along.
-
-The difference of two versions is their XOR, compressed with zstd: after an optimizer step of
-reinforcement learning most weights are the same bits again in bfloat16 (1 to 5 % differ, see
-slime's and TRL's delta weight sync), and XOR leaves zeros there, which zstd all but removes.
-Lossless by construction.
 """
 
 import asyncio
@@ -32,12 +27,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-import zstandard
 
 from streamrl.config.weights import WeightSettings
 from streamrl.types import FilesEndpoint, TensorSpec
 from streamrl.weights.layout import Layout
-from streamrl.weights.transports import tensor_file
+from streamrl.weights.transports import delta, tensor_file
 from streamrl.weights.transports.checksums import (
     SIZE,
     checksum,
@@ -47,47 +41,7 @@ from streamrl.weights.transports.checksums import (
 )
 from streamrl.weights.transports.tensor_file import TensorFile
 
-
-class DeltaCodec:
-    """For byte ranges of at most `max_bytes`; one call at a time.
-
-    Its scratch memory is allocated once: page faults would cost as much as the compression.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._scratch = torch.empty(max_bytes, dtype=torch.uint8)
-        self._compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
-
-    def encode(self, base: torch.Tensor, data: torch.Tensor) -> torch.Tensor | None:
-        """What turns `base` into `data`, all flat uint8; None if they are equal."""
-        difference = self._scratch[: len(base)]
-        torch.bitwise_xor(base, data, out=difference)
-        if not difference.any():
-            return None
-        frame = bytearray(self._compressor.compress(difference.numpy().data))
-        return torch.frombuffer(frame, dtype=torch.uint8)
-
-    def decode(self, frame: torch.Tensor, base: torch.Tensor, into: torch.Tensor) -> None:
-        """Fill `into` with what `frame` makes of `base`; they may be the same memory.
-
-        Raises:
-            ValueError: the frame is corrupt, or is not a difference of that many bytes.
-        """
-        difference = self._scratch[: len(base)]
-        rest = difference.numpy().data
-        try:
-            reader = zstandard.ZstdDecompressor().stream_reader(frame.numpy().data)
-            while rest and (count := reader.readinto(rest)):
-                rest = rest[count:]
-            is_complete = not rest and not reader.read(1)
-        except zstandard.ZstdError as error:
-            raise ValueError(str(error)) from error
-        if not is_complete:
-            raise ValueError(f"not {len(base)} bytes")
-        torch.bitwise_xor(base, difference, out=into)
-
-
-_DELTA_FORMAT = "streamrl-delta-1"
+_DELTA_FORMAT = "streamrl-delta-2"
 
 
 def write_whole(path: Path, layout: Layout, data: torch.Tensor, key: bytes) -> None:
@@ -128,16 +82,14 @@ def write_delta(
     key: bytes,
 ) -> None:
     """What turns `base` into `data`, both [layout.num_bytes] uint8, as a file."""
-    codec = DeltaCodec(layout.largest_bucket)
     frames = {
-        str(number): codec.encode(bucket.of(base), bucket.of(data))
+        str(number): delta.encode(bucket.of(base), bucket.of(data))
         for number, bucket in enumerate(layout.buckets)
     }
     metadata = {
         "format": _DELTA_FORMAT,
         "base": base_name,
-        "base_checksums": checksums(_buckets("base", layout, base), key).hex(),
-        "checksums": checksums(_buckets("result", layout, data), key).hex(),
+        "checksums": checksums(_buckets(layout, data), key).hex(),
     }
     differing = {number: frame for number, frame in frames.items() if frame is not None}
     tensor_file.write(path, differing, metadata)
@@ -155,18 +107,14 @@ def apply_delta(
     Raises:
         WeightTransferError: base, file or result is not what the sender had; `into` is undefined.
     """
-    before = file.metadata_bytes("base_checksums")
     after = file.metadata_bytes("checksums")
-    codec = DeltaCodec(layout.largest_bucket)
     for number, bucket in enumerate(layout.buckets):
         label = f"bucket {number} (from {bucket.slots[0].spec.name})"
         ours, target = bucket.of(base), bucket.of(into)
         expected = slice(number * SIZE, (number + 1) * SIZE)
-        if checksum(f"base {number}", ours, key) != before[expected]:
-            raise file.error(f"changes another base: {label} differs")
         if str(number) in file:
             try:
-                codec.decode(file.read(str(number)), ours, target)
+                delta.decode(file.read(str(number)), ours, target)
             except ValueError as error:
                 raise file.error(f"is corrupt in bucket {number}: {error}") from error
         elif target.data_ptr() != ours.data_ptr():
@@ -175,9 +123,9 @@ def apply_delta(
             raise file.error(f"does not give the sender's bytes: {label} differs")
 
 
-def _buckets(name: str, layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each bucket's bytes, under a name that is not that of another one or of another version."""
-    return ((f"{name} {i}", bucket.of(data)) for i, bucket in enumerate(layout.buckets))
+def _buckets(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each bucket's bytes, under a name that is not that of another one."""
+    return ((f"result {i}", bucket.of(data)) for i, bucket in enumerate(layout.buckets))
 
 
 log = logging.getLogger(__name__)

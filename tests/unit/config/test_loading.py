@@ -108,6 +108,15 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("run", "--set run: must look like section.key=value"),
         ("run.name.first=x", "--set run.name.first: name is 'default' and has no keys below it"),
         ("data.source_kwargs=[1", "--set data.source_kwargs: '[1' is not YAML"),
+        (
+            "learner.dtype=fp16",
+            "learner.dtype: was 'fp16'; gradients leave its range without a loss",
+        ),
+        ("learner.checkpoint.every=never", "a number above run.max_steps leaves that one alone"),
+        (
+            "learner.checkpoint.every=-1",
+            "every: was -1; a checkpoint frees the groups of the buffer",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(tmp_path, override, sentence):
@@ -162,6 +171,13 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["weights.publish_every", "buffer.max_staleness"],
         ),
         (["weights.backend=nccl", "learner.device=cpu"], ["weights.backend", "learner.device"]),
+        (
+            [
+                *("weights.store=file:///store", "weights.transport=store"),
+                *("generator.engine=vllm", "generator.vllm.url=http://127.0.0.1:1"),
+            ],
+            ["weights.transport store", "generator.vllm.url"],
+        ),
         (
             ["weights.backend=shared", "learner.device=cuda", "generator.device=cpu"],
             ["weights.backend shared", "learner.device", "generator.device"],

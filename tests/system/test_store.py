@@ -1,0 +1,104 @@
+"""Generators that follow a store alone: killed or not, they have the learner's very weights."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from streamrl.checkpoints.find import list_checkpoints
+from streamrl.weights.transports.receive import TransferReceiver
+from streamrl.weights.transports.store import ObjectStore, StoreReader
+from tests.ports import free_port
+from tests.system.conftest import STREAMRL, Launched
+from tests.system.test_launch import (
+    _set,
+    assert_audit_passes,
+    assert_books_close,
+    assert_every_step_once,
+    output_of,
+)
+
+SIZES = ("learner.groups_per_step=16", "generator.group_size=8", "generator.max_num_seqs=64")
+
+
+def stored_weights(folder: Path, scratch: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """The newest version in the store, as a generator reads it."""
+    reader = StoreReader(ObjectStore(f"file://{folder}", "run"), scratch, "test")
+    update = reader.newest(None)
+    assert update is not None
+    received = {name: t.clone() for name, t in TransferReceiver().tensors(update)}
+    return update.policy_version, received
+
+
+def saved_weights(run: Launched) -> tuple[int, dict[str, torch.Tensor]]:
+    newest = list_checkpoints(run.folder)[-1]
+    files = sorted(newest.rglob("*.safetensors"))
+    return int(newest.name.rpartition("-")[2]), {
+        k: v for f in files for k, v in load_file(f).items()
+    }
+
+
+def test_a_run_over_a_store_survives_kill_9_and_learns_as_one_without(
+    launch: Callable[..., Launched], tmp_path: Path
+):
+    store = tmp_path / "store"
+    settings = ("run.max_steps=60", "generator.count=2", *SIZES, "weights.full_every=8")
+    by_store = (f"weights.store=file://{store}", "weights.transport=store")
+    run = launch(*_set(*settings, *by_store), strict=False)
+    run.until_step(8)
+    run.child("generator-0").send_signal(signal.SIGKILL)
+    run.until(lambda: "was killed by SIGKILL" in run.log("generator-0"))
+    run.until_step(20)
+    run.child("learner").send_signal(signal.SIGKILL)
+    assert run.end() == 0, run.output
+    lines = assert_every_step_once(run, 60)
+    assert_books_close(run)
+    assert_audit_passes(run)
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-15:]) > sum(rewards[:15]) + 15 * 0.2, rewards
+    assert max(line["buffer/staleness_max"] for line in lines) <= 2
+    assert lines[-1]["weights/store_bytes"] > 0
+    version, weights = stored_weights(store, tmp_path / "scratch")
+    step, saved = saved_weights(run)
+    assert version == step == 60
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights.items())
+
+
+def test_a_generator_that_cannot_reach_the_learner_joins_by_the_store(
+    launch: Callable[..., Launched], tmp_path: Path
+):
+    """Beside one that gets its weights from the learner; both keep the bound."""
+    store = tmp_path / "store"
+    run = launch(*_set("run.max_steps=100000", f"weights.store=file://{store}"))
+    run.until_generators(1)
+    config = str(run.folder / "config.yaml")
+    unreachable = f"weights.address=tcp://127.0.0.1:{free_port()}"
+    words = [STREAMRL, "generator", "--config", config, "--id", "far"]
+    far = subprocess.Popen([*words, *_set("weights.transport=store", unreachable)])
+    try:
+        run.until_generators(2)
+        first = _version(config, "far")
+        run.until(lambda: _version(config, "far") > first + 3)
+        run.child("generator-0").send_signal(signal.SIGSTOP)
+        try:
+            run.until_generators(1)
+            run.until_step(len(run.lines) + 4)
+        finally:
+            run.child("generator-0").send_signal(signal.SIGCONT)
+        assert all(line["buffer/staleness_max"] <= 2 for line in run.lines)
+    finally:
+        far.send_signal(signal.SIGTERM)
+        assert far.wait(30) == 0
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.output
+    assert_books_close(run)
+    assert f"follows file://{store}/run" in run.log("far")
+
+
+def _version(config: str, name: str) -> int:
+    listed = json.loads(output_of("generators", config, "--json"))
+    return max([int(row["policy_version"]) for row in listed if row["id"] == name], default=-1)
