@@ -214,11 +214,10 @@ class SimulatedServer:
         if self.network.payloads_outside:
             return 0.0
         if isinstance(message.request, m.FetchRequest):
-            return sum(map(self._size_of, message.request.prompt_indices))
+            return sum(
+                header.num_bytes for header in self.state.fetch(message.request.prompt_indices)
+            )
         return 0.0 if message.header is None else message.header.num_bytes
-
-    def _size_of(self, prompt_index: int) -> int:
-        return self.state.payload(prompt_index).num_bytes
 
     def _answer(self, message: _Message) -> m.Answer | None:
         request, now_s = message.request, self._loop.time()
