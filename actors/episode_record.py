@@ -25,6 +25,7 @@ from streamrl.types import (
     Float32Array,
     Int32Array,
     Media,
+    RoutedExperts,
     SamplingParams,
     TokenSets,
     TopLogprobs,
@@ -68,6 +69,8 @@ class Segment(Struct, frozen=True):
     spans: tuple[Span, ...]
     turns: tuple[Turn, ...]
     media: tuple[Media, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    """Of its tokens, as the engine first read them."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -99,6 +102,13 @@ class Rollout(Struct, frozen=True):
     @property
     def num_sampled_tokens(self) -> int:
         return sum(turn.num_completion_tokens for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of its sampled tokens."""
+        spans = (span for segment in self.segments for span in segment.spans)
+        sampled = (span.policy_versions[span.policy_versions >= 0] for span in spans)
+        return min((int(versions.min()) for versions in sampled if versions.size), default=0)
 
 
 class EpisodeRecord:
@@ -136,7 +146,11 @@ class EpisodeRecord:
         spans = (*segment.spans, _observed(observed), Span.sampled(completion))
         self._current = len(self.segments) if known is None else known
         self._last = completion
-        self._set(Segment(spans, (*segment.turns, turn), media))
+        num_tokens = len(prompt_token_ids) + len(completion.token_ids)
+        experts = RoutedExperts.continued(
+            segment.routed_experts, completion.routed_experts, num_tokens
+        )
+        self._set(Segment(spans, (*segment.turns, turn), media, experts))
 
     def judge(self, *, reward: float = 0.0, num_tool_calls: int = 0, in_loss: bool = True) -> None:
         """What the environment says of the completion that was added last."""

@@ -3,6 +3,7 @@
     lease_groups      leases for all the engine has room for, once the weights are new enough
     one task a group  wait for the learner's weights, of the lease's version; generate, score, put
     heartbeats        renew the leases, report, handle lost leases, scheduling state and end
+    keep_siblings     put what is finished of groups that are not, so that it outlasts this process
     receiver.run      load the announced updates (`streamrl.weights.receiver`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
@@ -15,10 +16,12 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from actors.dynamic_sampling import UniformFilter
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
+from actors.episode_record import Rollout
 from actors.episodes.rollout import GroupProgress, GroupRunner, TruncatedGroupError
 from actors.episodes.runner import MixedRunner
 from actors.failures import FailureLimit, FailureRecord
@@ -26,6 +29,7 @@ from actors.leased_group import LeasedGroup, due_of, next_groups, num_free_group
 from actors.rendering.renderer import PromptTooLongError
 from actors.status_report import Occupancy, StatusReport
 from actors.version_gate import StarvedLeases, VersionGate
+from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import (
     LedgerError,
@@ -43,6 +47,7 @@ from streamrl.types import (
     Lease,
     LoadReport,
     SchedulingState,
+    SiblingHeader,
     TrajectoryGroup,
     WeightUpdate,
     replace,
@@ -51,6 +56,7 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
+KEEP_EVERY_S = 1.0
 GOODBYE_S = 2.0
 Runner = MixedRunner | GroupRunner
 
@@ -107,11 +113,13 @@ class Generator:
         async with asyncio.TaskGroup() as tasks:
             receiving = [tasks.create_task(receiver.run()) for receiver in receivers]
             heartbeats = tasks.create_task(self._send_heartbeats())
+            keeping = tasks.create_task(self._keep_siblings())
             leasing = tasks.create_task(self._lease_groups(tasks))
             await self._stopping.wait()
             leasing.cancel()
             await self._drain()
             heartbeats.cancel()
+            keeping.cancel()
             for task in receiving:
                 task.cancel()
             await self._leave()
@@ -154,7 +162,8 @@ class Generator:
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
             task = tasks.create_task(self._generate(lease))
-            size, progress = self._runner.num_episodes_of(lease), GroupProgress((), self._notify)
+            size = max(1, self._runner.num_episodes_of(lease) - len(lease.finished_siblings))
+            progress = GroupProgress((), self._notify)
             self._groups[lease.lease_id] = LeasedGroup.of(lease, task, size, progress)
 
     def _num_free(self) -> int:
@@ -174,6 +183,8 @@ class Generator:
             if leased.is_given_back:
                 await self._buffer.release(lease_id, DropReason.RELEASED)
                 return
+            if lease.finished_siblings:
+                await self._restore_siblings(leased)
             group = await self._runner.run(lease, leased.progress)
             if self._uniform_filter.leaves_out(group):
                 await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
@@ -212,6 +223,51 @@ class Generator:
             if reply.incarnation == known or lease_id in reply.lost_lease_ids:
                 raise
             await self._buffer.put(lease_id, group)
+
+    async def _restore_siblings(self, leased: LeasedGroup) -> None:
+        """What an earlier lease has left. Waits for the buffer."""
+        lease, finished = leased.lease, leased.progress.finished
+        payloads = await self._buffer.fetch_siblings(lease.lease_id)
+        for number, payload in zip(lease.finished_siblings, payloads, strict=False):
+            leased.kept.add(number)
+            try:
+                finished[number] = wire.decode(payload, Rollout, max_bytes=len(payload))
+            except WireError as error:
+                log.warning("sibling %d of prompt %d: %s", number, lease.prompt_index, error)
+        log.info("prompt %d goes on with %d siblings", lease.prompt_index, len(finished))
+
+    async def _keep_siblings(self) -> None:
+        """Put each sibling that was finished KEEP_EVERY_S ago in a group that is not; ends when
+        cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_EVERY_S)
+            await self._put_siblings(at_once=False)
+
+    async def _put_siblings(self, *, at_once: bool) -> None:
+        """See `LeasedGroup.next_to_keep`. Waits for the buffer."""
+        groups = [(group, group.next_to_keep(at_once=at_once)) for group in self._groups.values()]
+        puts = [self._put_sibling(group, number) for group, due in groups for number in due]
+        await asyncio.gather(*puts)
+
+    async def _put_sibling(self, group: LeasedGroup, number: int) -> None:
+        rollout, lease = group.progress.finished[number], group.lease
+        # One that cannot be kept is lost with this process, as all were: its group goes on.
+        group.kept.add(number)
+        try:
+            payload = wire.encode(rollout)
+            sibling = SiblingHeader(
+                number=number,
+                lease_id=lease.lease_id,
+                oldest_version=rollout.oldest_version,
+                num_tokens=rollout.num_sampled_tokens,
+                num_bytes=len(payload),
+            )
+            await self._buffer.put_sibling(sibling, payload)
+        except UnknownLeaseError:
+            # The buffer may have restarted, and learns of the lease with the next heartbeat.
+            group.kept.discard(number)
+        except (WireError, TypeError, NotImplementedError) as error:
+            log.warning("prompt %d: a sibling is not kept: %s", lease.prompt_index, error)
 
     async def _load_weights(self, target: WeightTarget, update: WeightUpdate) -> LoadReport:
         try:
@@ -269,6 +325,8 @@ class Generator:
         while self._incarnation and reply.incarnation != self._incarnation:
             log.warning("the buffer has restarted: reasserting %d leases", len(self._groups))
             self._incarnation = reply.incarnation
+            for group in self._groups.values():
+                group.kept.clear()
             held = tuple(group.lease for group in self._groups.values())
             status = replace(self._status(), held=held)
             reply = await self._buffer.heartbeat(status)
@@ -276,12 +334,17 @@ class Generator:
         return reply
 
     async def _drain(self) -> None:
-        """Wait `drain_s` for the groups, none if they are not needed; cancel the others.
+        """Wait `drain_s` for the groups, none if they are not needed; cancel the others, whose
+        finished siblings are kept.
 
         The leases of the others end with the last heartbeat.
         """
         if tasks := [group.task for group in self._groups.values()]:
             _, unfinished = await asyncio.wait(tasks, timeout=self._grace_s)
+            if unfinished and not self._is_over:
+                with suppress(TimeoutError, TransportError):
+                    async with asyncio.timeout(GOODBYE_S):
+                        await self._put_siblings(at_once=True)
             for task in unfinished:
                 task.cancel()
 

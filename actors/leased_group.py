@@ -28,6 +28,9 @@ class LeasedGroup:
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it begins, or is given back."""
     is_given_back: bool = False
+    kept: set[int] = field(default_factory=set)
+    """The numbers of the finished siblings that the buffer has."""
+    _finished_before: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -54,6 +57,14 @@ class LeasedGroup:
     @property
     def has_begun(self) -> bool:
         return self.turn.is_set()
+
+    def next_to_keep(self, *, at_once: bool) -> list[int]:
+        """The numbers of the finished siblings that the buffer lacks; unless `at_once`, of those
+        that were finished at the last call, since a group that is put soon need not cost more."""
+        finished = frozenset(self.progress.finished)
+        due = (finished if at_once else self._finished_before) - self.kept
+        self._finished_before = finished
+        return sorted(due)
 
     def on_learner_version(self, learner_version: int) -> None:
         """Give the lease back if the learner went back to a version that may not sample the group:

@@ -17,6 +17,7 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     SchedulingState,
+    SiblingHeader,
     TakenBatch,
     TrajectoryGroup,
 )
@@ -34,7 +35,7 @@ class RequestClient(ABC):
 
     @abstractmethod
     async def _call(
-        self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0
+        self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
     ) -> tuple[Reply, Sequence[Any]]:
         """The reply and its payloads. Waits up to `wait_s` for one that is not empty."""
 
@@ -50,6 +51,12 @@ class RequestClient(ABC):
 
     async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         await self._call(m.ReleaseRequest(lease_id, reason, tuple(lengths)), m.Done)
+
+    async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
+        await self._call(m.PutSiblingRequest(sibling), m.Done, 0.0, payload)
+
+    async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
+        return tuple((await self._call(m.FetchSiblingsRequest(lease_id), m.Done))[1])
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
         return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply

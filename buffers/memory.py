@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from buffers import messages as m
 from buffers.client import Reply, RequestClient
@@ -45,15 +46,15 @@ class MemoryBuffer(RequestClient):
         return payload
 
     async def _call(
-        self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0
-    ) -> tuple[Reply, Sequence[TrajectoryGroup]]:
+        self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
+    ) -> tuple[Reply, Sequence[Any]]:
         if isinstance(request, m.LeaseRequest | m.TakeRequest):
-            reply, *payloads = await self._wait_for(request, self._clock() + wait_s)
+            reply, *fetched = await self._wait_for(request, self._clock() + wait_s)
         else:
-            reply, *payloads = self._apply(request)
+            reply, *fetched = self._apply(request, *payloads)
             await self._notify()
         assert isinstance(reply, expected)
-        return reply, payloads
+        return reply, fetched
 
     async def _wait_for(self, request: m.LeaseRequest | m.TakeRequest, deadline: float) -> m.Answer:
         """Waits for a reply that is not empty; any change, an expiry or the deadline unblocks."""
@@ -71,10 +72,10 @@ class MemoryBuffer(RequestClient):
                     async with asyncio.timeout(min(deadline, expiry_s) - self._clock()):
                         await self._changed.wait()
 
-    def _apply(self, request: m.StateRequest) -> m.Answer:
+    def _apply(self, request: m.StateRequest, *payloads: bytes) -> m.Answer:
         now_s = self._clock()
         self._state.expire(now_s)
-        return request.apply(self._state, now_s)
+        return request.apply(self._state, now_s, *payloads)
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta, Struct
 
 from buffers.ledger.ledger import require_learner_term
-from buffers.ledger.state import BufferState
+from buffers.ledger.state import GROUP, BufferState
 from streamrl import errors
 from streamrl.errors import StreamRLError
 from streamrl.types import (
@@ -32,6 +32,7 @@ from streamrl.types import (
     PolicyVersion,
     PromptIndex,
     SchedulingState,
+    SiblingHeader,
     Text,
     WaitSeconds,
 )
@@ -112,6 +113,23 @@ class PutRequest(Struct, frozen=True, tag="put"):
     lease_id: Name
 
 
+class PutSiblingRequest(Struct, frozen=True, tag="put_sibling"):
+    """Its payload follows: bytes that only generators read."""
+
+    sibling: SiblingHeader
+
+    def apply(self, state: State, now_s: float, payload: bytes | memoryview = b"") -> Answer:
+        state.put_sibling(self.sibling, payload, now_s)
+        return (Done(),)
+
+
+class FetchSiblingsRequest(Struct, frozen=True, tag="fetch_siblings"):
+    lease_id: Name
+
+    def apply(self, state: State, now_s: float) -> Answer:
+        return (Done(), *state.fetch_siblings(self.lease_id))
+
+
 class StoredGroup(Struct, frozen=True, tag="stored_group"):
     """The payload of a put where the group itself is in a store that the learner reads: its header,
     and the key of what was written there before."""
@@ -128,7 +146,7 @@ class LostRequest(Struct, frozen=True, tag="lost"):
 
     def apply(self, state: State, now_s: float) -> Answer:
         require_learner_term(self.learner_term, state.ledger.learner_term)
-        state.lose(self.prompt_indices)
+        state.lose((prompt_index, GROUP) for prompt_index in self.prompt_indices)
         return (Done(),)
 
 
@@ -239,6 +257,8 @@ class StatsRequest(Struct, frozen=True, tag="stats"):
 
 StateRequest: TypeAlias = (
     LeaseRequest
+    | PutSiblingRequest
+    | FetchSiblingsRequest
     | ReleaseRequest
     | HeartbeatRequest
     | AttachRequest
@@ -252,7 +272,7 @@ StateRequest: TypeAlias = (
     | SchedulingStateRequest
     | StatsRequest
 )
-"""Requests that need only the state."""
+"""Requests that need only the state, and one its payload."""
 
 Request: TypeAlias = StateRequest | PutRequest
 

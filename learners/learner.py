@@ -13,6 +13,7 @@ channel, status and signals work meanwhile; this loop is that of the first rank.
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -30,6 +31,8 @@ from streamrl.config import RunConfig
 from streamrl.diagnosis.learning import Signs
 from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
+from streamrl.placement.devices import num_cores, usable_devices
+from streamrl.run_folder import Rows, read_rows
 from streamrl.types import BufferStats, LearnerActivity, TakenBatch, replace
 from streamrl.weights.sender import WeightSender
 
@@ -62,7 +65,8 @@ class Learner:
         self._times = StepTimes()
         self._signs = Signs(config.run.signs)
         self._said_signs: frozenset[str] = frozenset()
-        self._scaling = ScalingWindow(lockstep.num_ranks)
+        self._scaling = ScalingWindow(lockstep.num_ranks, _free_cores(config, lockstep.num_ranks))
+        self._rows = _rows(config)
         self._stopping = session.stopping
         every = config.learner.checkpoint.every
         self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
@@ -205,6 +209,7 @@ class Learner:
             **self._scaling.metrics(stats, step_s, metrics),
             **{f"weights/{name}": value for name, value in self._sender.gauges().items()},
             "learner/policy_version": self._version,
+            "learner/num_passes": self._rows.num_passes(stats.books.next_prompt_index),
             "learner/step_s": step_s,
             "learner/wait_frac": metrics["learner/wait_s"] / max(step_s, 1e-9),
             "learner/stalls": self._reporter.num_stalls,
@@ -292,3 +297,18 @@ class Learner:
         if has_ended:
             await self._session.finish()
         return True
+
+
+def _free_cores(config: RunConfig, num_ranks: int) -> float:
+    """Of this machine, beside a core for each process of the launch that computes; not a number
+    where GPUs do."""
+    num_generators = config.generator.max_count if config.generator.url is None else 0
+    return math.nan if usable_devices() else max(0, num_cores() - num_ranks - num_generators)
+
+
+def _rows(config: RunConfig) -> Rows:
+    """Those that the run reads now, as its launch has counted them; none unless all prompts are
+    rows."""
+    known = read_rows(config.run.path)
+    num_sources = sum(len(entry.data.sources) for entry in config.entries)
+    return known[-1] if known and len(known[-1].sources) == num_sources else Rows(0, ())

@@ -38,6 +38,7 @@ waited for them to start.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ import torch
 
 from learners.policy.network import Network, NetworkOutput
 from streamrl.config.learner import LearnerSettings, ProfilerSettings
-from streamrl.diagnosis.scaling import Load, busy_frac, scaling_metrics
+from streamrl.diagnosis.scaling import FREE_CORES, Load, busy_frac, scaling_metrics
 from streamrl.errors import ConfigError
 from streamrl.types import BufferStats, GeneratorStatus
 
@@ -402,8 +403,9 @@ class ScalingWindow:
     """The last NUM_STEPS steps, or those of WINDOW_S if they are more; the learner calls `metrics`
     after each step."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, free_cores: float = math.nan) -> None:
         self._num_ranks = num_ranks
+        self._free_cores = free_cores
         self._steps: deque[_Step] = deque()
 
     def metrics(
@@ -416,7 +418,7 @@ class ScalingWindow:
         waits = metrics.get("learner/wait_s", 0.0), metrics.get("learner/train_s", 0.0)
         self._steps.append(_Step(step_s, *waits, generators))
         self._forget()
-        return scaling_metrics(self._load(stats.capacity))
+        return {**scaling_metrics(self._load(stats.capacity)), FREE_CORES: self._free_cores}
 
     def _load(self, capacity: int) -> Load | None:
         """None before there are enough steps, or unless every generator says how busy it is.

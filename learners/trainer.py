@@ -35,6 +35,7 @@ from learners.optimizer import (
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.policy.teachers import Teachers
 from learners.profiling import StepProfile
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.rewards import pf_ppo_resample
@@ -54,6 +55,7 @@ class Trainer:
         reference: Policy | None = None,
         critic: Critic | None = None,
         ranks: Ranks | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks = ranks or Ranks()
@@ -69,7 +71,7 @@ class Trainer:
             keep_state_on_host(self.optimizer)
         passes = PolicyPasses(config, policy, reference)
         self._targets = TargetCollector(
-            config, self.credit, policy, passes, reference, critic, ranks
+            config, self.credit, policy, passes, reference, critic, ranks, teachers
         )
         self._gradient = Gradient(config, policy, passes, critic, ranks)
         models = {"policy": policy, "reference": reference, "critic": critic}

@@ -10,13 +10,13 @@ Invariant: an address that other machines can reach is neither served nor connec
 keys.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from streamrl.config.addresses import host_of, is_loopback
+from streamrl.durable_files import open_private
 from streamrl.errors import ConfigError
 
 
@@ -32,11 +32,10 @@ def make_keys(folder: Path) -> None:
         for kind, key in (("public", public), ("secret", secret)):
             path = folder / f"{owner}.{kind}"
             try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(path, "xb", opener=open_private) as file:
+                    file.write(key + b"\n")
             except FileExistsError as error:
                 raise ConfigError(f"{path} exists; it is not written over") from error
-            with open(descriptor, "wb") as file:
-                file.write(key + b"\n")
 
 
 class CurveServer:

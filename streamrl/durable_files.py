@@ -1,18 +1,20 @@
 """Files and folders that a crash or a full disk leaves as they were, or as they are to be.
 
-For the small files of a run, its checkpoints and its journal. Imports nothing of StreamRL.
+For the small files of a run, its checkpoints and its journal, and those of its secrets. Imports
+nothing of StreamRL.
 """
 
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write the file whole and durably: a crash or a full disk leaves what was there before.
+def write_file(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
+    """Write the file whole and durably: a crash or a full disk leaves what was there before. A
+    private one can be read by its owner alone.
 
     Raises:
         OSError: it is not written.
@@ -20,14 +22,23 @@ def write_file(path: Path, text: str) -> None:
     # Several daemons of a run may write the same file, in containers with one id of process.
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
     try:
-        with unfinished.open("w") as file:
-            file.write(text)
+        with open(unfinished, "wb", opener=open_private if is_private else None) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def open_private(path: str, flags: int) -> int:
+    """The `opener` of a new file that its owner alone can read, never one that somebody has put
+    there: that one is removed; with mode "x" it is a FileExistsError."""
+    if not flags & os.O_EXCL:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 @contextmanager

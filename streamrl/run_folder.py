@@ -10,6 +10,7 @@ buffer/     journal.sqlite  payloads/
 import atexit
 import json
 import logging
+import math
 import shlex
 import shutil
 import sys
@@ -49,6 +50,11 @@ class Rows(Struct, frozen=True):
     first_prompt_index: int
     sources: tuple[SourceRows, ...]
 
+    def num_passes(self, prompt_index: int) -> float:
+        """Over the rows of all sources together, before this prompt; not a number without rows."""
+        num_rows = sum(source.num_rows for source in self.sources)
+        return (prompt_index - self.first_prompt_index) / num_rows if num_rows else math.nan
+
 
 class Launch(Struct, frozen=True):
     """The newest launch of a run: the options that say where it is, when it ended (Unix time), and
@@ -67,10 +73,12 @@ def prepare(
     binds: bool = True,
     next_prompt_index: Callable[[Path], int] = lambda _: 0,
 ) -> RunConfig:
-    """The configuration with free ports for those given as 0, and with the prompt from which its
-    rows are read, written into the run's folder.
+    """The configuration with free ports for those given as 0, with the prompt from which its rows
+    are read, and with `validation.every` where a validator starts by default, so that the learner
+    waits for it; written into the run's folder.
 
-    Without `binds` buffer and learner are on other machines, and the ports are a plan's.
+    Without `binds` buffer and learner are on other machines: the ports are a plan's, and a
+    validator has a place or none.
 
     Args:
         next_prompt_index: the first prompt that the run in a folder has not asked for yet.
@@ -99,7 +107,7 @@ def prepare(
         )
     first = {"first_prompt_index": rows[-1].first_prompt_index}
     config = config.model_copy(update={"data": config.data.model_copy(update=first)})
-    resolved = _with_ports(config) if binds else config
+    resolved = _with_ports(_with_validator(config)) if binds else config
     try:
         # Daemons that were killed are still named there.
         for target in config.run.folder.glob(f"{_TARGETS}/{config.run.name}@*.json"):
@@ -357,6 +365,13 @@ def read_books(folder: Path) -> Books | None:
         return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
     except msgspec.ValidationError:
         return None
+
+
+def _with_validator(config: RunConfig) -> RunConfig:
+    if not config.is_validated or config.validation.every is not None:
+        return config
+    validation = config.validation.model_copy(update={"every": "auto"})
+    return config.model_copy(update={"validation": validation})
 
 
 def _with_ports(config: RunConfig) -> RunConfig:

@@ -18,13 +18,14 @@ import xxhash
 
 from streamrl.errors import CorruptMessageError, MessageTooLargeError, SchemaVersionError
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 MAX_MESSAGE_BYTES = 256 * 2**20
 
 _ARRAY_CODES: dict[np.dtype[Any], int] = {
     np.dtype("<i4"): 1,
     np.dtype("<f4"): 2,
     np.dtype("?"): 3,
+    np.dtype("u1"): 4,
 }
 _BOOL = _ARRAY_CODES[np.dtype("?")]
 _ARRAY_DTYPES = {code: dtype for dtype, code in _ARRAY_CODES.items()}

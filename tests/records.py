@@ -9,6 +9,7 @@ from streamrl.samples.record import Message, Sample
 from streamrl.types import (
     FinishReason,
     Lease,
+    RoutedExperts,
     TokenSets,
     TopLogprobs,
     Trajectory,
@@ -107,6 +108,26 @@ def with_candidates(group: TrajectoryGroup, mask_size: int, num_top: int) -> Tra
         mask, top = TokenSets.of(kept), TopLogprobs.of(ids, logprobs)
         members.append(msgspec.structs.replace(t, sampling_mask=mask, top_logprobs=top))
     return msgspec.structs.replace(group, trajectories=tuple(members))
+
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 4, 2
+"""Of the mixtures of experts in `tests.model_families`."""
+
+
+def with_experts(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with random experts of every token but the last, the same for equal beginnings."""
+    members = tuple(
+        msgspec.structs.replace(t, routed_experts=random_experts(t)) for t in group.trajectories
+    )
+    return msgspec.structs.replace(group, trajectories=members)
+
+
+def random_experts(trajectory: Trajectory) -> RoutedExperts:
+    ids = trajectory.token_ids[:-1]
+    drawn = [np.random.default_rng(ids[: i + 1]) for i in range(len(ids))]
+    scores = [rng.random((NUM_LAYERS, NUM_EXPERTS)) for rng in drawn]
+    order = np.array(scores).reshape(-1, NUM_LAYERS, NUM_EXPERTS).argsort(-1)
+    return RoutedExperts.of(order[..., :TOP_K], trajectory.num_tokens)
 
 
 def damaged(group: TrajectoryGroup, **changes: object) -> TrajectoryGroup:

@@ -16,9 +16,11 @@ from learners.policy.loading import distribute
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.sharding import compute_in
+from learners.policy.teachers import Teachers
 from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, episode_indices
+from tests.model_families import make_model
 from tests.tiny_model import make_llama
 
 POISON = 1
@@ -91,6 +93,8 @@ def make_groups(
             group_id=str(i),
             prompt_index=i,
             environment="test",
+            teacher="ab"[i % 2],
+            teacher_prompt=np.arange(2, 3 + i, dtype=np.int32),
             trajectories=tuple(
                 make_trajectory(rng, int(rng.integers(1, 9)), int(rng.integers(1, 12)))
                 for _ in range(group_size)
@@ -193,17 +197,43 @@ def make_trainer(
     config: RunConfig, mesh: Mesh | None = None, ranks: Ranks | None = None
 ) -> Trainer:
     """With the models that the algorithm needs, distributed over a mesh if there is one; the
-    reference has a larger head."""
+    reference has a larger head. Under `router_replay` they are mixtures of experts."""
     torch.manual_seed(0)
     temperature = config.generator.temperature
-    policy = make_policy(temperature)
-    reference = make_policy(temperature) if config.algorithm.needs_reference else None
+    router_replay = config.algorithm.router_replay
+
+    def make() -> Policy:
+        if router_replay == "off":
+            return make_policy(temperature)
+        return Policy(Network(make_model("Qwen3-MoE"), temperature=temperature))
+
+    policy = make()
+    reference = make() if config.algorithm.needs_reference else None
     if reference is not None:
         with torch.no_grad():
             reference.model.get_output_embeddings().weight.mul_(1.5)
     values = make_network(has_values=True) if config.algorithm.needs_values else None
-    for network in (policy.network, reference and reference.network, values):
+    for network in (reference and reference.network, values):
         if network is not None:
             distribute(network, mesh, config.learner)
+    distribute(policy.network, mesh, config.learner, router_replay=router_replay)
     critic = None if values is None else Critic(config, values)
-    return Trainer(config, policy, reference, critic, ranks)
+    teachers = make_teachers(config, mesh, ranks)
+    return Trainer(config, policy, reference, critic, ranks, teachers)
+
+
+def make_teachers(
+    config: RunConfig, mesh: Mesh | None = None, ranks: Ranks | None = None
+) -> Teachers | None:
+    """Of `algorithm.distillation`; each has another head than the policy."""
+    settings = config.algorithm.distillation
+    if settings is None:
+        return None
+    policies = {}
+    for place, teacher in enumerate(settings.in_learner):
+        policy = make_policy(config.generator.temperature)
+        with torch.no_grad():
+            policy.model.get_output_embeddings().weight.mul_(2.0 + place)
+        distribute(policy.network, mesh, config.learner, is_reference=True)
+        policies[teacher.name] = policy
+    return Teachers(settings, policies, config.learner.max_tokens_per_micro_batch, ranks)

@@ -88,6 +88,8 @@ class ModelFacts:
     head_width: int | None = None
     placeholders: Placeholders | None = None
     """Of a model that sees images."""
+    expert_shape: tuple[int, int] = (0, 0)
+    """Decoder layers, and the experts that a token is given to in each."""
 
     @classmethod
     def of(cls, model: ModelSettings) -> "ModelFacts":
@@ -104,6 +106,10 @@ class ModelFacts:
             vocab_size=text_config.vocab_size,
             head_width=_head_width(text_config),
             placeholders=Placeholders.of(config) if has_vision(config) else None,
+            expert_shape=(
+                text_config.num_hidden_layers,
+                getattr(text_config, "num_experts_per_tok", None) or 1,
+            ),
         )
 
 

@@ -188,6 +188,11 @@ class EpisodeRun:
         sampled, now = self._record.num_sampled_tokens, self._handle.num_tokens
         return sampled + max(now, 0) if self._record.segments or now >= 0 else -1
 
+    def restore(self, rollout: Rollout) -> None:
+        """It is over as this rollout was, which an earlier lease left; `run` is not called."""
+        self._record.segments = rollout.segments
+        self.is_over, self.num_slots = True, 0
+
     async def run(self, start: EnvironmentContext, sampling: SamplingParams) -> Rollout:
         """The rollout. Waits for the engine and the environment; the deadline unblocks.
 

@@ -28,11 +28,13 @@ from actors.concurrency import together
 from actors.episode_record import Rollout, Segment, Span
 from actors.episodes.episode import EpisodeRun
 from actors.gateway.agent import Agent
+from actors.prompts.rows import for_teachers
 from actors.prompts.seeds import seed_of
 from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer
 from actors.rendering.vision import load_media, sees_media
 from actors.rewards.forms import shown_gold
+from actors.rewards.remote.teachers import RemoteTeachers
 from streamrl.config.generator import EpisodeSettings, OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
@@ -51,6 +53,7 @@ from streamrl.types import (
     GroupFacts,
     Lease,
     PackedGroup,
+    RoutedExperts,
     SamplingParams,
     TokenSets,
     TopLogprobs,
@@ -72,6 +75,9 @@ class GroupProgress:
     episodes: Sequence[EpisodeRun] = ()
     on_slot_free: Callable[[], None] = _nobody
     """Called when an episode begins to wait for its environment, or ends."""
+    finished: dict[int, Rollout] = field(default_factory=dict)
+    """By the number of the episode. Those that are known before the group begins are not sampled
+    again."""
 
     @property
     def num_tokens(self) -> int:
@@ -171,9 +177,15 @@ def assembled(siblings: Sequence[ScoredRollout], **fields: Any) -> TrajectoryGro
         media=distinct(medium for s in siblings for medium in s.rollout.media),
         sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
         top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
+        routed_experts=_routed_experts([p for s in siblings for p in s.rollout.segments]),
         **fields,
     )
     return packed.group()
+
+
+def _routed_experts(segments: Sequence[Segment]) -> RoutedExperts | None:
+    lengths = [sum(len(span.token_ids) for span in segment.spans) for segment in segments]
+    return RoutedExperts.joined([segment.routed_experts for segment in segments], lengths)
 
 
 def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | None:
@@ -190,6 +202,16 @@ class TruncatedGroupError(Exception):
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         super().__init__(f"limits cut all but a few of {len(rollouts)} siblings")
         self.lengths = [rollout.num_sampled_tokens for rollout in rollouts]
+
+
+async def _sibling(
+    progress: GroupProgress, start: EnvironmentContext, sampling: SamplingParams
+) -> Rollout:
+    """The rollout of the episode of this index, which is kept in `progress`. Waits for it."""
+    number, finished = start.episode_index, progress.finished
+    if number not in finished:
+        finished[number] = await progress.episodes[number].run(start, sampling)
+    return finished[number]
 
 
 def _nothing_shared(context: EnvironmentContext) -> AbstractAsyncContextManager[object]:
@@ -221,6 +243,8 @@ class GroupRunner:
     """Whether to score a greedy completion, too, and record its reward with every sibling."""
     deadline_s: float = 3600.0
     """`generator.group_deadline_s`."""
+    teachers: RemoteTeachers | None = None
+    """Of `algorithm.distillation`; None where nothing is trained."""
     run_seed: int | None = 0
     """`run.seed`; None: the prompts are held out."""
 
@@ -281,9 +305,12 @@ class GroupRunner:
         if self.with_greedy_reward:
             samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
         progress.episodes = [self._episode(progress) for _ in samplings]
+        for number, rollout in progress.finished.items():
+            if number < len(samplings):
+                progress.episodes[number].restore(rollout)
         running = [
-            episode.run(replace(context, episode_index=i), sampling)
-            for i, (episode, sampling) in enumerate(zip(progress.episodes, samplings, strict=True))
+            _sibling(progress, replace(context, episode_index=number), sampling)
+            for number, sampling in enumerate(samplings)
         ]
         if self.oversample.num_siblings and self.oversample.keep == "first_finished":
             return await first_finished(running, self.group_size)
@@ -334,16 +361,57 @@ class GroupRunner:
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         try:
-            return assembled(
+            group = assembled(
                 scored,
                 group_id=f"{lease.prompt_index}:{lease.lease_id}",
                 prompt_index=lease.prompt_index,
                 environment=self.environment,
                 discarded_lengths=(*discarded, *canceled, *cut),
                 answer=shown_gold(prompt),
+                teacher="" if self.teachers is None else self.teachers.named_by(prompt.row),
             )
         except ValueError as error:
             raise RolloutError(f"what was sampled cannot be recorded: {error}") from error
+        if self.teachers is None:
+            return group
+        if template := self.teachers.template:
+            group = self._with_teacher_prompt(group, prompt, template)
+        return await self._taught(group, self.teachers)
+
+    def _with_teacher_prompt(
+        self, group: TrajectoryGroup, prompt: Prompt, template: str
+    ) -> TrajectoryGroup:
+        """With what teachers read before the first response token of each trajectory.
+
+        Raises:
+            RolloutError: there is more, or something else, than the prompt before it.
+        """
+        before = {
+            tuple(t.token_ids[: t.response_mask.argmax()].tolist())
+            for t in group.trajectories
+            if t.num_response_tokens
+        }
+        if before != {self.renderer.encode(prompt)} or group.media:
+            raise RolloutError(
+                "algorithm.distillation.template: an episode does not begin with the text of the "
+                "prompt alone, in whose place teachers would read another one; leave it out"
+            )
+        shown = self.renderer.token_ids_of(for_teachers(template, prompt))
+        return structs.replace(group, teacher_prompt=np.array(shown, np.int32))
+
+    async def _taught(self, group: TrajectoryGroup, teachers: RemoteTeachers) -> TrajectoryGroup:
+        """With the log-probabilities of its teachers by url. Waits for them, at most as long as
+        the episodes had."""
+        try:
+            async with asyncio.timeout(self.deadline_s) as limit:
+                return await teachers.score(group)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RolloutError(
+                "the teachers have not scored the group within generator.group_deadline_s, which "
+                f"is {self.deadline_s:g} s"
+            ) from error
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:
         """The siblings that stay in the group, and the tokens of each that does not.

@@ -24,6 +24,7 @@ from actors.episodes.rollout import GroupProgress, GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
+from actors.rewards.remote.teachers import RemoteTeachers
 from actors.tools.toolset import Toolset
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
@@ -156,6 +157,7 @@ class MixedRunner:
                 group_size=1,
                 oversample=OversampleSettings(),
                 with_greedy_reward=False,
+                teachers=None,
                 settings=runner.settings.model_copy(update={"truncated": "keep"}),
             )
             for name, runner in self.runners.items()
@@ -205,6 +207,10 @@ def _group_runner(
     entry: EnvironmentEntry,
     toolset: Toolset,
 ) -> GroupRunner:
+    is_held_out, distillation = isinstance(stream, HeldOutStream), config.algorithm.distillation
+    teachers = None
+    if distillation is not None and not is_held_out:
+        teachers = RemoteTeachers(distillation, renderer)
     return GroupRunner(
         engine=engine,
         prompts=stream,
@@ -217,7 +223,8 @@ def _group_runner(
         oversample=config.generator.oversample,
         max_model_len=config.max_model_len,
         deadline_s=config.generator.group_deadline_s,
-        run_seed=None if isinstance(stream, HeldOutStream) else config.run.seed,
+        run_seed=None if is_held_out else config.run.seed,
+        teachers=teachers,
         with_greedy_reward=config.algorithm.needs_greedy_rewards,
         settings=config.generator.episode,
         open_group=partial(open_group, entry, deadline_s=config.generator.group_deadline_s),
@@ -237,4 +244,5 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         ignore_eos=generator.ignore_eos,
         keep_sampling_mask=generator.keep_sampling_mask,
         num_top_logprobs=config.num_top_logprobs,
+        keep_routed_experts=config.algorithm.records_experts,
     )

@@ -8,7 +8,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -20,13 +20,38 @@ from actors.prompts.media import MediaColumns, is_content, text_of
 from actors.rendering.messages import normalized
 from streamrl.config.data import DataSettings, MessageTemplate, SourceSettings
 from streamrl.data_files import Row, Rows, shown
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Message, Prompt
 
 _PROMPT = "it must be text, or a list of messages that have a role and a content"
 _JINJA = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, keep_trailing_newline=True, finalize=lambda value: _written(value)
 )
+
+
+def for_teachers(template: str, prompt: Prompt) -> Prompt:
+    """The prompt as the teachers of `algorithm.distillation` read it.
+
+    Raises:
+        RolloutError: the template cannot be rendered.
+    """
+    content = prompt.content
+    if isinstance(content, str):
+        return replace(prompt, content=_taught(template, prompt, content))
+    asked = [i for i, message in enumerate(content) if message["role"] == "user"]
+    if not asked:
+        raise RolloutError("algorithm.distillation.template: the prompt has no message of the user")
+    last = content[asked[-1]]
+    shown = {**last, "content": _taught(template, prompt, text_of(last["content"]))}
+    return replace(prompt, content=(*content[: asked[-1]], shown, *content[asked[-1] + 1 :]))
+
+
+def _taught(template: str, prompt: Prompt, text: str) -> str:
+    try:
+        values = {**prompt.row, "prompt": text, "answer": prompt.answer}
+        return _compiled(template).render(values)
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        raise RolloutError(f"algorithm.distillation.template: {error}") from error
 
 
 @runtime_checkable

@@ -73,7 +73,7 @@ class ChatRenderer:
             ConfigError: longer, and `data.truncation` is `error`.
             PromptTooLongError: longer, and it is `drop`, or `filter` where no row was filtered.
         """
-        ids = self._ids(prompt)
+        ids = self.token_ids_of(prompt)
         longest = self._data.max_prompt_length
         if len(ids) <= longest:
             return ids
@@ -101,7 +101,7 @@ class ChatRenderer:
         """Whether the prompt has at most `data.max_prompt_length` tokens. One whose images cannot
         be read does: it fails when it is sampled, and is counted."""
         try:
-            return len(self._ids(load_media(prompt))) <= self._data.max_prompt_length
+            return len(self.token_ids_of(load_media(prompt))) <= self._data.max_prompt_length
         except RolloutError:
             return True
 
@@ -115,6 +115,13 @@ class ChatRenderer:
         if self._special_ids.isdisjoint(ids):
             return self._parser.decode(ids)
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def vocabulary_sample(self, count: int) -> tuple[Sequence[int], str]:
+        """About `count` ids of the vocabulary, evenly, and the text that they stand for, by which
+        another tokenizer is known; none is special, which engines may leave out."""
+        plain = sorted(set(self._tokenizer.get_vocab().values()) - self._special_ids)
+        token_ids = plain[:: max(1, len(plain) // count)]
+        return token_ids, str(self._tokenizer.decode(token_ids))
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """See `Renderer.bytes_of`."""
@@ -226,7 +233,8 @@ class ChatRenderer:
         """Those of a prompt whose media were read."""
         return () if isinstance(prompt.content, str) else media_of(prompt.content, _place(prompt))
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def token_ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """All token ids of the prompt, however many."""
         content = prompt.content
         if self._template is None and isinstance(content, str):
             return self._token_ids(f"{self._data.system_prompt or ''}{content}")

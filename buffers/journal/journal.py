@@ -21,9 +21,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from buffers.ledger.entries import BY_BOOKS, Entry, Event, LedgerSnapshot, State
-from buffers.ledger.state import BufferState
+from buffers.ledger.state import GROUP, BufferState, PayloadKey
 from streamrl.errors import ConfigError, StorageError
-from streamrl.types import DropReason, GroupHeader, SchedulingState
+from streamrl.types import DropReason, GroupHeader, SchedulingState, SiblingHeader
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,14 @@ _WORDS = {letter: word for word, letter in LETTERS.items()}
 _GRANTED = LETTERS["leased"]
 
 Place = TypeVar("Place")
-EntryRow = tuple[int, int, str, int, str, int, bytes | None]
-"""prompt_index, number of its lease, lease_id, min_policy_version, state, version, header."""
+EntryRow = tuple[int, int, str, int, str, int, bytes | None, bytes | None]
+"""prompt_index, number of its lease, lease_id, min_policy_version, state, version, header, finished
+siblings."""
 EventRow = tuple[int, int, str, str, bytes | None]
 """number of the lease, prompt_index, lease_id, the letters of its new states, lengths."""
+
+
+_Siblings = tuple[SiblingHeader, ...]
 
 
 class JournalContent(NamedTuple, Generic[Place]):
@@ -63,7 +67,7 @@ class JournalContent(NamedTuple, Generic[Place]):
     entries: list[Entry]
     numbers: dict[str, int]
     free: list[int]
-    places: dict[int, Place]
+    places: dict[PayloadKey, Place]
     scheduling_states: dict[str, SchedulingState]
     next_number: int
 
@@ -72,8 +76,7 @@ class Changes(NamedTuple, Generic[Place]):
     """What one commit writes; None where nothing has changed.
 
     `closed` are prompts without an entry from here on. `added` and `freed` are the places of
-    payloads by prompt; a prompt may be in both, for one group that follows another. What was lost
-    has no place.
+    payloads; one may be in both, as of a group that follows another. What was lost has no place.
     """
 
     settings: Mapping[str, str | int] | None
@@ -82,8 +85,8 @@ class Changes(NamedTuple, Generic[Place]):
     events: Sequence[EventRow]
     entries: Sequence[EntryRow]
     closed: Sequence[int]
-    added: Mapping[int, Place]
-    freed: Mapping[int, Place | None]
+    added: Mapping[PayloadKey, Place]
+    freed: Mapping[PayloadKey, Place | None]
 
 
 class JournalStorage(Protocol[Place]):
@@ -96,8 +99,8 @@ class JournalStorage(Protocol[Place]):
         """Everything but the events; changes nothing, so it may be repeated. Leases expire at
         `now_s`."""
 
-    def recover(self, places: Mapping[int, Place]) -> Mapping[int, Any]:
-        """The payloads by prompt, without those that are missing or damaged."""
+    def recover(self, places: Mapping[PayloadKey, Place]) -> Mapping[PayloadKey, Any]:
+        """The payloads, without those that are missing or damaged."""
 
     def stage(self, payloads: Sequence[Any]) -> list[Place]:
         """Write the payloads; `commit` must follow, which names them or frees them again.
@@ -106,8 +109,8 @@ class JournalStorage(Protocol[Place]):
             StorageError: nothing was written.
         """
 
-    def commit(self, changes: Changes[Place]) -> frozenset[int]:
-        """Write all of it, or nothing; the prompts of `added` whose payload is gone by now.
+    def commit(self, changes: Changes[Place]) -> frozenset[PayloadKey]:
+        """Write all of it, or nothing; the keys of `added` whose payload is gone by now.
 
         Raises:
             StorageError: nothing was written, and what was staged is freed.
@@ -141,22 +144,26 @@ def read_entries(
 ) -> tuple[list[Entry], dict[str, int], list[int]]:
     """The entries, the numbers of their leases, and the prompts that are free."""
     entries, numbers, free = [], {}, []
-    for prompt_index, number, lease_id, min_policy_version, state, version, header in rows:
+    for prompt_index, number, lease_id, min_policy_version, state, version, *packed in rows:
         if state == FREE:
             free.append(prompt_index)
             continue
-        known = msgspec.msgpack.decode(header, type=GroupHeader) if header else None
+        header, siblings = packed
+        group = msgspec.msgpack.decode(header, type=GroupHeader) if header else None
+        kept = msgspec.msgpack.decode(siblings, type=_Siblings) if siblings else ()
         lease = (prompt_index, lease_id, min_policy_version, now_s)
-        entries.append(Entry(*lease, State(state), known, version))
+        entries.append(Entry(*lease, State(state), group, version, kept))
         numbers[lease_id] = number
     return entries, numbers, free
 
 
 class _Stored(NamedTuple, Generic[Place]):
-    """A group whose payload the storage names: its lease's number, and its place if it is not
-    lost."""
+    """A payload that the storage names: whose it is, and its place if it is not lost.
 
-    number: int
+    A group's has the number of its lease, a sibling's the lease under which it was sampled.
+    """
+
+    owner: int | str
     place: Place | None
 
 
@@ -172,8 +179,9 @@ class Journal(Generic[Place]):
         self._scheduling_states: dict[str, SchedulingState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        self._stored: dict[int, _Stored[Place]] = {}
+        self._stored: dict[int, dict[int, _Stored[Place]]] = {}
         self._unwritten: set[int] = set()
+        self._with_sibling: set[int] = set()
         self._settings: dict[str, str | int] | None = None
 
     def recover(self, settings: Mapping[str, str | int], now_s: float) -> None:
@@ -190,14 +198,14 @@ class Journal(Generic[Place]):
         payloads = self._storage.recover(content.places)
         self._next_number, self._numbers = content.next_number, content.numbers
         for entry in content.entries:
-            if entry.header is not None:
-                is_kept = entry.prompt_index in payloads
-                place = content.places[entry.prompt_index] if is_kept else None
-                self._stored[entry.prompt_index] = _Stored(content.numbers[entry.lease_id], place)
+            for key, owner in self._owners(entry).items():
+                place = content.places[key] if key in payloads else None
+                self._stored.setdefault(key[0], {})[key[1]] = _Stored(owner, place)
         self._snapshot = content.snapshot
         self._scheduling_states = content.scheduling_states
         self._state.registry.scheduling_states = content.scheduling_states
         self._ledger.subscribe(self._on_event)
+        self._state.on_sibling = self._with_sibling.add
         if content.snapshot != LedgerSnapshot():
             self._restore(content, payloads, now_s)
         if has_new_bound and self._ledger.learner_term:
@@ -218,19 +226,20 @@ class Journal(Generic[Place]):
         snapshot = self._ledger.snapshot()
         scheduling_states = self._state.registry.scheduling_states
         has_changed = (snapshot, scheduling_states) != (self._snapshot, self._scheduling_states)
-        if not (self._pending or self._unwritten or self._settings or has_changed):
+        has_payloads = self._unwritten or self._with_sibling
+        if not (self._pending or has_payloads or self._settings or has_changed):
             return
         last = {event.prompt_index: event for _, event in self._pending}
-        groups = self._groups((*self._unwritten, *last))
-        stored = {index: self._stored[index].number for index in last if index in self._stored}
-        freed = dict(stored.items() - groups.items())
+        touched = {*last, *self._with_sibling, *self._unwritten}
+        held, stored = self._held(touched), self._stored_of(touched)
+        freed = dict(stored.items() - held.items())
         try:
-            added = self._stage(dict(sorted(groups.items() - stored.items())))
+            added = self._stage(dict(sorted(held.items() - stored.items())))
         except StorageError:
             if not freed:
                 raise
             added = {}
-        entries, closed = self._entries(last.values())
+        entries, closed = self._entries(last)
         changes = Changes(
             settings=self._settings,
             snapshot=None if snapshot == self._snapshot else snapshot,
@@ -240,17 +249,18 @@ class Journal(Generic[Place]):
             events=self._events(),
             entries=entries,
             closed=closed,
-            added={i: stored.place for i, stored in added.items() if stored.place is not None},
-            freed={index: self._stored[index].place for index in freed},
+            added={key: stored.place for key, stored in added.items() if stored.place is not None},
+            freed={
+                (index, sibling): self._stored[index][sibling].place for index, sibling in freed
+            },
         )
         missing = self._storage.commit(changes)
         self._pending.clear()
+        self._with_sibling.clear()
         self._settings = None
         self._snapshot, self._scheduling_states = snapshot, scheduling_states
-        for index in freed:
-            del self._stored[index]
-        self._stored |= added
-        self._unwritten = groups.keys() - self._stored.keys()
+        self._note(added, freed)
+        self._unwritten = {index for index, _ in held.keys() - self._stored_of(touched).keys()}
         if missing:
             self._state.lose(missing)
         if self._unwritten:
@@ -272,17 +282,42 @@ class Journal(Generic[Place]):
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _groups(self, prompt_indices: Iterable[int]) -> dict[int, int]:
-        """The numbers of the leases whose groups these prompts have."""
-        entries = map(self._ledger.entry, prompt_indices)
-        held = (entry for entry in entries if entry is not None and entry.header is not None)
-        return {entry.prompt_index: self._numbers[entry.lease_id] for entry in held}
+    def _owners(self, entry: Entry) -> dict[PayloadKey, int | str]:
+        """The payloads that the entry has, and whose they are. See `_Stored`."""
+        index = entry.prompt_index
+        if entry.header is not None:
+            return {(index, GROUP): self._numbers[entry.lease_id]}
+        return {(index, sibling.number): sibling.lease_id for sibling in entry.siblings}
 
-    def _stage(self, new: Mapping[int, int]) -> dict[int, _Stored[Place]]:
-        """Write the payloads of these groups, by prompt and number."""
-        places = self._storage.stage([self._state.payload(prompt_index) for prompt_index in new])
-        groups = zip(new.items(), places, strict=True)
-        return {prompt_index: _Stored(number, place) for (prompt_index, number), place in groups}
+    def _held(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, int | str]:
+        """Those that these prompts have."""
+        entries = (entry for entry in map(self._ledger.entry, prompt_indices) if entry is not None)
+        return {key: owner for entry in entries for key, owner in self._owners(entry).items()}
+
+    def _stored_of(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, int | str]:
+        """Those of these prompts that the storage names."""
+        return {
+            (index, sibling): payload.owner
+            for index in prompt_indices
+            for sibling, payload in self._stored.get(index, {}).items()
+        }
+
+    def _note(
+        self, added: Mapping[PayloadKey, _Stored[Place]], freed: Iterable[PayloadKey]
+    ) -> None:
+        """What the storage names from here on."""
+        for index, sibling in freed:
+            del self._stored[index][sibling]
+            if not self._stored[index]:
+                del self._stored[index]
+        for (index, sibling), payload in added.items():
+            self._stored.setdefault(index, {})[sibling] = payload
+
+    def _stage(self, new: Mapping[PayloadKey, int | str]) -> dict[PayloadKey, _Stored[Place]]:
+        """Write these payloads, whose owners are given."""
+        places = self._storage.stage([self._state.payload(key) for key in new])
+        payloads = zip(new.items(), places, strict=True)
+        return {key: _Stored(owner, place) for (key, owner), place in payloads}
 
     def _events(self) -> list[EventRow]:
         rows: dict[int, tuple[int, str, str, bytes | None]] = {}
@@ -294,17 +329,17 @@ class Journal(Generic[Place]):
             rows[number] = (event.prompt_index, event.lease_id, states, lengths)
         return [(number, *row) for number, row in rows.items()]
 
-    def _entries(self, events: Iterable[Event]) -> tuple[list[EntryRow], list[int]]:
-        """The present entry of each event's prompt, and the prompts that have none."""
+    def _entries(self, last: Mapping[int, Event]) -> tuple[list[EntryRow], list[int]]:
+        """The present entry of each prompt that has a last event or another sibling, and the
+        prompts that have none."""
         rows: list[EntryRow] = []
         closed = []
-        for event in events:
-            prompt_index = event.prompt_index
+        for prompt_index in (*last, *(self._with_sibling - last.keys())):
             entry = self._ledger.entry(prompt_index)
             if entry is not None:
                 rows.append(self._row(entry))
-            elif _frees(event):
-                rows.append((prompt_index, -1, "", 0, FREE, -1, None))
+            elif _frees(last[prompt_index]):
+                rows.append((prompt_index, -1, "", 0, FREE, -1, None, None))
             else:
                 closed.append(prompt_index)
         return rows, closed
@@ -313,10 +348,11 @@ class Journal(Generic[Place]):
         header = None if entry.header is None else msgspec.msgpack.encode(entry.header)
         number = self._numbers[entry.lease_id]
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
-        return (*key, str(entry.state), entry.version, header)
+        siblings = msgspec.msgpack.encode(entry.siblings) if entry.siblings else None
+        return (*key, str(entry.state), entry.version, header, siblings)
 
     def _restore(
-        self, content: JournalContent[Place], payloads: Mapping[int, Any], now_s: float
+        self, content: JournalContent[Place], payloads: Mapping[PayloadKey, Any], now_s: float
     ) -> None:
         self._state.restore(content.snapshot, content.entries, content.free, payloads, now_s)
         books = msgspec.structs.asdict(self._ledger.books())

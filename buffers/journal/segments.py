@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import xxhash
 
@@ -25,6 +25,7 @@ from streamrl.errors import StorageError
 
 log = logging.getLogger(__name__)
 
+Key = TypeVar("Key")
 Payload: TypeAlias = bytes | memoryview
 # Small enough to be deleted before the kernel writes it out, while groups come and go.
 SEGMENT_BYTES = 16 * 2**20
@@ -51,8 +52,8 @@ class Segments:
         self._end = 0
         self._file: int | None = None
 
-    def recover(self, places: Mapping[int, PayloadPlace]) -> dict[int, bytes]:
-        """The payloads by prompt, without those that are missing or damaged.
+    def recover(self, places: Mapping[Key, PayloadPlace]) -> dict[Key, bytes]:
+        """The payloads by key, without those that are missing or damaged.
 
         Deletes the segments of which nothing is left.
 
@@ -61,11 +62,11 @@ class Segments:
         """
         numbers = {int(path.stem) for path in self._folder.glob("*.segment")}
         payloads = {
-            prompt_index: payload
-            for prompt_index, place in places.items()
+            key: payload
+            for key, place in places.items()
             if (payload := self._read(place)) is not None
         }
-        self._num_live = Counter(places[prompt_index].segment for prompt_index in payloads)
+        self._num_live = Counter(places[key].segment for key in payloads)
         self._number = max([0, *numbers, *(place.segment for place in places.values())])
         for number in numbers - self._num_live.keys():
             self._delete(number)

@@ -7,8 +7,9 @@ change is one transaction, and a failed one changes nothing. The tables:
 
     settings  the format and the settings of the run (one row, JSON)
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
-    entry     every open prompt: its lease, state and header; or that it is free
-    payload   where the payload of every group that is held is (`buffers.journal.segments`)
+    entry     every open prompt: its lease, state, header and finished siblings; or that it is free
+    payload   where the payload of every group that is held is (`buffers.journal.segments`), and of
+              every sibling that is held before its group, by its number (a group's is -1)
     scheduling_state   of each generator that is not active
     events    one row a lease: the states it was in, one letter each, and the lengths of the
               responses that were put (msgpack); never deleted
@@ -28,10 +29,11 @@ import msgspec
 from buffers.journal.journal import Changes, JournalContent, events_of, read_entries
 from buffers.journal.segments import Payload, PayloadPlace, Segments
 from buffers.ledger.entries import Event, LedgerSnapshot
+from buffers.ledger.state import PayloadKey
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 from streamrl.types import SchedulingState
 
-FORMAT = 7
+FORMAT = 8
 MAX_LOG_BYTES = 4 * 2**20
 # Another reader, a full disk or a failing one; the same statement may succeed later.
 _TEMPORARY = {
@@ -44,14 +46,14 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY CHECK (id = 0), data TEXT);
 CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 0), data BLOB);
 CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEGER, lease_id TEXT,
-    min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB);
-CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER PRIMARY KEY, segment INTEGER,
-    position INTEGER, num_bytes INTEGER, checksum BLOB);
+    min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB, siblings BLOB);
+CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER, sibling INTEGER, segment INTEGER,
+    position INTEGER, num_bytes INTEGER, checksum BLOB, PRIMARY KEY (prompt_index, sibling));
 CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
     states TEXT, response_lengths BLOB);
 """
-_PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?)"
+_PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
     ON CONFLICT (number) DO UPDATE SET states = states || excluded.states,
     response_lengths = coalesce(excluded.response_lengths, response_lengths)"""
@@ -96,8 +98,8 @@ class SqliteStorage:
                 numbers=numbers,
                 free=free,
                 places={
-                    prompt_index: PayloadPlace(*place)
-                    for prompt_index, *place in self._db.execute("SELECT * FROM payload")
+                    (prompt_index, sibling): PayloadPlace(*place)
+                    for prompt_index, sibling, *place in self._db.execute("SELECT * FROM payload")
                 },
                 scheduling_states={
                     generator_id: SchedulingState(scheduling_state)
@@ -108,13 +110,13 @@ class SqliteStorage:
                 next_number=0 if newest is None else newest + 1,
             )
 
-    def recover(self, places: Mapping[int, PayloadPlace]) -> Mapping[int, Payload]:
+    def recover(self, places: Mapping[PayloadKey, PayloadPlace]) -> Mapping[PayloadKey, Payload]:
         return self._segments.recover(places)
 
     def stage(self, payloads: Sequence[Payload]) -> list[PayloadPlace]:
         return self._segments.write(payloads)
 
-    def commit(self, changes: Changes[PayloadPlace]) -> frozenset[int]:
+    def commit(self, changes: Changes[PayloadPlace]) -> frozenset[PayloadKey]:
         try:
             with _transaction(self._db, self._path):
                 self._write(changes)
@@ -146,10 +148,10 @@ class SqliteStorage:
         db.executemany(_PUT_ENTRY, changes.entries)
         gone = [(prompt_index,) for prompt_index in changes.closed]
         db.executemany("DELETE FROM entry WHERE prompt_index = ?", gone)
-        freed = [(prompt_index,) for prompt_index in changes.freed]
-        db.executemany("DELETE FROM payload WHERE prompt_index = ?", freed)
-        places = [(prompt_index, *place) for prompt_index, place in changes.added.items()]
-        db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?)", places)
+        free = "DELETE FROM payload WHERE prompt_index = ? AND sibling = ?"
+        db.executemany(free, list(changes.freed))
+        places = [(*key, *place) for key, place in changes.added.items()]
+        db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?, ?)", places)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from streamrl.types import (
     LengthHistogram,
     RefusalReason,
     ResponseLengths,
+    SiblingHeader,
     rounded_length,
 )
 from streamrl.types.index_ranges import IndexRangeSet
@@ -55,7 +56,8 @@ class State(StrEnum):
 class Entry(Struct):
     """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
 
-    `version` is the one it is lent for, or was trained at.
+    `version` is the one it is lent for, or was trained at. `siblings` are those of a leased group
+    that are finished and kept, in the order in which they were put.
     """
 
     prompt_index: int
@@ -65,6 +67,11 @@ class Entry(Struct):
     state: State = State.LEASED
     header: GroupHeader | None = None
     version: int = -1
+    siblings: tuple[SiblingHeader, ...] = ()
+
+
+def _session_of(entry: Entry) -> str:
+    return entry.lease_id.partition("/")[0]
 
 
 def lease_of(entry: Entry) -> Lease:
@@ -73,6 +80,7 @@ def lease_of(entry: Entry) -> Lease:
         prompt_index=entry.prompt_index,
         min_policy_version=entry.min_policy_version,
         expires_at_s=entry.expires_at_s,
+        finished_siblings=tuple(sibling.number for sibling in entry.siblings),
     )
 
 
@@ -109,6 +117,7 @@ class Columns:
 
     def __init__(self) -> None:
         self._counts: Counter[State] = Counter()
+        self._leases: dict[str, dict[str, None]] = {}
         self.leased_versions: Counter[int] = Counter()
         self._newest_versions: Counter[int] = Counter()
 
@@ -119,14 +128,25 @@ class Columns:
         """The newest version of a token in the buffered groups; -1 without one."""
         return max(self._newest_versions, default=-1)
 
+    def leases_of(self, session: str) -> tuple[str, ...]:
+        """The ids of the leased entries, SESSION/NUMBER, of this session."""
+        return tuple(self._leases.get(session, ()))
+
     def add(self, entry: Entry) -> None:
         self._counts[entry.state] += 1
+        if entry.state is State.LEASED:
+            self._leases.setdefault(_session_of(entry), {})[entry.lease_id] = None
         if (counted := self._counted(entry)) is not None:
             versions, version = counted
             versions[version] += 1
 
     def remove(self, entry: Entry) -> None:
         self._counts[entry.state] -= 1
+        if entry.state is State.LEASED:
+            leases = self._leases[session := _session_of(entry)]
+            del leases[entry.lease_id]
+            if not leases:
+                del self._leases[session]
         if (counted := self._counted(entry)) is not None:
             versions, version = counted
             versions[version] -= 1
@@ -225,11 +245,17 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class Entries:
-    """Open entries by prompt and by lease, the position in the prompt stream, and the counts."""
+    """Open entries by prompt and by lease, the position in the prompt stream, and the counts.
+
+    `vacant` are leases whose holder is gone, each with the reason, and whose entry keeps its place
+    and its finished siblings for another lease: it is LEASED and counts as such, and nobody finds
+    it by its lease.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._prompt_index_of: dict[str, int] = {}
+        self.vacant: dict[str, DropReason] = {}
         self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
@@ -253,9 +279,16 @@ class Entries:
         return self._entries.get(prompt_index)
 
     def find(self, lease_id: str) -> Entry | None:
-        """The open entry of this lease."""
+        """The open entry of this lease, unless it is vacant."""
         prompt_index = self._prompt_index_of.get(lease_id)
-        return None if prompt_index is None else self._entries[prompt_index]
+        if prompt_index is None or lease_id in self.vacant:
+            return None
+        return self._entries[prompt_index]
+
+    def vacant_entries(self) -> list[Entry]:
+        """First due first."""
+        entries = (self._entries[self._prompt_index_of[lease_id]] for lease_id in self.vacant)
+        return sorted(entries, key=lambda e: (e.min_policy_version, e.prompt_index))
 
     def count(self, *states: State) -> int:
         return sum(self.columns.count(state) for state in states)
@@ -272,6 +305,32 @@ class Entries:
             prompt_index = self._next_prompt_index
             self._next_prompt_index += 1
         return self._enter(Entry(prompt_index, lease_id, min_policy_version, expires_at_s))
+
+    def add_sibling(self, entry: Entry, sibling: SiblingHeader) -> None:
+        self.revision += 1
+        entry.siblings = (*entry.siblings, sibling)
+
+    def vacate(self, entry: Entry, reason: DropReason) -> None:
+        """The lease has no holder anymore; its entry waits for another lease."""
+        self.revision += 1
+        self.vacant[entry.lease_id] = reason
+
+    def grant_vacant(self, lease_id: str, expires_at_s: float) -> Entry:
+        """A new lease on the vacant entry that is due first, in the place of the one that ended.
+
+        It keeps its version, and of its siblings those that this version may have sampled.
+        """
+        vacant = self.vacant_entries()
+        # A lease that ended gets its own entry if it is asked for again: each id has one.
+        ended = next((entry for entry in vacant if entry.lease_id == lease_id), vacant[0])
+        oldest, siblings = ended.min_policy_version, ended.siblings
+        kept = tuple(sibling for sibling in siblings if sibling.oldest_version >= oldest)
+        ended.siblings = tuple(sibling for sibling in siblings if sibling not in kept)
+        self.drop(ended, self.vacant[ended.lease_id])
+        entry = Entry(ended.prompt_index, lease_id, oldest, expires_at_s, siblings=kept)
+        is_granted = self.grant_again(entry)
+        assert is_granted, "its prompt was freed just then"
+        return entry
 
     def grant_again(self, entry: Entry) -> bool:
         """A lease that its holder reasserts and this ledger forgot, if its prompt is free."""
@@ -305,6 +364,7 @@ class Entries:
         lengths = response_lengths(entry)
         if is_put := entry.state is State.LEASED:
             self.responses.put(lengths)
+            self._free_siblings(entry)
         elif entry.state is State.TRAINED:
             self.responses.give_back(lengths)
         if state is State.TRAINED:
@@ -327,7 +387,9 @@ class Entries:
         self._notify(entry.prompt_index, "acknowledged", entry.lease_id, reason)
 
     def drop(self, entry: Entry, reason: DropReason, lengths: Sequence[int] = ()) -> None:
-        """`lengths` are those of a group's responses that are dropped instead of taken in."""
+        """`lengths` are those of a group's responses that are dropped instead of taken in; without
+        them its finished siblings are."""
+        lengths = lengths or [sibling.num_tokens for sibling in entry.siblings]
         self.responses.put(lengths)
         self.responses.drop(lengths or response_lengths(entry), reason)
         self._close(entry)
@@ -338,7 +400,7 @@ class Entries:
         self._notify(entry.prompt_index, "dropped", entry.lease_id, reason, tuple(lengths))
 
     def drain_freed(self) -> tuple[int, ...]:
-        """Prompts with a payload that were closed since the last call."""
+        """Prompts of which a payload may be needed no longer, since the last call."""
         freed = tuple(self._freed)
         self._freed.clear()
         return freed
@@ -463,7 +525,14 @@ class Entries:
         self.columns.remove(entry)
         del self._entries[entry.prompt_index]
         del self._prompt_index_of[entry.lease_id]
+        self.vacant.pop(entry.lease_id, None)
+        self._free_siblings(entry)
         if entry.header is not None:
+            self._freed.append(entry.prompt_index)
+
+    def _free_siblings(self, entry: Entry) -> None:
+        if entry.siblings:
+            entry.siblings = ()
             self._freed.append(entry.prompt_index)
 
     def _notify(
@@ -530,7 +599,10 @@ class ReadyQueue:
 
 
 class Expiries:
-    """The leases by expiry time; a renewed one is contained twice."""
+    """The leases by expiry time; a renewed one by its earlier time, until that has come.
+
+    So a renewal costs nothing here, however many leases there are.
+    """
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
@@ -545,10 +617,14 @@ class Expiries:
         while self._heap and self._heap[0][0] <= now_s:
             _, lease_id = heapq.heappop(self._heap)
             entry = self._entries.find(lease_id)
-            if entry and entry.state is State.LEASED and entry.expires_at_s <= now_s:
+            if entry is None or entry.state is not State.LEASED:
+                continue
+            if entry.expires_at_s <= now_s:
                 due[lease_id] = entry
+            else:
+                self.add(entry)
         return list(due.values())
 
     def next_s(self) -> float | None:
-        """When `pop_due` may next have something."""
+        """When `pop_due` must be called next; it may have nothing then."""
         return self._heap[0][0] if self._heap else None

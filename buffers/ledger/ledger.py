@@ -56,6 +56,9 @@ too old. Every transition keeps it:
 - lease: with u groups leased or buffered, `Admission.min_policy_version` makes it due at
   v + (u + B - r) // B or later. For every j from there on, r + (j - v) B >= u + 1 >= due(j).
 - put, release, expiry: due(j) does not grow. A prompt that is granted again has a new lease.
+- a lease that ends without its holder and has finished siblings stays leased, with nobody who
+  holds it (it is vacant), and due when it was: its tokens are not older than its lease says. A new
+  lease takes its place under the same `min_policy_version`. Neither changes due(j), r or v.
 - lend: the x oldest finished groups, with x <= r + (j - v) B - leased(j) for every j: each leased
   group has a place left in the batches up to its last one. Of the finished groups that are due at j
   or before, either x are lent, and both sides fall by x, or all are, and leased(j) is what remains.
@@ -66,7 +69,9 @@ too old. Every transition keeps it:
 - drop: due(j) does not grow.
 
 No deadlock: a batch waits only for leased groups. They finish, or their leases end; where leased(j)
-is 0, r groups may be lent at once.
+is 0, r groups may be lent at once. A vacant one is the next that is granted, to whoever asks first,
+also while the buffer drains or admits no other. Where the learner's version may not sample it,
+since the learner went back, it is dropped: else such groups could leave no room for any other.
 
 A group is trained by no version that is further than max_staleness behind its newest token either.
 Such a version comes only after the learner went back: its generators sampled the versions after v
@@ -117,6 +122,7 @@ from streamrl.types import (
     Lease,
     OverduePolicy,
     RefusalReason,
+    SiblingHeader,
     admission_capacity,
 )
 
@@ -379,15 +385,21 @@ class Ledger:
         if entry is None:
             if not self.num_admitted():
                 return None
-            oldest = self.admission.min_policy_version(self.version)
-            entry = self._entries.grant(lease_id, oldest, now_s + ttl_s)
+            if self._entries.vacant:
+                entry = self._entries.grant_vacant(lease_id, now_s + ttl_s)
+            else:
+                oldest = self.admission.min_policy_version(self.version)
+                entry = self._entries.grant(lease_id, oldest, now_s + ttl_s)
             self._expiries.add(entry)
         return lease_of(entry)
 
     def num_admitted(self) -> int:
-        """How many more leases fit under the staleness bound and before the run's end."""
-        is_closed = self.learner_term == 0 or self.finished
-        return 0 if is_closed else self.admission.num_admitted(self.version, draining=self.draining)
+        """How many more leases may be granted: those that fit under the staleness bound and before
+        the run's end, and the vacant ones, which are in flight as they are."""
+        if self.learner_term == 0 or self.finished:
+            return 0
+        num_new = self.admission.num_admitted(self.version, draining=self.draining)
+        return num_new + len(self._entries.vacant)
 
     def knows(self, lease_id: str) -> bool:
         """Whether this lease is open here, with its group or without."""
@@ -403,7 +415,6 @@ class Ledger:
                 lost.append(lease_id)
             elif entry.state is State.LEASED and now_s + ttl_s > entry.expires_at_s:
                 entry.expires_at_s = now_s + ttl_s
-                self._expiries.add(entry)
         return tuple(lost)
 
     def reassert(self, lease: Lease, now_s: float, ttl_s: float) -> None:
@@ -442,6 +453,35 @@ class Ledger:
         self._make_ready(entry)
         return True
 
+    def put_sibling(self, sibling: SiblingHeader, now_s: float) -> int | None:
+        """Keep a finished sibling of a group that is still sampled, until the group is put.
+
+        Returns the prompt for which its payload must be kept; None: repeated, or too late.
+
+        Raises:
+            UnknownLeaseError: nothing changes.
+        """
+        self.expire(now_s)
+        entry = self._entries.find(sibling.lease_id)
+        if entry is None:
+            raise UnknownLeaseError(f"lease {sibling.lease_id} is unknown here, or has expired")
+        known = (known.number for known in entry.siblings)
+        if entry.state is not State.LEASED or sibling.number in known:
+            return None
+        self._entries.add_sibling(entry, sibling)
+        return entry.prompt_index
+
+    def find(self, lease_id: str) -> Entry | None:
+        """The open entry of this lease, to read."""
+        return self._entries.find(lease_id)
+
+    def end_lease(self, lease_id: str, reason: DropReason) -> None:
+        """The holder of this lease is gone. With finished siblings its place is kept for another;
+        without, its prompt is granted again."""
+        entry = self._entries.find(lease_id)
+        if entry is not None and entry.state is State.LEASED:
+            self._end(entry, reason)
+
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         """End a lease without a group; unknown or already filled leases are left as they are."""
         entry = self._entries.find(lease_id)
@@ -467,7 +507,7 @@ class Ledger:
         """End the expired leases; their prompts are granted again. Returns their ids."""
         expired = self._expiries.pop_due(now_s)
         for entry in expired:
-            self._entries.drop(entry, DropReason.EXPIRED)
+            self._end(entry, DropReason.EXPIRED)
         return tuple(entry.lease_id for entry in expired)
 
     # The learner's side.
@@ -489,6 +529,7 @@ class Ledger:
             self._entries.reconcile(books)
         self.version, self.learner_id = version, learner_id
         self.finished = self.draining = False
+        self._drop_vacant(newer_than=version)
         self.learner_term = max(self.learner_term, books.learner_term if books else 0) + 1
         return self.learner_term
 
@@ -528,6 +569,7 @@ class Ledger:
         """No lease is granted from here on."""
         require_learner_term(learner_term, self.learner_term)
         self.finished = True
+        self._drop_vacant(newer_than=-1)
 
     def books(self) -> Books:
         return self._entries.books(self.learner_term)
@@ -550,14 +592,19 @@ class Ledger:
         return self._entries.get(prompt_index)
 
     def live_leases(self) -> tuple[str, ...]:
-        return tuple(e.lease_id for e in self._entries if e.state is State.LEASED)
+        leased = (e.lease_id for e in self._entries if e.state is State.LEASED)
+        return tuple(lease_id for lease_id in leased if lease_id not in self._entries.vacant)
+
+    def leases_of(self, session: str) -> tuple[str, ...]:
+        """The live leases of this session, whose ids are SESSION/NUMBER."""
+        return self._entries.columns.leases_of(session)
 
     def next_expiry_s(self) -> float | None:
         """When `expire` may next have something to do."""
         return self._expiries.next_s()
 
     def drain_freed(self) -> tuple[int, ...]:
-        """Prompts whose payload is no longer needed, since the last call."""
+        """Prompts of which a payload may be needed no longer, since the last call."""
         return self._entries.drain_freed()
 
     def snapshot(self) -> LedgerSnapshot:
@@ -591,6 +638,19 @@ class Ledger:
     def subscribe(self, on_event: Callable[[Event], None]) -> None:
         """Call `on_event` with every transition from here on."""
         self._entries.subscribers.append(on_event)
+
+    def _end(self, entry: Entry, reason: DropReason) -> None:
+        may_go_on = entry.min_policy_version <= self.version and not self.finished
+        if entry.siblings and may_go_on:
+            self._entries.vacate(entry, reason)
+        else:
+            self._entries.drop(entry, reason)
+
+    def _drop_vacant(self, newer_than: int) -> None:
+        """The vacant entries that only a version newer than this one may sample."""
+        for entry in self._entries.vacant_entries():
+            if entry.min_policy_version > newer_than:
+                self._entries.drop(entry, self._entries.vacant[entry.lease_id])
 
     def _make_ready(self, entry: Entry) -> None:
         self._entries.move(entry, State.BUFFERED)

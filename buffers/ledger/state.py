@@ -1,9 +1,10 @@
 """A buffer's whole state: the ledger, the payloads, and the generator registry.
 
-Invariant: a payload is held exactly while the ledger has its group. Only a journal may have lost
-some: their groups are dropped and their prompts granted again, those that a learner has taken when
-they would be buffered again. Calls return at once and never wait; a backend (`buffers.memory`,
-`buffers.zmq.server`) waits and owns the clock.
+Invariant: a payload is held exactly while the ledger has its group, or its finished sibling. Only a
+journal may have lost some: such siblings are sampled again; such groups are dropped and their
+prompts granted again, those that a learner has taken when they would be buffered again. Calls
+return at once and never wait; a backend (`buffers.memory`, `buffers.zmq.server`) waits and owns the
+clock.
 
 `require_proportion`: whether a learner's books are in proportion to a ledger, before the ledger
 changes for them. An attach that passes costs time and memory for MAX_REOPENED prompts at most,
@@ -26,14 +27,19 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from buffers.ledger.entries import Entry, Event, LedgerSnapshot, State, lease_of
 from buffers.ledger.ledger import Ledger
-from streamrl.errors import LedgerError, LostMemoryError, UnknownGeneratorError
+from streamrl.errors import (
+    LedgerError,
+    LostMemoryError,
+    UnknownGeneratorError,
+    UnknownLeaseError,
+)
 from streamrl.types import (
     MAX_AWAITED,
     MAX_RETRIED,
@@ -47,6 +53,7 @@ from streamrl.types import (
     Lease,
     RetriedPrompt,
     SchedulingState,
+    SiblingHeader,
     TakenBatch,
     replace,
 )
@@ -251,6 +258,9 @@ log = logging.getLogger(__name__)
 
 
 Payload = TypeVar("Payload")
+PayloadKey: TypeAlias = tuple[int, int]
+"""A payload's prompt, and the number of the sibling in it, or GROUP."""
+GROUP = -1
 # Longer than a large model takes to load.
 RESUMES_WITHIN_S = 600.0
 # Attaches whose repetition is recognized; a client repeats only its last one.
@@ -268,7 +278,10 @@ class BufferState(Generic[Payload]):
         self.lease_ttl_s = lease_ttl_s
         self.incarnation = uuid.uuid4().hex
         self._payloads: dict[int, tuple[Payload, int]] = {}
+        self._siblings: dict[int, dict[int, tuple[bytes | memoryview, int]]] = {}
         self._num_bytes = 0
+        self.on_sibling: Callable[[int], None] = lambda _: None
+        """Called with the prompt of each sibling that is taken in."""
         self._lost: frozenset[int] = frozenset()
         self.registry = GeneratorRegistry()
         self.refusal = ""
@@ -287,16 +300,40 @@ class BufferState(Generic[Payload]):
         others = [lease_id for lease_id in lease_ids if lease_id not in known]
         chosen = known.union(others[: self._share(generator_id, learner_id)])
         asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
-        leases = (self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked)
+        leases = [self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked]
+        self._delete_freed()
         return tuple(lease for lease in leases if lease is not None)
 
     def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
         if self.ledger.put(lease_id, header, now_s):
             self._payloads[header.prompt_index] = (payload, header.num_bytes)
             self._num_bytes += header.num_bytes
+        self._delete_freed()
+
+    def put_sibling(
+        self, sibling: SiblingHeader, payload: bytes | memoryview, now_s: float
+    ) -> None:
+        """A finished sibling of a leased group. See `Ledger.put_sibling`."""
+        prompt_index = self.ledger.put_sibling(sibling, now_s)
+        if prompt_index is not None:
+            self._hold_sibling(prompt_index, sibling, payload)
+            self.on_sibling(prompt_index)
+
+    def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
+        """The payloads of the lease's finished siblings, in the order in which it names them.
+
+        Raises:
+            UnknownLeaseError: the lease is not live.
+        """
+        entry = self.ledger.find(lease_id)
+        if entry is None:
+            raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
+        held = self._siblings.get(entry.prompt_index, {})
+        return tuple(held[known.number][0] for known in entry.siblings)
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         self.ledger.release(lease_id, reason, lengths)
+        self._delete_freed()
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
         """Renew the generator's leases, whose ids are SESSION/NUMBER.
@@ -393,6 +430,7 @@ class BufferState(Generic[Payload]):
     def finish(self, learner_term: int) -> None:
         self._resumes_until_s = None
         self.ledger.finish(learner_term)
+        self._delete_freed()
 
     def drain(self) -> None:
         """Grant only the leases that complete the last batch, until a learner attaches."""
@@ -401,6 +439,7 @@ class BufferState(Generic[Payload]):
     def expire(self, now_s: float) -> None:
         """End expired leases; remove generators that have not reported for `lease_ttl_s`."""
         self.ledger.expire(now_s)
+        self._delete_freed()
         if self._resumes_until_s is not None and now_s > self._resumes_until_s:
             self._resumes_until_s = None
         self.registry.forget_silent(now_s, self.lease_ttl_s)
@@ -440,16 +479,27 @@ class BufferState(Generic[Payload]):
         """A run that has ended in its journal may be resumed: a learner has time to attach."""
         return self.ledger.finished and self._resumes_until_s is None
 
-    def payload(self, prompt_index: int) -> Payload:
-        return self._payloads[prompt_index][0]
+    def payload(self, key: PayloadKey) -> Any:
+        """That of a group, or the bytes of a sibling."""
+        prompt_index, number = key
+        held = (
+            self._payloads[prompt_index]
+            if number == GROUP
+            else self._siblings[prompt_index][number]
+        )
+        return held[0]
 
-    def lose(self, prompt_indices: Iterable[int]) -> None:
-        """The payloads of these groups are gone from where they were kept: the groups are sampled
-        again, those that are lent once their learner attaches again."""
-        lost = [index for index in prompt_indices if index in self._payloads]
-        for prompt_index in lost:
-            self._num_bytes -= self._payloads.pop(prompt_index)[1]
-        self._lost |= frozenset(lost)
+    def lose(self, keys: Iterable[PayloadKey]) -> None:
+        """These payloads are gone from where they were kept: such groups are sampled again, those
+        that are lent once their learner attaches again; such siblings with the rest of theirs."""
+        for prompt_index, number in keys:
+            if number == GROUP and prompt_index in self._payloads:
+                self._num_bytes -= self._payloads.pop(prompt_index)[1]
+                self._lost |= {prompt_index}
+            elif number != GROUP and (entry := self.ledger.entry(prompt_index)) is not None:
+                entry.siblings = tuple(s for s in entry.siblings if s.number != number)
+                self._keep_siblings(prompt_index)
+                self.on_sibling(prompt_index)
         self._orphan_lost()
         self._delete_freed()
 
@@ -458,7 +508,7 @@ class BufferState(Generic[Payload]):
         snapshot: LedgerSnapshot,
         entries: Iterable[Entry],
         free: Iterable[int],
-        payloads: Mapping[int, Payload],
+        payloads: Mapping[PayloadKey, Any],
         now_s: float,
     ) -> None:
         """Continue, in a blank state, where a journal ends, which may have lost payloads."""
@@ -466,12 +516,17 @@ class BufferState(Generic[Payload]):
         held = list(entries)
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:
-            if entry.header is not None and entry.prompt_index in payloads:
+            prompt_index = entry.prompt_index
+            if entry.header is not None and (prompt_index, GROUP) in payloads:
                 size = entry.header.num_bytes
-                self._payloads[entry.prompt_index] = (payloads[entry.prompt_index], size)
+                self._payloads[prompt_index] = (payloads[prompt_index, GROUP], size)
                 self._num_bytes += size
+            kept = [known for known in entry.siblings if (prompt_index, known.number) in payloads]
+            entry.siblings = tuple(kept)
+            for known in kept:
+                self._hold_sibling(prompt_index, known, payloads[prompt_index, known.number])
         with_group = (entry.prompt_index for entry in held if entry.header is not None)
-        self._lost = frozenset(with_group) - payloads.keys()
+        self._lost = frozenset(with_group) - self._payloads.keys()
         self._orphan_lost()
         self._delete_freed()
 
@@ -497,9 +552,9 @@ class BufferState(Generic[Payload]):
             self.registry.remove(status.generator_id)
 
     def _end_session(self, session: str, reason: DropReason) -> None:
-        for lease_id in self.ledger.live_leases():
-            if lease_id.partition("/")[0] == session:
-                self.ledger.release(lease_id, reason)
+        for lease_id in self.ledger.leases_of(session):
+            self.ledger.end_lease(lease_id, reason)
+        self._delete_freed()
 
     def _wait_due_s(self, now_s: float) -> float:
         """How long the batch at hand has waited for groups that are due, others being finished."""
@@ -518,5 +573,23 @@ class BufferState(Generic[Payload]):
         freed = self.ledger.drain_freed()
         self._lost = self._lost.difference(freed)
         for prompt_index in freed:
-            _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
-            self._num_bytes -= num_bytes
+            entry = self.ledger.entry(prompt_index)
+            if entry is None or entry.header is None:
+                _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
+                self._num_bytes -= num_bytes
+            self._keep_siblings(prompt_index)
+
+    def _hold_sibling(
+        self, prompt_index: int, sibling: SiblingHeader, payload: bytes | memoryview
+    ) -> None:
+        held = (payload, sibling.num_bytes)
+        self._siblings.setdefault(prompt_index, {})[sibling.number] = held
+        self._num_bytes += sibling.num_bytes
+
+    def _keep_siblings(self, prompt_index: int) -> None:
+        """Of the payloads of siblings only those that the entry has."""
+        entry, held = self.ledger.entry(prompt_index), self._siblings.pop(prompt_index, {})
+        self._num_bytes -= sum(num_bytes for _, num_bytes in held.values())
+        for known in entry.siblings if entry else ():
+            if known.number in held:
+                self._hold_sibling(prompt_index, known, held[known.number][0])

@@ -34,6 +34,7 @@ from streamrl.types import (
     BufferStats,
     DropReason,
     PackedGroup,
+    SiblingHeader,
     TakenBatch,
     TrajectoryGroup,
     pack,
@@ -88,10 +89,20 @@ class RedisBuffer(ZmqBuffer):
             await self.release(lease_id, DropReason.MALFORMED)
             raise
         async with self._puts:
-            key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
-            await self._write(key, payload)
+            key = await self._write(payload)
             stored = m.StoredGroup(packed.header(len(payload)), key)
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(stored))
+
+    async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
+        self._require_redis()
+        async with self._puts:
+            key = await self._write(payload)
+        await super().put_sibling(sibling, key)
+
+    async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
+        """With b"" for one that Redis has lost, which is sampled again."""
+        payloads = await self._read_payloads(await super().fetch_siblings(lease_id))
+        return tuple(payload or b"" for payload in payloads)
 
     async def take(
         self,
@@ -170,8 +181,9 @@ class RedisBuffer(ZmqBuffer):
             if not reply.done():
                 reply.set_exception(error)
 
-    async def _write(self, key: bytes, payload: bytes) -> None:
-        """Waits for memory in Redis, until the deadline."""
+    async def _write(self, payload: bytes) -> bytes:
+        """Its key. Waits for memory in Redis, until the deadline."""
+        key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._deadline_s
         command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S)
@@ -179,7 +191,7 @@ class RedisBuffer(ZmqBuffer):
             await self._memory_limit.wait_for(len(payload))
             try:
                 await self._connection.call("put", command)
-                return
+                return key
             except exceptions.OutOfMemoryError as error:
                 full = self._memory_limit.full(len(payload))
                 if loop.time() >= deadline:
@@ -193,15 +205,19 @@ class RedisBuffer(ZmqBuffer):
         Raises:
             LostMemoryError: Redis has lost some, as the daemon is told: they are sampled again.
         """
-        payloads: list[bytes | None] = []
-        for start in range(0, len(keys), FETCHED_AT_ONCE):
-            names = [bytes(key) for key in keys[start : start + FETCHED_AT_ONCE]]
-            payloads += (await self._connection.call("fetch", ("MGET", *names)))[0]
+        payloads = await self._read_payloads(keys)
         found = zip(prompt_indices, payloads, strict=True)
         if lost := [prompt_index for prompt_index, payload in found if payload is None]:
             await self._call(m.LostRequest(tuple(lost), self._learner_term), m.Done)
             raise LostMemoryError(f"Redis has lost the groups of the prompts {lost}")
         return tuple(self._group(memoryview(payload)) for payload in payloads if payload)
+
+    async def _read_payloads(self, keys: Sequence[Any]) -> list[bytes | None]:
+        payloads: list[bytes | None] = []
+        for start in range(0, len(keys), FETCHED_AT_ONCE):
+            names = [bytes(key) for key in keys[start : start + FETCHED_AT_ONCE]]
+            payloads += (await self._connection.call("fetch", ("MGET", *names)))[0]
+        return payloads
 
 
 def _set_key(daemon: Daemon, socket: "zmq.Socket[bytes]") -> None:

@@ -4,9 +4,12 @@ machine goes on from here on another one.
     fence          TERM:COMMIT, of the daemon that writes and of its last commit
     journal        hash: the format, the run's settings, the ledger's totals, the next lease's
                    number and the scheduling states
-    entries        hash by prompt: its lease, state and header; or that it is free
-    payloads       hash by prompt: the key of the payload of every group that is held
-    payload:UUID   a group, written by its generator and read by the learner
+    entries        hash by prompt: its lease, state, header and finished siblings; or that it is
+                   free
+    payloads       hash by prompt and number: the key of the payload of every group that is held,
+                   whose number is -1, and of every sibling that is held before its group
+    payload:UUID   a group or a sibling, written by its generator and read by the learner or another
+                   generator
     events         hash by commit: its transitions; never deleted
 
 Invariant: each commit is one transaction (MULTI), made only if the fence is as this daemon left it.
@@ -34,6 +37,7 @@ from buffers.journal.journal import (
     read_entries,
 )
 from buffers.ledger.entries import Event, LedgerSnapshot
+from buffers.ledger.state import PayloadKey
 from buffers.redis.connection import Command, RedisConnection, namespace
 from streamrl.errors import (
     HandedOverError,
@@ -44,7 +48,7 @@ from streamrl.errors import (
 from streamrl.types import SchedulingState
 
 # Of a run's keys and their values; raised with every change of them. To 6, the ledger was in Lua.
-FORMAT = 7
+FORMAT = 8
 PAGE = 1000
 # The server's thread waits this long for Redis; then it refuses its clients, who ask again.
 ANSWER_S, RETRY_S = 1.5, 1.0
@@ -66,7 +70,7 @@ class RedisStorage:
         self._namespace = namespace(run)
         self._term = term
         self._confirmed = self._attempted = 0
-        self._uncertain: dict[int, bytes] = {}
+        self._uncertain: dict[PayloadKey, bytes] = {}
         self._next_number = 0
 
     def read(self, now_s: float) -> JournalContent[bytes]:
@@ -86,12 +90,12 @@ class RedisStorage:
             entries=known,
             numbers=numbers,
             free=free,
-            places={int(prompt_index): key for prompt_index, key in payloads.items()},
+            places={_key_of(field): key for field, key in payloads.items()},
             scheduling_states=_unpack(states, type=dict[str, SchedulingState]) if states else {},
             next_number=self._next_number,
         )
 
-    def recover(self, places: Mapping[int, bytes]) -> dict[int, bytes]:
+    def recover(self, places: Mapping[PayloadKey, bytes]) -> dict[PayloadKey, bytes]:
         if not places:
             return {}
         commands = [("EXISTS", key) for key in places.values()]
@@ -104,7 +108,7 @@ class RedisStorage:
         """A generator has written them before it told their keys, which is what is held here."""
         return [bytes(key) for key in payloads]
 
-    def commit(self, changes: Changes[bytes]) -> frozenset[int]:
+    def commit(self, changes: Changes[bytes]) -> frozenset[PayloadKey]:
         number = self._attempted = self._attempted + 1
         fence = self._namespace + "fence"
         commands: list[Command] = [("PERSIST", key) for key in changes.added.values()]
@@ -113,7 +117,7 @@ class RedisStorage:
         answers = self._wait(self._write(fence, commands))[: len(changes.added)]
         # 0: it was persistent, since this is the second attempt, or it is not there.
         unsure = [i for i, is_new in zip(changes.added, answers, strict=True) if not is_new]
-        there = self.recover({prompt_index: changes.added[prompt_index] for prompt_index in unsure})
+        there = self.recover({key: changes.added[key] for key in unsure})
         self._confirmed = number
         self._uncertain.clear()
         self._next_number = max(self._next_number, *(1 + row[0] for row in changes.events), 0)
@@ -154,8 +158,8 @@ class RedisStorage:
             *self._set("journal", journal),
             *self._set("entries", {row[0]: _pack(row) for row in changes.entries}),
             *self._delete("entries", changes.closed),
-            *self._delete("payloads", (*left, *changes.freed)),
-            *self._set("payloads", changes.added),
+            *self._delete("payloads", [_field(at) for at in (*left, *changes.freed)]),
+            *self._set("payloads", {_field(at): key for at, key in changes.added.items()}),
         ]
         if freed:
             commands.append(("UNLINK", *freed))
@@ -168,7 +172,7 @@ class RedisStorage:
         pairs = [word for pair in values.items() for word in pair]
         return [("HSET", self._namespace + name, *pairs)] if pairs else []
 
-    def _delete(self, name: str, fields: Sequence[int]) -> list[Command]:
+    def _delete(self, name: str, fields: Sequence[int | bytes]) -> list[Command]:
         return [("HDEL", self._namespace + name, *fields)] if fields else []
 
     def _allow(self, fence: bytes | None) -> None:
@@ -253,6 +257,15 @@ async def connected(url: str, run: str, deadline_s: float) -> AsyncIterator[Redi
         yield connection
     finally:
         await connection.close()
+
+
+def _field(key: PayloadKey) -> bytes:
+    return b"%d:%d" % key
+
+
+def _key_of(field: bytes) -> PayloadKey:
+    prompt_index, _, number = field.partition(b":")
+    return int(prompt_index), int(number)
 
 
 def _snapshot(journal: Mapping[bytes, bytes]) -> LedgerSnapshot:

@@ -23,7 +23,7 @@ from buffers.zmq import multipart
 from streamrl import wire
 from streamrl.curve import set_client_keys
 from streamrl.errors import ConfigError, StorageError, TransportError
-from streamrl.types import PackedGroup, TrajectoryGroup, pack
+from streamrl.types import PackedGroup, SiblingHeader, TrajectoryGroup, pack
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,10 @@ class ZmqBuffer(RequestClient):
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
         async with self._puts:
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(pack(group)))
+
+    async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
+        async with self._puts:
+            await super().put_sibling(sibling, payload)
 
     async def close(self) -> None:
         self._disconnect()

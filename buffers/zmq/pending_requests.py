@@ -60,8 +60,8 @@ class PendingRequests:
         self._per_sender[pending.sender] += 1
         self._num_bytes += pending.num_bytes
         if len(self._deadlines) > 2 * len(self) + MAX_OF_SENDER:
-            kept = (item for item in self._deadlines if item[1] in self._leases | self._takes)
-            self._deadlines = sorted(kept)
+            waits = self._leases.keys() | self._takes.keys()
+            self._deadlines = sorted(item for item in self._deadlines if item[1] in waits)
         heapq.heappush(self._deadlines, (pending.deadline_s, number))
         return True
 

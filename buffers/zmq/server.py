@@ -60,7 +60,7 @@ from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 from streamrl import wire
 from streamrl.config.addresses import is_loopback
 from streamrl.curve import CurveServer, choose_family, serve_with_new_key
-from streamrl.errors import StorageError, StreamRLError, WireError
+from streamrl.errors import MessageTooLargeError, StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, GroupHeader, PackedGroup, RefusalReason
 
 ASKED_WITHIN_S = 3.0
@@ -430,7 +430,7 @@ class ZmqBufferServer:
             return
         num_bytes = sum(map(len, frames))
         answer = self._answer(lambda: self._apply(request, frames[1:]), num_bytes)
-        is_reading = isinstance(request, m.StatsRequest | m.FetchRequest)
+        is_reading = isinstance(request, m.StatsRequest | m.FetchRequest | m.FetchSiblingsRequest)
         if isinstance(request, m.StatsRequest | m.FinishRequest):
             self._observers.note(peer, self._clock(), is_over=self._state.is_over)
         if answer is None:
@@ -471,6 +471,9 @@ class ZmqBufferServer:
             case m.PutRequest(lease_id):
                 self._put(lease_id, frames)
                 return (m.Done(),)
+            case m.PutSiblingRequest():
+                self._require_space()
+                return request.apply(self._state, self._clock(), self._sibling(frames))
             case m.HeartbeatRequest(status):
                 if (before := self._state.registry.session_before(status)) is not None:
                     self._pending_requests.forget_leases(before)
@@ -502,6 +505,16 @@ class ZmqBufferServer:
             return stored.header, stored.key
         group = wire.decode(payload, PackedGroup, max_bytes=self._max_group_bytes)
         return group.header(len(payload)), payload
+
+    def _sibling(self, frames: Frames) -> Frame:
+        """Its bytes, which are checked where they are read: only a generator knows their form."""
+        payload = frames[0] if frames else b""
+        most = m.MAX_KEY_BYTES if self._stores_elsewhere else self._max_group_bytes
+        if len(payload) > most:
+            raise MessageTooLargeError(
+                f"a sibling of {len(payload)} bytes; at most {most} are read"
+            )
+        return payload
 
     def _require_space(self) -> None:
         if self._refusal is not None:

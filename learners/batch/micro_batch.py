@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.sequences import Sequences
-from streamrl.types import Media
+from streamrl.types import Media, RoutedExperts
 
 
 def rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -179,6 +179,8 @@ class SharedPrompts:
         prompts: Sequence[int],
         predictors: NDArray[np.int64],
         device: torch.device,
+        routed_experts: RoutedExperts | None = None,
+        *,
         most: float = MOST,
     ) -> "SharedPrompts | None":
         """None if more than `most` of the tokens would be left.
@@ -188,6 +190,7 @@ class SharedPrompts:
             lengths: [S] tokens of each trajectory.
             prompts: [S] tokens of its beginning, which others may have, too.
             predictors: [R] positions in N, rising.
+            routed_experts: [N] what else must be alike.
         """
         sizes = np.array(lengths, np.int64)
         ends = sizes.cumsum()
@@ -197,7 +200,8 @@ class SharedPrompts:
         needed = np.maximum(last + 1 - starts, 1)
         common = np.minimum(prompts, needed)
         bounds = zip(starts.tolist(), common.tolist(), strict=True)
-        leaders = leaders_of(token_ids[start : start + length] for start, length in bounds)
+        stretches = [slice(start, start + length) for start, length in bounds]
+        leaders = leaders_of(beginning(token_ids, routed_experts, part) for part in stretches)
         row = np.arange(len(needed)).repeat(needed)
         offset = np.arange(len(row)) - (needed.cumsum() - needed).repeat(needed)
         is_own = (leaders[row] == row) | (offset >= common[row])
@@ -217,10 +221,18 @@ class SharedPrompts:
         )
 
 
-def leaders_of(prompts: Iterable[NDArray[np.integer]]) -> NDArray[np.int64]:
-    """[S] the first trajectory with the same prompt, from the token ids of each one's."""
+def beginning(
+    token_ids: NDArray[np.integer], routed_experts: RoutedExperts | None, tokens: slice
+) -> bytes:
+    """Equal for tokens that have equal states: the same ids, and the same experts."""
+    ids = token_ids[tokens].tobytes()
+    return ids if routed_experts is None else ids + routed_experts.part(tokens).content
+
+
+def leaders_of(beginnings: Iterable[bytes]) -> NDArray[np.int64]:
+    """[S] the first trajectory with the same beginning."""
     found: dict[bytes, int] = {}
-    leaders = [found.setdefault(ids.tobytes(), i) for i, ids in enumerate(prompts)]
+    leaders = [found.setdefault(content, i) for i, content in enumerate(beginnings)]
     return np.array(leaders, np.int64)
 
 
@@ -248,6 +260,8 @@ class MicroBatch:
     """What each response token was sampled among; no candidate for the whole vocabulary."""
     top_candidates: Candidates | None = None
     """The likeliest others beside each response token, as the behavior policy saw them."""
+    routed_experts: RoutedExperts | None = None
+    """[N] those that the engine took; None if it recorded none."""
 
     shared_prompts: SharedPrompts | None = None
     """What is left to compute where trajectories begin alike; None if that is about everything."""
@@ -267,6 +281,7 @@ class MicroBatch:
         places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
         predictors = places[self.predictors[responses.to(device)]]
         lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
+        experts = self.routed_experts and self.routed_experts.select(tokens.numpy())
         return MicroBatch(
             # Not one of those that are left out, whose hidden states may be NaN.
             token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
@@ -280,7 +295,8 @@ class MicroBatch:
             media=tuple(self.media[i] for i in chosen) or ((),),
             sampling_mask=self.sampling_mask and self.sampling_mask.select(responses.to(device)),
             top_candidates=self.top_candidates and self.top_candidates.select(responses.to(device)),
-            shared_prompts=self._shared(chosen, token_ids, lengths, predictors),
+            routed_experts=experts,
+            shared_prompts=self._shared(chosen, token_ids, lengths, predictors, experts),
         )
 
     def _shared(
@@ -289,6 +305,7 @@ class MicroBatch:
         token_ids: torch.Tensor,
         lengths: tuple[int, ...],
         predictors: torch.Tensor,
+        experts: RoutedExperts | None,
     ) -> SharedPrompts | None:
         """Of the chosen trajectories, if prompts are shared: all of their tokens may be too many
         for the memory."""
@@ -296,4 +313,4 @@ class MicroBatch:
             return None
         prompts = [self.shared_prompts.prompts[i] for i in chosen]
         ids, at = token_ids[0].cpu().numpy(), predictors.cpu().numpy()
-        return SharedPrompts.of(ids, lengths, prompts, at, token_ids.device, most=1.0)
+        return SharedPrompts.of(ids, lengths, prompts, at, token_ids.device, experts, most=1.0)

@@ -139,11 +139,12 @@ class Beginnings:
     """[S] tokens of the prompt."""
 
     @classmethod
-    def of(cls, prompts: Sequence[NDArray[np.integer]]) -> "Beginnings":
+    def of(cls, prompts: Sequence[bytes], lengths: Sequence[int]) -> "Beginnings":
         """Args:
-        prompts: [S] the token ids of each.
+        prompts: [S] the content of each.
+        lengths: [S] tokens of it.
         """
-        return cls(leaders_of(prompts), np.array([*map(len, prompts)], np.int64))
+        return cls(leaders_of(prompts), np.array(lengths, np.int64))
 
     def select(self, chosen: Sequence[int]) -> "Beginnings":
         """Those of these trajectories; a leader need not be among them."""

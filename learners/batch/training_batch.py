@@ -17,30 +17,41 @@ among ranks or cut into parts.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts, offsets_within
+from learners.batch.micro_batch import (
+    MicroBatch,
+    Packing,
+    SharedPrompts,
+    beginning,
+    offsets_within,
+)
 from learners.batch.packing import Beginnings, beside_each_other, owners_of, pack
 from learners.parallel.ranks import Ranks
 from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.sequences import Sequences
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, did_you_mean
 from streamrl.types import (
     GREEDY_REWARD,
     INVALID_TURNS,
     FinishReason,
     GroupHeader,
     Media,
+    RoutedExperts,
     TokenSets,
     TopLogprobs,
     Trajectory,
     TrajectoryGroup,
 )
+from streamrl.types.tokens import Int32Array
 
 
 def sampling_mask(trajectories: Sequence[Trajectory]) -> Candidates | None:
@@ -197,6 +208,10 @@ class TrainingBatch:
     """[R] versions between sampling and training, as a distance."""
     media: Mapping[str, Media]
     """Of this rank's trajectories, by id."""
+    teachers: tuple[str, ...]
+    """Of `trajectories`, the one that the row of each names; "" if it names none."""
+    teacher_prompts: tuple[Int32Array | None, ...]
+    """Of `trajectories`, what teachers read before its first response token; None: its prompt."""
     is_in_loss: torch.Tensor
     """[R] bool, as the environment decided."""
     turn_rewards: torch.Tensor
@@ -246,6 +261,8 @@ class TrainingBatch:
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
             media={medium.id: medium for group in groups for medium in group.media},
+            teachers=tuple(group.teacher for group in groups for _ in group.trajectories),
+            teacher_prompts=tuple(g.teacher_prompt for g in groups for _ in g.trajectories),
             is_in_loss=judged[:, 0] > 0,
             turn_rewards=judged[:, 1],
             environment_sums=add_episode_sums(
@@ -291,6 +308,39 @@ class TrainingBatch:
             )
         return self.outcomes[:, 4]
 
+    def recorded(self, names: Sequence[str], ranks: Ranks) -> torch.Tensor:
+        """[S, K] the metrics of these names, of all ranks, which call it together.
+
+        Raises:
+            ConfigError: a trajectory came without one of them.
+        """
+        rows = [[t.metrics.get(name, math.nan) for name in names] for t in self.trajectories]
+        own = torch.tensor(self.owners) == self.rank
+        columns = ranks.sum(_among(own, torch.tensor(rows).view(-1, len(names))))
+        for name, column in zip(names, columns.unbind(1), strict=True):
+            if bool(column.isnan().any()):
+                known = {known for t in self.trajectories for known in t.metrics}
+                raise ConfigError(
+                    f"algorithm.advantage_config.rewards: names {name!r}, which the environment "
+                    f"did not record of every episode; {did_you_mean(name, known)}"
+                )
+        return columns
+
+    def anchors(self, ranks: Ranks) -> torch.Tensor:
+        """[R] int64, see `AdvantageInput.anchors`; of all ranks, which call it together."""
+        columns = [np.zeros(0, np.int64), *map(_anchors, self.trajectories)]
+        own = self.sequences.expand(torch.tensor(self.owners) == self.rank)
+        return ranks.sum(_among(own, torch.from_numpy(np.concatenate(columns))))
+
+    def for_teachers(self, ranks: Ranks) -> "TrainingBatch":
+        """With what teachers read in the place of prompts. All ranks call it together."""
+        pairs = zip(self.trajectories, self.teacher_prompts, strict=True)
+        seen = tuple(t if prompt is None else t.after(prompt) for t, prompt in pairs)
+        lengths = torch.zeros(len(self), dtype=torch.int64)
+        for i, place in self.places.items():
+            lengths[i] = seen[place].num_tokens
+        return replace(self, trajectories=seen, lengths=tuple(ranks.sum(lengths).tolist()))
+
     def pack(
         self,
         max_tokens: int,
@@ -333,6 +383,7 @@ class TrainingBatch:
         indices = torch.tensor(list(members), dtype=torch.int64)
         lengths = tuple(t.num_tokens for t in chosen) or (1,)
         prompts = tuple(map(_prompt_length, chosen)) or (1,)
+        experts = RoutedExperts.joined([t.routed_experts for t in chosen], lengths)
         return MicroBatch(
             token_ids=token_ids[None].to(device),
             packing=Packing(lengths, device),
@@ -345,7 +396,10 @@ class TrainingBatch:
             media=tuple(tuple(self.media[name] for name in t.media) for t in chosen) or ((),),
             sampling_mask=mask and mask.to(device),
             top_candidates=top and top.to(device),
-            shared_prompts=SharedPrompts.of(ids, lengths, prompts, predictors.numpy(), device)
+            routed_experts=experts,
+            shared_prompts=SharedPrompts.of(
+                ids, lengths, prompts, predictors.numpy(), device, experts
+            )
             if shares_prompts
             else None,
         )
@@ -360,9 +414,12 @@ class TrainingBatch:
     @cached_property
     def _beginnings(self) -> Beginnings:
         """[S] empty ones for the trajectories of other ranks."""
-        own = (t.token_ids[: _prompt_length(t)] for t in self.trajectories)
-        nothing = np.zeros(0, np.int32)
-        return Beginnings.of([next(own) if r == self.rank else nothing for r in self.owners])
+        lengths, prompts = [0] * len(self), [b""] * len(self)
+        for i, place in self.places.items():
+            t = self.trajectories[place]
+            lengths[i] = _prompt_length(t)
+            prompts[i] = beginning(t.token_ids, t.routed_experts, slice(lengths[i]))
+        return Beginnings.of(prompts, lengths)
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -395,6 +452,27 @@ def _outcome(trajectory: Trajectory) -> tuple[float, ...]:
         metrics.get("difficulty", 0.0),
         metrics.get(GREEDY_REWARD, math.nan),
     )
+
+
+def _anchors(trajectory: Trajectory) -> NDArray[np.int64]:
+    """[R] at the last token of each run of response tokens, a hash of the tokens before the run."""
+    is_response = np.concatenate([[False], trajectory.response_mask, [False]])
+    edges = np.flatnonzero(is_response[1:] != is_response[:-1])
+    starts, ends = edges[::2], edges[1::2]
+    column = np.zeros(trajectory.num_response_tokens, np.int64)
+    # Pictures are other ones behind the same tokens.
+    salt = str(uuid4()) if trajectory.media else ""
+    observed = zip([0, *ends[:-1]], starts, strict=True) if len(ends) else ()
+    column[np.cumsum(ends - starts) - 1] = [
+        _hash(trajectory.token_ids[first:last], salt) for first, last in observed
+    ]
+    return column
+
+
+def _hash(token_ids: NDArray[np.int32], salt: str) -> int:
+    """Not 0, and the same in every process."""
+    digest = blake2b(token_ids.tobytes(), digest_size=7, key=salt.encode()).digest()
+    return int.from_bytes(digest) + 1
 
 
 def _responses(trajectories: Sequence[Trajectory], field: str, dtype: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
+from learners.policy.teachers import Teachers
 from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import (
@@ -194,6 +195,8 @@ def load_trainer(
     algorithm = config.algorithm
     reference = Policy.reference_of(config, policy, mesh) if algorithm.needs_reference else None
     critic = Critic.from_config(config, mesh) if algorithm.needs_values else None
-    trainer = Trainer(config, policy, reference, critic, ranks)
+    taught = algorithm.distillation is not None
+    teachers = Teachers.from_config(config, mesh, ranks) if taught else None
+    trainer = Trainer(config, policy, reference, critic, ranks, teachers)
     state = LearnerState() if checkpoint is None else restore(checkpoint, config, trainer)
     return trainer, state

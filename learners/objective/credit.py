@@ -19,8 +19,14 @@ import numpy as np
 import torch
 
 from learners.batch.training_batch import TrainingBatch
+from learners.parallel.ranks import Ranks
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
-from streamrl.algorithms.kl import AdaptiveKL, kl_controller, kl_penalty
+from streamrl.algorithms.kl import (
+    AdaptiveKL,
+    kl_controller,
+    kl_penalty,
+    teacher_advantages,
+)
 from streamrl.algorithms.rewards import (
     RunningMoments,
     difficulty_mask,
@@ -29,6 +35,7 @@ from streamrl.algorithms.rewards import (
     token_rewards,
 )
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.advantages import GdpoSettings
 from streamrl.config.learner import LearnerSettings
 
 
@@ -93,11 +100,13 @@ class CreditAssigner:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
+        ranks: Ranks | None = None,
+        teacher_logprobs: torch.Tensor | None = None,
     ) -> CreditAssignment:
-        """Credit for the whole batch.
+        """Credit for the whole batch, the same on all ranks, which call it together.
 
         The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob,
-        too; the values [R] are for gae.
+        otb and teachers, too; the values [R] are for gae.
         """
         config, episodes = self._config, batch.episodes
         sequences = episodes.sequences
@@ -134,16 +143,35 @@ class CreditAssigner:
             baseline,
             logprobs=proximal_logprobs,
             behavior_logprobs=batch.behavior_logprobs,
+            components=self._components(batch, ranks or Ranks()),
+            anchors=batch.anchors(ranks or Ranks()) if config.needs_anchors else None,
         )
-        advantages = estimate_advantages(config.advantage, advantage_input, config.advantage_config)
+        advantages, of_teachers = self._advantages(advantage_input, teacher_logprobs)
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
         return CreditAssignment(
             advantages=advantages,
             returns=returns,
             loss_mask=self._loss_mask(batch),
             sample_weights=self._sample_weights(batch),
-            metrics=metrics,
+            metrics={**metrics, **of_teachers},
         )
+
+    def _advantages(
+        self, given: AdvantageInput, teacher_logprobs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """[R] of the reward, of the teachers, or of both, and what teachers are measured by."""
+        config, settings = self._config, self._config.distillation
+        advantages = torch.zeros_like(given.token_rewards)
+        if config.reads_rewards:
+            advantages = estimate_advantages(config.advantage, given, config.advantage_config)
+        if settings is None or teacher_logprobs is None:
+            return advantages, {}
+        student = given.behavior_logprobs if settings.student == "behavior" else given.logprobs
+        assert student is not None, "`needs_ratios` asks for them"
+        taught = teacher_advantages(teacher_logprobs, student)
+        kl = float(given.sequences.mean(-taught).mean())
+        total = settings.reward_coef * advantages + settings.coef * taught
+        return total, {"reward/teacher_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
         kl = {"kl_coef": self._kl.value} if isinstance(self._kl, AdaptiveKL) else {}
@@ -164,6 +192,13 @@ class CreditAssigner:
             case "inductive":
                 return batch.environment_indices
         return batch.group_indices
+
+    def _components(self, batch: TrainingBatch, ranks: Ranks) -> torch.Tensor | None:
+        """[E, K] the rewards that gdpo adds; None for other advantages."""
+        numbers = self._config.advantage_config
+        if not isinstance(numbers, GdpoSettings):
+            return None
+        return batch.episodes.each(batch.recorded(tuple(numbers.rewards), ranks))
 
     def _loss_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
         config, episodes = self._config.reward, batch.episodes

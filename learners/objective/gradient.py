@@ -211,7 +211,10 @@ class Gradient:
             **{name: float(value) for name, value in accumulated.terms.items()},
             "learner/num_nonfinite_sequences": float(num_nonfinite),
         }
-        terms = _total(self._ranks.gather(mine, dict[str, float]))
+        terms = {
+            **_total(self._ranks.gather(mine, dict[str, float])),
+            **self._policy.router_metrics(self._ranks),
+        }
         if accumulated.statistics is None:
             return terms
         statistics = accumulated.statistics

@@ -50,6 +50,7 @@ from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from learners.policy.sharding import has_shards
+from learners.policy.teachers import Teachers
 from streamrl.algorithms.objective import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
@@ -290,6 +291,7 @@ class TargetCollector:
         reference: Policy | None,
         critic: Critic | None,
         ranks: Ranks,
+        teachers: Teachers | None = None,
     ) -> None:
         self._config = config.algorithm
         self._needs_policy_pass = config.needs_policy_pass
@@ -301,6 +303,7 @@ class TargetCollector:
         self._passes = passes
         self._reference = reference
         self._critic = critic
+        self._teachers = teachers
 
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
@@ -329,15 +332,17 @@ class TargetCollector:
             is_next = self._trains_whole and self._limits.proximal is None
             logprobs = self._passes.logprobs if is_next else self._policy.batch_logprobs
             policy = self._ranks.sum(logprobs(cut(self._limits.proximal), num_tokens))
-        is_finite = finite_sequences(batch.sequences, policy, reference, values)
+        teacher = None if self._teachers is None else self._teachers.logprobs(batch)
+        is_finite = finite_sequences(batch.sequences, policy, reference, values, teacher)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)
-        in_reward = reference if config.kl_reward.coef > 0 else None
         credit = self._credit.assign(
             batch,
             sampled,
-            finite(in_reward, batch.behavior_logprobs),
+            finite(reference if config.kl_reward.coef else None, batch.behavior_logprobs),
             finite(values, torch.zeros(num_tokens)),
+            self._ranks,
+            finite(teacher, batch.behavior_logprobs),
         )
         targets = Targets(
             behavior_logprobs=batch.behavior_logprobs,

@@ -7,23 +7,18 @@ Shapes: R response tokens of a micro-batch or of the step.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
-from transformers import AutoTokenizer
 
 from learners.batch.micro_batch import MicroBatch
 from learners.batch.training_batch import TrainingBatch
 from learners.optimizer import keep_state_on_host, learning_rate, make_optimizer, update
 from learners.parallel.mesh import Mesh
-from learners.policy.loading import load_network
+from learners.policy.loading import load_network, require_same_input, within_vocabulary
 from learners.policy.network import Network
 from learners.policy.sharding import end_passes, master_of
 from streamrl.algorithms.losses import BatchTotals, value_loss
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
-from streamrl.model_folder import require_same_tokens
-from streamrl.vision.patches import PatchReader
 
 
 class Critic:
@@ -49,9 +44,11 @@ class Critic:
             ConfigError: there is no model, or it does not read the policy's tokens and images.
         """
         own = config.algorithm.value.model_path
-        if own is not None:
-            _require_same_input(config, own)
-        return cls(config, load_network(config, own, has_values=True, mesh=mesh))
+        if own is None:
+            return cls(config, load_network(config, has_values=True, mesh=mesh))
+        setting = "algorithm.value.model_path"
+        require_same_input(config, setting, own)
+        return cls(config, load_network(config, own, has_values=True, mesh=mesh, setting=setting))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By name; the decoder's, and those of `value_head`."""
@@ -80,9 +77,7 @@ class Critic:
         network = self.network
         shares_prompts = network.shares_prompts
         cut = batch.pack(limit, network.device, chosen, shares_prompts=shares_prompts)
-        # Rows that pad an embedding are of no token, and larger models have more of them.
-        last = network.model.config.get_text_config().vocab_size - 1
-        return [replace(m, token_ids=m.token_ids.clamp(max=last)) for m in cut]
+        return within_vocabulary(network, cut)
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R] expected return before each response token, float32, with gradient."""
@@ -129,25 +124,4 @@ class Critic:
             self._settings.max_grad_norm,
             prefix="critic",
             is_frozen=is_frozen,
-        )
-
-
-def _require_same_input(config: RunConfig, path: str) -> None:
-    setting, trust = "algorithm.value.model_path", config.model.trust_remote_code
-    vocabularies = []
-    for name in (config.model.tokenizer_path, path):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{setting}: {path}: no tokenizer at {name!r}: {error}") from error
-        vocabularies.append(tokenizer.get_vocab())
-    require_same_tokens(setting, path, *vocabularies)
-    policy = PatchReader.of(config.model.path, trust_remote_code=trust)
-    if policy is None:
-        return
-    critic = PatchReader.of(path, trust_remote_code=trust, setting=setting)
-    if critic is None or critic.settings != policy.settings:
-        raise ConfigError(
-            f"{setting}: {path} does not see images as the policy of {config.model.path} does, "
-            "whose prompts it reads: name a model of the same family, or leave it out"
         )

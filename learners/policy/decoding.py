@@ -61,6 +61,8 @@ class DecoderInputs:
     """[1, N, H]"""
     positions: torch.Tensor | None = None
     """[3, N]"""
+    experts: torch.Tensor | None = None
+    """[N, L, K] that the tokens are given to; None: the routers choose."""
 
     @classmethod
     def make(
@@ -68,18 +70,21 @@ class DecoderInputs:
     ) -> "DecoderInputs":
         """`media` are those of each trajectory."""
         if tower is None:
-            return cls(tokens.token_ids)
+            return cls(tokens.token_ids, experts=tokens.experts)
         ids = tokens.token_ids[0].split(packing.lengths)
         positions = [tower.positions(i.tolist(), m) for i, m in zip(ids, media, strict=True)]
         embeddings = tower.embed(tokens.token_ids, media, packing.ends[:-1].tolist())
-        return cls(tokens.token_ids, embeddings, torch.cat(positions, dim=1).to(packing.device))
+        places = torch.cat(positions, dim=1).to(packing.device)
+        return cls(tokens.token_ids, embeddings, places, tokens.experts)
 
     def of(self, indices: torch.Tensor, bounds: dict[str, Any]) -> dict[str, Any]:
         """The decoder's arguments for rows of these tokens [B, L] that have these bounds."""
+        if self.experts is not None:
+            bounds = {**bounds, "routed_experts": self.experts[indices]}
         if self.embeddings is None or self.positions is None:
             return {"input_ids": self.token_ids[0, indices], **bounds}
         positions = self.positions[:, indices]
-        if bounds:
+        if "position_ids" in bounds:
             # Beside those of the embedding, transformers takes those in the trajectory.
             positions = torch.cat([bounds["position_ids"][None], positions])
         return {**bounds, "inputs_embeds": self.embeddings[0, indices], "position_ids": positions}

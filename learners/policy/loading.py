@@ -15,15 +15,15 @@ around the layers.
 
 `distribute`: a network over the ranks of a mesh, in the order that its parts need.
 
-    matrices (tensor) -> tokens (sequence) -> recomputed layers -> shards
+    matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers -> shards
 
 What a network computes does not depend on it. Every rank calls it before an optimizer takes the
 parameters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,11 @@ from torch.nn import Parameter
 from transformers import (
     AttentionInterface,
     AutoConfig,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
+from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
 from learners.policy import attention
@@ -45,12 +47,15 @@ from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
+from learners.policy.router_replay import RouterRecords
 from learners.policy.sequence_parallel import sequence_block
 from learners.policy.sharding import checkpoint_layers, is_sharded, layers, require_gpu, shard
 from learners.policy.tensor_parallel import split_matrices
 from streamrl.config import RunConfig
+from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError
+from streamrl.model_folder import require_same_tokens
 from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
@@ -66,7 +71,12 @@ def compile_layers(network: Network) -> None:
 
 
 def distribute(
-    network: Network, mesh: Mesh | None, settings: LearnerSettings, *, is_reference: bool = False
+    network: Network,
+    mesh: Mesh | None,
+    settings: LearnerSettings,
+    *,
+    is_reference: bool = False,
+    router_replay: RouterReplay = "off",
 ) -> None:
     """Distribute it in place, as `settings` say; without a mesh, on one rank.
 
@@ -78,6 +88,8 @@ def distribute(
     if mesh is not None:
         split_matrices(network.model, mesh)
         network.sequence_block = sequence_block(network.model, mesh, is_packed=network.is_packed)
+    if router_replay != "off":
+        network.router_records = RouterRecords(network.model, router_replay)
     if settings.gradient_checkpointing:
         checkpoint_layers(network, on_host=settings.offload.activations)
     if is_reference:
@@ -99,35 +111,38 @@ def load_network(
     lora: LoraSettings | None = None,
     is_reference: bool = False,
     mesh: Mesh | None = None,
+    setting: str = "model.path",
 ) -> Network:
-    """With the weights at `path`, by default those of `model.path`; distributed over a mesh. The
-    `path` of a network with values is that of another model than the policy's.
+    """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
+
+    `setting` names the path; one that is not `model.path` is that of another model than the
+    policy's.
 
     Raises:
         ConfigError: there is no model, or the settings of `learner` do not fit it.
     """
-    source = _Source(config, str(path or config.model.path), has_values, lora, mesh)
+    source = _Source(config, str(path or config.model.path), has_values, lora, mesh, setting)
     learner, on_host = config.learner, is_on_host(config.learner.offload, is_reference)
+    is_policy = not (has_values or is_reference)
+    router_replay = config.algorithm.router_replay if is_policy else "off"
     if mesh is None or not is_sharded(mesh, on_host):
         network = source.load(device_of(learner.device) if mesh is None else mesh.device)
-        _divide(network, mesh, learner, is_reference=is_reference)
+        _divide(network, mesh, learner, is_reference=is_reference, router_replay=router_replay)
         return network
     whole = source.load(torch.device("cpu")) if mesh.rank == 0 else None
     network = source.without_memory()
     _agree(network, whole, mesh)
     network.device = mesh.device
-    _divide(network, mesh, learner, is_reference=is_reference)
+    _divide(network, mesh, learner, is_reference=is_reference, router_replay=router_replay)
     _allocate(network, mesh.device, on_host=on_host)
     _fill(network, whole, mesh)
     return network
 
 
-def _divide(
-    network: Network, mesh: Mesh | None, learner: LearnerSettings, *, is_reference: bool
-) -> None:
+def _divide(network: Network, mesh: Mesh | None, learner: LearnerSettings, **options: Any) -> None:
     if learner.compile:
         compile_layers(network)
-    distribute(network, mesh, learner, is_reference=is_reference)
+    distribute(network, mesh, learner, **options)
 
 
 @dataclass(frozen=True)
@@ -139,6 +154,7 @@ class _Source:
     has_values: bool
     lora: LoraSettings | None
     mesh: Mesh | None
+    setting: str
 
     def load(self, device: torch.device) -> Network:
         """With its weights, in float32, and as packing allows."""
@@ -147,7 +163,7 @@ class _Source:
                 self.name,
                 dtype=torch.float32,
                 trust_remote_code=self._trust,
-                setting=self._setting,
+                setting=self.setting,
                 needs_head=not self.has_values,
             )
         network = self._network(model.to(device))
@@ -178,19 +194,15 @@ class _Source:
         Raises:
             ConfigError: ranks would share the tokens or the matrices of a model that sees images.
         """
-        place = self.name if self.has_values else self.config.model.path
-        reader = PatchReader.of(place, trust_remote_code=self._trust, setting=self._setting)
+        is_policy = self.setting == "model.path"
+        place = self.config.model.path if is_policy else self.name
+        reader = PatchReader.of(place, trust_remote_code=self._trust, setting=self.setting)
         is_trained = not self.config.learner.freeze_vision_tower
         tower = vision_tower(model, reader, is_trained=is_trained)
         if tower is not None and self.mesh is not None:
             sizes = {axis: self.mesh.size(axis) for axis in ("sequence", "tensor")}
             require_undivided_images(facts_of(model.config), sizes)
         return tower
-
-    @property
-    def _setting(self) -> str:
-        is_own = self.has_values and self.name != self.config.model.path
-        return "algorithm.value.model_path" if is_own else "model.path"
 
     @property
     def _trust(self) -> bool:
@@ -201,7 +213,43 @@ class _Source:
         try:
             yield
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._setting}: no model at {self.name!r}: {error}") from error
+            raise ConfigError(f"{self.setting}: no model at {self.name!r}: {error}") from error
+
+
+def require_same_input(config: RunConfig, setting: str, path: str) -> None:
+    """
+    Raises:
+        ConfigError: the model at `path`, which `setting` names, does not read the policy's tokens
+            and images.
+    """
+    trust = config.model.trust_remote_code
+    vocabularies = []
+    for name in (config.model.tokenizer_path, path):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{setting}: {path}: no tokenizer at {name!r}: {error}") from error
+        vocabularies.append(tokenizer.get_vocab())
+    require_same_tokens(setting, path, *vocabularies)
+    policy = PatchReader.of(config.model.path, trust_remote_code=trust)
+    if policy is None:
+        return
+    other = PatchReader.of(path, trust_remote_code=trust, setting=setting)
+    if other is None or other.settings != policy.settings:
+        raise ConfigError(
+            f"{setting}: {path} does not see images as the policy of {config.model.path} does, "
+            "whose prompts it reads: name a model of the same family, or leave it out"
+        )
+
+
+def within_vocabulary(network: Network, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The policy's micro-batches for another model. Rows that pad an embedding are of no token, and
+    larger models have more of them."""
+    last = network.model.config.get_text_config().vocab_size - 1
+    return [
+        replace(m, token_ids=m.token_ids.clamp(max=last), targets=m.targets.clamp(max=last))
+        for m in micro_batches
+    ]
 
 
 def _agree(network: Network, whole: Network | None, mesh: Mesh) -> None:

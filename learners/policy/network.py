@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.policy import attention
 from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
+from learners.policy.router_replay import RouterRecords
 from learners.policy.sequence_parallel import SequenceBlock, TokenSlice
 from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
 from streamrl.algorithms.kl import full_kl
@@ -124,6 +125,8 @@ class Network(torch.nn.Module):
             torch.nn.init.zeros_(self.value_head.bias)
         self.sequence_block: SequenceBlock | None = None
         """The ranks that share each micro-batch's tokens; None: this one has them all."""
+        self.router_records: RouterRecords | None = None
+        """What trajectories say of experts; None: the routers choose, and nothing is compared."""
         self.temperature = temperature
         self._transform = logit_transform(config, temperature)
 
@@ -150,6 +153,7 @@ class Network(torch.nn.Module):
         trains_entropy: bool = True,
         with_top_logprobs: bool = False,
         reference: NetworkOutput | None = None,
+        with_records: bool = True,
     ) -> NetworkOutput:
         """What is asked for, and the values if there is a value head.
 
@@ -160,9 +164,15 @@ class Network(torch.nn.Module):
             trains_entropy: the entropy has a gradient.
             with_top_logprobs: also of the other candidates; the micro-batch has some.
             reference: the output of the policy that `kl` is taken to.
+            with_records: the routers follow, or are compared with, what was recorded.
+
+        Raises:
+            ConfigError: a trajectory came without a record of its experts.
         """
         shared = self.shared_prompts(micro_batch)
-        tokens = TokenSlice.of(micro_batch, self.sequence_block, shared)
+        records = self.router_records if with_records else None
+        experts = None if records is None else records.of(micro_batch)
+        tokens = TokenSlice.of(micro_batch, self.sequence_block, shared, experts)
         hidden = self._hidden_states(tokens, micro_batch)
         head: Any = self.model.get_output_embeddings()
         bias: torch.Tensor | None = getattr(head, "bias", None)

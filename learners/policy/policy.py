@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, described, full
+from learners.parallel.ranks import Ranks
 from learners.policy.hugging_face import save_model
 from learners.policy.loading import load_network
 from learners.policy.lora import (
@@ -32,6 +33,8 @@ from streamrl.config.model import ModelSettings
 
 class Policy:
     """Calling it is one forward pass of its network, whose model has an adapter as `lora` says."""
+
+    _has_records = True
 
     def __init__(self, network: Network, lora: LoraSettings | None = None) -> None:
         self.network = network
@@ -77,6 +80,7 @@ class Policy:
                 trains_entropy=trains_entropy,
                 with_top_logprobs=with_top_logprobs,
                 reference=reference,
+                with_records=self._has_records,
             )
         return output
 
@@ -125,6 +129,11 @@ class Policy:
         end_passes(self.network)
         return logprobs
 
+    def router_metrics(self, ranks: Ranks) -> dict[str, float]:
+        """See `RouterRecords.metrics`; none under `algorithm.router_replay` off."""
+        records = self.network.router_records
+        return {} if records is None else records.metrics(ranks)
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Those that belong to the model's state, by name; no step changes them."""
         names = self.model.state_dict(keep_vars=True).keys()
@@ -145,6 +154,8 @@ class Policy:
 
 class _WithoutAdapter(Policy):
     """For passes without gradient."""
+
+    _has_records = False
 
     def _mode(self) -> AbstractContextManager[None]:
         return without_adapter(self.model)

@@ -35,6 +35,7 @@ from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts
 from learners.parallel.mesh import Mesh
 from streamrl.errors import ConfigError
 from streamrl.placement.limits import facts_of, require_shared_tokens
+from streamrl.types import UNRECORDED
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 
@@ -181,6 +182,8 @@ class TokenSlice:
     """Of all ranks' tokens."""
     exchange: HeadExchange | None
     """For the attention calls."""
+    experts: torch.Tensor | None = None
+    """[n, L, K] that the tokens are given to."""
     first_row: int = 0
     """Of R, which of the micro-batch's response tokens is the first of r."""
     num_rows: int = 0
@@ -192,15 +195,22 @@ class TokenSlice:
         micro_batch: MicroBatch,
         block: SequenceBlock | None,
         shared: SharedPrompts | None = None,
+        experts: torch.Tensor | None = None,
     ) -> "TokenSlice":
-        """This rank's slice, in order of ranks; without a block all tokens, or what is `shared`."""
+        """This rank's slice, in order of ranks; without a block all tokens, or what is `shared`.
+
+        Args:
+            experts: [N, L, K] of the micro-batch's tokens.
+        """
         token_ids, packing = micro_batch.token_ids, micro_batch.packing
         predictors, targets = micro_batch.predictors, micro_batch.targets
         if block is None:
             if shared is not None:
                 token_ids, packing = token_ids[:, shared.tokens], shared.packing
                 predictors = shared.predictors
-            return cls(token_ids, packing.positions[None], predictors, targets, packing, None)
+                experts = None if experts is None else experts[shared.tokens]
+            positions = packing.positions[None]
+            return cls(token_ids, positions, predictors, targets, packing, None, experts)
         positions = packing.positions[None]
         num_tokens = token_ids.shape[1]
         size = -(-num_tokens // block.size)
@@ -215,6 +225,9 @@ class TokenSlice:
             targets=targets[first:last],
             packing=packing,
             exchange=HeadExchange(block, num_tokens),
+            experts=None
+            if experts is None
+            else pad(experts, (0, 0, 0, 0, *padding), value=UNRECORDED)[start : start + size],
             first_row=first,
             num_rows=len(predictors),
         )

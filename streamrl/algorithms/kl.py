@@ -57,6 +57,18 @@ def _estimate(difference: Tensor, name: str) -> Tensor:
             return (behind.exp() - behind - 1).clamp(-_K3_BOUND, _K3_BOUND)
 
 
+def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """[R] log pi_T - log pi of the sampled tokens: minus the reverse KL to the teacher, of
+    which each token is one sample, by policy gradient (Thinking Machines, On-Policy Distillation,
+    2025; tinker-cookbook, `distillation`). A token is credited with its own difference alone,
+    without those of the tokens that follow, as there.
+
+    Args:
+        logprobs: [R] nats, of the policy that sampled, or that is trained; without gradient.
+    """
+    return teacher_logprobs - logprobs
+
+
 def _full(logits: Tensor, reference: Tensor) -> Tensor:
     if logits.ndim != 2 or logits.shape != reference.shape:
         raise ValueError(

@@ -6,6 +6,7 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 
 import argparse
 import asyncio
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -36,6 +37,19 @@ from streamrl.placement.hosts import this_machine
 from streamrl.run_folder import resume_command
 
 
+@dataclass(frozen=True)
+class LaunchMode:
+    """How a run is started here: `resume` goes on with the one in its folder, `new` moves that
+    aside; `live` shows it as a screen; under `strict` no daemon is started again; those that import
+    much are forked from the `fork_server`."""
+
+    resume: bool = False
+    new: bool = False
+    live: bool = False
+    strict: bool = False
+    fork_server: ForkServer | None = None
+
+
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """On this machine, or wherever the options say; the exit code."""
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
@@ -52,42 +66,26 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     assert loaded is not None, "what is not refused is usable"
     if name:
         return launcher(name)(loaded.config, arguments)
-    return launch_here(loaded.config, arguments, fork_server)
-
-
-def launch_here(
-    config: RunConfig, arguments: argparse.Namespace, fork_server: ForkServer | None
-) -> int:
-    console = Console()
     if arguments.dry_run:
-        print_plan(make_plan(config, [this_machine()], resume=arguments.resume))
+        print_plan(make_plan(loaded.config, [this_machine()], resume=arguments.resume))
         return 0
-    with sole_launch(config.run.path):
-        return _launch(config, console, arguments, fork_server)
+    resume, new = arguments.resume, arguments.new
+    live, strict = not arguments.no_view, arguments.strict
+    mode = LaunchMode(resume, new, live, strict, fork_server)
+    with sole_launch(loaded.config.run.path):
+        return _launch(loaded.config, arguments, mode)
 
 
-def _launch(
-    config: RunConfig,
-    console: Console,
-    arguments: argparse.Namespace,
-    fork_server: ForkServer | None,
-) -> int:
-    require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+def _launch(config: RunConfig, arguments: argparse.Namespace, mode: LaunchMode) -> int:
+    console = Console()
+    require_steps_to_launch(config, resume=mode.resume, new=mode.new)
     config = prepared(config, arguments)
     remedy = ""
     try:
         with reported(config, arguments, console):
-            lost = run_here(
-                config,
-                console,
-                resume=arguments.resume,
-                new=arguments.new,
-                live=not arguments.no_view,
-                strict=arguments.strict,
-                fork_server=fork_server,
-            )
+            lost = run_here(config, console, mode)
             remedy = f"streamrl evaluate {config.run.path / RESOLVED_FILE}"
-            evaluate_final(config, fork_server)
+            evaluate_final(config, mode.fork_server)
             if lost is not None:
                 raise lost
     except KeyboardInterrupt:
@@ -100,35 +98,30 @@ def _launch(
 def run_here(
     config: RunConfig,
     console: Console,
-    *,
-    resume: bool = False,
-    new: bool = False,
-    live: bool = False,
+    mode: LaunchMode,
     background: BackgroundTask | None = None,
-    strict: bool = False,
-    fork_server: ForkServer | None = None,
 ) -> StreamRLError | None:
     """The whole run, from the missing model to the last books; the failure of a validator without
-    which it went on. Under `strict` no daemon is started again.
+    which it went on.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
         StreamRLError: a process failed and is not started again.
     """
-    require_books(config, resume=resume, new=new)
-    make_missing_model(config, console, fork_server)
+    require_books(config, resume=mode.resume, new=mode.new)
+    make_missing_model(config, console, mode.fork_server)
     if config.parity.is_required:
         require_parity(config, console)
-    view = ProgressView(config, console, live=live)
-    plan = make_plan(config, [this_machine()], resume=resume)
+    view = ProgressView(config, console, live=mode.live)
+    plan = make_plan(config, [this_machine()], resume=mode.resume)
     stopped_by, lost = asyncio.run(
         run_daemons(
             plan,
             view=view.run,
             notify=view.print,
             background=background,
-            strict=strict,
-            fork_server=fork_server,
+            strict=mode.strict,
+            fork_server=mode.fork_server,
         )
     )
     if stopped_by is not None:

@@ -212,4 +212,5 @@ def _pattern(given: str | None) -> "re.Pattern[str] | None":
 
 
 def _count(samples: Sequence[Sample], run: Path) -> str:
-    return f"{len(samples)} samples" if samples else f"{run} has no such samples"
+    plural = "" if len(samples) == 1 else "s"
+    return f"{len(samples)} sample{plural}" if samples else f"{run} has no such samples"

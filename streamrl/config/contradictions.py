@@ -29,7 +29,10 @@ _OURS_OF_ENGINES = {
     ),
 }
 """Arguments of engines that correctness needs as they are."""
-_COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob")
+_COMPARE_SIBLINGS = (
+    *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob"),
+    *("otb", "maxrl", "gdpo", "gigpo"),
+)
 
 
 def micro_batch_too_small(c: "RunConfig") -> str | None:
@@ -132,7 +135,8 @@ def finished_before_the_greedy_one(c: "RunConfig") -> str | None:
 
 def alone_in_its_group(c: "RunConfig") -> str | None:
     alone = [entry for entry in c.entries if entry.group_size == 1]
-    if not alone or c.algorithm.advantage not in _COMPARE_SIBLINGS:
+    compares = c.algorithm.reads_rewards and c.algorithm.advantage in _COMPARE_SIBLINGS
+    if not alone or not compares:
         return None
     setting = alone[0].group_size_setting
     return (
@@ -158,6 +162,40 @@ def divergence_from_another_policy(c: "RunConfig") -> str | None:
         f"algorithm.loss_config.divergence_topk {c.num_top_logprobs} compares with the candidates "
         f"that the behavior policy recorded, and algorithm.proximal {c.algorithm.proximal} has "
         "another policy: set it to behavior"
+    )
+
+
+def compiled_routers(c: "RunConfig") -> str | None:
+    if not c.learner.compile or not c.algorithm.records_experts:
+        return None
+    return (
+        f"learner.compile compiles the routers, and algorithm.router_replay "
+        f"{c.algorithm.router_replay} stands in for what they choose: set one of them off"
+    )
+
+
+def teacher_of_another_distribution(c: "RunConfig") -> str | None:
+    found = c.algorithm.distillation
+    if found is None or not found.by_url:
+        return None
+    wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    for name, value in wanted.items():
+        if (given := getattr(c.generator, name)) != value:
+            return (
+                f"generator.{name} {given:g} samples from another distribution than the one whose "
+                f"log-probabilities a teacher by url answers with: set it to {value:g}, or name a "
+                "model folder in algorithm.distillation.teachers"
+            )
+    return None
+
+
+def loss_of_rewards_alone(c: "RunConfig") -> str | None:
+    if c.algorithm.reads_rewards or c.algorithm.loss != "topr":
+        return None
+    return (
+        "algorithm.loss topr tells trajectories apart by their rewards, and with "
+        "algorithm.distillation.reward_coef 0 the teachers alone decide: use another loss, such as "
+        "reinforce, or set reward_coef"
     )
 
 
@@ -303,6 +341,33 @@ def shaped_beside_a_greedy_reward(c: "RunConfig") -> str | None:
                 f"algorithm.advantage {c.algorithm.advantage} subtracts the score of a greedy "
                 f"completion, which algorithm.reward.{name} does not change; leave it out, or use "
                 "another advantage"
+            )
+    return None
+
+
+def several_rewards_of_no_name(c: "RunConfig") -> str | None:
+    algorithm = c.algorithm
+    if algorithm.advantage != "gdpo" or getattr(algorithm.advantage_config, "rewards", None):
+        return None
+    return (
+        "algorithm.advantage gdpo adds the rewards that algorithm.advantage_config.rewards names, "
+        "each normalized, and it names none; set it to metrics of the environment, each with its "
+        "weight, such as {reward/math: 1.0, reward/format: 0.5}"
+    )
+
+
+def reward_that_is_none_of_the_run(c: "RunConfig") -> str | None:
+    named = getattr(c.algorithm.advantage_config, "rewards", ())
+    labels = {reward.label for reward in c.data.rewards}
+    if c.algorithm.advantage != "gdpo" or not labels or len(c.entries) > 1:
+        return None
+    for name in named:
+        prefix, _, label = name.partition("/")
+        if prefix == "reward" and label.partition("/")[0] not in labels:
+            known = [f"reward/{label}" for label in labels]
+            return (
+                f"algorithm.advantage_config.rewards: names {name!r}, none of data.rewards; "
+                + did_you_mean(name, known)
             )
     return None
 
@@ -570,6 +635,9 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     greedy_siblings,
     mask_without_a_bound,
     divergence_from_another_policy,
+    compiled_routers,
+    teacher_of_another_distribution,
+    loss_of_rewards_alone,
     weights_too_rare,
     images_to_a_server,
     store_for_a_server_elsewhere,
@@ -584,6 +652,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     warmup_longer_than_run_of_a_critic,
     decay_of_all_of_a_critic,
     shaped_beside_a_greedy_reward,
+    several_rewards_of_no_name,
+    reward_that_is_none_of_the_run,
     token_that_silences_its_sequence,
     alone_in_its_group,
     nothing_to_differ_from,

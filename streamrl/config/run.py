@@ -23,6 +23,11 @@ class SignSettings(Section):
     """Steps over which a sign has to hold; 0: none is looked for."""
     max_reward_fall: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Part of the best mean reward of so many steps that may be lost."""
+    max_held_out_fall: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Part of the best held-out reward that the last two validations may both have lost; with few
+    prompts more, since that may be chance."""
+    max_passes: Annotated[float, Field(gt=0)] = 16.0
+    """Passes over the prompts of a file, where no held-out reward has risen meanwhile."""
     min_entropy_frac: Probability = 0.05
     """Entropy in parts of that of the first steps, unless the prompts are solved."""
     min_eff_sample_size: Probability = 0.3

@@ -160,14 +160,19 @@ class RunConfig(Section):
         """Candidates of each token whose log-probabilities the loss reads."""
         return getattr(self.algorithm.loss_config, "divergence_topk", 0)
 
-    def group_bytes(self, num_tokens: int, *, num_kept: int = 1) -> int:
+    def group_bytes(self, num_tokens: int, *, num_kept: int = 1, expert_bytes: int = 1) -> int:
         """Bytes of the largest group whose trajectories have so many tokens each, without a few of
-        names; `num_kept` is the size of a token's sampling mask, if it is kept."""
+        names; `num_kept` is the size of a token's sampling mask, `expert_bytes` that of its
+        experts, each if it is kept."""
         per_token = _TOKEN_BYTES
         if self.generator.keep_sampling_mask:
             per_token += _COUNT_BYTES + _ID_BYTES * num_kept
         if self.num_top_logprobs:
             per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * self.num_top_logprobs
+        if self.algorithm.records_experts:
+            per_token += 1 + expert_bytes
+        if self.algorithm.distillation is not None and self.algorithm.distillation.by_url:
+            per_token += _LOGPROB_BYTES
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")

@@ -88,17 +88,22 @@ def failed_groups(stats: BufferStats) -> str:
 def _malformed(stats: BufferStats) -> Iterator[str]:
     if num_malformed := stats.books.dropped.get(DropReason.MALFORMED, 0):
         yield (
-            f"{num_malformed} of {stats.books.ended} groups were refused as malformed (see "
-            "quarantine/ in the run's folder, and streamrl check)"
+            f"{num_malformed} of {_ended(stats)} were refused as malformed (see quarantine/ in the "
+            "run's folder, and streamrl check)"
         )
 
 
 def _failed(stats: BufferStats) -> Iterator[str]:
     if num_failed := stats.books.dropped.get(DropReason.FAILED, 0):
-        yield f"{num_failed} of {stats.books.ended} groups failed"
+        yield f"{num_failed} of {_ended(stats)} failed"
         yield from (*_last(stats), *_rewards(stats), *_rows(stats))
         if _is_nothing_scored(stats, num_failed):
             yield NOTHING_SCORED
+
+
+def _ended(stats: BufferStats) -> str:
+    """With their moment: the sentence is also read beside counts of another one."""
+    return f"{stats.books.ended} groups up to version {stats.policy_version}"
 
 
 NOTHING_SCORED = (

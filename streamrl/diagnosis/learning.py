@@ -9,27 +9,39 @@ measured is no sign.
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamrl.config.run import SignSettings
 
 _SOLVED = 0.9
+_HELD_OUT = re.compile(r"validation/mean@\d+")
+
+
+class HeldOut(NamedTuple):
+    """The mean held-out reward of a version."""
+
+    reward: float
+    version: int
+    num_prompts: float
 
 
 @dataclass(frozen=True)
 class Window:
     """The last steps, as many as are looked at, oldest first; `first` and `best` are the mean
-    entropy of the first such window and the largest mean reward of one, with its last step."""
+    entropy of the first such window and the largest mean reward of one, with its last step;
+    `held_out` are the validations, oldest first."""
 
     settings: SignSettings
     lines: tuple[Mapping[str, Any], ...]
     first_entropy: float | None
     best: tuple[float, int]
     max_reward: float
+    held_out: tuple[HeldOut, ...]
 
     def values(self, name: str) -> list[float]:
         """One of each step; none if a step has none."""
@@ -94,6 +106,33 @@ def _falling(window: Window) -> str:
     return f"the training reward is {now:.3f}, and was {best:.3f} at step {step}"
 
 
+def _held_out_falling(window: Window) -> str:
+    """By two validations, and by more than chance: two standard errors of a mean of n rewards
+    between 0 and the largest are at most the largest over the root of n."""
+    if not window.held_out:
+        return ""
+    best = max(window.held_out)
+    newest = max(window.held_out[-2:]).reward
+    chance = max(0.0, window.max_reward) / math.sqrt(best.num_prompts)
+    fall = max(window.settings.max_held_out_fall * best.reward, chance)
+    if best.reward <= 0 or newest >= best.reward - fall:
+        return ""
+    now = window.held_out[-1].reward
+    return f"the held-out reward is {now:.3f}, and was {best.reward:.3f} at version {best.version}"
+
+
+def _memorized(window: Window) -> str:
+    passes = window.values("learner/num_passes")
+    known = window.held_out
+    has_risen = bool(known) and known[-1].reward > known[0].reward
+    if has_risen or not (passes and passes[0] >= window.settings.max_passes):
+        return ""
+    return (
+        f"the same prompts are trained over and over, {passes[-1]:.0f} times by now, and no "
+        "held-out reward shows that more is learned than these"
+    )
+
+
 def _collapsed(window: Window) -> str:
     """The policy of a task that it has solved is sure for a good reason."""
     now, reward = window.mean("actor/entropy"), window.mean("reward/mean")
@@ -144,7 +183,18 @@ SIGNS: Mapping[str, Sign] = {
         _falling,
         "lower learner.optimizer.lr or buffer.max_staleness, and go on from a checkpoint of before "
         "(run.resume)",
-        ("no_reward", "alike", "no_gradient"),
+        ("no_reward", "alike", "no_gradient", "held_out_falling"),
+    ),
+    "held_out_falling": Sign(
+        _held_out_falling,
+        "stop there (validation.early_stop), go on from a checkpoint of before (run.resume), and "
+        "take more prompts or a lower learner.optimizer.lr",
+        ("memorized",),
+    ),
+    "memorized": Sign(
+        _memorized,
+        "take more prompts or fewer steps, and hold prompts out (data.eval_source) to see what is "
+        "learned",
     ),
     "no_reward": Sign(
         _no_reward,
@@ -206,6 +256,7 @@ class Signs:
     _first_entropy: float | None = None
     _best: tuple[float, int] = (-math.inf, 0)
     _max_reward: float = -math.inf
+    _held_out: list[HeldOut] = field(default_factory=list)
     _num_steps: dict[str, int] = field(default_factory=dict)
     """For how many steps each sign has been seen without a break."""
 
@@ -220,10 +271,16 @@ class Signs:
             self._lines.popleft()
         if (largest := metrics.get("reward/max")) is not None:
             self._max_reward = max(self._max_reward, largest)
+        self._add_validation(step, metrics)
         if len(self._lines) < steps:
             return {}
         window = Window(
-            self.settings, tuple(self._lines), self._first_entropy, self._best, self._max_reward
+            self.settings,
+            tuple(self._lines),
+            self._first_entropy,
+            self._best,
+            self._max_reward,
+            tuple(self._held_out),
         )
         if self._first_entropy is None:
             self._first_entropy = window.mean("actor/entropy")
@@ -232,6 +289,13 @@ class Signs:
         found = {name: seen for name, sign in SIGNS.items() if (seen := sign.find(window))}
         self._num_steps = {name: self._num_steps.get(name, steps - 1) + 1 for name in found}
         return dict(self._sentences(found))
+
+    def _add_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The line of a step has that which was reported since the step before."""
+        version = int(metrics.get("validation/policy_version", step))
+        num_prompts = max(1.0, metrics.get("validation/num_prompts", 1.0))
+        found = (float(value) for name, value in metrics.items() if _HELD_OUT.fullmatch(name))
+        self._held_out += [HeldOut(reward, version, num_prompts) for reward in found]
 
     def _sentences(self, found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         explained: set[str] = set()

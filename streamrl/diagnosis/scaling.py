@@ -149,9 +149,14 @@ def scaling_hint(metrics: Mapping[str, Any]) -> ScalingHint | None:
     if rest >= _MIN_REST or (limit == "none" and room > capacity and waits >= MIN_GAIN):
         limit = "admission"
     found = ScalingHint(limit, speed, more_generators, more_ranks, int(count), int(wanted), "")
-    return structs.replace(found, sentence=_sentence(found, int(room), int(capacity)))
+    sentence = _sentence(found, int(room), int(capacity))
+    free_cores = metrics.get(FREE_CORES)
+    if limit in ("generators", "learner", "both") and free_cores is not None and free_cores < 1:
+        sentence += "; no core of this machine is free for it, so it takes another machine"
+    return structs.replace(found, sentence=sentence)
 
 
+FREE_CORES = "scaling/free_cores"
 _NAMES = (
     "scaling/steps_per_s",
     "scaling/steps_per_s_generator_added",

@@ -13,6 +13,7 @@ from streamrl.types import (
     HeartbeatReply,
     Lease,
     SchedulingState,
+    SiblingHeader,
     TakenBatch,
     TrajectoryGroup,
 )
@@ -29,6 +30,8 @@ class GeneratorBuffer(Protocol):
         Waits until one is admitted; () if none is within `wait_s`. The caller chooses the ids; a
         repeated call with the same ids returns the same leases, and may add some. Where several
         generators report, a call grants at most this one's share of what is admitted, rounded up.
+        First come the prompts whose lease ended without its generator and has finished siblings: of
+        these the new lease has the `min_policy_version` and the siblings.
         A generator that is not active is granted no new lease, nor one with weights of `learner_id`
         if another learner has attached; "" stands for those of the model's folder.
         """
@@ -41,6 +44,26 @@ class GeneratorBuffer(Protocol):
             UnknownLeaseError: expired or never granted; the group is not stored.
             DuplicateGroupError: another group was put under this lease.
             CorruptMessageError: the group breaks a rule of its type; it is quarantined.
+        """
+        ...
+
+    async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
+        """Store one finished sibling while the others of its group are sampled.
+
+        It is kept until the group is put or its prompt is dropped. If the lease ends without its
+        generator, the next lease of the prompt has it. A number that is kept is not stored again.
+
+        Raises:
+            UnknownLeaseError: expired or never granted; the sibling is not stored.
+            MessageTooLargeError: it is larger than a group may be.
+        """
+        ...
+
+    async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
+        """The payloads of the lease's `finished_siblings`, in the same order.
+
+        Raises:
+            UnknownLeaseError: expired or never granted.
         """
         ...
 

@@ -32,6 +32,12 @@ _REWARD = (
         "reward/overlong_penalty", "reward", Merge.EPISODES, "What `reward.length` subtracts."
     ),
     _of_batch("reward/kl", "nats", Merge.WHOLE, "KL to the reference in the reward, of a token."),
+    _of_batch(
+        "reward/teacher_kl",
+        "nats",
+        Merge.EPISODES,
+        "KL to the teachers of `algorithm.distillation`, of a token of an episode.",
+    ),
     _of_batch("reward/kl_coef", "", Merge.WHOLE, "What that KL is multiplied by."),
     Metric(
         "reward/{reward}/num_failures",
@@ -104,6 +110,31 @@ _ACTOR = (
         "candidates",
         Merge.TOKENS,
         "Candidates that a token was sampled among, 0 for one without a mask.",
+    ),
+)
+
+
+_ROUTER = (
+    _of_update(
+        "router/mismatch_frac",
+        "fraction",
+        Merge.WHOLE,
+        "Experts that the learner's routers take and the engine did not, of the tokens whose "
+        "experts `algorithm.router_replay` records.",
+    ),
+    _of_update(
+        "router/busiest_expert_share",
+        "fraction",
+        Merge.WHOLE,
+        "Share of these tokens' choices that the busiest expert of a layer got, mean over layers; "
+        "1 / experts if all get as many.",
+    ),
+    _of_update(
+        "router/load_entropy",
+        "fraction",
+        Merge.WHOLE,
+        "Entropy of the shares that a layer's experts got, over that of equal ones; mean over "
+        "layers.",
     ),
 )
 
@@ -225,6 +256,11 @@ _LOOP = (
     _of_learner("learner/policy_version", "versions", "The version that this step made."),
     _of_learner("learner/stalls", "stalls", "Waits of `run.stall_s` or longer, so far."),
     _of_learner("learner/num_unsaved_steps", "steps", "Steps since the newest checkpoint."),
+    _of_learner(
+        "learner/num_passes",
+        "",
+        "Passes over the rows of all sources together; not a number unless all prompts are rows.",
+    ),
     _of_learner("time_s", "s", "Unix time at the end of the step."),
     _of_learner("scaling/steps_per_s", "1/s", "Speed that was measured."),
     _of_learner(
@@ -237,6 +273,12 @@ _LOOP = (
         "scaling/num_generators_wanted",
         "generators",
         "Fewest from which on one more gains less than 3 %; twice as many as there are at most.",
+    ),
+    _of_learner(
+        "scaling/free_cores",
+        "",
+        "Cores of the learner's machine beside one for each process of its launch that computes; "
+        "not a number where GPUs compute.",
     ),
     _of_learner(
         "scaling/rest_frac",
@@ -276,6 +318,6 @@ _EPISODE = (
 )
 
 TRAINING = (
-    *(*_REWARD, *_LENGTH, *_ADVANTAGE, *_ACTOR, *_CRITIC),
+    *(*_REWARD, *_LENGTH, *_ADVANTAGE, *_ACTOR, *_ROUTER, *_CRITIC),
     *(*_UPDATES, *_WORK, *_LOOP, *_EPISODE),
 )

@@ -37,6 +37,33 @@ def facts_of(config: object) -> Facts:
     return {name: getattr(config, name, None) for name in _NAMES}
 
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def num_experts(facts: Facts) -> int:
+    """Of each layer that has some; 1 for a model without."""
+    return max(1, *(facts.get(name) or 1 for name in _NUM_EXPERTS))
+
+
+def require_experts(facts: Facts, setting: str) -> None:
+    """
+    Raises:
+        ConfigError: the model is no mixture of experts, which `setting` is for.
+    """
+    if facts.get("model_type") and num_experts(facts) == 1:
+        raise ConfigError(
+            f"{setting}, and {facts.get('model_type')} is no mixture of experts: no token is given "
+            "to some of them. Set it to off"
+        )
+
+
+def expert_bytes(facts: Facts) -> int:
+    """Of a token's experts in all layers, as they are recorded; 0 for a model without."""
+    num_taken = facts.get("num_experts_per_tok") or facts.get("moe_k") or 0
+    id_bytes = 1 if num_experts(facts) <= 2**8 else 2
+    return id_bytes * int(num_taken) * int(facts.get("num_hidden_layers") or 0)
+
+
 def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1) -> None:
     """Refuse a model whose heads `size` x `num_tensor` ranks cannot share, or that carries state
     along tokens.

@@ -44,10 +44,11 @@ from streamrl.config import RunConfig
 from streamrl.config.cluster import HostRole
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LoraSettings
-from streamrl.config.model import RecipeSettings
+from streamrl.config.model import LLAMA, RecipeSettings
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding
 from streamrl.model_folder import local_folder
+from streamrl.placement.limits import num_experts
 from streamrl.placement.plan import Device, Host, MemoryPart, Need, gib
 from streamrl.placement.seats import Seat, pipeline_parallel_size, tensor_parallel_size
 
@@ -97,6 +98,15 @@ class ModelShape:
         return cls._of_folder("algorithm.value.model_path", own) if own else cls.of(config)
 
     @classmethod
+    def of_teachers(cls, config: RunConfig) -> "tuple[ModelShape | None, ...]":
+        """The same of the teachers in the learner."""
+        settings = config.algorithm.distillation
+        paths = [teacher.path for teacher in settings.in_learner] if settings else []
+        return tuple(
+            cls._of_folder("algorithm.distillation.teachers", path) for path in paths if path
+        )
+
+    @classmethod
     def _of_folder(cls, setting: str, path: str) -> "ModelShape | None":
         folder = local_folder(setting, path)
         try:
@@ -134,7 +144,7 @@ class ModelShape:
     def _counted(self, facts: Mapping[str, Any]) -> "ModelShape":
         """With the parameters of gated MLPs (three matrices), attention and two norms a layer."""
         attention = 2 * self.hidden_size * (self.query_width + self.key_value_width)
-        width = self.intermediate_size * _num_experts(facts) // _num_active(facts)
+        width = self.intermediate_size * num_experts(facts) // _num_active(facts)
         layer = attention + 3 * self.hidden_size * width + 2 * self.hidden_size
         total = self.num_layers * layer + self.num_embeddings + self.hidden_size
         return ModelShape(**{**vars(self), "num_parameters": total})
@@ -147,23 +157,20 @@ def _size(facts: Mapping[str, Any], *names: str) -> int:
     return value
 
 
-def _num_experts(facts: Mapping[str, Any]) -> int:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return max(1, *(facts.get(name) or 1 for name in names))
-
-
 def _num_active(facts: Mapping[str, Any]) -> int:
-    return min(_num_experts(facts), facts.get("num_experts_per_tok") or 1)
+    return min(num_experts(facts), facts.get("num_experts_per_tok") or 1)
 
 
 def _active_width(facts: Mapping[str, Any], inner: int) -> int:
-    if _num_experts(facts) == 1:
+    if num_experts(facts) == 1:
         return inner
     return _num_active(facts) * int(facts.get("moe_intermediate_size") or inner)
 
 
 def recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
     return {
+        # Of an architecture of one's own it is not known before it is made.
+        "model_type": LLAMA if recipe.architecture == LLAMA else None,
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
         "num_hidden_layers": recipe.num_layers,
@@ -240,6 +247,11 @@ class LearnerMemory:
             if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
                 reference = _FLOAT32 if self._is_sharded else self._compute_bytes
                 yield MemoryPart("reference", self._shard(reference * total))
+            teachers = ModelShape.of_teachers(self.config)
+            if teachers and not learner.offload.reference:
+                counts = [(teacher or self.shape).num_parameters for teacher in teachers]
+                size = _FLOAT32 if self._is_sharded else self._compute_bytes
+                yield MemoryPart("teachers", self._shard(size * sum(counts)))
             if not learner.offload.optimizer:
                 yield MemoryPart("optimizer", self._shard(_MOMENTS * self.num_trained))
             if not self._is_sharded and self._compute_bytes < _FLOAT32:

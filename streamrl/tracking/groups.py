@@ -132,6 +132,14 @@ GROUPS = (
     ),
     MetricGroup("response_length", "Response lengths"),
     MetricGroup("actor", "Loss", (Chart("Entropy", (r"actor/(entropy)",)),)),
+    MetricGroup(
+        "router",
+        "Experts",
+        (
+            Chart("Experts that engine and learner differ in", (r"router/(mismatch_frac)",)),
+            Chart("Load", (r"router/(busiest_expert_share|load_entropy)",)),
+        ),
+    ),
     MetricGroup("critic", "Critic"),
     MetricGroup("advantage", "Advantages"),
     MetricGroup("episode", "Episodes"),

@@ -23,6 +23,7 @@ from streamrl.types.buffer import (
     TakenBatch,
     admission_capacity,
 )
+from streamrl.types.experts import UNRECORDED, RoutedExperts
 from streamrl.types.index_ranges import IndexRanges, ranges_of
 from streamrl.types.lengths import (
     LengthHistogram,
@@ -61,6 +62,7 @@ from streamrl.types.rollouts import (
     FinishReason,
     GroupHeader,
     SamplingParams,
+    SiblingHeader,
     Trajectory,
     TrajectoryGroup,
     Turn,
@@ -91,6 +93,7 @@ __all__ = [
     "MAX_NAMES",
     "MAX_RETRIED",
     "MIN_RETRIED_LEASES",
+    "UNRECORDED",
     "Books",
     "BoolArray",
     "BroadcastEndpoint",
@@ -134,9 +137,11 @@ __all__ = [
     "RefusalReason",
     "ResponseLengths",
     "RetriedPrompt",
+    "RoutedExperts",
     "SamplingParams",
     "SchedulingState",
     "SharedEndpoint",
+    "SiblingHeader",
     "TakenBatch",
     "TensorSpec",
     "Text",

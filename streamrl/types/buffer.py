@@ -16,6 +16,7 @@ from streamrl.types.ranges import (
     NotNegative,
     PolicyVersion,
     PromptIndex,
+    SiblingNumber,
 )
 from streamrl.types.reasons import DropReason, FailedReward, FailedRow, GroupFailure, RefusalReason
 from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
@@ -51,13 +52,15 @@ class Lease(Struct, frozen=True, kw_only=True):
 
     `prompt_index` is its position in the seeded prompt stream. `min_policy_version` is the oldest
     version that may sample the group; from an older one it would be too stale when it is trained.
-    `expires_at_s` is on the buffer's clock.
+    `expires_at_s` is on the buffer's clock. `finished_siblings` are the numbers of those that an
+    earlier lease has left; `fetch_siblings` returns them, and the others are to be sampled.
     """
 
     lease_id: Name
     prompt_index: PromptIndex
     min_policy_version: PolicyVersion
     expires_at_s: Finite
+    finished_siblings: Annotated[tuple[SiblingNumber, ...], Meta(max_length=MAX_NAMES)] = ()
 
 
 class TakenBatch(Struct, frozen=True, kw_only=True):

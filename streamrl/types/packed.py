@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from streamrl.types.experts import RoutedExperts, require_each_token
 from streamrl.types.media import Media, check_media
 from streamrl.types.ranges import Count, Name, PromptIndex, Text
 from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
@@ -22,6 +23,7 @@ from streamrl.types.tokens import (
     TopLogprobs,
     check_group,
     check_reward,
+    check_teacher_prompt,
     check_token_sets,
     check_tokens,
     newest_version,
@@ -49,6 +51,10 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         TokenSets.joined([t.sampling_mask for t in members], lengths),
         TopLogprobs.joined([t.top_logprobs for t in members], lengths),
         group.answer,
+        RoutedExperts.joined([t.routed_experts for t in members], lengths),
+        group.teacher,
+        _teacher_logprobs(members),
+        group.teacher_prompt,
     )
 
 
@@ -61,6 +67,16 @@ def _loss_mask(members: Sequence[Trajectory]) -> BoolArray | None:
         return None
     masks = [t.response_mask if t.loss_mask is None else t.loss_mask for t in members]
     return np.concatenate(masks)
+
+
+def _teacher_logprobs(members: Sequence[Trajectory]) -> Float32Array | None:
+    if all(t.teacher_logprobs is None for t in members):
+        return None
+    nothing = (np.zeros(t.num_tokens, np.float32) for t in members)
+    pairs = zip(members, nothing, strict=True)
+    return np.concatenate(
+        [n if t.teacher_logprobs is None else t.teacher_logprobs for t, n in pairs]
+    )
 
 
 class GroupFacts(Struct, frozen=True, array_like=True):
@@ -97,12 +113,18 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
     answer: Text = ""
+    routed_experts: RoutedExperts | None = None
+    teacher: Text = ""
+    teacher_logprobs: Float32Array | None = None
+    teacher_prompt: Int32Array | None = None
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
         check_media(self.facts, self.media)
+        check_teacher_prompt(self.teacher_prompt)
         check_tokens(self)
         check_token_sets(self, self.response_mask)
+        require_each_token(self.routed_experts, len(self.token_ids))
         for facts in self.facts:
             if facts.num_tokens < 1:
                 raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
@@ -127,6 +149,8 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             discarded_lengths=self.discarded_lengths,
             media=self.media,
             answer=self.answer,
+            teacher=self.teacher,
+            teacher_prompt=self.teacher_prompt,
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
@@ -170,6 +194,12 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask.part(tokens),
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(tokens),
             extracted=facts.extracted,
+            routed_experts=None
+            if self.routed_experts is None
+            else self.routed_experts.part(tokens),
+            teacher_logprobs=None
+            if self.teacher_logprobs is None
+            else self.teacher_logprobs[tokens],
         )
 
 

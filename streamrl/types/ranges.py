@@ -26,6 +26,8 @@ PromptIndex: TypeAlias = Annotated[int, Meta(ge=0, le=2**52)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**52)]
 CountOrNone: TypeAlias = Annotated[int, Meta(ge=-1, le=2**52)]
 """-1 where it is not known."""
+SiblingNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_NAMES)]
+"""A sibling's place in its group, from 0 on."""
 NumGroups: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_GROUPS)]
 Finite: TypeAlias = Annotated[float, Meta(ge=-1e300, le=1e300)]
 """Neither NaN nor infinite."""

@@ -5,12 +5,15 @@ Shapes: T tokens of a trajectory, N tokens of a completion. Log-probabilities ar
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
+from streamrl.types.experts import RoutedExperts, require_each_token
 from streamrl.types.media import Media, check_media
-from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, Text
+from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, SiblingNumber, Text
 from streamrl.types.tokens import (
     BoolArray,
     Float32Array,
@@ -19,6 +22,7 @@ from streamrl.types.tokens import (
     TopLogprobs,
     check_group,
     check_reward,
+    check_teacher_prompt,
     check_token_sets,
     check_tokens,
     newest_version,
@@ -53,7 +57,8 @@ class FinishReason(StrEnum):
 class SamplingParams(Struct, frozen=True, kw_only=True):
     """How one completion is sampled; `top_k` 0 and `top_p` 1.0 switch truncation off.
 
-    `keep_sampling_mask` and `num_top_logprobs` ask for the records of `Completion`.
+    `keep_sampling_mask`, `num_top_logprobs` and `keep_routed_experts` ask for the records of
+    `Completion`.
     """
 
     max_new_tokens: int
@@ -66,6 +71,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     keep_sampling_mask: bool = False
     num_top_logprobs: int = 0
+    keep_routed_experts: bool = False
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -75,7 +81,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     top-p); greedy decoding reports them at temperature 1. `policy_versions` [N] is the version
     whose weights sampled each token. `sampling_mask` [N sets] is what the truncation left of the
     vocabulary, an empty set for all of it, and `top_logprobs` [N sets] the likeliest tokens of what
-    it left; None if they were not asked for.
+    it left; None if they were not asked for. `routed_experts` [P + N] are those of the P tokens of
+    the prompt and of the completion, whose last token no layer has seen.
     """
 
     token_ids: Int32Array
@@ -84,6 +91,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         require_one_length(self, "token_ids", "logprobs", "policy_versions")
@@ -116,7 +124,10 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     `media` are the ids of the group's media that its tokens hold places for, in their order.
     `extracted` is what a reward has read in the response, shortened, for people: "" where it found
     nothing, None where it looks for nothing.
-    `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere.
+    `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere;
+    `routed_experts` [T] those of each token's first pass through the engine.
+    `teacher_logprobs` [T] (nats) are those of the teachers by url, times their shares, 0 where the
+    mask is off; None if there are none.
     """
 
     token_ids: Int32Array
@@ -132,10 +143,13 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
     extracted: Text | None = None
+    routed_experts: RoutedExperts | None = None
+    teacher_logprobs: Float32Array | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)
         check_token_sets(self, self.response_mask)
+        require_each_token(self.routed_experts, self.num_tokens)
         if not self.num_tokens:
             raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
         check_reward(self.reward)
@@ -147,6 +161,24 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     @property
     def num_response_tokens(self) -> int:
         return int(np.count_nonzero(self.response_mask))
+
+    def after(self, prompt: Int32Array) -> "Trajectory":
+        """Its tokens from the first response token on, after another prompt, without media."""
+        first = int(self.response_mask.argmax())
+        mask = self.sampling_mask
+
+        def moved(column: NDArray[Any], fill: int) -> NDArray[Any]:
+            return np.concatenate([np.full(len(prompt), fill, column.dtype), column[first:]])
+
+        return Trajectory(
+            token_ids=np.concatenate([prompt, self.token_ids[first:]]),
+            response_mask=moved(self.response_mask, 0),
+            behavior_logprobs=moved(self.behavior_logprobs, 0),
+            policy_versions=moved(self.policy_versions, -1),
+            reward=self.reward,
+            finish_reason=self.finish_reason,
+            sampling_mask=mask and TokenSets(moved(mask.counts, 0), mask.token_ids),
+        )
 
     @property
     def oldest_version(self) -> int | None:
@@ -166,7 +198,9 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
     `media` has each image and video once, whoever of the trajectories shares it.
     `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
-    `answer` is the one that was expected, shortened, for people.
+    `answer` is the one that was expected, shortened, for people. `teacher` is the one that the row
+    names; "" if it names none. `teacher_prompt` are the tokens that teachers read before the first
+    response token of each trajectory; None: what the policy has read.
     """
 
     group_id: Name
@@ -177,10 +211,13 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     media: tuple[Media, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
     answer: Text = ""
+    teacher: Text = ""
+    teacher_prompt: Int32Array | None = None
 
     def __post_init__(self) -> None:
         check_group(self.trajectories, self.prompt_index, self.episode_indices)
         check_media(self.trajectories, self.media)
+        check_teacher_prompt(self.teacher_prompt)
         if all(t.oldest_version is None for t in self.trajectories):
             raise ValueError("trajectories: none holds a sampled token")
 
@@ -240,6 +277,21 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
             episode_indices=group.episode_indices,
             discarded_lengths=group.discarded_lengths,
         )
+
+
+class SiblingHeader(Struct, frozen=True, kw_only=True):
+    """The facts of a finished sibling that is put before its group, without payload.
+
+    `number` is its place in the group, `lease_id` the lease under which it was sampled.
+    `num_tokens` are those that the policy sampled, `oldest_version` is that of the oldest of them;
+    `num_bytes` are those of the payload.
+    """
+
+    number: SiblingNumber
+    lease_id: Name
+    oldest_version: PolicyVersion
+    num_tokens: Count
+    num_bytes: Count = 0
 
 
 def episode_indices(num_segments: Iterable[int]) -> tuple[int, ...]:

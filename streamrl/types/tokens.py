@@ -36,6 +36,8 @@ class TokenRecord(Protocol):
     def policy_versions(self) -> Int32Array: ...
     @property
     def loss_mask(self) -> BoolArray | None: ...
+    @property
+    def teacher_logprobs(self) -> Float32Array | None: ...
 
 
 def check_group(
@@ -73,8 +75,21 @@ def check_tokens(record: TokenRecord) -> None:
         require_one_length(record, "token_ids", "loss_mask")
         if np.count_nonzero(record.loss_mask > mask):
             raise ValueError("loss_mask: must be off where response_mask is off")
+    if record.teacher_logprobs is not None:
+        require_one_length(record, "token_ids", "teacher_logprobs")
+        if not _is_finite(record.teacher_logprobs):
+            raise ValueError("teacher_logprobs: has NaN or infinite values")
+        if np.count_nonzero((record.teacher_logprobs != 0) > mask):
+            raise ValueError("teacher_logprobs: must be 0 where response_mask is off")
     if record.token_ids.size and np.minimum.reduce(record.token_ids) < 0:
         raise ValueError("token_ids: has a negative id")
+
+
+def check_teacher_prompt(token_ids: Int32Array | None) -> None:
+    if token_ids is not None:
+        _require_column("teacher_prompt", token_ids, np.dtype(np.int32))
+        if not token_ids.size or np.minimum.reduce(token_ids) < 0:
+            raise ValueError("teacher_prompt: is empty or has a negative id")
 
 
 def check_reward(reward: float) -> None:
@@ -133,6 +148,7 @@ _DTYPES = {
     "behavior_logprobs": np.dtype(np.float32),
     "logprobs": np.dtype(np.float32),
     "loss_mask": np.dtype(np.bool_),
+    "teacher_logprobs": np.dtype(np.float32),
     "policy_versions": np.dtype(np.int32),
 }
 

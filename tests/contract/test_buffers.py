@@ -45,6 +45,7 @@ from streamrl.types import (
     RefusalReason,
     RetriedPrompt,
     SchedulingState,
+    SiblingHeader,
     TrajectoryGroup,
     pack,
     ranges_of,
@@ -421,6 +422,103 @@ async def test_a_dead_generators_lease_comes_back(connect):
     reply = await dead.heartbeat(status("dead", lease_ids=("dead/1",)))
     assert reply.lost_lease_ids == ("dead/1",)
     assert (await learner.stats()).refused[RefusalReason.UNKNOWN_LEASE] == 1
+
+
+async def leave_siblings(generator: TrajectoryBuffer, lease_id: str, *numbers: int) -> Lease:
+    """A lease whose generator disappears when these siblings of its group are finished."""
+    session = lease_id.partition("/")[0]
+    await generator.heartbeat(status(session))
+    lease = await lease_one(generator, lease_id, session, 0.0)
+    assert lease is not None
+    for number in numbers:
+        payload = f"{lease_id} {number}".encode()
+        sibling = SiblingHeader(
+            number=number,
+            lease_id=lease_id,
+            oldest_version=0,
+            num_tokens=9,
+            num_bytes=len(payload),
+        )
+        for _ in range(2):
+            await generator.put_sibling(sibling, payload)
+    await generator.heartbeat(status(session, is_leaving=True))
+    return lease
+
+
+async def test_the_siblings_of_a_lease_that_ended_go_to_the_next_one(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    left = await leave_siblings(generator, "dead/1", 3, 0)
+    stats = await learner.stats()
+    assert (stats.books.leased, stats.books.dropped, stats.num_bytes) == (1, {}, 16)
+    lease = await lease_one(generator, "alive/1", "alive", 0.0)
+    assert lease is not None
+    assert (lease.prompt_index, lease.min_policy_version) == (left.prompt_index, 0)
+    assert lease.finished_siblings == (3, 0)
+    kept = await generator.fetch_siblings("alive/1")
+    assert [bytes(payload) for payload in kept] == [b"dead/1 3", b"dead/1 0"]
+    late = SiblingHeader(number=1, lease_id="dead/1", oldest_version=0, num_tokens=9)
+    for refused in (generator.put_sibling(late, b""), generator.fetch_siblings("dead/1")):
+        with pytest.raises(UnknownLeaseError, match="dead/1"):
+            await refused
+    books = (await learner.stats()).books
+    assert (books.granted, books.leased, books.dropped) == (2, 1, {DropReason.RELEASED: 1})
+    assert books.balanced
+    group = make_group(lease.prompt_index, lease_id="alive/1")
+    await generator.put("alive/1", group)
+    await generator.put_sibling(
+        SiblingHeader(number=1, lease_id="alive/1", oldest_version=0, num_tokens=9), b"late"
+    )
+    stats = await learner.stats()
+    assert (stats.books.buffered, stats.refused) == (1, {})
+    sampled = [trajectory.num_response_tokens for trajectory in group.trajectories]
+    assert stats.lengths.sampled == LengthHistogram.of(sampled).rounded()
+    await fill(generator, "b")
+    await learner.take(2, 0, 1.0)
+    await learner.advance(1)
+    await learner.acknowledge(1)
+    assert (await learner.stats()).num_bytes == 0
+
+
+async def test_siblings_that_are_left_are_granted_first_also_where_admission_is_closed(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    await fill(generator, "a", "b", "c")
+    left = await leave_siblings(generator, "dead/1", 0)
+    assert await lease_one(generator, "x", "cordoned", 0.0) is not None
+    await generator.release("x", DropReason.RELEASED)
+    assert (await learner.stats()).books.leased == 0
+    left = await leave_siblings(generator, "dead/2", 0)
+    await learner.drain()
+    waiting = await lease_one(generator, "d", "alive", 5.0)
+    assert waiting is not None
+    assert waiting.prompt_index == left.prompt_index
+    assert await lease_one(generator, "e", "alive", 0.0) is None
+
+
+async def test_siblings_that_no_version_may_go_on_with_are_dropped_and_counted(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(4, None)
+    await fill(generator, "a", "b", version=4)
+    left = await leave_siblings(generator, "dead/1", 0, 1)
+    assert left.min_policy_version == 4
+    await learner.attach(3, None)
+    stats = await learner.stats()
+    assert stats.books.dropped == {DropReason.RELEASED: 1}
+    assert stats.lengths.dropped[DropReason.RELEASED] == LengthHistogram.of([9, 9])
+    again = await lease_one(generator, "alive/1", "alive", 0.0)
+    assert again is not None
+    assert (again.prompt_index, again.finished_siblings) == (left.prompt_index, ())
+
+
+async def test_after_the_end_nobody_waits_for_the_siblings_that_are_left(connect):
+    generator, learner = connect(), connect()
+    await learner.attach(0, None)
+    await leave_siblings(generator, "dead/1", 0)
+    await learner.finish()
+    stats = await learner.stats()
+    assert (stats.books.leased, stats.books.balanced, stats.num_bytes) == (0, True, 0)
+    assert await lease_one(generator, "alive/1", "alive", 0.0) is None
 
 
 def status(generator_id: str, session: str = "", **kwargs: object) -> GeneratorStatus:

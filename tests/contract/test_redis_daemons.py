@@ -15,14 +15,14 @@ from redis import Redis
 
 from buffers.audit import audit_redis
 from buffers.journal.journal import Changes, Journal
-from buffers.ledger.state import BufferState
+from buffers.ledger.state import GROUP, BufferState
 from buffers.redis.client import RedisBuffer
 from buffers.redis.leadership import Leadership, served_at
 from buffers.redis.storage import RedisStorage
 from streamrl.errors import HandedOverError, LostMemoryError, StorageError
-from streamrl.types import DropReason, GroupHeader
+from streamrl.types import DropReason, GroupHeader, SiblingHeader
 from tests.contract.conftest import Connect, fill
-from tests.contract.test_buffers import make_ledger
+from tests.contract.test_buffers import make_ledger, status
 from tests.records import lease_one, make_group
 from tests.redis_server import RedisServer
 from tests.waiting import until as waiting_until
@@ -133,7 +133,7 @@ async def test_a_payload_that_redis_lost_is_sampled_again(
     await fill(buffer, "a", "b")
     headers = (await buffer.take(2, 0, 1.0)).headers
     server = Redis.from_url(redis.url)
-    server.delete(server.hget("streamrl:{lost}:payloads", headers[1].prompt_index))
+    server.delete(server.hget("streamrl:{lost}:payloads", f"{headers[1].prompt_index}:-1"))
     with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
         await buffer.fetch([0, 1])
     await buffer.attach(0, None)
@@ -148,16 +148,47 @@ async def test_a_payload_that_redis_lost_is_sampled_again(
     server.close()
 
 
+async def test_siblings_outlast_their_daemon_and_one_that_redis_lost_is_sampled_again(
+    daemons: Daemons,
+):
+    await daemons.start()
+    learner, generator = daemons.client(), daemons.client()
+    await learner.attach(0, None)
+    await generator.heartbeat(status("dead"))
+    await lease_one(generator, "dead/1", "dead", 0.0)
+    for number in range(3):
+        sibling = SiblingHeader(number=number, lease_id="dead/1", oldest_version=0, num_tokens=1)
+        await generator.put_sibling(sibling, b"sibling %d" % number)
+    server = Redis.from_url(daemons.url)
+    server.delete(server.hget("streamrl:{run}:payloads", "0:0"))
+    daemons.processes[0].kill()
+    await daemons.start()
+    await generator.heartbeat(status("dead", is_leaving=True))
+    lease = await lease_one(generator, "alive/1", "alive", 0.0)
+    assert lease is not None
+    assert (lease.prompt_index, lease.finished_siblings) == (0, (1, 2))
+    assert await generator.fetch_siblings("alive/1") == (b"sibling 1", b"sibling 2")
+    server.delete(server.hget("streamrl:{run}:payloads", "0:1"))
+    assert await generator.fetch_siblings("alive/1") == (b"", b"sibling 2")
+    await generator.put("alive/1", make_group(0, lease_id="alive/1"))
+    assert list(server.hgetall("streamrl:{run}:payloads")) == [b"0:-1"]
+    assert len(list(server.scan_iter("streamrl:{run}:payload:*"))) == 1
+    assert (await audit_redis(daemons.url, "run")).faults == ()
+    server.close()
+    for client in (learner, generator):
+        await client.close()
+
+
 async def test_a_payload_ends_by_itself_exactly_unless_its_header_followed(
     redis: RedisServer, redis_client: Connect
 ):
     buffer = redis_client(redis.url, "swept")
     await buffer.attach(0, None)
     await fill(buffer, "a")
-    await buffer._write(b"streamrl:{swept}:payload:alone", b"without a header")
+    alone = await buffer._write(b"without a header")
     server = Redis.from_url(redis.url)
     expiries = {key: server.ttl(key) for key in server.scan_iter("streamrl:{swept}:payload:*")}
-    assert expiries.pop(b"streamrl:{swept}:payload:alone") > 600
+    assert expiries.pop(alone) > 600
     assert list(expiries.values()) == [-1]
     await buffer.take(2, 0, 0.0, num_held=0)
     server.close()
@@ -211,7 +242,7 @@ def test_a_commit_whose_answer_was_lost_is_neither_lost_nor_written_twice(
     assert server.ttl("payload of b") == -1
     monkeypatch.setattr(storage, "_write", write)
     # Named by a commit of which nobody knows, and freed before the next one.
-    state.lose([1])
+    state.lose([(1, GROUP)])
     journal.commit()
     journal.close()
     assert not server.exists("payload of b")

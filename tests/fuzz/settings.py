@@ -44,7 +44,7 @@ ALWAYS = (
 ALGORITHM: Mapping[str, Sequence[str]] = {
     "algorithm.advantage": tuple(ADVANTAGE_SETTINGS),
     "algorithm.loss": tuple(LOSS_SETTINGS),
-    "algorithm.proximal": ("recompute", "behavior", "loglinear"),
+    "algorithm.proximal": ("recompute", "behavior", "loglinear", "linear"),
     "algorithm.rollout_is": (
         *ROLLOUT_IS_PRESETS,
         "{threshold: null}",
@@ -57,6 +57,12 @@ ALGORITHM: Mapping[str, Sequence[str]] = {
     "generator.keep_sampling_mask": ("true",),
     "algorithm.kl_loss.coef": ("0.01",),
     "algorithm.kl_reward.coef": ("0.01",),
+    "algorithm.distillation": (
+        "{teachers: [{path: model}]}",
+        "{teachers: [{path: model}], reward_coef: 1.0, coef: 0.1}",
+        "{teachers: [{path: model}], student: behavior}",
+        "{teachers: [{name: a, path: model}, {name: b, path: model, weight: 2}]}",
+    ),
     "algorithm.reward.difficulty_low": ("0.05",),
     "algorithm.reward.truncated": ("mask", "penalize"),
     "algorithm.pf_ppo": ("{method: pow}", "{method: max_min}", "{method: max_random}"),
@@ -71,6 +77,9 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.advantage_config.clip": ("1.0",),
     "algorithm.advantage_config.gamma": ("0.9",),
     "algorithm.advantage_config.norm_adv_by_std": ("false",),
+    "algorithm.advantage_config.rewards": ("{reward/addition: 1.0}",),
+    "algorithm.advantage_config.step_weight": ("0.5",),
+    "algorithm.loss_config.log_ratio_coef": ("0.001",),
     "algorithm.loss_config.loss_agg_mode": (
         *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
         "seq-mean-token-sum-norm",
@@ -80,6 +89,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.entropy_coef": ("0.01",),
     "algorithm.sft_coef": ("0.1",),
     "algorithm.rl_loss_coef": ("0",),
+    "algorithm.router_replay": ("record", "replay"),
     "algorithm.kl_loss.kind": ("kl", "abs", "mse", "low_var_kl", "full", "low_var_kl+"),
     "algorithm.kl_reward.controller": ("adaptive",),
     "algorithm.value.critic_warmup": ("1", "2"),
@@ -165,6 +175,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # Teachers are named from here.
+        os.chdir(folder)
         places = (f"model.path={folder / 'model'}", f"run.folder={folder / 'runs'}")
         always = (*ALWAYS, *places)
         make_model(load_config(SOURCE, always).config)

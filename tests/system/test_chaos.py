@@ -3,6 +3,7 @@
 On `redis://` the server is killed too, and comes back with its append-only file.
 """
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from buffers.journal.sqlite import journal_path, open_to_read
 from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.main import main
+from streamrl.errors import ConfigError
 from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from tests.redis_server import RedisServer, redis_server
@@ -104,6 +107,59 @@ def test_two_ranks_go_on_without_their_checkpoints_within_the_bound(tmp_path: Pa
     assert "3 of 3 faults before the end" in done.stdout
     assert "removed" in done.stdout
     assert "24 steps trained 96 prompts" in done.stdout
+
+
+UNEVEN = """
+import asyncio
+import os
+from pathlib import Path
+
+from actors.environments import SingleTurn
+
+FOLDER = Path({folder!r})
+
+
+class Uneven(SingleTurn):
+    async def start(self, context):
+        self.name = f"{{context.seed}} {{context.episode_index}}"
+        while context.episode_index and not (FOLDER / "go").exists():
+            await asyncio.sleep(0.05)
+        return await super().start(context)
+
+    async def step(self, completion):
+        with (FOLDER / "sampled").open("a") as file:
+            file.write(f"{{self.name}} {{os.getpid()}}\\n")
+        return await super().step(completion)
+"""
+
+
+def test_the_finished_siblings_of_a_generator_that_is_killed_are_trained_and_not_sampled_again(
+    launch: Callable[..., Launched], tmp_path: Path
+):
+    """Of each group one is finished; the others wait until another process has the group."""
+    file = tmp_path / "uneven.py"
+    file.write_text(UNEVEN.format(folder=str(tmp_path)))
+    settings = ("run.max_steps=3", f"generator.environment={file}:Uneven")
+    run = launch(*(word for setting in settings for word in ("--set", setting)), strict=False)
+    run.until(lambda: num_kept_siblings(run.folder) == 12)
+    run.child("generator-0").kill()
+    run.until(lambda: run.log("generator-0").count("goes on with 1 siblings") == 12)
+    (tmp_path / "go").touch()
+    assert run.end() == 0, run.output
+    lines = [line.split() for line in (tmp_path / "sampled").read_text().splitlines()]
+    sampled = Counter((seed, index) for seed, index, _ in lines)
+    assert (len(sampled), set(sampled.values())) == (12 * 4, {1})
+    processes = {index: {pid for _, i, pid in lines if i == index} for _, index, _ in lines}
+    assert len(processes["0"]) == 1
+    assert processes["0"].isdisjoint(processes["1"])
+    assert run.books["dropped"] == {"expired": 12}
+    assert main(["buffer", "audit", str(run.folder)]) == 0
+
+
+def num_kept_siblings(run: Path) -> int:
+    with contextlib.suppress(ConfigError), open_to_read(journal_path(run)) as journal:
+        return int(journal.execute("SELECT count(*) FROM payload WHERE sibling >= 0").fetchone()[0])
+    return 0
 
 
 def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):

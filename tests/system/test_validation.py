@@ -78,3 +78,11 @@ def test_a_run_with_held_out_prompts_has_a_baseline_and_a_final_score_without_be
     assert evaluation["greedy_reward_mean"] == validated[12]["validation/mean@1"]
     assert "evaluated" not in run.output
     assert "versions 0 and 12" in " ".join(run.output.split())
+
+
+def test_a_run_that_ends_before_its_validator_has_reported_waits_for_it(launch):
+    settings = ("data.eval_source=copy", "data.num_eval_prompts=8", "run.max_steps=2")
+    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    assert run.end() == 0, run.log("validator")
+    assert read_validations(run.folder).keys() == {0, 2}
+    assert "versions 0 and 2" in " ".join(run.output.split())

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import resource
 import signal
@@ -28,6 +29,7 @@ from streamrl.cli.processes.sole_launch import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import family_of, host_of, port_of
+from streamrl.config.environments.stream import SourceRows
 from streamrl.errors import (
     ConfigError,
     FencedError,
@@ -36,7 +38,7 @@ from streamrl.errors import (
     StreamRLError,
     TransportError,
 )
-from streamrl.run_folder import prepare
+from streamrl.run_folder import Rows, prepare
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
@@ -189,6 +191,7 @@ def test_check_prints_the_resolved_configuration(capsys):
     printed = capsys.readouterr().out
     assert "# --set run.seed" in printed
     assert "# default" not in printed
+    assert printed.splitlines()[-1].endswith("; looked at: machine, configuration, model, data")
     assert "   ok   " not in printed
     assert yaml.safe_load(printed)["run"].keys() == {"name", "max_steps", "seed"}
     assert main(["check", QUICKSTART, "--set", "run.seed=5", "--all"]) == 0
@@ -270,6 +273,22 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     aside = [path for path in tmp_path.iterdir() if path.name.startswith("quickstart.")]
     assert (aside[0] / "metrics.jsonl").exists()
     assert not (config.run.path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("held_out", ["null", "reverse"])
+def test_the_learner_of_a_launch_knows_that_a_validator_starts_with_it(tmp_path, held_out):
+    ports = ["buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]
+    settings = [f"run.folder={tmp_path}", *ports, f"data.eval_source={held_out}"]
+    config = load_config(QUICKSTART, settings).config
+    wanted = "auto" if config.is_validated else None
+    assert prepare(config, resume=False, new=False, binds=True).validation.every == wanted
+    assert prepare(config, resume=False, new=False, binds=False).validation.every is None
+
+
+def test_passes_are_over_the_rows_of_a_file_since_they_began(tmp_path):
+    rows = Rows(10, (SourceRows("data.source", "a.jsonl", 50, ""),))
+    assert (rows.num_passes(10), rows.num_passes(135)) == (0.0, 2.5)
+    assert math.isnan(Rows(0, ()).num_passes(135))
 
 
 @pytest.mark.parametrize("script", [chaos, soak])
@@ -483,17 +502,19 @@ LINES = [
 def test_the_view_says_where_the_run_is(tmp_path):
     config = load_config(QUICKSTART, ["run.max_steps=150"]).config
     line = headline(config, LINES)
-    assert line.startswith("step 30/150  training reward 0.637 (last 10 steps)  staleness 1.00")
-    assert "  ESS 0.900  wait 0.10 s  1,000 tokens/s  " in line
+    assert line.startswith("step 30/150  training reward 0.637 (mean of the last 10 steps)  ")
+    recent = "staleness 1.00, ESS 0.900, wait 0.10 s, 1,000 generated tokens/s"
+    assert f"  mean of the last 20 steps: {recent}  " in line
     assert line.endswith("ETA 1:00")
     run = config.run.model_copy(update={"max_steps": 20})
     assert "ETA" not in headline(config.model_copy(update={"run": run}), LINES)
     rewards = [
-        dict(summary_rows(LINES[:count], tmp_path))["training reward"] for count in (30, 9, 1)
+        dict(summary_rows(LINES[:count], tmp_path))["training reward"] for count in (30, 9, 2, 1)
     ]
     assert rewards == [
         "0.075 -> 0.637 (mean of the first 5 and the last 10 steps)",
         "0.050 -> 0.200 (mean of the first 3 and the last 3 steps)",
+        "0.025 -> 0.050 (the first and the last step)",
         "0.025 -> 0.025 (1 step)",
     ]
 
@@ -527,10 +548,9 @@ def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time(tmp
     assert view[0].startswith("quickstart  step 30/550  checkpoint 100 in 0:35  ETA ")
     assert view[2].startswith("5 % done")
     parts = [" ".join(text.split()) for text in view]
-    assert parts[5].startswith(
-        "last 20 steps staleness 1.00, ESS 0.900, wait 0.10 s, 1,000 tokens/s"
-    )
-    assert parts[6] == "0.50 s a step: other 80 %, wait 20 %"
+    recent = "staleness 1.00, ESS 0.900, wait 0.10 s, 1,000 generated tokens/s"
+    assert parts[5] == f"mean of the last {recent}"
+    assert parts[6] == "20 steps 0.50 s a step: other 80 %, wait 20 %"
     assert len(view) == 9
     assert wait_shares(lines) == WAITS
     assert wait_shares(LINES) == "waits 20 %"

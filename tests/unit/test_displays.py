@@ -34,7 +34,8 @@ from streamrl.types import (
 from tests.records import make_sample
 from tests.unit.test_cli import QUICKSTART, printed
 
-FAILURES = "13 of 19 groups failed; the last one, prompt 18: reward r.py:score: ValueError: no"
+LAST = "the last one, prompt 18: reward r.py:score: ValueError: no"
+FAILURES = f"13 of 19 groups up to version 3 failed; {LAST}"
 # When a report is made that is 0 s old however slow the machine is.
 AHEAD_S = 4e9
 
@@ -107,7 +108,9 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
         assert held_out_reward(config.run.path) == f"0.336 (greedy, 256 prompts; {of})"
     (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "num_failed": 2}))
     lines = [json.loads(t) for t in (config.run.path / "metrics.jsonl").read_text().splitlines()]
-    assert headline(config, lines).startswith("step 6/550  training reward 0.550 (last 2 steps)")
+    assert headline(config, lines).startswith(
+        "step 6/550  training reward 0.550 (mean of the last 2 steps)"
+    )
     view = [" ".join(text.split()) for text in printed(render(config, lines, {}))]
     assert f"training reward {change}" in view
     assert f"held-out reward {held_out}" in view
@@ -115,7 +118,7 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     assert held_out in shown(config)
     main(["status", str(config.run.path)])
     text = capsys.readouterr().out
-    assert "step 6 of 550, training reward 0.550 (last 2 steps)" in text
+    assert "step 6 of 550, training reward 0.550 (mean of the last 2 steps)" in text
     main(["status", str(config.run.path), "--json"])
     assert json.loads(capsys.readouterr().out)["training_reward"] == pytest.approx(0.55)
     assert not [n for n in view if "reward" in n and not n.startswith(("training", "held-out"))]
@@ -131,7 +134,7 @@ def test_rates_count_time_and_not_steps():
     assert rate(lines[2:], "generator/tokens_per_s") is None
     assert rate([], "generator/tokens_per_s") is None
     assert steps_s(lines) == 15.0
-    assert "200 tokens/s" in means(lines)
+    assert "200 generated tokens/s" in means(lines)
     assert list(means(lines[2:])) == [], "what was not measured is not 0"
 
 
@@ -197,7 +200,7 @@ def test_failures_are_a_sentence_with_the_newest_error_and_the_rows_that_fail_ag
     again = replace(NEW, failed_rows=(FailedRow(row="a", num_failures=3),))
     sentence = failed_groups(failing(OLD, again, failed=13, trained=6))
     assert sentence.endswith("; a failed 4 times; b failed 2 times")
-    assert failed_groups(failing(failed=2, trained=6)) == "2 of 8 groups failed"
+    assert failed_groups(failing(failed=2, trained=6)) == "2 of 8 groups up to version 3 failed"
 
 
 def test_groups_that_were_malformed_come_first_and_are_a_finding():
@@ -205,10 +208,14 @@ def test_groups_that_were_malformed_come_first_and_are_a_finding():
     dropped = {**stats.books.dropped, DropReason.MALFORMED: 18}
     stats = replace(stats, books=replace(stats.books, dropped=dropped))
     malformed, _, failures = failed_groups(stats).partition("; ")
-    assert malformed.startswith("18 of 24 groups were refused as malformed (see quarantine/")
-    assert failures.startswith("2 of 24 groups failed; the last one, prompt 18")
+    assert malformed.startswith(
+        "18 of 24 groups up to version 3 were refused as malformed (see quarantine/"
+    )
+    assert failures.startswith("2 of 24 groups up to version 3 failed; the last one, prompt 18")
     only = replace(stats, books=replace(stats.books, dropped={DropReason.MALFORMED: 18}))
-    assert failed_groups(only).startswith("18 of 22 groups were refused as malformed")
+    assert failed_groups(only).startswith(
+        "18 of 22 groups up to version 3 were refused as malformed"
+    )
     (finding,) = diagnose(Reading(stall_s=300.0, stats=only, learner=COMPUTING))
     assert finding.sentence == failed_groups(only)
 
@@ -274,7 +281,7 @@ def test_the_live_view_fits_the_terminal_with_a_whole_sample_or_none(
     sample = make_sample(60, 1.0, "12", prompt=prompt)
     SampleFile(config.run.path, 1, 10**6).append([sample])
     lines = read_metrics(config.run.path / "metrics.jsonl")
-    for num_processes in (5, 12):
+    for num_processes in (5, 12, 18, 60):
         states = {f"generator-{i}": "running" for i in range(num_processes)}
         console = Console(width=width, height=height, force_terminal=True, color_system=None)
         with console.capture() as capture:
@@ -282,5 +289,9 @@ def test_the_live_view_fits_the_terminal_with_a_whole_sample_or_none(
         shown_lines = capture.get().splitlines()
         assert len(shown_lines) < height
         assert max(map(len, shown_lines)) <= width
-        corners = ("╭", "╰") if height == 40 or num_processes == 5 else ()
-        assert [text[0] for text in shown_lines if text[0] in "╭╰"] == [*corners]
+        has_room = num_processes == 5 or (height == 40 and num_processes < 60)
+        assert [text[0] for text in shown_lines if text[0] in "╭╰"] == [*("╭╰" if has_room else "")]
+        num_shown = sum(text.startswith("generator-") for text in shown_lines)
+        if num_shown < num_processes:
+            assert shown_lines[-1] == f"{num_processes - num_shown} more rows"
+            assert len(shown_lines) == height - 1

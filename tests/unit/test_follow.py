@@ -138,7 +138,7 @@ def test_every_line_fits_the_terminal(
     text = " ".join(output.split())
     assert "run: step 42 of 550" in text
     assert "2.00 s a step: backward 40 %, forward 30 %, wait 25 %, other 5 %" in text
-    for part in ("staleness 1.50", "ESS 0.910", "the books close", "2,500 tokens/s"):
+    for part in ("staleness 1.50", "ESS 0.910", "the books close", "2,500 generated"):
         assert part in text
     # A run that nothing feeds has no end in sight.
     assert ("checkpoint 100 in 1:56, ETA 16:56" in text) is (num_generators > 0)

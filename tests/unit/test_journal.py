@@ -23,7 +23,15 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from streamrl.cli.buffer.audit import main as run_audit
 from streamrl.errors import ConfigError, LedgerError, OtherReleaseError, StorageError
-from streamrl.types import Books, DropReason, GeneratorStatus, GroupHeader, Lease, SchedulingState
+from streamrl.types import (
+    Books,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    Lease,
+    SchedulingState,
+    SiblingHeader,
+)
 
 TTL_S = 10.0
 # The machine syncs a file with every call; what that survives is not what it tests.
@@ -63,6 +71,19 @@ def put(state: BufferState[bytes], lease: Lease, version: int, now_s: float = 0.
     state.put(lease.lease_id, header(lease, version), b"bytes of " + lease.lease_id.encode(), now_s)
 
 
+def put_sibling(
+    state: BufferState[bytes], lease: Lease, number: int, now_s: float, age: int = 0
+) -> None:
+    sibling = SiblingHeader(
+        number=number,
+        lease_id=lease.lease_id,
+        oldest_version=max(0, lease.min_policy_version - age),
+        num_tokens=3,
+    )
+    payload = f"sibling {number} of {lease.lease_id}"
+    state.put_sibling(sibling, payload.encode(), now_s)
+
+
 def fill(state: BufferState[bytes], *lease_ids: str, version: int = 0) -> None:
     for lease_id in lease_ids:
         (lease,) = state.lease([lease_id], "g", 0.0)
@@ -81,6 +102,11 @@ def dump(state: BufferState[bytes], last_prompt_index: int = 200) -> dict[str, A
             for e in entries
         ],
         "payloads": state.fetch(held),
+        "siblings": {
+            (e.prompt_index, sibling): state.payload((e.prompt_index, sibling.number))
+            for e in entries
+            for sibling in e.siblings
+        },
         "oldest": state.ledger.oldest_version(),
         "bytes": state.stats(0.0).num_bytes,
         "scheduling_states": state.registry.scheduling_states,
@@ -149,6 +175,25 @@ class JournalMachine(RuleBasedStateMachine):
     def put(self, count: int, age: int) -> None:
         for lease in self.held[:count]:
             put(self.state, lease, max(0, self.state.ledger.version - age), self.now_s)
+        self._die_and_come_back()
+
+    @rule(count=st.integers(1, 4), number=st.integers(0, 2))
+    def put_siblings(self, count: int, number: int) -> None:
+        for lease in self.held[:count]:
+            put_sibling(self.state, lease, number, self.now_s)
+        self._die_and_come_back()
+
+    @rule(number=st.integers(0, 2))
+    def put_a_sibling_that_the_next_lease_gets(self, number: int) -> None:
+        """In one commit, with a sibling that is older than its lease and is not granted again."""
+        self.now_s += 2 * TTL_S
+        self.state.expire(self.now_s)
+        for lease in self.state.lease([f"lease {self.num_leases}"], "steady", self.now_s):
+            put_sibling(self.state, lease, number, self.now_s)
+            put_sibling(self.state, lease, 3, self.now_s, age=1)
+            self.state.ledger.end_lease(lease.lease_id, DropReason.RELEASED)
+            self.held += self.state.lease([f"lease {self.num_leases + 1}"], "g", self.now_s)
+        self.num_leases += 2
         self._die_and_come_back()
 
     @precondition(lambda self: self.held)
@@ -290,6 +335,33 @@ def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
     journal.close()
 
 
+def test_the_siblings_of_a_lease_outlast_the_buffer_and_a_damaged_one_is_sampled_again(tmp_path):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    (lease,) = state.lease(["a"], "g", 0.0)
+    for number in (2, 0, 1):
+        put_sibling(state, lease, number, 0.0)
+        journal.commit()
+    journal.close()
+    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+        db.execute("UPDATE payload SET checksum = x'00' WHERE sibling = 0")
+        db.commit()
+    state, journal = open_journal(tmp_path, now_s=1000.0)
+    state.expire(1000.0 + TTL_S)
+    assert state.ledger.live_leases() == ()
+    (again,) = state.lease(["b"], "h", 1000.0 + TTL_S)
+    assert (again.prompt_index, again.finished_siblings) == (0, (2, 1))
+    assert state.fetch_siblings("b") == (b"sibling 2 of a", b"sibling 1 of a")
+    journal.commit()
+    put(state, again, 0, 1000.0 + TTL_S)
+    journal.commit()
+    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+        assert db.execute("SELECT prompt_index, sibling FROM payload").fetchall() == [(0, -1)]
+    assert state.stats(0.0).num_bytes == 5
+    journal.close()
+    assert audit_journal(journal_path(tmp_path)).faults == ()
+
+
 def test_a_new_end_of_the_run_is_recovered_and_a_file_without_one_keeps_the_blank_one(tmp_path):
     state, journal = open_journal(tmp_path, final_version=2)
     state.attach(0, None, final_version=5)
@@ -414,7 +486,7 @@ def test_a_journal_of_another_release_is_refused_and_left_as_it_is(tmp_path):
         db.commit()
     before = path.read_bytes()
     sentence = (
-        f"the journal {path} has format 1, and this release knows format 7: another release of "
+        f"the journal {path} has format 1, and this release knows format 8: another release of "
         "StreamRL wrote it; start the run anew with --new, or go on with that release"
     )
     with pytest.raises(OtherReleaseError) as refusal:

@@ -24,6 +24,7 @@ GOOD: Mapping[str, Any] = {
     "mismatch/rollout_is_eff_sample_size": 0.95,
     "response_length/clip_ratio": 0.1,
     "episode/tools/num_tool_calls": 1.5,
+    "learner/num_passes": 2.0,
 }
 ALIKE = {"reward/groups_alike_frac": 1.0, "advantage/abs_mean": 0.0, "learner/grad_norm": 0.0}
 
@@ -89,6 +90,42 @@ def test_a_sign_is_said_alone_once_it_holds_over_the_steps(
 
 def test_a_reward_that_fell_to_nothing_is_said_to_have_fallen():
     assert set(seen({}, {**ALIKE, "reward/mean": 0.0, "reward/max": 0.0})[-1]) == {"falling"}
+
+
+def validated(*rewards: float, num_passes: float = 2.0, num_prompts: float = 400.0) -> set[str]:
+    """The signs of a run with a validation every STEPS steps, from before the first one on."""
+    signs, found = Signs(SignSettings(steps=STEPS)), {}
+    for step in range(1, STEPS * len(rewards) + 1):
+        line = {**GOOD, "learner/num_passes": num_passes}
+        if step % STEPS == 1:
+            version = step - 1
+            held_out = {"validation/mean@1": rewards[version // STEPS], "validation/a/mean@1": 0.0}
+            line |= {**held_out, "validation/policy_version": float(version)}
+            line |= {"validation/num_prompts": num_prompts}
+        found = signs.add(step, line)
+    return set(found)
+
+
+def test_a_held_out_reward_that_falls_is_said_by_two_validations():
+    assert validated(0.2, 0.6, 0.5, 0.5) == set()
+    assert validated(0.2, 0.6, 0.3) == set(), "one may be chance"
+    assert validated(0.2, 0.6, 0.3, 0.5) == set()
+    assert validated(0.2, 0.6, 0.3, 0.4) == {"held_out_falling"}
+    assert validated(0.2, 0.6, 0.1, 0.1, num_passes=32.0) == {"held_out_falling"}
+    assert validated(0.0, 0.0, 0.0) == set()
+    assert validated(0.2, 0.7, 0.5, 0.5, num_prompts=10.0) == set(), "two prompts may be chance"
+    assert validated(0.2, 0.7, 0.2, 0.3, num_prompts=10.0) == {"held_out_falling"}
+
+
+def test_prompts_that_are_repeated_are_said_to_be_memorized_unless_held_out_ones_gain():
+    (sentence,) = seen({"learner/num_passes": 32.0})[-1].values()
+    assert sentence.startswith("for 4 steps the same prompts are trained over and over, 32 times")
+    assert "take more prompts or fewer steps" in sentence
+    assert not any(seen({"learner/num_passes": 15.0}))
+    assert not any(seen({"learner/num_passes": math.nan}))
+    assert not any(seen({"learner/num_passes": 32.0}, max_passes=100.0))
+    assert validated(0.2, 0.2, num_passes=32.0) == {"memorized"}
+    assert validated(0.2, 0.5, num_passes=32.0) == set()
 
 
 def test_a_run_that_learns_has_none():

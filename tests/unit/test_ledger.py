@@ -22,6 +22,7 @@ from streamrl.types import (
     OverduePolicy,
     RefusalReason,
     ResponseLengths,
+    SiblingHeader,
 )
 
 
@@ -127,6 +128,32 @@ def test_a_renewed_lease_lives_on_and_a_lost_one_is_named():
     assert ledger.renew(["a", "never"], 5.0, 10.0) == ("never",)
     assert ledger.expire(14.0) == ()
     assert ledger.expire(15.0) == ("a",)
+
+
+def test_a_renewal_costs_the_same_however_often_a_lease_was_renewed():
+    ledger = make_ledger()
+    ledger.attach(0)
+    grant(ledger, "s/0")
+    grant(ledger, "s/1")
+    for now_s in range(100):
+        assert ledger.renew(["s/0"], now_s, ttl_s=200.0) == ()
+    assert len(ledger._expiries._heap) == 1
+    assert ledger.live_leases() == ("s/0",)
+    assert ledger.expire(298.9) == ()
+    assert ledger.expire(299.0) == ("s/0",)
+
+
+def test_the_leases_of_a_session_are_those_that_are_live():
+    ledger = make_ledger(groups_per_step=4)
+    ledger.attach(0)
+    for lease_id in ("a/0", "b/0", "a/1", "a/2"):
+        grant(ledger, lease_id)
+    fill(ledger, "a/1")
+    assert ledger.leases_of("a") == ("a/0", "a/2")
+    ledger.release("a/0", DropReason.RELEASED)
+    assert (ledger.leases_of("a"), ledger.leases_of("b")) == (("a/2",), ("b/0",))
+    ledger.expire(10.0)
+    assert (ledger.leases_of("a"), ledger.leases_of("c")) == ((), ())
 
 
 def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_duplicate():
@@ -482,3 +509,85 @@ def test_a_blank_ledger_counts_lengths_anew():
     new = Ledger(groups_per_step=1, max_staleness=3)
     new.attach(1, old.books())
     assert new.responses.frozen() == ResponseLengths()
+
+
+def keep_siblings(ledger: Ledger, lease_id: str, *numbers: int, version: int = 0) -> None:
+    for number in numbers:
+        sibling = SiblingHeader(
+            number=number, lease_id=lease_id, oldest_version=version, num_tokens=5
+        )
+        assert ledger.put_sibling(sibling, 0.0) is not None
+
+
+def test_a_lease_that_ends_with_finished_siblings_keeps_its_place_and_its_version():
+    ledger = make_ledger(groups_per_step=1, max_staleness=1)
+    fill(ledger, "a")
+    assert grant(ledger, "b").min_policy_version == 0
+    keep_siblings(ledger, "b", 1, 0)
+    assert train_one_step(ledger) == [0]
+    assert ledger.expire(20.0) == ("b",)
+    books = ledger.books()
+    assert (books.leased, books.in_flight, books.dropped) == (1, 1, {})
+    assert (ledger.live_leases(), ledger.knows("b")) == ((), False)
+    again = ledger.lease("c", 20.0, 10.0)
+    assert again == Lease(
+        lease_id="c",
+        prompt_index=1,
+        min_policy_version=0,
+        expires_at_s=30.0,
+        finished_siblings=(1, 0),
+    )
+    books = ledger.books()
+    assert (books.granted, books.leased, books.dropped) == (3, 1, {DropReason.EXPIRED: 1})
+    assert books.balanced
+
+
+def test_siblings_older_than_the_first_lease_says_are_sampled_again_and_counted_once():
+    ledger = make_ledger(groups_per_step=1, max_staleness=0)
+    for _ in range(2):
+        fill(ledger, f"of {ledger.version}", version=ledger.version)
+        train_one_step(ledger)
+    assert grant(ledger, "a").min_policy_version == 2
+    keep_siblings(ledger, "a", 0, version=1)
+    keep_siblings(ledger, "a", 1, version=2)
+    ledger.end_lease("a", DropReason.RELEASED)
+    assert grant(ledger, "b").finished_siblings == (1,)
+    lengths = ledger.responses.frozen()
+    assert lengths.dropped[DropReason.RELEASED] == LengthHistogram.of([5])
+    assert ledger.drain_freed()[-1] == 2
+
+
+def test_a_lease_that_its_holder_gives_back_keeps_no_siblings():
+    ledger = make_ledger()
+    grant(ledger, "a")
+    keep_siblings(ledger, "a", 0)
+    ledger.release("a", DropReason.RELEASED)
+    assert grant(ledger, "b").finished_siblings == ()
+    assert ledger.responses.frozen().dropped[DropReason.RELEASED].num_tokens == 5
+
+
+def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is_granted_first():
+    ledger = make_ledger(groups_per_step=1, max_staleness=1)
+    grant(ledger, "long")
+    keep_siblings(ledger, "long", 0)
+    fill(ledger, "b")
+    assert train_one_step(ledger) == [1]
+    ledger.end_lease("long", DropReason.EXPIRED)
+    again = grant(ledger, "c")
+    assert (again.prompt_index, again.finished_siblings) == (0, (0,))
+    fill(ledger, "d", version=1)
+    assert ledger.take(1, 1, 1) == ()
+    assert [entry.lease_id for entry in ledger.awaited()] == ["c"]
+    ledger.put("c", header(again), 0.0)
+    assert [taken.prompt_index for taken in ledger.take(1, 1, 1)] == [0]
+
+
+def test_a_lease_that_ended_and_is_asked_for_again_gets_its_own_prompt():
+    ledger = make_ledger()
+    for lease_id in "ab":
+        grant(ledger, lease_id)
+        keep_siblings(ledger, lease_id, 0)
+    for lease_id in "ab":
+        ledger.end_lease(lease_id, DropReason.EXPIRED)
+    assert [grant(ledger, lease_id).prompt_index for lease_id in "bc"] == [1, 0]
+    assert ledger.books().balanced

@@ -11,11 +11,20 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
-from buffers.ledger.entries import Entries, ReadyQueue, State
+from buffers.ledger.entries import Entries, ReadyQueue, State, lease_of
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import RetryCounter
-from streamrl.types import Books, DropReason, GroupHeader, Lease, LengthHistogram, OverduePolicy
+from streamrl.types import (
+    Books,
+    DropReason,
+    GroupHeader,
+    Lease,
+    LengthHistogram,
+    OverduePolicy,
+    SiblingHeader,
+)
 from tests.records import make_group
 
 TTL_S = 10.0
@@ -50,15 +59,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.saved = {0: self.checkpoint}
         self.older_ledger = CountedLedger(**self.settings)
         self.has_lost_history = False
+        self.vacant: dict[int, Lease] = {}
 
     @rule()
     def lease(self) -> None:
+        first = min(self.vacant.values(), key=_due_of, default=None)
         lease = self.ledger.lease(f"lease {self.num_leases}", self.now_s, TTL_S)
         if lease is not None:
             self.num_leases += 1
             assert lease.prompt_index not in {held.prompt_index for held in self.held.values()}
             assert lease.prompt_index not in self.history
             assert lease.min_policy_version <= self.version
+            assert first is None or _due_of(lease) == _due_of(first)
+            assert lease.finished_siblings == (first.finished_siblings if first else ())
+            self.vacant.pop(lease.prompt_index, None)
             self.held[lease.lease_id] = lease
 
     @precondition(lambda self: self.held)
@@ -94,6 +108,34 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.put(lease.lease_id, header, self.now_s)
 
     @precondition(lambda self: self.held)
+    @rule(data=st.data(), number=st.integers(0, 2))
+    def put_a_sibling(self, data: st.DataObject, number: int) -> None:
+        lease = self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        sibling = SiblingHeader(
+            number=number,
+            lease_id=lease.lease_id,
+            oldest_version=lease.min_policy_version,
+            num_tokens=100 + number,
+        )
+        is_new = number not in lease.finished_siblings
+        kept = self.ledger.put_sibling(sibling, self.now_s)
+        assert kept == (lease.prompt_index if is_new else None)
+        if is_new:
+            numbers = (*lease.finished_siblings, number)
+            self.held[lease.lease_id] = structs.replace(lease, finished_siblings=numbers)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), reason=st.sampled_from((DropReason.EXPIRED, DropReason.RELEASED)))
+    def a_generator_disappears(self, data: st.DataObject, reason: DropReason) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.held)))
+        self.ledger.end_lease(lease_id, reason)
+        self._vacate(self.held.pop(lease_id))
+
+    def _vacate(self, lease: Lease) -> None:
+        if lease.finished_siblings and lease.min_policy_version <= self.version:
+            self.vacant[lease.prompt_index] = lease
+
+    @precondition(lambda self: self.held)
     @rule(
         data=st.data(),
         reason=st.sampled_from(ENDS_A_LEASE),
@@ -112,7 +154,8 @@ class LedgerMachine(RuleBasedStateMachine):
         lost = set(self.ledger.renew(alive, self.now_s, TTL_S))
         self.now_s += 0.6 * TTL_S
         self.ledger.expire(self.now_s)
-        self.held = {k: v for k, v in self.held.items() if k in alive - lost}
+        for lease_id in self.held.keys() - (alive - lost):
+            self._vacate(self.held.pop(lease_id))
         assert set(self.ledger.live_leases()) == self.held.keys()
 
     @rule(in_parts=st.booleans())
@@ -216,11 +259,15 @@ class LedgerMachine(RuleBasedStateMachine):
         if buffer != "lives":
             blank = CountedLedger(**self.settings)
             self.ledger = deepcopy(self.older_ledger) if buffer.endswith("older") else blank
-            self.held = {}
+            self.held, self.vacant = {}, {}
         self._attach(books)
         if buffer != "lives":
             self.now_s += 2 * TTL_S
             self.ledger.expire(self.now_s)
+            entries = map(self.ledger.entry, range(self.ledger.books().next_prompt_index))
+            leased = [entry for entry in entries if entry and entry.state is State.LEASED]
+            assert all(entry.siblings for entry in leased)
+            self.vacant = {entry.prompt_index: lease_of(entry) for entry in leased}
 
     @rule()
     def resume_from_an_earlier_checkpoint(self) -> None:
@@ -268,6 +315,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def _attach(self, books: Books) -> None:
         self.learner_term = self.ledger.attach(self.version, books)
         self.loan = ()
+        for prompt_index, lease in tuple(self.vacant.items()):
+            if lease.min_policy_version > self.version:
+                del self.vacant[prompt_index]
 
     @invariant()
     def groups_are_dropped_as_stale_only_by_policy_or_after_a_loss(self) -> None:
@@ -281,7 +331,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def the_books_close(self) -> None:
         books = self.ledger.books()
         assert books.balanced
-        assert books.leased == len(self.held)
+        assert books.leased == len(self.held) + len(self.vacant)
+        assert set(self.ledger.live_leases()) == self.held.keys()
         assert books.taken == len(self.loan)
 
     @invariant()
@@ -318,6 +369,10 @@ class LedgerMachine(RuleBasedStateMachine):
         books = self.ledger.books()
         bound = (self.settings["max_staleness"] + 1) * self.settings["groups_per_step"]
         assert books.leased <= bound
+
+
+def _due_of(lease: Lease) -> tuple[int, int]:
+    return lease.min_policy_version, lease.prompt_index
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -22,6 +22,7 @@ from streamrl.metrics import CATALOGUE, OWN, Merge, Metric, Writer, find, metric
 from streamrl.metrics.metric import OPEN
 from streamrl.tracking.groups import GROUPS, OVERVIEW, label_of
 from streamrl.weights.locality import locality_of
+from tests.records import with_experts
 from tests.training import make_config, make_groups, make_trainer, with_metrics
 from tests.unit.test_learner import Run as LearnerRun
 from tests.unit.test_learner import configure
@@ -43,6 +44,8 @@ STEP: dict[str, Any] = {
         "kl_loss": {"coef": 0.1},
         "kl_reward": {"coef": 0.1},
         "sft_coef": 0.1,
+        "router_replay": "replay",
+        "distillation": {"teachers": [{"path": "t"}], "reward_coef": 1.0},
         "reward": {"clip": 0.5, "length": {"max_length": 10, "buffer": 5}},
     },
 }
@@ -68,7 +71,8 @@ def written_by(*writers: Writer) -> list[Metric]:
 
 
 def test_a_step_reports_what_the_catalogue_has_of_it():
-    groups = [with_metrics(g, success=1.0, num_turns=2.0) for g in make_groups(num_groups=4)]
+    made = map(with_experts, make_groups(num_groups=4))
+    groups = [with_metrics(g, success=1.0, num_turns=2.0) for g in made]
     metrics = make_trainer(make_config(**STEP)).step(TrainingBatch.of(groups, 4))
     assert not unknown(metrics)
     assert not unreported(written_by(Writer.BATCH, Writer.POLICY, Writer.CRITIC), metrics)

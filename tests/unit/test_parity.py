@@ -121,7 +121,7 @@ def test_a_launch_requires_parity_before_it_starts_a_daemon(
     launch_config.run.path.mkdir()
     (launch_config.run.path / "config.yaml").write_text(Path(config_file).read_text())
     with pytest.raises(StreamRLError, match=r"parity\.max_gap is 1e-09 nats, and"):
-        launch.run_here(launch_config, Console())
+        launch.run_here(launch_config, Console(), launch.LaunchMode())
     looser = load_config(config_file, ["parity.max_gap=1e-3"]).config
     require_parity(looser, Console())
 

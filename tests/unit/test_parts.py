@@ -15,8 +15,8 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn, replace
-from tests.records import with_candidates
-from tests.training import make_config, make_groups, make_policy, make_trainer
+from tests.records import with_candidates, with_experts
+from tests.training import make_config, make_groups, make_trainer
 
 WHOLE = (5,)
 CUTS = [(2, 3), (1, 3, 1), (1, 1, 1, 1, 1)]
@@ -53,7 +53,7 @@ ACCEPTING: list[dict[str, Any]] = [
     {"loss": "topr", "loss_config": {"topr_positive_weight": 0.5, "topr_negative_weight": 2.0}},
     {"loss": "dro", "loss_config": {"dro_beta": 0.1}, "proximal": "behavior"},
     {"loss": "gspo", "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}, "entropy_coef": 0.1},
-    *({"proximal": name} for name in ("recompute", "behavior", "loglinear")),
+    *({"proximal": name} for name in ("recompute", "behavior", "loglinear", "linear")),
     {"rl_loss_coef": 0.5, "entropy_coef": 0.1, "sft_coef": 0.2},
     {"kl_loss": {"coef": 0.3, "kind": "k3+"}},
     {"kl_loss": {"coef": 0.3, "kind": "full"}},
@@ -77,8 +77,29 @@ ACCEPTING: list[dict[str, Any]] = [
     {"reward": {"truncated": "mask"}},
     {"dynamic_sampling": {"metric": "reward", "max_refills": 2}},
     {"reward": {"truncated": "penalize", "truncated_penalty": 0.5}},
-    {"advantage": "opob", "proximal": "behavior"},
+    *({"advantage": name, "proximal": "behavior"} for name in ("opob", "otb")),
+    {"advantage": "maxrl"},
+    {"advantage": "gigpo", "advantage_config": {"turn_gamma": 0.5, "step_weight": 2.0}},
+    {"loss": "luspo", "entropy_coef": 0.1, "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}},
+    {"loss": "dppo_tv", "loss_config": {"log_ratio_coef": 0.1}, "proximal": "behavior"},
+    {"distillation": {"teachers": [{"path": "t"}], "coef": 0.5}},
+    {"distillation": {"teachers": [{"path": "t"}], "student": "behavior"}, "proximal": "recompute"},
+    {"distillation": {"teachers": [{"path": "t"}], "student": "proximal"}},
+    {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t", "weight": 2.0}],
+            **{"reward_coef": 0.3, "timeout_s": 9.0, "retries": 1, "max_concurrent": 2},
+        },
+    },
+    {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t"}],
+            "column": "teacher",
+            "template": "{{prompt}}{{answer}}",
+        },
+    },
     {"preset": "stream"},
+    {"router_replay": "replay"},
 ]
 REFUSING: list[dict[str, Any]] = [
     *({"advantage": name} for name in ("gae", "gpg", "reinforce_plus_plus")),
@@ -101,7 +122,12 @@ REFUSING: list[dict[str, Any]] = [
     {"rollout_is": {"batch_normalize": True}},
     {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
     {"rollout_is": {"second_moment": 0.04}},
-    {"advantage": "opob", "proximal": "recompute"},
+    *({"advantage": name, "proximal": "recompute"} for name in ("opob", "otb")),
+    {"advantage": "gdpo", "advantage_config": {"rewards": {"num_invalid_turns": 1.0}}},
+    {
+        "distillation": {"teachers": [{"path": "t"}], "student": "proximal"},
+        "proximal": "recompute",
+    },
     *({"reward": {"norm_mean": scope}} for scope in ("batch", "running")),
     *({"reward": {"norm_std": scope}} for scope in ("batch", "running")),
     *({"reward": {"agentic": {"grouping": name}}} for name in ("batch", "inductive")),
@@ -138,7 +164,7 @@ def leaves(section: type[BaseModel]) -> Iterator[str]:
 
 def named(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name != "rewards":
             yield from named(value, f"{prefix}{name}.")
         else:
             yield prefix + name
@@ -190,6 +216,7 @@ def with_facts(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
 def train(trainer: Trainer, sizes: Sequence[int], seed: int = 0) -> dict[str, float]:
     """One update over five groups, in parts of these sizes; metrics."""
     groups = [with_candidates(group, 9, 3) for group in with_facts(make_groups(seed))]
+    groups = [with_experts(group) for group in groups]
     for size in sizes:
         trainer.accumulate(TrainingBatch.of(groups[:size], policy_version=4))
         groups = groups[size:]
@@ -203,7 +230,8 @@ def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
 def assert_same_update(
     whole: tuple[Trainer, dict[str, float]], parts: tuple[Trainer, dict[str, float]]
 ) -> None:
-    before, after = make_policy().parameters(), parameters(parts[0])
+    before = make_trainer(whole[0]._config).policy.parameters()
+    after = parameters(parts[0])
     for name, parameter in parameters(whole[0]).items():
         assert (parameter - before[name]).abs().max() > 1e-4, f"{name} was not updated"
         assert torch.allclose(parameter, after[name], rtol=0, atol=5e-6), name

@@ -1,5 +1,7 @@
 """Requests that wait at a buffer: in order, on time, and at no cost while nothing is granted."""
 
+import time
+
 from buffers import messages as m
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 
@@ -9,7 +11,8 @@ FAR_S = 1e9
 def _lease(number: int, deadline_s: float = FAR_S) -> PendingRequest:
     lease_ids = (f"session{number}/0", f"session{number}/1")
     request = m.LeaseRequest(lease_ids, f"gen-{number}", 5.0)
-    return PendingRequest(b"sender", number.to_bytes(8, "little"), request, deadline_s)
+    sender = b"sender%d" % number
+    return PendingRequest(sender, number.to_bytes(8, "little"), request, deadline_s)
 
 
 def _take() -> PendingRequest:
@@ -93,6 +96,20 @@ def test_nobody_who_has_left_is_kept_however_long_admission_stays_closed() -> No
         pending_requests.retry(buffer.attempt, buffer.admits)
         list(pending_requests.overdue(float(now_s)))
     assert len(pending_requests) == 1 + 5
+
+
+def test_many_that_were_answered_behind_one_that_waits_are_forgotten_at_little_cost() -> None:
+    pending_requests, cordoned = PendingRequests(), _lease(0, 0.0)
+    pending_requests.add(cordoned)
+    for number in range(1, 3000):
+        pending_requests.add(_lease(number))
+    began_s = time.thread_time()
+    for number in range(3000, 10_000):
+        buffer = _Buffer(1, refuses=(cordoned,))
+        pending_requests.retry(buffer.attempt, buffer.admits)
+        pending_requests.add(_lease(number))
+    assert len(pending_requests) == 3000
+    assert time.thread_time() - began_s < 0.4
 
 
 def test_the_leases_of_a_session_that_left_are_forgotten() -> None:

@@ -34,7 +34,7 @@ def test_what_cannot_be_copied_says_why(tmp_path, capsys):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_wheel_holds_the_recipes_and_says_that_it_is_typed(tmp_path):
+def test_a_wheel_holds_the_recipes_and_the_documents_and_says_that_it_is_typed(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, env=os.environ)
     (wheel,) = tmp_path.glob("*.whl")
@@ -42,6 +42,8 @@ def test_a_wheel_holds_the_recipes_and_says_that_it_is_typed(tmp_path):
     assert {f"{package}/py.typed" for package in ("streamrl", "actors", "learners", "buffers")} <= (
         names
     )
+    # Where the page of a run leads.
+    assert {f"streamrl/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= names
     for name, folder in recipes().items():
         for file in folder.rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:

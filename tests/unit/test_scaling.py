@@ -9,6 +9,7 @@ from msgspec import structs
 
 from actors.leased_group import LeasedGroup
 from actors.status_report import Occupancy
+from learners import learner
 from learners.profiling import ScalingWindow
 from streamrl.config.generator import GeneratorSettings
 from streamrl.diagnosis.scaling import (
@@ -20,6 +21,7 @@ from streamrl.diagnosis.scaling import (
     wanted_generators,
 )
 from streamrl.types import Books, BufferStats, GeneratorStatus, Lease, OverduePolicy
+from tests.training import make_config
 
 
 def load(**fields: float) -> Load:
@@ -83,6 +85,35 @@ def test_the_hint_says_what_limits_the_run(at, limit, sentence):
     assert hint is not None
     assert hint.limit == limit
     assert sentence in hint.sentence
+
+
+@pytest.mark.parametrize(
+    ("at", "free_cores", "is_said"),
+    [
+        (load(), 0.0, True),
+        (load(wait_s=0.0, train_s=2.0, busy_groups=1), 0.0, True),
+        (load(), 1.0, False),
+        (load(), None, False),
+        (load(wait_s=0.02, train_s=0.0, busy_groups=1), 0.0, False),
+    ],
+)
+def test_a_hint_says_where_no_core_is_free_for_what_it_suggests(at, free_cores, is_said):
+    cores = {} if free_cores is None else {"scaling/free_cores": free_cores}
+    hint = scaling_hint({**scaling_metrics(at), "generator/count": at.num_generators, **cores})
+    assert hint is not None
+    said = "; no core of this machine is free for it, so it takes another machine"
+    assert hint.sentence.endswith(said) is is_said
+
+
+@pytest.mark.parametrize(
+    ("generator", "free"), [({"count": 2}, 1), ({"count": "1..8"}, 0), ({"count": 1}, 2)]
+)
+def test_cores_are_free_that_no_process_of_the_launch_computes_on(generator, free, monkeypatch):
+    monkeypatch.setattr(learner, "num_cores", lambda: 4)
+    monkeypatch.setattr(learner, "usable_devices", tuple)
+    assert learner._free_cores(make_config(generator=generator), 1) == free
+    monkeypatch.setattr(learner, "usable_devices", lambda: (0,))
+    assert math.isnan(learner._free_cores(make_config(generator=generator), 1))
 
 
 def test_what_was_not_measured_gives_no_hint():

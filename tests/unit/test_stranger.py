@@ -111,7 +111,7 @@ def test_follow_prints_lines_into_a_pipe_and_ends_with_its_run(tmp_path, capsys)
     config = make_run(tmp_path, activity=LearnerActivity.ENDED, policy_version=6, time_s=AHEAD_S)
     assert main(["status", "--follow", str(config.run.path)]) == 0
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 6/550  training reward 0.550 (last 2 steps)")
+    assert first.startswith("step 6/550  training reward 0.550 (mean of the last 2 steps)")
     assert last == "stopped at step 6 of 550, 0 s ago"
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from actors.engines.hf.cache import Compaction, SlotCache
+from actors.engines.hf.experts import Experts, ExpertWatch
 from actors.engines.hf.families import cache_argument, why_not_slots
 from actors.engines.hf.model_cache import ModelCache
 from actors.engines.hf.records import Records
@@ -69,6 +70,7 @@ class RunningBatch:
         eos_token_ids: frozenset[int],
         seed: int,
         tower: VisionTower | None = None,
+        watches_experts: bool = False,
     ) -> None:
         self._tower = tower
         self._model = model
@@ -80,6 +82,7 @@ class RunningBatch:
         require_decoding(facts_of(config), max_model_len)
         self._cache = _cache_of(model, num_slots, self._device)
         self._records = Records(num_slots)
+        self._watch = ExpertWatch(model) if watches_experts else None
         self._rows: list[HfRequest] = []
         self._seeded: dict[HfRequest, torch.Generator] = {}
         self.num_slots = num_slots
@@ -96,8 +99,8 @@ class RunningBatch:
         for chunk in self._chunks([request.content for request in by_length]):
             first = len(self._rows)
             logits = self._prefill(first, chunk)
-            for _ in chunk:
-                self._open(next(contents))
+            for experts in self._of_prompts(chunk):
+                self._open(next(contents), experts)
             self._sample(first, logits, policy_version)
 
     @torch.inference_mode()
@@ -126,6 +129,9 @@ class RunningBatch:
             use_cache=True,
             **self._cache.point_at(positions, self._model.dtype),
         )
+        if self._watch is not None and self._records.experts.is_asked:
+            rows = self._watch.of_rows([1] * len(last), is_left_padded=False)
+            self._records.experts.append(rows)
         self._sample(0, output.logits[:, -1], policy_version)
 
     @torch.inference_mode()
@@ -148,11 +154,12 @@ class RunningBatch:
             self._compact(Compaction.of(leaves))
         return left
 
-    def _open(self, request: HfRequest) -> None:
+    def _open(self, request: HfRequest, experts: Experts | None) -> None:
         sampling = request.sampling
         limit = min(sampling.max_new_tokens, self._max_model_len - len(request.prompt))
         stop_set = self._stops.index_of(sampling)
         self._records.open(len(request.prompt), limit, sampling, stop_set, request.offset)
+        self._records.experts.open(experts if sampling.keep_routed_experts else None)
         self._rows.append(request)
         if sampling.seed is not None:
             self._seeded[request] = torch.Generator().manual_seed(sampling.seed)
@@ -178,6 +185,16 @@ class RunningBatch:
         self._cache.join(first, inputs, of)
         logits: torch.Tensor = output.logits[of, last[of]]
         return logits
+
+    def _of_prompts(self, contents: list[Content]) -> list[Experts] | list[None]:
+        """The experts of each one's tokens, from the prefill that was just made."""
+        if self._watch is None:
+            return [None] * len(contents)
+        unique = list(dict.fromkeys(contents))
+        lengths = [len(content.token_ids) for content in unique]
+        rows = self._watch.of_rows(lengths, is_left_padded=not isinstance(self._cache, SlotCache))
+        experts = dict(zip(unique, rows, strict=True))
+        return [experts[content] for content in contents]
 
     def _chunks(self, contents: list[Content]) -> Iterator[list[Content]]:
         """Runs of the contents that share a prefill: of _PREFILL_TOKENS with padding at most, and

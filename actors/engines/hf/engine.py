@@ -83,6 +83,7 @@ class HfEngine(UpdatableEngine):
         seed: int = 0,
         reader: PatchReader | None = None,
         recompute_kv: bool = False,
+        watches_experts: bool = False,
     ) -> None:
         super().__init__({name: tuple(p.shape) for name, p in model.named_parameters()})
         self._loop = asyncio.get_running_loop()
@@ -99,6 +100,7 @@ class HfEngine(UpdatableEngine):
             eos_token_ids=eos_token_ids,
             seed=seed,
             tower=self._tower,
+            watches_experts=watches_experts,
         )
         self._weights = SpareWeights(model)
         self._transfer = TransferReceiver(next(model.parameters()).device)
@@ -134,6 +136,7 @@ class HfEngine(UpdatableEngine):
             seed=seed,
             reader=PatchReader.of(path, trust_remote_code=trust),
             recompute_kv=generator.hf.recompute_kv,
+            watches_experts=config.algorithm.records_experts,
         )
 
     async def generate(

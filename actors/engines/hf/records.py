@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engines.hf.cache import Compaction
+from actors.engines.hf.experts import ExpertRecords
 from actors.engines.hf.sampling import Sampled
 from streamrl.types import Completion, FinishReason, SamplingParams, TokenSets, TopLogprobs
 
@@ -91,6 +92,7 @@ class Records:
     def __init__(self, num_slots: int) -> None:
         self.size = 0
         self.candidates = CandidateRecords()
+        self.experts = ExpertRecords()
         self.counts = np.zeros(num_slots, dtype=np.int64)
         self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
         self.limits = np.zeros(num_slots, dtype=np.int64)
@@ -180,12 +182,14 @@ class Records:
             finish_reason=finish_reason,
             sampling_mask=sampling_mask,
             top_logprobs=top_logprobs,
+            routed_experts=self.experts.of(row, int(self.prompt_lengths[row] + count)),
         )
 
     def compact(self, moves: Compaction) -> None:
         """Removes the rows that leave."""
         self.size, targets, sources = moves
         self.candidates.compact(moves)
+        self.experts.compact(moves)
         for column in self._columns:
             column[targets] = column[sources]
         longest = int(self.counts[targets].max(initial=0))

@@ -135,6 +135,7 @@ class ServedEngine(UpdatableEngine):
             max_new_tokens=min(sampling.max_new_tokens, room),
             stops=eos | frozenset(sampling.stop_token_ids),
             cache_salt="",
+            expert_shape=self._facts.expert_shape if sampling.keep_routed_experts else (0, 0),
         )
         stop = handle.stop if handle else asyncio.Event()
         return await self._requests.run(self._complete(request, stop))
@@ -193,6 +194,9 @@ class ServedEngine(UpdatableEngine):
                     if answer.finish_reason is not FinishReason.ABORT:
                         return answer
                     if stop.is_set():
+                        if request.sampling.keep_routed_experts and answer.routed_experts is None:
+                            # Tokens without their experts cannot be replayed.
+                            break
                         return structs.replace(answer, finish_reason=FinishReason.DEADLINE)
                 return nothing_sampled()
             except RolloutError:

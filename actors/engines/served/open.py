@@ -187,9 +187,15 @@ def request_timeout_s(generator: GeneratorSettings) -> float:
     return generator.group_deadline_s + _ANSWER_S
 
 
-def probe(sample: Callable[[ServedRequest], Completion], num_candidates: int = 0) -> None:
+def probe(
+    sample: Callable[[ServedRequest], Completion],
+    num_candidates: int = 0,
+    *,
+    keeps_experts: bool = False,
+) -> None:
     """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
-    A server that does not give as many candidates of a token as the run asks for refuses it.
+    A server that does not give as many candidates of a token as the run asks for, or no experts,
+    refuses it.
 
     Raises:
         ConfigError: the server reports log-probabilities of another distribution.
@@ -200,7 +206,10 @@ def probe(sample: Callable[[ServedRequest], Completion], num_candidates: int = 0
         # Not 0 alone: a padding token without an embedding makes all candidates alike.
         prompt_token_ids=[1, 2, 3],
         sampling=SamplingParams(
-            max_new_tokens=1, top_k=1, num_top_logprobs=max(0, num_candidates - 1)
+            max_new_tokens=1,
+            top_k=1,
+            num_top_logprobs=max(0, num_candidates - 1),
+            keep_routed_experts=keeps_experts,
         ),
         max_new_tokens=1,
         stops=frozenset(),
@@ -243,9 +252,16 @@ def server_id(url: str) -> str:
     return f"{address}:{parts.port or parts.scheme}"
 
 
-def attach(kind: ServerKind, http: Http, labels: Labels, num_candidates: int = 0) -> None:
+def attach(
+    kind: ServerKind,
+    http: Http,
+    labels: Labels,
+    num_candidates: int = 0,
+    *,
+    keeps_experts: bool = False,
+) -> None:
     """Returns once the server may be used under these labels, or with its first weights, by a run
-    that asks for so many candidates of a token at most.
+    that asks for so many candidates of a token at most, and for its experts if it keeps them.
 
     Raises:
         ConfigError: it is in use by others, or does not report what it samples.
@@ -267,7 +283,11 @@ def attach(kind: ServerKind, http: Http, labels: Labels, num_candidates: int = 0
         kind.take(http, labels)
     else:
         return
-    probe(lambda request: kind.sample(http, AnyLabels(labels.owner), request), num_candidates)
+    probe(
+        lambda request: kind.sample(http, AnyLabels(labels.owner), request),
+        num_candidates,
+        keeps_experts=keeps_experts,
+    )
 
 
 def _is_in_use(kind: ServerKind, http: Http) -> bool:
@@ -350,7 +370,13 @@ def open_urls(
 
 def _attach_or_explain(kind: ServerKind, config: RunConfig, http: Http, labels: Labels) -> None:
     try:
-        attach(kind, http, labels, most_asked(config))
+        attach(
+            kind,
+            http,
+            labels,
+            most_asked(config),
+            keeps_experts=config.algorithm.records_experts,
+        )
     except RefusedError as error:
         raise kind.refusal(http, error) from error
 

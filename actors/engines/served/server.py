@@ -18,6 +18,7 @@ from streamrl.errors import RolloutError
 from streamrl.types import (
     Completion,
     Int32Array,
+    RoutedExperts,
     SamplingParams,
     TokenSets,
     TopLogprobs,
@@ -121,7 +122,8 @@ class ServedRequest(Struct, frozen=True, kw_only=True):
 
     `id` is not a prefix of another one's (SGLang aborts by prefix). `stops` end the completion and
     contain the end-of-sequence tokens unless these are ignored. Only requests of one `cache_salt`
-    share prefixes of their prompts.
+    share prefixes of their prompts. `expert_shape` are the decoder layers, and the experts of a
+    token in each; (0, 0) where these are not asked for.
     """
 
     id: str
@@ -130,6 +132,7 @@ class ServedRequest(Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     stops: frozenset[int]
     cache_salt: str
+    expert_shape: tuple[int, int] = (0, 0)
 
     @property
     def min_new_tokens(self) -> int:
@@ -219,6 +222,7 @@ def completion(
     *,
     sampling_mask: TokenSets | None = None,
     top_logprobs: TopLogprobs | None = None,
+    routed_experts: RoutedExperts | None = None,
 ) -> Completion:
     """The record of an answer.
 
@@ -237,6 +241,7 @@ def completion(
             finish_reason=ended,
             sampling_mask=sampling_mask,
             top_logprobs=top_logprobs,
+            routed_experts=routed_experts,
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise RolloutError(f"the answer is inconsistent: {error}") from error

@@ -107,6 +107,7 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
         # Only SGLang's minimum length needs a tokenizer.
         "skip_tokenizer_init": generator.min_new_tokens == 0,
         **({} if has_gpu() else _on_cpu(generator.max_num_seqs, config.max_model_len)),
+        **({"enable_return_routed_experts": True} if config.algorithm.records_experts else {}),
         **({"disable_overlap_schedule": True} if generator.sglang.keeps_old_kv else {}),
         **given,
         **generator.engine_kwargs,
@@ -166,6 +167,7 @@ def wire_request(request: ServedRequest, seed: int) -> GenerateReqInput:
             sampling_seed=seed if sampling.seed is None else sampling.seed,
         ),
         cache_salt=request.cache_salt,
+        return_routed_experts=math.prod(request.expert_shape) > 0,
         return_logprob=True,
         return_sampling_mask=is_truncated(request),
         top_logprobs_num=sampling.num_top_logprobs or None,

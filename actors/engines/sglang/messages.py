@@ -29,13 +29,14 @@ class SglangSampling(Struct, frozen=True, kw_only=True):
 
 class GenerateReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`return_sampling_mask` asks for log-probabilities under the truncated distribution, and for
-    what truncation left."""
+    what truncation left; `return_routed_experts` for those of all tokens but the last."""
 
     rid: str
     input_ids: list[int]
     sampling_params: SglangSampling
     cache_salt: str
     return_sampling_mask: bool = False
+    return_routed_experts: bool = False
     return_logprob: bool | None = None
     top_logprobs_num: int | None = None
 
@@ -54,6 +55,7 @@ class GenerateMetaInfo(Struct, frozen=True, kw_only=True):
     output_token_sampling_mask: list[list[TokenId]] | None = None
     output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] | None = None
     weight_versions: list[VersionSpan] = []
+    routed_experts: str | None = None
 
 
 class GenerateResponse(Struct, frozen=True, kw_only=True):

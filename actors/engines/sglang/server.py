@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.engines.experts import from_int32, recorded
 from actors.engines.served.http import Http, Names, RefusedError, readings
 from actors.engines.served.open import (
     host_of,
@@ -52,6 +53,7 @@ from actors.engines.sglang.messages import (
     AbortReq,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
+    GenerateMetaInfo,
     GenerateResponse,
     ModelInfo,
     PauseGenerationReqInput,
@@ -64,7 +66,7 @@ from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine
-from streamrl.types import Completion
+from streamrl.types import Completion, RoutedExperts
 from streamrl.weights.transports.groups import address_towards
 
 GAUGES: Names = {
@@ -146,7 +148,30 @@ def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labe
     mask = top = None
     if request.sampling.keep_sampling_mask or request.sampling.num_top_logprobs:
         mask, top = sets_of(meta, request, len(token_ids))
-    return completion(token_ids, logprobs, versions, reason, sampling_mask=mask, top_logprobs=top)
+    return completion(
+        token_ids,
+        logprobs,
+        versions,
+        reason,
+        sampling_mask=mask,
+        top_logprobs=top,
+        routed_experts=_experts(meta, request, token_ids),
+    )
+
+
+def _experts(
+    meta: GenerateMetaInfo, request: ServedRequest, token_ids: list[int]
+) -> RoutedExperts | None:
+    """Those of the prompt and of the tokens that are kept."""
+    if not math.prod(request.expert_shape):
+        return None
+    rows = None
+    if meta.routed_experts is not None:
+        rows = from_int32(meta.routed_experts, *request.expert_shape)
+        rows = rows[: len(request.prompt_token_ids) + len(token_ids) - 1]
+    is_aborted = meta.finish_reason.type == "abort"
+    prompt = request.prompt_token_ids
+    return recorded(rows, prompt, token_ids, "SGLang", is_aborted=is_aborted)
 
 
 def _answer_bytes(request: ServedRequest) -> int:
@@ -154,7 +179,10 @@ def _answer_bytes(request: ServedRequest) -> int:
     of each token."""
     num_candidates = (request.sampling.top_k or MASK_TOKENS) if is_truncated(request) else 0
     num_candidates += 4 * request.sampling.num_top_logprobs
-    return 2**20 + (2**10 + 16 * num_candidates) * request.max_new_tokens
+    num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
+    # Base64 of numbers of four bytes.
+    of_experts = 8 * math.prod(request.expert_shape) * num_tokens
+    return 2**20 + (2**10 + 16 * num_candidates) * request.max_new_tokens + of_experts
 
 
 def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
@@ -223,6 +251,11 @@ class SglangKind:
             raise ConfigError(
                 f"generator.min_new_tokens: was {min_new_tokens}, for which SGLang needs a "
                 f"tokenizer, and the server at {http.url} has skip_tokenizer_init"
+            )
+        if self._config.algorithm.records_experts and not info.get("enable_return_routed_experts"):
+            raise ConfigError(
+                f"algorithm.router_replay: was {self._config.algorithm.router_replay}, for which "
+                f"the server at {http.url} has to be started with --enable-return-routed-experts"
             )
         if not info.get("enable_metrics"):
             raise ConfigError(f"start the server at {http.url} with --enable-metrics")

@@ -100,6 +100,7 @@ def _typed(config: RunConfig) -> dict[str, Any]:
         "max_num_seqs": generator.max_num_seqs,
         "max_model_len": config.max_model_len,
         **({"max_logprobs": num} if (num := most_asked(config)) else {}),
+        **({"enable_return_routed_experts": True} if config.algorithm.records_experts else {}),
         **given,
     }
 

@@ -23,6 +23,12 @@ def require_servable(config: RunConfig, facts: ModelFacts) -> None:
             f"on a CPU vLLM serves those of {', '.join(map(str, HEAD_WIDTHS))} only: take another "
             "model, or generator.engine hf"
         )
+    if config.algorithm.records_experts:
+        raise ConfigError(
+            f"algorithm.router_replay: was {config.algorithm.router_replay}, and vLLM reports "
+            "experts with its model runner V2 alone, which a CPU does not have: use "
+            "generator.engine hf"
+        )
     if config.generator.dtype == "bfloat16" and not request_amx():
         raise ConfigError(
             "generator.dtype: was bfloat16, for which vLLM uses this CPU's AMX tiles, and the "

@@ -54,6 +54,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from actors.engines import require_torchvision
 from actors.engines.candidates import candidates, num_asked, sets_of
+from actors.engines.experts import recorded
 from actors.engines.model import ModelFacts, require_known_tokens, room_for
 from actors.engines.requests import InFlightRequests, aborted_on, finish_reason, nothing_sampled
 from actors.engines.served.process import death
@@ -279,11 +280,11 @@ class VllmEngine(UpdatableEngine):
             output = await self._requests.run(self._sample(prompt, params, handle))
             reason = finish_reason(output.finish_reason)
             if reason is not FinishReason.ABORT:
-                return _completion(output, reason, sampling)
+                return _completion(output, reason, sampling, prompt.token_ids)
             # vLLM's answer to an abort has what was sampled. With pause_mode abort an update aborts
             # requests in flight, too; they begin anew.
             if handle.stop.is_set():
-                return _completion(output, FinishReason.DEADLINE, sampling)
+                return _completion(output, FinishReason.DEADLINE, sampling, prompt.token_ids)
         return nothing_sampled()
 
     def gauges(self) -> Mapping[str, float]:
@@ -408,7 +409,10 @@ def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses)
 
 
 def _completion(
-    output: CompletionOutput, finish_reason: FinishReason, sampling: SamplingParams
+    output: CompletionOutput,
+    finish_reason: FinishReason,
+    sampling: SamplingParams,
+    prompt: Sequence[int],
 ) -> Completion:
     found = output.logprobs
     versions = np.full(len(output.token_ids), -1, dtype=np.int32)
@@ -420,6 +424,9 @@ def _completion(
         stretches = [slice(start, end) for start, end in bounds]
         each = [candidates(found.token_ids[s], found.logprobs[s]) for s in stretches]
         mask, top = sets_of(each, sampling)
+    experts = None
+    if sampling.keep_routed_experts:
+        experts = recorded(output.routed_experts, prompt, output.token_ids, "vLLM")
     return Completion(
         token_ids=np.array(output.token_ids, dtype=np.int32),
         logprobs=np.array([found.logprobs[i] for i in found.start_indices], dtype=np.float32),
@@ -427,4 +434,5 @@ def _completion(
         finish_reason=finish_reason,
         sampling_mask=mask,
         top_logprobs=top,
+        routed_experts=experts,
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from actors.engines.candidates import candidates, num_asked, sets_of
+from actors.engines.experts import from_npy, recorded
 from actors.engines.served.server import (
     Labels,
     ServedRequest,
@@ -66,6 +67,7 @@ class GenerateTokensChoice(Struct, frozen=True):
     logprobs: GenerateLogProbs
     finish_reason: str
     weight_versions: list[VersionSpan]
+    routed_experts: str | None = None
 
 
 class GenerateTokensResponse(Struct, frozen=True):
@@ -113,6 +115,16 @@ def completion_of(
             for found in (token.top_logprobs for token in sampled)
         ]
         mask, top = sets_of(each, request.sampling)
+    experts = None
+    if request.sampling.keep_routed_experts:
+        rows = None if choice.routed_experts is None else from_npy(choice.routed_experts)
+        experts = recorded(
+            rows,
+            request.prompt_token_ids,
+            choice.token_ids,
+            "vLLM",
+            is_aborted=choice.finish_reason == "abort",
+        )
     return completion(
         choice.token_ids,
         [token.logprob for token in sampled],
@@ -120,4 +132,5 @@ def completion_of(
         choice.finish_reason,
         sampling_mask=mask,
         top_logprobs=top,
+        routed_experts=experts,
     )

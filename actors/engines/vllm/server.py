@@ -9,6 +9,7 @@ Invariant: a server that was not started as `serve_command` says is refused, wit
 
 import shlex
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from actors.engines.candidates import most_asked, num_asked
@@ -34,9 +35,9 @@ from streamrl.types import Completion
 from streamrl.weights.transports.groups import address_towards
 
 GENERATE = "/inference/v1/generate"
-# Of an answer, beside its tokens, for each of them and for each of its candidates; with room to
-# spare.
-_ANSWER_BYTES, _TOKEN_BYTES, _CANDIDATE_BYTES = 2**20, 2**10, 2**7
+# Of an answer, beside its tokens, for each of them, and for each of its candidates and its experts
+# in a layer; with room to spare.
+_ANSWER_BYTES, _TOKEN_BYTES, _CANDIDATE_BYTES, _EXPERT_BYTES = 2**20, 2**10, 2**7, 2**3
 _RETRY_S = 5.0
 GAUGES: Names = {
     "num_active": ("vllm:num_requests_running", ""),
@@ -86,7 +87,9 @@ class VllmServer:
 
 def _answer_bytes(request: ServedRequest) -> int:
     per_token = _TOKEN_BYTES + _CANDIDATE_BYTES * num_asked(request.sampling)
-    return _ANSWER_BYTES + per_token * request.max_new_tokens
+    num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
+    of_experts = _EXPERT_BYTES * prod(request.expert_shape) * num_tokens
+    return _ANSWER_BYTES + per_token * request.max_new_tokens + of_experts
 
 
 class HttpVerbs:
@@ -222,4 +225,6 @@ def serve_options(config: RunConfig) -> list[str]:
     if num_candidates := most_asked(config):
         options |= {"--max-logprobs": num_candidates}
     words = [str(word) for option in options.items() for word in option]
+    if config.algorithm.records_experts:
+        words.append("--enable-return-routed-experts")
     return [*words, "--skip-tokenizer-init", "--enable-scale-out"]

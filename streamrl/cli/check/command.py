@@ -23,7 +23,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from streamrl.cli.check.data import check_prompts, check_sandbox, check_tools, check_user_code
+from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
 from streamrl.cli.check.devices import check_devices, check_host_memory
 from streamrl.cli.check.machine import (
     CHECKS,
@@ -53,10 +53,9 @@ from streamrl.run_folder import held_run
 
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_model,
-    check_prompts,
+    check_data,
     check_effects,
     check_user_code,
-    check_tools,
     check_sandbox,
     check_extras,
     check_devices,
@@ -203,10 +202,13 @@ def _lines(area: Area, found: Sequence[Finding]) -> Iterator[Text]:
 
 
 def _counted(found: Sequence[Finding]) -> str:
-    """
-    >>> _counted([])
-    '0 problems, 0 warnings'
+    """With what was looked at, since areas without either are not shown.
+
+    >>> _counted([Area.DATA.warning("a"), Area.MACHINE.ok("b")])
+    '0 problems, 1 warning; looked at: machine, data'
     """
     names = [str(finding.severity) for finding in found]
     counts = {name: names.count(name) for name in (Severity.PROBLEM, Severity.WARNING)}
-    return ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts.items())
+    counted = ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts.items())
+    areas = {finding.area for finding in found}
+    return f"{counted}; looked at: {', '.join(area for area in Area if area in areas)}"

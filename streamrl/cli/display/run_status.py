@@ -26,7 +26,7 @@ from streamrl.cli.display.numbers import (
     training_reward,
     wait_shares,
 )
-from streamrl.cli.display.summary import held_out_curve, validation_text
+from streamrl.cli.display.summary import held_out_curve, held_out_rows, validation_text
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose, pending
@@ -177,8 +177,10 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         )
     if (failures := failures_of(status.reading)) and not _is_finding(status.reading, failures):
         yield "failed", failures
-    if status.config is not None and (held_out := validation_text(status.config)):
-        yield "held-out", f"reward {held_out}"
+    if status.config is not None:
+        config = status.config
+        for name, held_out in held_out_rows(config.run.path, validation_text(config)):
+            yield "held-out", f"{name.removeprefix('held-out ')} {held_out}"
     waiting = waits_for(status.reading)
     if waiting and not status.reading.is_stalled:
         yield "waiting", waiting

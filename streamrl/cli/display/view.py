@@ -17,11 +17,13 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.display.numbers import (
     RECENT,
+    mean_of_last,
     metric_mean,
     rate,
     remaining,
@@ -123,7 +125,9 @@ def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
     """Where the run is, in one line, with the means of the last steps and what is to come."""
     step, *left = _place(config, lines)
     reward = (text for text in (reward_text(lines),) if text)
-    return "  ".join([step, *reward, *means(lines), *left])
+    recent = ", ".join(means(lines))
+    labeled = [f"{mean_of_last(len(lines[-RECENT:]))}: {recent}"] if recent else []
+    return "  ".join([step, *reward, *labeled, *left])
 
 
 def _place(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -144,7 +148,7 @@ def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield shown.format(value)
     generated = rate(lines[-RECENT:], "generator/tokens_per_s")
     if generated is not None:
-        yield f"{generated:,.0f} tokens/s"
+        yield f"{generated:,.0f} generated tokens/s"
 
 
 def read_wait(folder: Path) -> str:
@@ -208,16 +212,23 @@ def screen(
 
 
 class _Fitted(NamedTuple):
-    """The sample has the rows of the terminal that are left, or none."""
+    """The sample has the rows of the terminal that are left, or none; rows of the table for which
+    there is no room are counted."""
 
     above: Group
     sample: Panel | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        above = console.render_lines(self.above, options, new_lines=True)
+        left = console.height - len(above) - 1
+        if console.is_terminal and left < 0:
+            shown = above[: left - 1]
+            yield Segments([segment for line in shown for segment in line])
+            yield Text(f"{len(above) - len(shown)} more rows", style="dim")
+            return
         yield self.above
         if self.sample is None:
             return
-        left = console.height - len(console.render_lines(self.above, options)) - 1
         if not console.is_terminal or len(console.render_lines(self.sample, options)) <= left:
             yield self.sample
         elif left >= _SHORTEST_SAMPLE:
@@ -232,7 +243,7 @@ def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tu
     yield from held_out_rows(config.run.path, validation_text(config))
     recent = lines[-RECENT:]
     if texts := [text for text in (", ".join(means(lines)), step_parts(recent)) if text]:
-        yield f"last {len(recent)} steps", "\n".join(texts)
+        yield mean_of_last(len(recent)), "\n".join(texts)
 
 
 def step_parts(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -112,6 +112,8 @@ def _largest(points: Sequence[Point], name: str) -> float | None:
 
 
 def _link(page: str, run: Path) -> str:
-    """From the run's folder to the page, where this is a checkout; else ""."""
-    docs = Path(streamrl.__file__).parents[1] / "docs"
-    return os.path.relpath(docs / page, run) if docs.exists() else ""
+    """From the run's folder to the page, of the package or of a checkout."""
+    package = Path(streamrl.__file__).parent
+    own = package / "docs"
+    docs = own if own.exists() else package.parent / "docs"
+    return os.path.relpath(docs / page, run)

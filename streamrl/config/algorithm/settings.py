@@ -28,6 +28,7 @@ from streamrl.config.algorithm.advantages import (
     AdvantageSettings,
     UserAdvantageSettings,
 )
+from streamrl.config.algorithm.distillation import DistillationSettings
 from streamrl.config.algorithm.losses import (
     LOSS_SETTINGS,
     RATIO_FREE_LOSSES,
@@ -223,6 +224,12 @@ _PUBLISHED = {
         "DPPO is algorithm.loss: dppo_tv or dppo_kl with algorithm.proximal: behavior, and over "
         "the likeliest tokens with algorithm.loss_config.divergence_topk: 20"
     ),
+    "kimi_k1.5": (
+        "Kimi k1.5 is algorithm.loss: dro with algorithm.advantage: dr_grpo; its tau is "
+        "algorithm.loss_config.dro_beta"
+    ),
+    "a-3po": "A-3PO is algorithm.proximal: loglinear",
+    "optimal_token_baseline": "it is algorithm.advantage: otb",
     "a2c": "it is algorithm.advantage: gae with algorithm.loss: reinforce",
     "vtrace": "off-policy correction is algorithm.rollout_is",
     "impala": "off-policy correction is algorithm.rollout_is",
@@ -245,6 +252,9 @@ def _preset_or_record(value: object) -> object:
     return rollout_is_preset(value) if isinstance(value, str) else value
 
 
+RouterReplay = Literal["off", "record", "replay"]
+
+
 class AlgorithmSettings(Section):
     """Everything between trajectories and the gradient."""
 
@@ -252,21 +262,25 @@ class AlgorithmSettings(Section):
 
     advantage: str = "grpo"
     """Estimator of the advantage: gae, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, opob, gpg, or
-    PATH.py:FUNCTION."""
+    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, opob, otb, maxrl,
+    gdpo, gigpo, gpg, or PATH.py:FUNCTION."""
     advantage_config: SerializeAsAny[AdvantageSettings] = Field(default_factory=dict)  # type: ignore[assignment]
     """Numbers of the estimator: the record of the one that is chosen."""
     loss: str = "ppo"
-    """Policy loss: ppo, gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl,
-    vespo, topr, reinforce, dro, or PATH.py:FUNCTION."""
+    """Policy loss: ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv,
+    dppo_kl, vespo, topr, reinforce, dro, or PATH.py:FUNCTION."""
     loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
     """Numbers of the loss: the record of the one that is chosen."""
     rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
         ROLLOUT_IS_PRESETS["token_is"]
     )
     """Importance sampling for stale or mismatched generation: a preset's name or a record."""
-    proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
-    """The policy that ratios are taken to: a pass of its own, the behavior policy, or between."""
+    proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
+    """The policy that ratios are taken to: a pass of its own, the behavior policy, or between, by
+    log-probabilities or by probabilities."""
+    router_replay: RouterReplay = "off"
+    """Experts of a mixture-of-experts model: record those that the engine took for each token, and
+    train with the recorded ones (replay) or with the learner's own (record, for the metrics)."""
     rl_loss_coef: float = Field(default=1.0, ge=0)
     """Weight of the policy loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -277,6 +291,8 @@ class AlgorithmSettings(Section):
     """KL to the reference policy in the loss."""
     kl_reward: KlRewardSettings = KlRewardSettings()
     """KL to the reference policy in the reward."""
+    distillation: DistillationSettings | None = None
+    """Teachers whose log-probabilities make the advantage, or are added to it; null for none."""
     value: ValueSettings = ValueSettings()
     """The critic of advantage gae."""
     reward: RewardShapingSettings = RewardShapingSettings()
@@ -334,19 +350,40 @@ class AlgorithmSettings(Section):
         return self.kl_reward.coef > 0 or (self.kl_loss.coef > 0 and not self.kl_loss.is_exact)
 
     @property
+    def records_experts(self) -> bool:
+        """Whether generators record the experts of each token."""
+        return self.router_replay != "off"
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the advantage of the reward is part of a token's advantage."""
+        return self.distillation is None or self.distillation.reward_coef > 0
+
+    @property
+    def has_teachers(self) -> bool:
+        """Whether the learner holds teachers."""
+        return self.distillation is not None and bool(self.distillation.in_learner)
+
+    @property
     def needs_values(self) -> bool:
-        return self.advantage == "gae"
+        return self.advantage == "gae" and self.reads_rewards
 
     @property
     def needs_ratios(self) -> bool:
-        """Whether the advantage weighs trajectories by their ratios, so that the policy's
-        log-probabilities must be known before."""
-        return self.advantage == "opob"
+        """Whether the advantage is made of the policy's log-probabilities, which must be known
+        before: it weighs trajectories by their ratios, or teachers are compared with them."""
+        is_compared = self.distillation is not None and self.distillation.student == "proximal"
+        return is_compared or (self.advantage in ("opob", "otb") and self.reads_rewards)
+
+    @property
+    def needs_anchors(self) -> bool:
+        """Whether the advantage compares turns that answered the same observation."""
+        return self.advantage == "gigpo" and self.reads_rewards
 
     @property
     def needs_greedy_rewards(self) -> bool:
         """Whether generators add a greedy completion per prompt."""
-        return self.advantage == "remax"
+        return self.advantage == "remax" and self.reads_rewards
 
     @property
     def weighs_current_policy(self) -> bool:

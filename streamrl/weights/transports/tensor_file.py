@@ -11,7 +11,6 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
+from streamrl.durable_files import open_private
 from streamrl.errors import WeightTransferError
 
 _NAMES = {
@@ -73,7 +73,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     encoded += b" " * (-len(encoded) % 8)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     unfinished = path.with_name(path.name + _UNFINISHED)
-    with open(unfinished, "wb", opener=_open_private) as file:
+    with open(unfinished, "wb", opener=open_private) as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in tensors.values():
             file.write(_bytes_of(tensor))
@@ -181,13 +181,6 @@ class TensorFile:
         if size != expected:
             raise self.error(f"has {size} bytes instead of {expected}")
         return entries, metadata, 8 + length
-
-
-def _open_private(path: str, flags: int) -> int:
-    """A new file, never one that somebody has put there."""
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

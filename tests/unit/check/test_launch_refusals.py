@@ -235,10 +235,11 @@ LATER: Mapping[str, str] = {
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
         learners/checkpoints/contents learners/policy/decoding learners/policy/packing_check
-        learners/policy/sequence_parallel learners/policy/tensor_parallel
+        learners/policy/router_replay learners/policy/sequence_parallel
+        learners/policy/tensor_parallel
     """,
     "what other processes or an earlier run left, or send": """
-        buffers/journal/journal buffers/ledger/ledger
+        buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger
         learners/batch/packing learners/batch/training_batch learners/objective/targets
         learners/session learners/step_record
     """,

@@ -223,6 +223,8 @@ def test_only_what_streamrl_does_not_run_without_is_named_before_a_launch(monkey
 
 def test_the_ranges_are_those_of_the_installation():
     needed = {package.name: package for package in needed_packages() if package.extra != "dev"}
+    assert needed["ray"].extra == "ray", "although it asks for an extra of its own"
+    assert needed["ray"].specifier
     assert needed["torch"].extra == ""
     assert set(needed["torch"].specifier.split(",")) == {">=2.11", "<2.14"}
     assert needed["vllm"].extra == "vllm"
@@ -394,7 +396,7 @@ def test_a_problem_is_the_exit_code_and_a_warning_is_not(tmp_path, capsys, monke
     printed = capsys.readouterr().out
     assert "machine\n  ok       Python" in printed
     assert "  problem  10 open files a process\n           -> ulimit -n" in printed
-    assert re.search(r"^1 problem, \d+ warnings?$", printed, re.MULTILINE)
+    assert re.search(r"^1 problem, \d+ warnings?; looked at: machine$", printed, re.MULTILINE)
     assert main(["check", "--quiet"]) == 1
     assert "  ok " not in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [], "it makes nothing"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.check.data import check_prompts
+from streamrl.cli.check.data import check_data
 from streamrl.config import RunConfig
 
 OWN = """
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def warnings(**data: object) -> list[str]:
     sections = {"model": {"path": "unused"}, "data": data}
-    found = check_prompts(RunConfig.model_validate(sections))
+    found = check_data(RunConfig.model_validate(sections))
     return [f.sentence for f in found if f.sentence.startswith("data.eval_source")]
 
 
@@ -82,7 +82,7 @@ def test_a_source_that_breaks_later_is_named(folder):
         "model": {"path": "unused"},
         "data": {"source": "own.py:BreaksLater", "eval_source": "new.jsonl"},
     }
-    sentences = [f.sentence for f in check_prompts(RunConfig.model_validate(sections))]
+    sentences = [f.sentence for f in check_data(RunConfig.model_validate(sections))]
     assert any("prompt 1000 was NoneType" in sentence for sentence in sentences)
 
 
@@ -105,5 +105,5 @@ def test_a_scorer_that_pays_for_wrong_answers_is_named(folder):
         "model": {"path": "unused"},
         "data": {"source": "reasoning_gym:coin_flip", "reward": "task"},
     }
-    sentences = [f.sentence for f in check_prompts(RunConfig.model_validate(sections))]
+    sentences = [f.sentence for f in check_data(RunConfig.model_validate(sections))]
     assert any("scorer of reasoning_gym:coin_flip pays in full" in s for s in sentences)

@@ -1,13 +1,15 @@
 """`streamrl check` of the tools: made, used, and kept apart where they must be."""
 
 import string
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.make_model import make_tokenizer
-from streamrl.cli.check.data import check_tools
+from actors.rendering.renderer import ChatRenderer
+from streamrl.cli.check.data import _renderer, check_data, check_tools
 from streamrl.config import RunConfig
 from streamrl.findings import Severity
 from tests.unit.rendering.test_parsing import template
@@ -22,7 +24,10 @@ def found(tmp_path: Path, model: str = "model", **generator: Any) -> list[tuple[
             "generator": generator,
         }
     )
-    return [(finding.severity, finding.sentence) for finding in check_tools(config)]
+    return [
+        (finding.severity, finding.sentence)
+        for finding in check_tools(config, partial(_renderer, config))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,3 +101,27 @@ def test_schemas_that_leave_no_room_for_an_answer_are_found(
     )
     assert [one for one, _ in told] == ([] if severity is None else [severity])
     assert all("generator.tools: their schemas take 8" in sentence for _, sentence in told)
+
+
+def test_one_renderer_serves_the_prompts_and_the_tools_of_all_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer(string.printable)
+    tokenizer.chat_template = template("hermes")
+    tokenizer.save_pretrained(tmp_path / "model")
+    entry = {"environment": "tools", "weight": 1.0}
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "run", "folder": tmp_path, "evaluate": False},
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"source": "copy", "max_prompt_length": 100},
+            "generator": {"tools": ["calculator"], "max_model_len": 4000},
+            "environments": [{**entry, "name": "a"}, {**entry, "name": "b"}],
+        }
+    )
+    loaded, load = [], ChatRenderer.from_config
+    monkeypatch.setattr(
+        ChatRenderer, "from_config", lambda config: loaded.append(1) or load(config)
+    )
+    assert list(check_data(config))
+    assert len(loaded) == 1

@@ -43,26 +43,26 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("data.train_batch_size=64", "verl's name; here it is learner.groups_per_step"),
         (
             "learner.ppo_mini_batch_size=64",
-            "verl's name, by its last part alone; here it is learner.groups_per_step",
+            "what verl calls ppo_mini_batch_size is here learner.groups_per_step",
         ),
         ("rollout_importance_sampling=true", "ROLL's name; here it is algorithm.rollout_is"),
         (
             "algorithm.tis_threshold=2",
-            "ROLL's name, by its last part alone; here it is algorithm.rollout_is.threshold",
+            "what ROLL calls tis_threshold is here algorithm.rollout_is.threshold",
         ),
         (
             "algorithm.kl_coef=0.1",
-            "ROLL's name, by its last part alone; here it is algorithm.kl_reward.coef",
+            "what ROLL calls kl_coef is here algorithm.kl_reward.coef",
         ),
         ("num_generations=8", "TRL's name; here it is generator.group_size"),
         (
             "generator.max_completion_length=9",
-            "TRL's name, by its last part alone; here it is generator.max_new_tokens",
+            "what TRL calls max_completion_length is here generator.max_new_tokens",
         ),
         ("per_device_train_batch_size=1", "here it is learner.groups_per_step"),
         (
             "algorithm.mask_truncated_completions=true",
-            "TRL's name, by its last part alone; here it is algorithm.reward.truncated: mask",
+            "what TRL calls mask_truncated_completions is here algorithm.reward.truncated: mask",
         ),
         ("orchestrator.rollouts_per_example=8", "prime-rl's name; here it is generator.group_size"),
         ("orchestrator.batch_size=128", "prime-rl's name; here it is learner.groups_per_step, in"),
@@ -76,10 +76,13 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("eval.interval=9", "prime-rl's name; here it is validation.every"),
         (
             "algorithm.beta=0.1",
-            "TRL's name, by its last part alone; here it is algorithm.kl_loss.coef",
+            "what TRL calls beta is here algorithm.kl_loss.coef",
         ),
         ("temperature=0.7", "TRL's name; here it is generator.temperature"),
-        ("algorithm.loss_config.epsilon_high=0.3", "it is algorithm.loss_config.clip_ratio_high"),
+        (
+            "algorithm.loss_config.epsilon_high=0.3",
+            "TRL calls epsilon_high is here algorithm.loss_config.clip_ratio_high",
+        ),
         ("actor.freeze_vision_tower=true", "here it is learner.freeze_vision_tower"),
         ("actor_rollout_ref.model.lora_rank=8", "verl's name; here it is learner.lora.rank"),
         ("multi_turn.max_turns=4", "verl's name; here it is generator.episode.max_turns"),
@@ -122,7 +125,6 @@ def test_a_name_of_another_system_is_refused_with_ours(tmp_path, override, sente
     assert message.endswith(f"(--set {key})")
 
 
-LAST = "unknown key, by its last part alone"
 GROUPS = "learner.groups_per_step, in groups of generator.group_size responses"
 LENGTHS = "data.max_prompt_length for prompts and generator.max_new_tokens for responses"
 CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high"
@@ -131,10 +133,10 @@ CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_rati
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("learner.lr=1", f"{LAST}; here it is learner.optimizer.lr"),
+        ("learner.lr=1", "unknown key; what other systems call lr is here learner.optimizer.lr"),
         ("lr=1", "unknown key; here it is learner.optimizer.lr"),
         ("optimizer.lr=1", "unknown key; did you mean learner.optimizer.lr?"),
-        ("learner.temperature=1", "TRL's name, by its last part alone; here it is generator.t"),
+        ("learner.temperature=1", "what TRL calls temperature is here generator.t"),
         ("generator.max_staleness=1", "unknown key; did you mean buffer.max_staleness?"),
         ("loss=grpo", "unknown key; did you mean algorithm.loss?"),
         ("advantage=grpo", "unknown key; did you mean algorithm.advantage?"),
@@ -142,24 +144,39 @@ CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_rati
         ("generator.tensor_parallel_size=2", "generator.vllm.tensor_parallel_size"),
         ("max_setps=1", "unknown key; did you mean run.max_steps?"),
         ("batch_size=8", f"unknown key; here it is {GROUPS}"),
-        ("learner.batch_size=8", f"{LAST}; here it is {GROUPS}"),
-        ("data.batch_size=8", f"{LAST}; here it is {GROUPS}"),
+        (
+            "learner.batch_size=8",
+            f"unknown key; what other systems call batch_size is here {GROUPS}",
+        ),
+        ("data.batch_size=8", f"unknown key; what other systems call batch_size is here {GROUPS}"),
         ("epochs=3", "unknown key; here it is run.total_epochs"),
-        ("learner.num_epochs=3", f"{LAST}; here it is run.total_epochs"),
+        (
+            "learner.num_epochs=3",
+            "unknown key; what other systems call num_epochs is here run.total_epochs",
+        ),
         ("max_length=9", f"unknown key; here it is {LENGTHS}"),
-        ("data.max_length=9", f"{LAST}; here it is {LENGTHS}"),
-        ("generator.n=4", f"{LAST}; here it is generator.group_size"),
-        ("generator.max_tokens=4", f"{LAST}; here it is generator.max_new_tokens"),
+        ("data.max_length=9", f"unknown key; what other systems call max_length is here {LENGTHS}"),
+        ("generator.n=4", "unknown key; what other systems call n is here generator.group_size"),
+        (
+            "generator.max_tokens=4",
+            "unknown key; what other systems call max_tokens is here generator.max_new_tokens",
+        ),
         ("model.name=x", "unknown key; here it is model.path"),
         ("cluster.hosts=[{name: a}]", "(it has gone: start a Ray cluster on the machines, where"),
         ("cluster.silence_s=60", "there is no such setting here (it has gone: Ray says which"),
         ("data.path=x", "unknown key; here it is data.source"),
-        ("data.reward_function=x", f"{LAST}; here it is data.reward"),
-        ("algorithm.clip_eps=0.2", f"{LAST}; here it is {CLIP}"),
-        ("learner.save_every=9", f"{LAST}; here it is learner.checkpoint.every"),
-        ("learner.lora_r=8", "TRL's name, by its last part alone; here it is learner.lora.rank"),
+        (
+            "data.reward_function=x",
+            "unknown key; what other systems call reward_function is here data.reward",
+        ),
+        ("algorithm.clip_eps=0.2", f"unknown key; what other systems call clip_eps is here {CLIP}"),
+        (
+            "learner.save_every=9",
+            "unknown key; what other systems call save_every is here learner.checkpoint.every",
+        ),
+        ("learner.lora_r=8", "what TRL calls lora_r is here learner.lora.rank"),
         ("lora=true", "unknown key; here it is learner.lora"),
-        ("run.steps=9", f"{LAST}; here it is run.max_steps"),
+        ("run.steps=9", "unknown key; what other systems call steps is here run.max_steps"),
         ("algorithm.loss=grpo", "set algorithm.advantage: grpo and algorithm.loss: ppo"),
         ("algorithm.loss=GRPO", "was 'GRPO'; grpo is an advantage here"),
         ("algorithm.loss=dapo", "DAPO is algorithm.advantage: grpo and algorithm.loss: ppo with"),
@@ -192,6 +209,8 @@ def test_names_of_all_published_algorithms_lead_to_settings_that_are_valid(tmp_p
     for sentence in {*NOT_LOSSES.values(), *NOT_ADVANTAGES.values()}:
         named = re.findall(r"((?:algorithm|learner)\.[a-z_.]+): ([a-z0-9_.-]*[a-z0-9])", sentence)
         overrides = [f"{key}={value}" for key, value in named]
+        if "algorithm.advantage=gdpo" in overrides:
+            overrides = [*overrides, "algorithm.advantage_config.rewards={reward/exact: 1}"]
         load_config(tmp_path / "run.yaml", overrides, {})
 
 
@@ -259,7 +278,7 @@ def test_the_tables_are_read_without_torch_and_when_a_key_is_unknown_alone(tmp_p
         ("critic.optim.weight_decay", "here it is algorithm.value.weight_decay"),
         ("critic.model.path", "here it is algorithm.value.model_path"),
         ("actor_rollout_ref.actor.fsdp_config.qat.group_size", "quantization-aware training"),
-        ("distillation.distillation_loss.loss_mode", "(there is no distillation from a teacher)"),
+        ("distillation.distillation_loss.loss_mode", "(algorithm.distillation has its"),
         ("data.tool_config_path", "here it is generator.tools and generator.mcp_servers"),
         ("actor_rollout_ref.rollout.agent.num_workers", "here it is generator.max_num_seqs"),
     ],
@@ -281,8 +300,11 @@ def test_names_of_verl_that_end_as_others_do_are_its_own(tmp_path, key, sentence
         ("critic.training_args.learning_rate", "ROLL's name; here it is algorithm.value.lr"),
         ("train_infer_correction.is_weight.upper_bound", "it is algorithm.rollout_is.threshold"),
         ("actor_infer.generating_args.num_beams", "ROLL's name; there is no such setting here"),
-        ("something.num_generations", "TRL's name, by its last part alone; here it is generator."),
-        ("something.batch_size", f"{LAST}; here it is learner.groups_per_step"),
+        ("something.num_generations", "what TRL calls num_generations is here generator."),
+        (
+            "something.batch_size",
+            "unknown key; what other systems call batch_size is here learner.groups_per_step",
+        ),
     ],
 )
 def test_names_of_todays_releases_are_known(tmp_path, key, sentence):

@@ -282,3 +282,12 @@ def test_a_fraction_that_was_set_by_hand_stays_and_counts():
     assert fractions(make_plan(configured(generator=by_hand), one_host(1, 80))) == {}
     with pytest.raises(ConfigError, match=r"generator-1 needs at least 48 GiB"):
         make_plan(configured(generator={**by_hand, "count": 2}), one_host(1, 80))
+
+
+def test_teachers_in_the_learner_are_counted(folder):
+    shape = ModelShape.of_facts(EIGHT_B)
+    teachers = [{"name": "a", "path": "nowhere"}, {"name": "b", "url": "http://127.0.0.1:1"}]
+    algorithm = {"distillation": {"teachers": teachers}}
+    config = with_model(folder, algorithm=algorithm, learner={"num_ranks": 8})
+    parts = {p.name: p.num_bytes for p in LearnerMemory(config, shape, 8).need().parts}
+    assert parts["teachers"] == 4 * shape.num_parameters // 8

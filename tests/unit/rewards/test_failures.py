@@ -44,7 +44,7 @@ def test_failures_are_counted_by_reward_over_all_generators():
         "reward/own/num_failures": 1,
     }
     sentence = failed_groups(found)
-    assert sentence.startswith("3 of 4 groups failed; ")
+    assert sentence.startswith("3 of 4 groups up to version 0 failed; ")
     assert "; reward judge failed 3 times; reward own failed 1 times" in sentence
 
 

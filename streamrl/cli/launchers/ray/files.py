@@ -14,6 +14,7 @@ from typing import Any
 from streamrl.config import RunConfig
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.curve import make_keys
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Plan, gib
 from streamrl.run_folder import DATA_FILE
@@ -48,9 +49,7 @@ def write_secrets(given: RunConfig) -> None:
     if password is not None:
         copied[folder / _PASSWORD] = password
     for target, source in copied.items():
-        target.unlink(missing_ok=True)
-        with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(_content(source))
+        write_file(target, _content(source), is_private=True)
     if curve is None and not (folder / _SERVERS_ONLY).exists():
         make_keys(folder)
 

@@ -28,6 +28,7 @@ from streamrl import __version__
 from streamrl.cli.processes.child import launcher_line
 from streamrl.cli.processes.restarts import sentence_of
 from streamrl.config.addresses import bound_socket
+from streamrl.durable_files import write_file
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.placement.hosts import facts_here
 from streamrl.process_environment import processes_with
@@ -36,7 +37,6 @@ from streamrl.run_folder import held_run, move_aside
 MARK = "STREAMRL_PROCESS"
 NUM_PORTS = 3
 _TRIES = 100
-_PRIVATE = 0o600
 
 
 class Supervisor:
@@ -113,8 +113,8 @@ class Supervisor:
     def _write(self, files: bytes, private: Mapping[str, bytes], required: Sequence[str]) -> str:
         for path, content in private.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _PRIVATE), "wb") as file:
-                file.write(content)
+            # Another bundle of this node may write the same file, or read it.
+            write_file(Path(path), content, is_private=True)
         self._directory.mkdir(parents=True, exist_ok=True)
         if files:
             with tarfile.open(fileobj=io.BytesIO(files)) as archive:
@@ -180,7 +180,7 @@ class Supervisor:
         beside = str(Path(sys.executable).parent)
         own = {key: v for key, v in os.environ.items() if not key.startswith("RAY_")}
         with log.open("ab") as output:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=self._directory,
                 stdin=DEVNULL,
@@ -196,6 +196,16 @@ class Supervisor:
                 },
                 pass_fds=(pipe.descriptor,),
             )
+        _restore_priority(process.pid)
+        return process
+
+
+def _restore_priority(pid: int) -> None:
+    """Ray lets its workers yield to every other process of a node, by RAY_worker_niceness, and so
+    would what they start; as urgent as Ray itself, which is the parent here, it is as by `launch`.
+    Without the right to that it stays as it is."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
 
 
 def _plain(record: ErrorRecord | None) -> tuple[int, str, str] | None:

@@ -217,8 +217,7 @@ function makeEvents() {
 }
 
 function makeCheck({ holds, text, page, href }) {
-  const link = node(href ? "a" : "span", { className: "faint", textContent: page });
-  if (href) link.href = href;
+  const link = node("a", { className: "faint", textContent: page, href });
   return node("li", {}, node("b", { className: holds ? "good" : "fault", textContent: holds ? "\u2713" : "\u2717" }), `${text} `, link);
 }
 

@@ -42,10 +42,15 @@ class ForeignName(NamedTuple):
     def sentence(self, values: str = "", *, by_last_part: bool = False) -> str:
         """What a key that is this name is answered with, or one that has its last part alone;
         `values` are our settings, if the value has other names, too."""
-        whose = "unknown key" if self.system == USUAL else f"{self.system}'s name"
-        doubt = ", by its last part alone" if by_last_part else ""
-        here = "there is no such setting here" if self.here.startswith("(") else "here it is"
-        return f"{whose}{doubt}; {here} {values or self.here}"
+        has_none, is_usual = self.here.startswith("("), self.system == USUAL
+        if by_last_part:
+            calls = "other systems call" if is_usual else f"{self.system} calls"
+            here = "has no setting here" if has_none else "is here"
+            whose = f"unknown key; what {calls} {self.name.rpartition('.')[2]}"
+        else:
+            here = "there is no such setting here" if has_none else "here it is"
+            whose = "unknown key;" if is_usual else f"{self.system}'s name;"
+        return f"{whose} {here} {values or self.here}"
 
 
 @cache

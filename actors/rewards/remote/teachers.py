@@ -1,0 +1,273 @@
+"""Teachers behind a URL: the log-probability of each sampled token under an engine's model.
+
+    vLLM     POST /v1/completions with `prompt_logprobs`: of each token of the prompt, by its id
+    SGLang   POST /generate with `return_logprob` and `logprob_start_len`: (log-probability, id)
+
+A trajectory is the prompt of a request, which asks for as few new tokens as the engine allows; both
+engines answer at temperature 1 and over the whole vocabulary.
+
+Invariant: what is recorded is of the very tokens that were sampled: an answer with other ids, or of
+another length, or without a finite number, is none. A request that fails, is late or is answered so
+is made again; in the end the group fails with the reason, as where a reward does not score it.
+
+Before the first request an engine decodes a sample of the policy's token ids. If it makes another
+text of them its model has another tokenizer, and the generator ends; an engine without a tokenizer
+cannot be asked, which is logged.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct, structs
+from numpy.typing import NDArray
+
+from actors.concurrency import together
+from actors.rendering.renderer import ChatRenderer
+from actors.rewards.calls.limits import FinalError, RewardLimits
+from actors.rewards.remote.http import Service, ServiceSettings
+from streamrl.config.algorithm.distillation import DistillationSettings, TeacherSettings
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.types import Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+SETTING = "algorithm.distillation.teachers"
+NUM_COMPARED = 512
+"""Token ids of the policy, evenly over its vocabulary, that an engine decodes."""
+
+
+class VllmLogprob(Struct, frozen=True):
+    logprob: float
+
+
+class VllmChoice(Struct, frozen=True):
+    """`prompt_logprobs` [N]: of each token by its id; None for the first one."""
+
+    prompt_logprobs: list[dict[str, VllmLogprob] | None] | None = None
+
+
+class VllmAnswer(Struct, frozen=True):
+    """What `/v1/completions` answers."""
+
+    choices: list[VllmChoice]
+
+
+class SglangMeta(Struct, frozen=True):
+    """`input_token_logprobs`: [log-probability, id, text] from `logprob_start_len` on; the first
+    has no log-probability."""
+
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+
+
+class SglangAnswer(Struct, frozen=True):
+    """What `/generate` answers."""
+
+    meta_info: SglangMeta
+
+
+class DecodedTokens(Struct, frozen=True):
+    """What `/detokenize` answers: vLLM `prompt`, SGLang `text`."""
+
+    prompt: str | None = None
+    text: str | None = None
+
+
+class RemoteTeacher:
+    """One engine. `wanted` are token ids of the policy and the text that they stand for."""
+
+    def __init__(
+        self,
+        settings: TeacherSettings,
+        of_all: DistillationSettings,
+        place: int,
+        wanted: tuple[Sequence[int], str],
+    ) -> None:
+        assert settings.url is not None, "who has a path is in the learner"
+        self._settings = settings
+        self._field = f"{SETTING}.{place}"
+        self._wanted = wanted
+        self._model = {} if settings.model is None else {"model": settings.model}
+        self._comparing: asyncio.Task[None] | None = None
+        timeout_s = of_all.timeout_s
+        try:
+            given = ServiceSettings(url=settings.url, api_key_env=settings.api_key_env)
+            self._service = Service(given, timeout_s)
+        except ConfigError as error:
+            raise ConfigError(f"{self._field}.{error}") from error
+        self._limits = RewardLimits(
+            f"teacher {settings.name}",
+            timeout_s=timeout_s,
+            max_concurrent=of_all.max_concurrent,
+            retries=of_all.retries,
+        )
+
+    async def logprobs(self, trajectory: Trajectory) -> NDArray[np.float32]:
+        """[response tokens] nats. Waits for a slot, for the engine, and before each
+        further try.
+
+        Raises:
+            RolloutError: the last try failed, was late, or was answered with other tokens.
+            ConfigError: the engine's model has another tokenizer.
+        """
+        try:
+            return await self._limits.call(lambda: self._ask(trajectory), self._compared)
+        except RolloutError as error:
+            raise RolloutError(f"teacher {self._settings.name}: {error}") from error
+
+    async def _ask(self, trajectory: Trajectory) -> NDArray[np.float32]:
+        token_ids: list[int] = trajectory.token_ids.tolist()
+        first = int(trajectory.response_mask.argmax())
+        match self._settings.engine:
+            case "vllm":
+                found = await self._of_vllm(token_ids)
+            case "sglang":
+                found = await self._of_sglang(token_ids, max(first - 1, 0))
+        places = trajectory.response_mask.nonzero()[0].tolist()
+        column = [_finite(found.get(place), place, token_ids[place]) for place in places]
+        return np.array(column, np.float32)
+
+    async def _of_vllm(self, token_ids: list[int]) -> Mapping[int, float | None]:
+        """By the place of a token."""
+        body = {
+            **self._model,
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        answer = await self._service.post("/v1/completions", body, VllmAnswer)
+        rows = (answer.choices[0].prompt_logprobs or []) if answer.choices else []
+        _require_length(len(rows), len(token_ids))
+        pairs = enumerate(zip(rows, token_ids, strict=True))
+        return {i: row[str(own)].logprob for i, (row, own) in pairs if row and str(own) in row}
+
+    async def _of_sglang(self, token_ids: list[int], first: int) -> Mapping[int, float | None]:
+        """By the place of a token, from `first` on."""
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": first,
+        }
+        answer = await self._service.post("/generate", body, SglangAnswer)
+        rows = answer.meta_info.input_token_logprobs
+        _require_length(len(rows), len(token_ids) - first)
+        return {
+            first + i: logprob
+            for i, (logprob, own, _) in enumerate(rows)
+            if own == token_ids[first + i]
+        }
+
+    async def _compared(self) -> None:
+        """Waits for the one comparison of the tokenizers, which is made again if it failed."""
+        if self._comparing is None:
+            self._comparing = asyncio.create_task(self._compare())
+        task = self._comparing
+        try:
+            await asyncio.shield(task)
+        except RolloutError:
+            if self._comparing is task:
+                self._comparing = None
+            raise
+
+    async def _compare(self) -> None:
+        """Waits for the engine's tokenizer.
+
+        Raises:
+            RolloutError: it does not answer.
+            ConfigError: it is another one than the policy's.
+        """
+        token_ids, wanted = self._wanted
+        body = {**self._model, "tokens": token_ids, "skip_special_tokens": False}
+        try:
+            found = await self._service.post("/detokenize", body, DecodedTokens)
+        except FinalError as error:
+            log.warning("teacher %s: its tokenizer is not compared: %s", self._settings.name, error)
+            return
+        text = found.text if found.prompt is None else found.prompt
+        if text != wanted:
+            raise ConfigError(
+                f"{self._field}.url: the engine at {self._settings.url} has another tokenizer than "
+                f"the policy: of {len(token_ids)} token ids it makes {_shown(text, wanted)}; serve "
+                "a model with the policy's tokenizer, such as a larger one of its family"
+            )
+
+
+def _shown(text: str | None, wanted: str) -> str:
+    """Where the texts begin to differ."""
+    found = text or ""
+    pairs = enumerate(zip(found, wanted, strict=False))
+    start = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(found), len(wanted)))
+    return f"{found[start : start + 20]!r} where the policy has {wanted[start : start + 20]!r}"
+
+
+def _require_length(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise RolloutError(f"answered with {found} log-probabilities for {wanted} tokens")
+
+
+def _finite(logprob: float | None, place: int, token_id: int) -> float:
+    if logprob is None or not np.isfinite(logprob):
+        raise RolloutError(
+            f"answered without a log-probability of token {token_id}, the one at {place}"
+        )
+    return logprob
+
+
+class RemoteTeachers:
+    """Who teaches a prompt, of all of `algorithm.distillation`, and the answers of those by url."""
+
+    def __init__(self, settings: DistillationSettings, renderer: ChatRenderer) -> None:
+        self._settings = settings
+        wanted = renderer.vocabulary_sample(NUM_COMPARED)
+        self._teachers = {
+            teacher.name: RemoteTeacher(teacher, settings, place, wanted)
+            for place, teacher in enumerate(settings.teachers)
+            if teacher.url is not None
+        }
+
+    @property
+    def template(self) -> str | None:
+        """Of what they read in the place of the prompt."""
+        return self._settings.template
+
+    def named_by(self, row: Mapping[str, object]) -> str:
+        """The teacher that the row names; "" if all score it.
+
+        Raises:
+            RolloutError: the row names none that there is.
+        """
+        column = self._settings.column
+        if column is None:
+            return ""
+        known = [teacher.name for teacher in self._settings.teachers]
+        if (name := row.get(column)) not in known:
+            raise RolloutError(
+                f"column {column} of the row names teacher {name!r}; "
+                f"{did_you_mean(str(name), known)}"
+            )
+        return str(name)
+
+    async def score(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group with what its teachers by url answer. Waits for them.
+
+        Raises:
+            RolloutError: one of them did not score a trajectory.
+        """
+        chosen = [t for t in self._settings.by_url if group.teacher in ("", t.name)]
+        if not chosen:
+            return group
+        shown = group.teacher_prompt
+        seen = [t if shown is None else t.after(shown) for t in group.trajectories]
+        asked = [(t, teacher) for t in seen for teacher in chosen]
+        shares = np.array([self._settings.share(teacher) for teacher in chosen], np.float32)
+        answers = iter(await together([self._teachers[own.name].logprobs(t) for t, own in asked]))
+        scored = []
+        for t in group.trajectories:
+            of_responses = shares @ np.stack([next(answers) for _ in chosen])
+            column = np.zeros(t.num_tokens, np.float32)
+            column[t.response_mask] = of_responses
+            scored.append(structs.replace(t, teacher_logprobs=column))
+        return structs.replace(group, trajectories=tuple(scored))

@@ -1,0 +1,123 @@
+"""The teachers of `algorithm.distillation`: the log-probability of each sampled token under them.
+
+    teachers with a path    a pass without gradient here, as of the reference policy
+    teachers with a url     recorded with the trajectory, by the generator that asked
+
+Invariant: teachers read the policy's tokens and have its temperature; the result does not depend
+on how a batch is cut, nor on how it is divided among ranks, which call all of this together.
+Shapes: R response tokens, S trajectories.
+
+Where teachers are mixed, a token has the sum of their shares of log pi_k, so that with shares w_k
+that add up to 1 its advantage sum_k w_k (log pi_k - log pi) is minus the weighted reverse KL.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
+from learners.parallel.mesh import Mesh
+from learners.parallel.ranks import Ranks
+from learners.policy.loading import load_network, require_same_input, within_vocabulary
+from learners.policy.policy import Policy
+from streamrl.config import RunConfig
+from streamrl.config.algorithm.distillation import DistillationSettings
+from streamrl.errors import ConfigError, did_you_mean
+
+SETTING = "algorithm.distillation.teachers"
+
+
+class Teachers:
+    """`policies` are those of the teachers with a path, by name; `max_tokens` those of a pass."""
+
+    def __init__(
+        self,
+        settings: DistillationSettings,
+        policies: Mapping[str, Policy],
+        max_tokens: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._settings = settings
+        self._policies = policies
+        self._max_tokens = max_tokens
+        self._ranks = ranks or Ranks()
+
+    @classmethod
+    def from_config(cls, config: RunConfig, mesh: Mesh | None, ranks: Ranks | None) -> "Teachers":
+        """With the models of `path`.
+
+        Raises:
+            ConfigError: there is no such model, or it does not read the policy's tokens and images.
+        """
+        settings = config.algorithm.distillation
+        assert settings is not None, "who makes teachers has asked"
+        policies = {}
+        for place, teacher in enumerate(settings.teachers):
+            if teacher.path is not None:
+                setting = f"{SETTING}.{place}.path"
+                require_same_input(config, setting, teacher.path)
+                network = load_network(
+                    config, teacher.path, is_reference=True, mesh=mesh, setting=setting
+                )
+                policies[teacher.name] = Policy(network)
+        limit = config.learner.max_tokens_per_forward_pass.reference
+        return cls(settings, policies, limit or config.learner.max_tokens_per_micro_batch, ranks)
+
+    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """[R] in nats, on the CPU: of the teacher that the row names, or the weighted sum of all.
+
+        Raises:
+            ConfigError: groups came without what a generator has to record.
+        """
+        settings, num_tokens = self._settings, batch.sequences.num_tokens
+        chosen = self._chosen(batch)
+        total = torch.zeros(num_tokens)
+        asked = sorted({i for teacher in settings.by_url for i in chosen[teacher.name]})
+        own = [i for i in asked if i in batch.places]
+        total[batch.rows(own)] = _recorded(batch, own)
+        seen = batch.for_teachers(self._ranks) if settings.template else batch
+        for teacher in settings.in_learner:
+            if members := chosen[teacher.name]:
+                policy = self._policies[teacher.name]
+                micro_batches = self._cut(seen, policy, members)
+                total += settings.share(teacher) * policy.batch_logprobs(micro_batches, num_tokens)
+        return self._ranks.sum(total)
+
+    def _cut(
+        self, batch: TrainingBatch, policy: Policy, members: Sequence[int]
+    ) -> list[MicroBatch]:
+        network = policy.network
+        cut = batch.pack(
+            self._max_tokens, network.device, members, shares_prompts=network.shares_prompts
+        )
+        return within_vocabulary(network, cut)
+
+    def _chosen(self, batch: TrainingBatch) -> Mapping[str, Sequence[int]]:
+        """The trajectories that each teacher scores, of all ranks."""
+        known = [teacher.name for teacher in self._settings.teachers]
+        if self._settings.column is None:
+            return dict.fromkeys(known, range(len(batch)))
+        mine = {i: batch.teachers[place] for i, place in batch.places.items()}
+        gathered = self._ranks.gather(mine, dict[int, str])
+        names = {i: name for of_rank in gathered for i, name in of_rank.items()}
+        for name in set(names.values()) - set(known):
+            raise ConfigError(
+                f"algorithm.distillation.column: a group came for teacher {name!r}; "
+                f"{did_you_mean(name, known)}; start every daemon of a run with one configuration"
+            )
+        return {name: [i for i in sorted(names) if names[i] == name] for name in known}
+
+
+def _recorded(batch: TrainingBatch, members: Sequence[int]) -> torch.Tensor:
+    """[R of these trajectories of this rank] what the generators recorded."""
+    trajectories = [batch.trajectories[batch.places[i]] for i in members]
+    columns = [
+        t.teacher_logprobs[t.response_mask] for t in trajectories if t.teacher_logprobs is not None
+    ]
+    if len(columns) < len(trajectories):
+        raise ConfigError(
+            f"{SETTING}: groups came without the log-probabilities of the teachers by url: start "
+            "every daemon of a run with one configuration"
+        )
+    return torch.cat([torch.zeros(0), *map(torch.from_numpy, columns)])

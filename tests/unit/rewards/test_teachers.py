@@ -1,0 +1,276 @@
+"""Teachers by url: what engines answer, in the formats of their releases, and what is no answer."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from actors.prompts.rows import for_teachers
+from actors.rendering.renderer import ChatRenderer
+from actors.rewards.remote.teachers import RemoteTeachers
+from streamrl.config.algorithm.distillation import DistillationSettings
+from streamrl.config.data import DataSettings
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.interfaces import Prompt
+from streamrl.types import TrajectoryGroup
+from tests.tiny_model import make_llama, make_tokenizer
+from tests.training import make_groups
+from tests.unit.rewards.services import Service, serving
+
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+TOKENIZER = make_tokenizer()
+GROUP = structs.replace(make_groups(num_groups=1, group_size=3)[0], teacher="", teacher_prompt=None)
+
+
+def renderer() -> ChatRenderer:
+    return ChatRenderer(make_tokenizer(), DataSettings(source="addition", max_prompt_length=10))
+
+
+def logprobs_of(token_ids: list[int]) -> list[float]:
+    """Of each token but the first, under the tiny model."""
+    ids = torch.tensor(token_ids)
+    with torch.no_grad():
+        logits = make_llama().eval()(input_ids=ids[None]).logits[0]
+    return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+
+
+def detokenized(body: dict[str, Any], name: str) -> tuple[int, Any]:
+    return 200, {name: TOKENIZER.decode(body["tokens"]), "id": "unread"}
+
+
+def vllm(body: dict[str, Any]) -> tuple[int, Any]:
+    """As vLLM 0.26: `prompt_logprobs` 0 has the token itself alone, with its rank."""
+    if "tokens" in body:
+        return detokenized(body, "prompt")
+    assert (body["max_tokens"], body["prompt_logprobs"]) == (1, 0)
+    rows = [
+        {str(own): {"logprob": logprob, "rank": 3, "decoded_token": "x"}}
+        for own, logprob in zip(body["prompt"][1:], logprobs_of(body["prompt"]), strict=True)
+    ]
+    choice = {"index": 0, "text": "x", "prompt_logprobs": [None, *rows], "finish_reason": "length"}
+    return 200, {"id": "cmpl-1", "choices": [choice], "usage": {"prompt_tokens": len(rows) + 1}}
+
+
+def sglang(body: dict[str, Any]) -> tuple[int, Any]:
+    """As SGLang: from `logprob_start_len` on, without one of that token itself."""
+    if "tokens" in body:
+        return detokenized(body, "text")
+    assert body["return_logprob"]
+    first, ids = body["logprob_start_len"], body["input_ids"]
+    logprobs = [None, *logprobs_of(ids)[first:]]
+    rows = [[logprob, own, None] for logprob, own in zip(logprobs, ids[first:], strict=True)]
+    return 200, {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": rows}}
+
+
+def teachers(*urls: str, engine: str = "vllm", **settings: Any) -> RemoteTeachers:
+    named = [{"name": f"t{i}", "url": url, "engine": engine} for i, url in enumerate(urls)]
+    section = {"teachers": named, "retries": 0, **settings}
+    return RemoteTeachers(DistillationSettings.model_validate(section), renderer())
+
+
+async def scored(answer: Answer, delay_s: float = 0.0, **settings: Any) -> TrajectoryGroup:
+    async with serving(answer, delay_s) as service:
+        return await teachers(service.url, **settings).score(GROUP)
+
+
+def wanted_of(group: TrajectoryGroup) -> list[np.ndarray[Any, Any]]:
+    return [
+        np.where(t.response_mask, [0.0, *logprobs_of(t.token_ids.tolist())], 0)
+        for t in group.trajectories
+    ]
+
+
+@pytest.mark.parametrize(("answer", "engine"), [(vllm, "vllm"), (sglang, "sglang")])
+def test_each_sampled_token_has_the_log_probability_that_the_engine_answers(
+    answer: Answer, engine: str
+):
+    group = asyncio.run(scored(answer, engine=engine))
+    for t, wanted in zip(group.trajectories, wanted_of(GROUP), strict=True):
+        assert t.teacher_logprobs is not None
+        assert t.teacher_logprobs.dtype == np.float32
+        np.testing.assert_allclose(t.teacher_logprobs, wanted, atol=1e-5)
+
+
+def test_an_engine_reads_what_stands_in_the_place_of_the_prompt():
+    async def run() -> tuple[TrajectoryGroup, list[list[int]]]:
+        async with serving(vllm) as service:
+            shown = np.array([7, 8, 9, 10], np.int32)
+            group = structs.replace(GROUP, teacher_prompt=shown)
+            group = await teachers(service.url).score(group)
+            return group, [body["prompt"] for _, _, body in service.requests if "prompt" in body]
+
+    group, asked = asyncio.run(run())
+    for t, token_ids in zip(group.trajectories, asked, strict=True):
+        response = t.token_ids[t.response_mask].tolist()
+        assert token_ids == [7, 8, 9, 10, *response]
+        assert t.teacher_logprobs is not None
+        found = t.teacher_logprobs[t.response_mask]
+        np.testing.assert_allclose(found, logprobs_of(token_ids)[3:], atol=1e-5)
+        assert not t.teacher_logprobs[~t.response_mask].any()
+
+
+def test_two_teachers_are_weighed_and_a_row_chooses_one():
+    async def run() -> tuple[TrajectoryGroup, TrajectoryGroup, list[Service]]:
+        async with serving(vllm) as first, serving(vllm) as second:
+            mixed = await teachers(first.url, second.url).score(GROUP)
+            one = teachers(first.url, second.url, column="who")
+            group = structs.replace(GROUP, teacher=one.named_by({"who": "t1"}))
+            first.requests.clear()
+            return mixed, await one.score(group), [first, second]
+
+    mixed, chosen, services = asyncio.run(run())
+    for group in (mixed, chosen):
+        for t, wanted in zip(group.trajectories, wanted_of(GROUP), strict=True):
+            np.testing.assert_allclose(t.teacher_logprobs, wanted, atol=1e-5)
+    assert not services[0].requests
+    assert chosen.teacher == "t1"
+
+
+def changed(change: Callable[[list[Any]], Any]) -> Answer:
+    """vLLM whose `prompt_logprobs` are not what was asked for."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        status, value = vllm(body)
+        if "tokens" not in body:
+            change(value["choices"][0]["prompt_logprobs"])
+        return status, value
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (changed(lambda rows: rows.pop()), r"t0: answered with \d+ log-probabilities for \d+ tok"),
+        (changed(lambda rows: rows.append(None)), "log-probabilities for"),
+        (changed(lambda rows: rows.__setitem__(-1, None)), "without a log-probability of token"),
+        (
+            changed(lambda rows: rows.__setitem__(-1, {"99999": {"logprob": -1.0}})),
+            "without a log-probability of token",
+        ),
+        (lambda body: (500, {"error": "broken"}), "answered with 500: broken"),
+        (lambda body: (200, {"choices": []}), "answered with 0 log-probabilities"),
+        (lambda body: (200, {"choices": "none"}), "unexpected answer"),
+    ],
+)
+def test_an_answer_that_is_none_fails_the_group_with_the_reason(answer: Answer, sentence: str):
+    def known(body: dict[str, Any]) -> tuple[int, Any]:
+        return vllm(body) if "tokens" in body else answer(body)
+
+    with pytest.raises(RolloutError, match=sentence):
+        asyncio.run(scored(known))
+
+
+def test_a_late_teacher_fails_the_group_with_the_reason():
+    with pytest.raises(RolloutError, match=r"not answered within .*0.2 s"):
+        asyncio.run(scored(vllm, delay_s=3.0, timeout_s=0.2))
+
+
+def test_a_request_that_fails_is_made_again():
+    numbers = {"failed": 0}
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        if "tokens" not in body and numbers["failed"] < 2:
+            numbers["failed"] += 1
+            return 503, {"error": "busy"}
+        return vllm(body)
+
+    group = asyncio.run(scored(answer, retries=2))
+    assert numbers["failed"] == 2
+    assert all(t.teacher_logprobs is not None for t in group.trajectories)
+
+
+def test_one_that_is_away_is_asked_again_and_the_tokenizers_are_compared_then():
+    numbers = {"compared": 0}
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        numbers["compared"] += "tokens" in body
+        return (502, {}) if "tokens" in body and numbers["compared"] == 1 else vllm(body)
+
+    asyncio.run(scored(answer, retries=1))
+    assert numbers["compared"] == 2
+
+
+def test_no_more_requests_at_a_time_than_the_teacher_may_have():
+    async def run() -> int:
+        async with serving(vllm, 0.01) as service:
+            await teachers(service.url, max_concurrent=1).score(GROUP)
+            return service.most
+
+    assert asyncio.run(run()) == 1
+
+
+def test_another_tokenizer_is_refused_with_what_it_makes_of_the_ids():
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        return (200, {"prompt": "something else"}) if "tokens" in body else vllm(body)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(scored(answer))
+    error = caught.value.exceptions[0]
+    assert isinstance(error, ConfigError)
+    assert "algorithm.distillation.teachers.0.url" in str(error)
+    assert "has another tokenizer than the policy: of" in str(error)
+    assert "'something else' where the policy has" in str(error)
+
+
+def test_an_engine_without_a_tokenizer_is_taken_at_its_word(caplog: pytest.LogCaptureFixture):
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        return (404, {"detail": "Not Found"}) if "tokens" in body else vllm(body)
+
+    asyncio.run(scored(answer))
+    assert "teacher t0: its tokenizer is not compared" in caplog.text
+
+
+def test_a_row_that_names_no_teacher_fails_its_group():
+    both = teachers("http://127.0.0.1:1", "http://127.0.0.1:2", column="who")
+    with pytest.raises(RolloutError, match="row names teacher 't2'; allowed: t0, t1"):
+        both.named_by({"who": "t2"})
+    with pytest.raises(RolloutError, match="column who of the row names teacher None"):
+        both.named_by({})
+
+
+def test_a_key_that_is_not_there_is_refused():
+    named = {"name": "a", "url": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}
+    settings = DistillationSettings.model_validate({"teachers": [named]})
+    with pytest.raises(ConfigError, match=r"teachers\.0\.api_key_env: there is no variable"):
+        RemoteTeachers(settings, renderer())
+
+
+ROW = {"hint": "carry the one", "steps": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("7 + 6 =", "7 + 6 = (carry the one: 13)"),
+        (
+            ({"role": "system", "content": "Add."}, {"role": "user", "content": "7 + 6 ="}),
+            (
+                {"role": "system", "content": "Add."},
+                {"role": "user", "content": "7 + 6 = (carry the one: 13)"},
+            ),
+        ),
+    ],
+)
+def test_a_template_makes_what_teachers_read_of_the_row(content: Any, shown: Any):
+    template = "{{ prompt }} ({{ hint }}: {{ answer }})"
+    assert for_teachers(template, Prompt(content, "13", ROW)).content == shown
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "sentence"),
+    [
+        ("{{ hnit }}", "7", "distillation.template: 'hnit' is undefined"),
+        ("{{ hint", "7", "distillation.template: unexpected end of template"),
+        ("{{ hint }}", ({"role": "system", "content": "x"},), "has no message of the user"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_fails_the_group(
+    template: str, content: Any, sentence: str
+):
+    with pytest.raises(RolloutError, match=sentence):
+        for_teachers(template, Prompt(content, "13", ROW))

@@ -1,0 +1,255 @@
+"""Teachers in the learner: whose log-probabilities each token gets, and what a step makes of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from learners.batch.training_batch import TrainingBatch
+from learners.checkpoints.restore import load_trainer
+from learners.policy.teachers import Teachers
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.types import TrajectoryGroup
+from streamrl.types.packed import PackedGroup, pack
+from tests.tiny_model import VOCAB_SIZE, make_llama, make_tokenizer, save_llama
+from tests.training import make_config, make_groups, make_teachers, make_trainer
+from tests.unit.test_critic import save_value
+
+TWO = [{"name": "a", "path": "t"}, {"name": "b", "path": "t", "weight": 3.0}]
+URL = {"name": "far", "url": "http://127.0.0.1:1", "weight": 3.0}
+
+
+def configure(**distillation: Any) -> RunConfig:
+    learner = {"max_tokens_per_micro_batch": 60}
+    return make_config(algorithm={"distillation": distillation}, learner=learner)
+
+
+def teachers_of(config: RunConfig) -> Teachers:
+    teachers = make_teachers(config)
+    assert teachers is not None
+    return teachers
+
+
+def logprobs_under(scale: float, batch: TrainingBatch) -> torch.Tensor:
+    """[R] of the tiny model with its head times `scale`, by a plain pass over each trajectory."""
+    model = make_llama().eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(scale)
+        rows = []
+        for t in batch.trajectories:
+            ids = torch.from_numpy(t.token_ids).long()
+            logprobs = (
+                model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+            )
+            own = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+            rows.append(own[torch.from_numpy(t.response_mask)[1:]])
+    return torch.cat(rows)
+
+
+def recorded(group: TrajectoryGroup, value: float) -> TrajectoryGroup:
+    """With this log-probability of each sampled token under the teachers by url."""
+    members = tuple(
+        structs.replace(t, teacher_logprobs=np.where(t.response_mask, value, 0).astype(np.float32))
+        for t in group.trajectories
+    )
+    return structs.replace(group, trajectories=members)
+
+
+def batch_of(groups: Sequence[TrajectoryGroup]) -> TrainingBatch:
+    return TrainingBatch.of(groups, policy_version=4)
+
+
+def test_they_are_those_of_a_plain_pass():
+    batch = batch_of(make_groups())
+    found = teachers_of(configure(teachers=[{"path": "t"}])).logprobs(batch)
+    torch.testing.assert_close(found.double(), logprobs_under(2.0, batch), rtol=0, atol=2e-5)
+
+
+def test_mixed_teachers_are_weighed_and_one_by_a_row_scores_its_own_alone():
+    batch = batch_of(make_groups())
+    first, second = logprobs_under(2.0, batch), logprobs_under(3.0, batch)
+    mixed = teachers_of(configure(teachers=TWO)).logprobs(batch).double()
+    torch.testing.assert_close(mixed, 0.25 * first + 0.75 * second, rtol=0, atol=2e-5)
+    named = teachers_of(configure(teachers=TWO, column="teacher")).logprobs(batch).double()
+    is_first = batch.sequences.expand(torch.tensor([name == "a" for name in batch.teachers]))
+    torch.testing.assert_close(named, torch.where(is_first, first, second), rtol=0, atol=2e-5)
+
+
+def after(group: TrajectoryGroup) -> TrajectoryGroup:
+    """With its responses after what teachers read."""
+    assert group.teacher_prompt is not None
+    return structs.replace(
+        group, trajectories=tuple(t.after(group.teacher_prompt) for t in group.trajectories)
+    )
+
+
+def test_teachers_read_what_stands_in_the_place_of_the_prompt_if_there_is_a_template():
+    groups = make_groups()
+    teachers = teachers_of(configure(teachers=[{"path": "t"}], template="{{prompt}}"))
+    found = teachers.logprobs(batch_of(groups)).double()
+    wanted = logprobs_under(2.0, batch_of([after(group) for group in groups]))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    plain = [structs.replace(group, teacher_prompt=None) for group in groups]
+    own = teachers.logprobs(batch_of(plain)).double()
+    torch.testing.assert_close(own, logprobs_under(2.0, batch_of(groups)), rtol=0, atol=2e-5)
+
+
+def test_what_a_generator_recorded_is_added_and_must_be_there():
+    teachers = teachers_of(configure(teachers=[{"name": "a", "path": "t"}, URL]))
+    batch = batch_of([recorded(group, -0.5) for group in make_groups()])
+    wanted = 0.25 * logprobs_under(2.0, batch) - 0.5
+    torch.testing.assert_close(teachers.logprobs(batch).double(), wanted, rtol=0, atol=2e-5)
+    with pytest.raises(ConfigError, match="came without the log-probabilities of the teachers by"):
+        teachers.logprobs(batch_of(make_groups()))
+
+
+def test_a_group_of_an_unknown_teacher_is_refused():
+    teachers = teachers_of(configure(teachers=TWO, column="teacher"))
+    groups = [structs.replace(group, teacher="bb") for group in make_groups()]
+    with pytest.raises(ConfigError, match="for teacher 'bb'; did you mean 'b'"):
+        teachers.logprobs(batch_of(groups))
+
+
+def test_a_group_keeps_what_was_recorded():
+    group = recorded(make_groups()[0], -1.5)
+    first, *others = group.trajectories
+    group = structs.replace(
+        group, trajectories=(structs.replace(first, teacher_logprobs=None), *others)
+    )
+    found = wire.decode(wire.encode(pack(group)), PackedGroup).group()
+    assert found.teacher == "a"
+    np.testing.assert_array_equal(found.teacher_prompt, group.teacher_prompt)
+    assert (found.trajectories[0].teacher_logprobs == 0).all()
+    for ours, theirs in zip(found.trajectories[1:], others, strict=True):
+        np.testing.assert_array_equal(ours.teacher_logprobs, theirs.teacher_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [
+        (lambda mask: np.full(len(mask), -1, np.float32), "0 where response_mask is off"),
+        (lambda mask: np.where(mask, np.nan, 0).astype(np.float32), "NaN or infinite"),
+        (lambda mask: np.zeros(len(mask) - 1, np.float32), "differ in length"),
+    ],
+)
+def test_a_trajectory_holds_one_log_probability_per_sampled_token(column: Any, sentence: str):
+    trajectory = make_groups()[0].trajectories[0]
+    with pytest.raises(ValueError, match=sentence):
+        structs.replace(trajectory, teacher_logprobs=column(trajectory.response_mask))
+
+
+@pytest.mark.parametrize("student", ["behavior", "proximal"])
+@pytest.mark.parametrize("reward_coef", [0.0, 0.5])
+def test_the_advantage_is_the_difference_beside_that_of_the_reward(
+    student: str, reward_coef: float
+):
+    own = {"teachers": [{"path": "t"}], "coef": 2.0, "student": student}
+    algorithm = {"distillation": {**own, "reward_coef": reward_coef}, "rollout_is": "token_is"}
+    learner = {"max_tokens_per_micro_batch": 60}
+    trainer = make_trainer(make_config(algorithm=algorithm, learner=learner))
+    plain = make_trainer(make_config(algorithm={"rollout_is": "token_is"}, learner=learner))
+    batch = batch_of(make_groups())
+    advantages = {}
+    for name, one in {"ours": trainer, "plain": plain}.items():
+        found, metrics = one._targets.collect(batch, one._pack(batch))
+        advantages[name] = found.advantages
+        if name == "ours":
+            taught = metrics
+    student_logprobs = (
+        batch.behavior_logprobs if student == "behavior" else logprobs_under(1, batch)
+    )
+    difference = logprobs_under(2.0, batch) - student_logprobs
+    wanted = reward_coef * advantages["plain"] + 2.0 * difference
+    torch.testing.assert_close(advantages["ours"].double(), wanted.double(), rtol=0, atol=1e-4)
+    kl = batch.sequences.mean(-difference).mean()
+    assert taught["reward/teacher_kl"] == pytest.approx(float(kl), abs=1e-5)
+
+
+def test_a_sequence_whose_teacher_is_not_finite_leaves_the_step():
+    config = configure(teachers=[{"path": "t"}])
+    trainer = make_trainer(config)
+    model = trainer._targets._teachers._policies["teacher"].model  # type: ignore[union-attr]
+    groups = make_groups()
+    token = int(groups[0].trajectories[0].token_ids[0])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = torch.nan
+    metrics = trainer.step(batch_of(groups))
+    assert 1 <= metrics["learner/num_nonfinite_sequences"] < 20
+    assert all(p.isfinite().all() for p in trainer.policy.parameters().values())
+
+
+def save_models(folder: Path) -> None:
+    save_llama(folder / "model", vocab_size=VOCAB_SIZE + 8)
+    save_value(folder / "teacher")
+    for name in ("model", "teacher"):
+        make_tokenizer().save_pretrained(folder / name)
+
+
+def loaded(folder: Path, teacher: str) -> RunConfig:
+    distillation = {"teachers": [{"path": str(folder / teacher)}]}
+    return make_config(
+        model={"path": str(folder / "model")}, algorithm={"distillation": distillation}
+    )
+
+
+def test_a_teacher_of_another_family_without_the_rows_that_pad_the_policy_teaches(tmp_path: Path):
+    save_models(tmp_path)
+    trainer, _ = load_trainer(loaded(tmp_path, "teacher"), None)
+    ids = np.where([False, True, True, True], VOCAB_SIZE + 3, 5).astype(np.int32)
+    first = make_groups()[0].trajectories[0]
+    mask = np.array([False, True, True, True])
+    padded = structs.replace(
+        first,
+        token_ids=ids,
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -1, 0).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+    )
+    group = structs.replace(make_groups()[0], trajectories=(padded, *[first] * 3))
+    assert np.isfinite(trainer.step(batch_of([group]))["actor/loss"])
+
+
+def test_another_tokenizer_is_refused_with_the_token(tmp_path: Path):
+    save_models(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"teachers\.0\.path: .* another tokenizer .* 'extra'"):
+        load_trainer(loaded(tmp_path, "teacher"), None)
+
+
+def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path):
+    save_models(tmp_path)
+    with pytest.raises(ConfigError, match=r"algorithm\.distillation\.teachers\.0\.path"):
+        load_trainer(loaded(tmp_path, "nothing"), None)
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ({"kl_reward": {"coef": 0.1}}, "the advantage is that of the teachers alone, so it cannot"),
+        ({"advantage_config": {"whiten": True}}, "set algorithm.distillation.reward_coef"),
+        ({"reward": {"norm_mean": "group"}}, "so it cannot act"),
+        ({"loss": "topr"}, "tells trajectories apart by their rewards"),
+    ],
+)
+def test_what_acts_on_rewards_alone_is_refused_beside_teachers_alone(
+    section: dict[str, Any], sentence: str
+):
+    distillation = {"teachers": [{"path": "t"}]}
+    with pytest.raises(ValueError, match=sentence):
+        make_config(algorithm={"distillation": distillation, **section})
+    make_config(algorithm={"distillation": {**distillation, "reward_coef": 1.0}, **section})
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}])
+def test_a_teacher_by_url_needs_the_plain_distribution(setting: dict[str, Any]):
+    with pytest.raises(ValueError, match=f"generator.{next(iter(setting))} .*from another distrib"):
+        make_config(algorithm={"distillation": {"teachers": [URL]}}, generator=setting)
+    make_config(algorithm={"distillation": {"teachers": [{"path": "t"}]}}, generator=setting)

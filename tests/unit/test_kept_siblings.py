@@ -1,0 +1,190 @@
+"""Finished siblings outlast their generator: the next one samples the others alone."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from actors import generator
+from actors.episode_record import Rollout, Segment, Span
+from actors.generator import Generator
+from streamrl import wire
+from streamrl.config.generator import OversampleSettings
+from streamrl.interfaces import CompletionHandle
+from streamrl.types import (
+    Completion,
+    DropReason,
+    FinishReason,
+    Media,
+    SamplingParams,
+    SiblingHeader,
+    TokenSets,
+    TrajectoryGroup,
+    Turn,
+    replace,
+)
+from tests.records import lease_one
+from tests.unit.test_generator import LEASE_TTL_S, FakeEngine, Run, make_ledger
+
+DEAD, ALIVE = 11, 22
+
+
+class UnevenEngine(FakeEngine):
+    """Of each prompt the first completions end at once, the others when `open` is set; `mark` is
+    their only token."""
+
+    def __init__(self, mark: int, num_at_once: int, *, is_open: bool = False) -> None:
+        super().__init__()
+        self._mark, self._num_at_once = mark, num_at_once
+        if not is_open:
+            self.open.clear()
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
+    ) -> Completion:
+        if self.begun.count(len(prompt)) >= self._num_at_once:
+            return await super().generate(prompt, sampling, handle)
+        self.begun.append(len(prompt))
+        return self._completion(prompt, 2, FinishReason.STOP)
+
+    def _completion(self, prompt: Sequence[int], count: int, reason: FinishReason) -> Completion:
+        known = super()._completion(prompt, count, reason)
+        return replace(known, token_ids=np.full(count, self._mark, np.int32))
+
+
+@pytest.fixture(autouse=True)
+def kept_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "KEEP_EVERY_S", 0.02)
+
+
+def make_run() -> Run:
+    return Run(group_size=3, max_num_seqs=12)
+
+
+def generator_of(run: Run, engine: FakeEngine, **changes: object) -> Generator:
+    runner = dataclasses.replace(run.runner, **{"group_size": 3, "engine": engine, **changes})
+    return Generator(run.config, "g", runner, run.learner.client())
+
+
+def num_kept(run: Run) -> list[int]:
+    entries = map(run.state.ledger.entry, range(run.books.next_prompt_index))
+    return [len(entry.siblings) for entry in entries if entry]
+
+
+async def leave_siblings(run: Run, num_finished: int, **changes: object) -> None:
+    """Of four groups; their generator disappears without a word."""
+    await run.learner.attach(0, None)
+    dead = generator_of(run, UnevenEngine(DEAD, num_finished), **changes)
+    running = asyncio.create_task(dead.run())
+    await run.until(lambda: num_kept(run) == [num_finished] * 4)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def groups_of(run: Run, engine: FakeEngine, **changes: object) -> list[TrajectoryGroup]:
+    """Those that a generator puts for these prompts, which then leaves."""
+    alive = generator_of(run, engine, **changes)
+    running = asyncio.create_task(alive.run())
+    await run.until(lambda: run.books.buffered == 4)
+    alive.stop()
+    await running
+    return list(await run.learner.fetch(range(4)))
+
+
+def marks(group: TrajectoryGroup) -> Counter[int]:
+    return Counter(int(trajectory.token_ids[-1]) for trajectory in group.trajectories)
+
+
+async def test_a_generator_that_dies_leaves_its_finished_siblings_to_the_next():
+    run = make_run()
+    await leave_siblings(run, 2)
+    engine = UnevenEngine(ALIVE, 0, is_open=True)
+    groups = await groups_of(run, engine)
+    assert [marks(group) for group in groups] == [{DEAD: 2, ALIVE: 1}] * 4
+    assert len(engine.begun) == 4
+    stats = run.state.stats(0.0)
+    assert (stats.books.granted, stats.books.dropped) == (8, {DropReason.EXPIRED: 4})
+    assert (stats.lengths.sampled.num_responses, stats.lengths.sampled.num_tokens) == (12, 24)
+    assert stats.books.balanced
+
+
+async def test_one_that_leaves_with_unfinished_groups_leaves_all_that_is_finished(monkeypatch):
+    monkeypatch.setattr(generator, "KEEP_EVERY_S", 3600.0)
+    run = make_run()
+    await run.learner.attach(0, None)
+    leaving = generator_of(run, UnevenEngine(DEAD, 1))
+    running = asyncio.create_task(leaving.run())
+    await run.until(lambda: leaving._engine.num_running == 8)
+    leaving.stop()
+    await running
+    assert run.state.ledger.live_leases() == ()
+    engine = UnevenEngine(ALIVE, 0, is_open=True)
+    assert [marks(group) for group in await groups_of(run, engine)] == [{DEAD: 1, ALIVE: 2}] * 4
+
+
+async def test_groups_that_finish_at_once_keep_nothing():
+    run = make_run()
+    puts = []
+    run.state.on_sibling = puts.append
+    await run.learner.attach(0, None)
+    await groups_of(run, UnevenEngine(ALIVE, 0, is_open=True))
+    assert puts == []
+
+
+async def test_a_sibling_that_was_left_is_the_first_to_finish():
+    run = make_run()
+    oversample = OversampleSettings(num_siblings=2, keep="first_finished")
+    await leave_siblings(run, 2, oversample=oversample)
+    engine = UnevenEngine(ALIVE, 1)
+    engine.at_stop = 0
+    groups = await groups_of(run, engine, oversample=oversample)
+    assert [marks(group) for group in groups] == [{DEAD: 2, ALIVE: 1}] * 4
+    assert [len(group.discarded_lengths) for group in groups] == [2] * 4
+
+
+async def test_a_sibling_that_cannot_be_read_is_sampled_again(caplog):
+    run = make_run()
+    await run.learner.attach(0, None)
+    lease = await lease_one(run.learner, "dead/1", "dead", 0.0)
+    sibling = SiblingHeader(number=0, lease_id=lease.lease_id, oldest_version=0, num_tokens=2)
+    await run.learner.put_sibling(sibling, b"junk")
+    run.state.ledger.end_lease("dead/1", DropReason.EXPIRED)
+    groups = await groups_of(run, UnevenEngine(ALIVE, 0, is_open=True))
+    assert [marks(group) for group in groups] == [{ALIVE: 3}] * 4
+    assert "sibling 0 of prompt 0: not a StreamRL message" in caplog.text
+
+
+async def test_a_buffer_that_has_lost_the_siblings_gets_them_again():
+    run = make_run()
+    await run.learner.attach(0, None)
+    held = generator_of(run, UnevenEngine(DEAD, 1))
+    running = asyncio.create_task(held.run())
+    await run.until(lambda: num_kept(run) == [1] * 4)
+    run.state.__init__(make_ledger(), lease_ttl_s=LEASE_TTL_S)
+    await run.learner.attach(0, None)
+    # It may have leased others before it was told of the loss.
+    await run.until(lambda: sum(num_kept(run)) >= 2)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def test_a_rollout_passes_the_wire_as_it_is():
+    ids, version = np.array([5, 6], np.int32), np.array([3, 4], np.int32)
+    candidates = TokenSets(np.array([2, 1], np.int32), np.array([5, 7, 6], np.int32))
+    sampled = Span(ids, np.array([-1.0, -2.0], np.float32), version, False, candidates)
+    read = Span(ids, np.zeros(2, np.float32), np.full(2, -1, np.int32))
+    turn = Turn(num_observation_tokens=2, num_completion_tokens=2, finish_reason=FinishReason.STOP)
+    media = Media.image(b"bytes")
+    rollout = Rollout(
+        (Segment((read, sampled), (turn,), (media,)), Segment((sampled,), (turn,))),
+        {"num_turns": 2.0},
+        FinishReason.MAX_TURNS,
+        (5, 6),
+        ({"role": "user", "content": [{"type": "text", "text": "2+2"}]},),
+    )
+    read_again = wire.decode(wire.encode(rollout), Rollout)
+    assert repr(read_again) == repr(rollout)
+    assert (read_again.oldest_version, read_again.num_sampled_tokens) == (3, 4)
