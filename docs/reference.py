@@ -167,7 +167,7 @@ def _types(annotation: Any) -> Iterator[str]:
         yield f"[{', '.join(kind for argument in arguments for kind in _types(argument))}]"
     elif origin in (tuple, list):
         yield f"list of {' or '.join(_types(arguments[0]))}"
-    elif origin is dict:
+    elif origin in (dict, Mapping):
         yield "record"
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "section"

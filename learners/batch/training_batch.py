@@ -19,17 +19,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts, offsets_within
 from learners.batch.packing import Beginnings, beside_each_other, owners_of, pack
 from learners.parallel.ranks import Ranks
 from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.sequences import Sequences
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, did_you_mean
 from streamrl.types import (
     GREEDY_REWARD,
     INVALID_TURNS,
@@ -307,6 +310,30 @@ class TrainingBatch:
             lengths[i] = seen[place].num_tokens
         return replace(self, trajectories=seen, lengths=tuple(ranks.sum(lengths).tolist()))
 
+    def recorded(self, names: Sequence[str], ranks: Ranks) -> torch.Tensor:
+        """[S, K] the metrics of these names, of all ranks, which call it together.
+
+        Raises:
+            ConfigError: a trajectory came without one of them.
+        """
+        rows = [[t.metrics.get(name, math.nan) for name in names] for t in self.trajectories]
+        own = torch.tensor(self.owners) == self.rank
+        columns = ranks.sum(_among(own, torch.tensor(rows).view(-1, len(names))))
+        for name, column in zip(names, columns.unbind(1), strict=True):
+            if bool(column.isnan().any()):
+                known = {known for t in self.trajectories for known in t.metrics}
+                raise ConfigError(
+                    f"algorithm.advantage_config.rewards: names {name!r}, which the environment "
+                    f"did not record of every episode; {did_you_mean(name, known)}"
+                )
+        return columns
+
+    def anchors(self, ranks: Ranks) -> torch.Tensor:
+        """[R] int64, see `AdvantageInput.anchors`; of all ranks, which call it together."""
+        columns = [np.zeros(0, np.int64), *map(_anchors, self.trajectories)]
+        own = self.sequences.expand(torch.tensor(self.owners) == self.rank)
+        return ranks.sum(_among(own, torch.from_numpy(np.concatenate(columns))))
+
     def pack(
         self,
         max_tokens: int,
@@ -411,6 +438,27 @@ def _outcome(trajectory: Trajectory) -> tuple[float, ...]:
         metrics.get("difficulty", 0.0),
         metrics.get(GREEDY_REWARD, math.nan),
     )
+
+
+def _anchors(trajectory: Trajectory) -> NDArray[np.int64]:
+    """[R] at the last token of each run of response tokens, a hash of the tokens before the run."""
+    is_response = np.concatenate([[False], trajectory.response_mask, [False]])
+    edges = np.flatnonzero(is_response[1:] != is_response[:-1])
+    starts, ends = edges[::2], edges[1::2]
+    column = np.zeros(trajectory.num_response_tokens, np.int64)
+    # Pictures are other ones behind the same tokens.
+    salt = str(uuid4()) if trajectory.media else ""
+    observed = zip([0, *ends[:-1]], starts, strict=True) if len(ends) else ()
+    column[np.cumsum(ends - starts) - 1] = [
+        _hash(trajectory.token_ids[first:last], salt) for first, last in observed
+    ]
+    return column
+
+
+def _hash(token_ids: NDArray[np.int32], salt: str) -> int:
+    """Not 0, and the same in every process."""
+    digest = blake2b(token_ids.tobytes(), digest_size=7, key=salt.encode()).digest()
+    return int.from_bytes(digest) + 1
 
 
 def _responses(trajectories: Sequence[Trajectory], field: str, dtype: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from learners.batch.training_batch import TrainingBatch
+from learners.parallel.ranks import Ranks
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
 from streamrl.algorithms.kl import (
     AdaptiveKL,
@@ -34,6 +35,7 @@ from streamrl.algorithms.rewards import (
     token_rewards,
 )
 from streamrl.config.algorithm import AlgorithmSettings
+from streamrl.config.algorithm.advantages import GdpoSettings
 from streamrl.config.learner import LearnerSettings
 
 
@@ -99,11 +101,12 @@ class CreditAssigner:
         reference_logprobs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
         teacher_logprobs: torch.Tensor | None = None,
+        ranks: Ranks | None = None,
     ) -> CreditAssignment:
-        """Credit for the whole batch.
+        """Credit for the whole batch, the same on all ranks, which call it together.
 
-        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob
-        and teachers, too; the values [R] are for gae.
+        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob,
+        otb and teachers, too; the values [R] are for gae.
         """
         config, episodes = self._config, batch.episodes
         sequences = episodes.sequences
@@ -131,15 +134,16 @@ class CreditAssigner:
         if kl is not None:
             self._kl.update(float(kl.mean()), len(sequences))
         baseline = episodes.each(batch.greedy_rewards) if config.needs_greedy_rewards else None
-        groups = episodes.each(batch.group_indices)
         advantage_input = AdvantageInput(
             rewards,
-            groups,
+            episodes.each(batch.group_indices),
             sequences,
             values,
             baseline,
             logprobs=proximal_logprobs,
             behavior_logprobs=batch.behavior_logprobs,
+            components=self._components(batch, ranks or Ranks()),
+            anchors=batch.anchors(ranks or Ranks()) if config.needs_anchors else None,
         )
         advantages, of_teachers = self._advantages(advantage_input, teacher_logprobs)
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
@@ -187,6 +191,13 @@ class CreditAssigner:
             case "inductive":
                 return batch.environment_indices
         return batch.group_indices
+
+    def _components(self, batch: TrainingBatch, ranks: Ranks) -> torch.Tensor | None:
+        """[E, K] the rewards that gdpo adds; None for other advantages."""
+        numbers = self._config.advantage_config
+        if not isinstance(numbers, GdpoSettings):
+            return None
+        return batch.episodes.each(batch.recorded(tuple(numbers.rewards), ranks))
 
     def _loss_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
         config, episodes = self._config.reward, batch.episodes

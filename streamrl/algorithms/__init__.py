@@ -5,7 +5,7 @@ no formula has a mask. The modules, in the order a step uses them:
 
     rewards      shape trajectory rewards, put them on tokens
     advantages   ADVANTAGES: gae, grpo, dr_grpo, rloo, reinforce_plus_plus, remax, opo, ...
-    proximal     the policy that ratios are taken to: recompute, behavior or loglinear
+    proximal     the policy that ratios are taken to: recompute, behavior, loglinear or linear
     rollout_is   weights for stale or mismatched generation, and the metrics of the mismatch
     losses       POLICY_LOSSES: ppo, gspo, cispo, clip_cov, geo_mean, sapo, vespo, ...; aggregate;
                  LOSS_SETTINGS and ADVANTAGE_SETTINGS name the record of numbers of each

@@ -22,6 +22,8 @@ from streamrl.config.algorithm.advantages import (
     AdvantageSettings,
     DiscountSettings,
     GaeSettings,
+    GdpoSettings,
+    GigpoSettings,
     GpgAdvantageSettings,
     GroupNormSettings,
 )
@@ -53,15 +55,25 @@ class AdvantageInput:
     baseline: Tensor | None = None
     """[S] reward of the greedy rollout of the same prompt; remax needs it."""
     logprobs: Tensor | None = None
-    """[R] nats, under the policy at the start of the batch; opob needs them."""
+    """[R] nats, under the policy at the start of the batch; opob and otb need them."""
     behavior_logprobs: Tensor | None = None
-    """[R] nats, under the distribution sampled from; opob needs them."""
+    """[R] nats, under the distribution sampled from; opob and otb need them."""
+    squared_probabilities: Tensor | None = None
+    """[R] their sum over the vocabulary, under the same policy as `logprobs`; otb reads them."""
+    components: Tensor | None = None
+    """[S, K] the rewards that `GdpoSettings.rewards` names, in its order; gdpo needs them."""
+    anchors: Tensor | None = None
+    """[R] int64, at a turn's last token what it answered: equal for turns before which the same
+    tokens were observed; 0 elsewhere. gigpo needs them."""
     reduce: Callable[[Moments], Moments] | None = None
     """Merges this shard's moments with those of the others before whitening."""
 
     def __post_init__(self) -> None:
         num_tokens, num_sequences = self.sequences.num_tokens, len(self.sequences)
-        per_token = ("token_rewards", "values", "logprobs", "behavior_logprobs")
+        per_token = (
+            *("token_rewards", "values", "logprobs", "behavior_logprobs"),
+            *("squared_probabilities", "anchors"),
+        )
         rows = dict.fromkeys(per_token, num_tokens)
         rows |= {"groups": num_sequences, "baseline": num_sequences}
         for name, count in rows.items():
@@ -82,7 +94,7 @@ class AdvantageInput:
         return whiten(values, moments if self.reduce is None else self.reduce(moments))
 
 
-class AdvantageConfig(GaeSettings, GroupNormSettings, GpgAdvantageSettings):
+class AdvantageConfig(GaeSettings, GpgAdvantageSettings, GdpoSettings, GigpoSettings):
     """The numbers of all estimators in one record, which every estimator accepts: for Python code
     that sweeps over them. A configuration has the record of one estimator."""
 
@@ -122,7 +134,7 @@ def reinforce_plus_plus(batch: AdvantageInput, config: DiscountSettings) -> Tens
 
 def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the group mean, whitened over tokens (arXiv 2501.03262)."""
-    centered = batch.sequences.expand(_centered(batch, Groups.of(batch.groups)))
+    centered = batch.sequences.expand(_centered(batch.returns, Groups.of(batch.groups)))
     return _whitened(centered, batch, config)
 
 
@@ -134,17 +146,12 @@ def _whitened(values: Tensor, batch: AdvantageInput, config: AdvantageSettings) 
 
 def grpo(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
     """(s - mean) / (std + 1e-6) over the group (arXiv 2402.03300); a group of one keeps s."""
-    groups = Groups.of(batch.groups)
-    advantages = _centered(batch, groups)
-    if config.norm_adv_by_std:
-        std = torch.where(groups.alone, 1.0, groups.std(batch.returns))
-        advantages = advantages / (std + 1e-6)
-    return batch.to_tokens(advantages)
+    return batch.to_tokens(_relative(batch.returns, Groups.of(batch.groups), config))
 
 
 def dr_grpo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s - mean (Dr. GRPO, arXiv 2503.20783)."""
-    return batch.to_tokens(_centered(batch, Groups.of(batch.groups)))
+    return batch.to_tokens(_centered(batch.returns, Groups.of(batch.groups)))
 
 
 def grpo_passk(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
@@ -168,7 +175,7 @@ def rloo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the mean of the siblings (RLOO, arXiv 2402.14740); a group of one keeps s."""
     groups = Groups.of(batch.groups)
     sizes = groups.sizes[groups.index]
-    return batch.to_tokens(_centered(batch, groups) * sizes / (sizes - 1).clamp(min=1))
+    return batch.to_tokens(_centered(batch.returns, groups) * sizes / (sizes - 1).clamp(min=1))
 
 
 def remax(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
@@ -181,7 +188,7 @@ def remax(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
 def opo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """s less the group mean weighted by length (OPO, arXiv 2505.23585); a group of one keeps s."""
     lengths = batch.sequences.lengths.to(batch.token_rewards.device).double()
-    return batch.to_tokens(_centered(batch, Groups.of(batch.groups), weights=lengths))
+    return batch.to_tokens(_centered(batch.returns, Groups.of(batch.groups), weights=lengths))
 
 
 def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
@@ -203,11 +210,108 @@ def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     return batch.to_tokens(torch.where(groups.alone, batch.returns, batch.returns - baseline))
 
 
+_LARGEST_TOKEN_RATIO = 2.0
+"""As verl bounds the weights that it scales the energies by, where nothing else is said."""
+
+
+def otb(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
+    """Reward to go G_t less the optimal baseline of its place in the response, sum(W_t G_t) /
+    sum(W_t) over the siblings that have a token there (OTB, arXiv 2602.07078; the same place as in
+    verl, compute_optimal_token_baseline_advantage). Where only one has, G_t is kept.
+
+    W_t is the energy of the response so far, the sum over j <= t of the squared norm of the
+    gradient of log p_j with respect to the logits, 1 - 2 p + sum over the vocabulary of p^2, times
+    the square of the token's ratio to the behavior policy, at most 2. Without that sum, as in a
+    run, the norm is taken from log-probabilities alone as in opob, as (1 - p)^2, which is between
+    half of it and all of it. The proof is for data on policy.
+    """
+    sequences, groups = batch.sequences, Groups.of(batch.groups)
+    logprobs = _required(batch.logprobs, "logprobs", "otb").double()
+    behavior = _required(batch.behavior_logprobs, "behavior_logprobs", "otb").double()
+    ratios = (logprobs - behavior).exp().clamp(max=_LARGEST_TOKEN_RATIO)
+    lengths = sequences.lengths.to(logprobs.device)
+    starts = sequences.expand(lengths.cumsum(0) - lengths)
+    energies = logprobs.expm1().square()
+    if batch.squared_probabilities is not None:
+        energies = 1 - 2 * logprobs.exp() + batch.squared_probabilities
+    energies = energies * ratios.square() + _SMALLEST_NORM
+    before = torch.cat([energies.new_zeros(1), energies.cumsum(0)])
+    weights = before[1:] - before[starts]
+    places = torch.arange(len(logprobs), device=logprobs.device) - starts
+    at_place = Groups.of(sequences.expand(groups.index) * max(sequences.longest, 1) + places)
+    to_go = discounted_sum(batch.token_rewards.double(), sequences, 1.0)
+    baseline = at_place.mean(to_go, weights)
+    advantages = torch.where(at_place.alone, to_go, to_go - baseline)
+    return advantages.to(batch.token_rewards.dtype)
+
+
+def maxrl(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
+    """(s - mean) / mean over the group, 0 where the mean is not above 0 (MaxRL, arXiv 2602.02710):
+    the gradient of the log of the chance to succeed, to the order that the group's size allows, so
+    that a prompt weighs more the harder it is.
+
+    For rewards of 0 and 1. With other positive ones it is the gradient of the log of the expected
+    reward; negative ones have no such meaning. A group of one has no advantage.
+    """
+    groups, scores = Groups.of(batch.groups), batch.returns
+    mean = groups.mean(scores)
+    relative = (scores - mean) / torch.where(mean > 0, mean, 1.0)
+    return batch.to_tokens(torch.where(mean > 0, relative, 0.0))
+
+
+def gdpo(batch: AdvantageInput, config: GdpoSettings) -> Tensor:
+    """The sum over several rewards of weight (s_k - mean) / (std + 1e-6), each over the group, then
+    whitened over the batch's tokens (GDPO, arXiv 2601.05242; verl).
+
+    Of one reward it is grpo, whitened. A reward that all siblings have alike adds nothing, however
+    large; one with little spread counts as much as one with a lot. A group of one keeps its
+    rewards. `token_rewards`, and so what shapes them, are not read.
+    """
+    components = _required(batch.components, "components", "gdpo").double()
+    groups, weights = Groups.of(batch.groups), list(config.rewards.values())
+    parts = zip(weights, components.unbind(1), strict=True)
+    total = torch.zeros_like(components[:, 0])
+    for weight, scores in parts:
+        total = total + weight * _relative(scores, groups, config)
+    return _whitened(batch.sequences.expand(total), batch, config)
+
+
+def gigpo(batch: AdvantageInput, config: GigpoSettings) -> Tensor:
+    """grpo of the episode plus `step_weight` times the same of the turn: the return of a turn,
+    discounted by `turn_gamma` a turn, relative to the turns of the group that answered the same
+    observation (GiGPO, arXiv 2505.10978).
+
+    With `algorithm.reward.placement: turn` the rewards of turns are discounted back from where they
+    were given, else that of the episode from its end. Observations are the same if their tokens
+    are, so one that counts turns or tells the episode's past seldom is, and none of an episode with
+    images; a turn that alone answered its observation has the episode's advantage. In episodes of
+    one turn it is grpo times 1 + `step_weight`.
+    """
+    anchors = _required(batch.anchors, "anchors", "gigpo")
+    rewards, groups = batch.token_rewards.double(), Groups.of(batch.groups)
+    turns, of_turn = _turns(anchors, batch.sequences)
+    owners = torch.arange(len(batch.sequences)).repeat_interleave(turns.lengths)
+    earned = rewards.new_zeros(turns.num_tokens).index_add_(0, of_turn, rewards)
+    returns = discounted_sum(earned, turns, config.turn_gamma)
+    answered = torch.stack([groups.index[owners], anchors[anchors != 0]], 1)
+    met = Groups.of(torch.unique(answered, dim=0, return_inverse=True)[1])
+    steps = torch.where(met.alone, 0.0, _relative(returns, met, config))
+    episodes = batch.sequences.expand(_relative(batch.returns, groups, config))
+    return (episodes + config.step_weight * steps[of_turn]).to(batch.token_rewards.dtype)
+
+
+def _turns(anchors: Tensor, sequences: Sequences) -> tuple[Sequences, Tensor]:
+    """How many turns each sequence has, and [R] which turn, of all, a token is of."""
+    is_end = anchors != 0
+    counts = sequences.sum(is_end.double()).long()
+    return Sequences.from_lengths(counts), is_end.cumsum(0) - is_end.long()
+
+
 def gpg(batch: AdvantageInput, config: GpgAdvantageSettings) -> Tensor:
     """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
     scores = batch.returns
     scale = len(scores) / scores.count_nonzero().clamp(min=1) / config.f_norm
-    return batch.to_tokens(scale * _centered(batch, Groups.of(batch.groups)))
+    return batch.to_tokens(scale * _centered(batch.returns, Groups.of(batch.groups)))
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -222,6 +326,10 @@ ADVANTAGES: dict[str, Advantage] = {
     "remax": remax,
     "opo": opo,
     "opob": opob,
+    "otb": otb,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+    "gigpo": gigpo,
     "gpg": gpg,
 }
 
@@ -267,9 +375,17 @@ def discounted_sum(values: Tensor, sequences: Sequences, discount: float) -> Ten
     return total
 
 
-def _centered(batch: AdvantageInput, groups: Groups, weights: Tensor | None = None) -> Tensor:
-    """[S] s less the group's mean; without siblings s itself, as in verl."""
-    scores = batch.returns
+def _relative(scores: Tensor, groups: Groups, config: GroupNormSettings) -> Tensor:
+    """[S] (score - mean) / (std + 1e-6); without siblings the score itself."""
+    centered = _centered(scores, groups)
+    if not config.norm_adv_by_std:
+        return centered
+    std = torch.where(groups.alone, 1.0, groups.std(scores))
+    return centered / (std + 1e-6)
+
+
+def _centered(scores: Tensor, groups: Groups, weights: Tensor | None = None) -> Tensor:
+    """[S] the score less the group's mean; without siblings the score itself, as in verl."""
     return torch.where(groups.alone, scores, scores - groups.mean(scores, weights))
 
 

@@ -14,7 +14,9 @@ choices:
 - behavior: there is none; the loss's ratio is current/behavior, clipped as in plain PPO, and only
   losses without a ratio get importance weights;
 - loglinear: no pass either; its log-probability is taken to lie between behavior and current, as
-  far as the versions say (AReaL).
+  far as the versions say (A-3PO, arXiv 2512.06547; AReaL);
+- linear: the same of the probability itself, which AReaL has beside it. It is at least as large as
+  that of loglinear (of two numbers' means the arithmetic one), most where the two policies differ.
 """
 
 import torch
@@ -57,7 +59,10 @@ def proximal_logprobs(
     if mode == "behavior":
         return behavior
     lag = staleness.abs().to(torch.promote_types(logprobs.dtype, torch.float32))
-    return torch.lerp(behavior.to(lag.dtype), logprobs.detach().to(lag.dtype), lag / (lag + 1))
+    behavior, current = behavior.to(lag.dtype), logprobs.detach().to(lag.dtype)
+    if mode == "linear":
+        return torch.logaddexp(behavior, current + lag.log()) - lag.log1p()
+    return torch.lerp(behavior, current, lag / (lag + 1))
 
 
 def weighed_logprobs(config: AlgorithmSettings, logprobs: Tensor, proximal: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from streamrl.metrics import Merge, find
 
 _ADVANTAGES = frozenset(
     {"reinforce", "grpo", "dr_grpo", "grpo_passk", "rloo", "remax", "opo", "opob"}
+    | {"otb", "maxrl", "gigpo"}
 )
 _LOSSES = frozenset(
-    {"ppo", "gspo", "gpg", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo"}
+    {"ppo", "gspo", "luspo", "gpg", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo"}
     | {"topr", "reinforce", "dro"}
 )
 
@@ -84,9 +85,7 @@ def _shapes_over_the_batch(config: RewardShapingSettings) -> bool:
 
 
 def _loss_mode(config: AlgorithmSettings) -> AggregationMode:
-    if config.loss in SEQUENCE_MEAN_LOSSES:
-        return "seq-mean-token-mean"
-    return config.loss_config.loss_agg_mode
+    return SEQUENCE_MEAN_LOSSES.get(config.loss, config.loss_config.loss_agg_mode)
 
 
 def _has_one_denominator(config: AlgorithmSettings) -> bool:

@@ -137,9 +137,10 @@ class Groups:
         return (self.sizes == 1)[self.index]
 
     def mean(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[S], weighted by `weights` [S]."""
+        """[S], weighted by `weights` [S]; 0 where they add up to 0."""
         weights = torch.ones_like(scores) if weights is None else weights
-        return (self._sum(weights * scores) / self._sum(weights).clamp(min=1))[self.index]
+        total = self._sum(weights)
+        return (self._sum(weights * scores) / torch.where(total == 0, 1.0, total))[self.index]
 
     def mean_by_log_weights(self, scores: Tensor, log_weights: Tensor) -> Tensor:
         """[S], weighted by exp(`log_weights` [S]), of which each group uses the differences."""

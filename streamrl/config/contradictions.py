@@ -29,7 +29,10 @@ _OURS_OF_ENGINES = {
     ),
 }
 """Arguments of engines that correctness needs as they are."""
-_COMPARE_SIBLINGS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob")
+_COMPARE_SIBLINGS = (
+    *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob"),
+    *("otb", "maxrl", "gdpo", "gigpo"),
+)
 
 
 def micro_batch_too_small(c: "RunConfig") -> str | None:
@@ -323,6 +326,33 @@ def shaped_beside_a_greedy_reward(c: "RunConfig") -> str | None:
     return None
 
 
+def several_rewards_of_no_name(c: "RunConfig") -> str | None:
+    algorithm = c.algorithm
+    if algorithm.advantage != "gdpo" or getattr(algorithm.advantage_config, "rewards", None):
+        return None
+    return (
+        "algorithm.advantage gdpo adds the rewards that algorithm.advantage_config.rewards names, "
+        "each normalized, and it names none; set it to metrics of the environment, each with its "
+        "weight, such as {reward/math: 1.0, reward/format: 0.5}"
+    )
+
+
+def reward_that_is_none_of_the_run(c: "RunConfig") -> str | None:
+    named = getattr(c.algorithm.advantage_config, "rewards", ())
+    labels = {reward.label for reward in c.data.rewards}
+    if c.algorithm.advantage != "gdpo" or not labels or len(c.entries) > 1:
+        return None
+    for name in named:
+        prefix, _, label = name.partition("/")
+        if prefix == "reward" and label.partition("/")[0] not in labels:
+            known = [f"reward/{label}" for label in labels]
+            return (
+                f"algorithm.advantage_config.rewards: names {name!r}, none of data.rewards; "
+                + did_you_mean(name, known)
+            )
+    return None
+
+
 def token_that_silences_its_sequence(c: "RunConfig") -> str | None:
     """geo_mean multiplies the weights of a sequence."""
     correction, weights_act = c.algorithm.rollout_is, not c.algorithm.ratio_holds_correction
@@ -601,6 +631,8 @@ CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
     warmup_longer_than_run_of_a_critic,
     decay_of_all_of_a_critic,
     shaped_beside_a_greedy_reward,
+    several_rewards_of_no_name,
+    reward_that_is_none_of_the_run,
     token_that_silences_its_sequence,
     alone_in_its_group,
     nothing_to_differ_from,

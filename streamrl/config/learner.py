@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.section import (
@@ -20,10 +20,19 @@ from streamrl.errors import ConfigError
 from streamrl.types.ranges import MAX_GROUPS
 
 
+def _is_made_at_the_end(steps: object) -> object:
+    if steps in (None, 0, -1, "never"):
+        raise ValueError(
+            f"was {steps!r}; a checkpoint frees the groups of the buffer that it contains, so one "
+            "is made at the end at least: a number above run.max_steps leaves that one alone"
+        )
+    return steps
+
+
 class CheckpointSettings(Section):
     """When the learner saves its state, what of it, and how many saved states it keeps."""
 
-    every: Positive = 50
+    every: Annotated[Positive, BeforeValidator(_is_made_at_the_end)] = 50
     """Steps between checkpoints; one is always made at the end."""
     keep: Positive = 2
     """Newest complete checkpoints kept; those in abandoned/ are not counted and not deleted."""
@@ -271,6 +280,16 @@ class ProfilerSettings(Section):
     profiler: `nsys profile --capture-range=cudaProfilerApi streamrl learner ...`."""
 
 
+def _needs_no_scaler(dtype: object) -> object:
+    if dtype in ("float16", "fp16", "half"):
+        raise ValueError(
+            f"was {dtype!r}; gradients leave its range without a loss scaler, which there is none "
+            "of: use bfloat16, which has the range of float32, or float32; generator.dtype may be "
+            "float16"
+        )
+    return dtype
+
+
 class LearnerSettings(Section):
     """The batch of a step, and the machine that trains it."""
 
@@ -299,7 +318,7 @@ class LearnerSettings(Section):
     """Ranks that `streamrl learner` starts on this machine; torchrun starts them on several."""
     rank_deadline_s: Seconds = 60.0
     """How long a rank of the learner may report nothing before the others end."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_needs_no_scaler)] = "float32"
     """Precision of forward and backward; sums, master weights and optimizer stay float32."""
     device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""

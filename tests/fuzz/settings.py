@@ -44,7 +44,7 @@ ALWAYS = (
 ALGORITHM: Mapping[str, Sequence[str]] = {
     "algorithm.advantage": tuple(ADVANTAGE_SETTINGS),
     "algorithm.loss": tuple(LOSS_SETTINGS),
-    "algorithm.proximal": ("recompute", "behavior", "loglinear"),
+    "algorithm.proximal": ("recompute", "behavior", "loglinear", "linear"),
     "algorithm.rollout_is": (
         *ROLLOUT_IS_PRESETS,
         "{threshold: null}",
@@ -77,6 +77,9 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.advantage_config.clip": ("1.0",),
     "algorithm.advantage_config.gamma": ("0.9",),
     "algorithm.advantage_config.norm_adv_by_std": ("false",),
+    "algorithm.advantage_config.rewards": ("{reward/addition: 1.0}",),
+    "algorithm.advantage_config.step_weight": ("0.5",),
+    "algorithm.loss_config.log_ratio_coef": ("0.001",),
     "algorithm.loss_config.loss_agg_mode": (
         *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
         "seq-mean-token-sum-norm",

@@ -86,7 +86,7 @@ def test_a_run_under_fire_trains_every_prompt_once(
     run = RunFolder(tmp_path / "run")
     assert_books_close(run)
     assert run.books["acknowledged"] >= 30 * 4
-    assert bool(run.log("buffer")) is url.startswith("zmq")
+    assert "serving at" in run.log("buffer")
     assert "learner: done" in run.log("learner")
 
 

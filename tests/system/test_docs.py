@@ -200,13 +200,17 @@ def test_the_first_run_on_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.long
 @pytest.mark.usefixtures("environment")
-def test_the_frozen_lake_recipe(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["frozen_lake", "dapo"])
+def test_a_recipe_with_a_model_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch):
     folder, launch = _run_by("frozen_lake")
-    monkeypatch.chdir(folder.split()[1])
+    monkeypatch.chdir(Path(folder.split()[1]).with_name(name))
     monkeypatch.setenv("STREAMRL__RUN__EVALUATE", "false")
     assert "the books close" in _output(launch)
-    metrics = read_metrics(Path("runs/frozen_lake/metrics.jsonl"))
+    metrics = read_metrics(Path(f"runs/{name}/metrics.jsonl"))
     assert len(metrics) == 3
+    if name == "dapo":
+        assert {"actor/pg_clipfrac", "reward/overlong_penalty"} <= metrics[-1].keys()
+        assert metrics[-1]["learner/num_updates"] == 4
 
 
 @pytest.mark.long

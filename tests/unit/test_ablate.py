@@ -175,15 +175,16 @@ def test_a_run_that_fails_is_named(tmp_path, capsys, monkeypatch):
 
 
 LAG = str(ROOT / "configs" / "ablation" / "lag.yaml")
-CORRECTIONS = ROOT / "configs" / "ablation" / "corrections.variants.yaml"
+SHIPPED = sorted((ROOT / "configs" / "ablation").glob("*.variants.yaml"))
 
 
-def test_the_corrections_that_are_shipped_are_each_a_run_at_each_lag(tmp_path):
+@pytest.mark.parametrize("variants", SHIPPED, ids=lambda path: path.name)
+def test_the_variants_that_are_shipped_are_each_a_run_at_each_lag(tmp_path, variants):
     """Each a configuration that can run, none the same as another."""
-    given = arguments(tmp_path, "buffer.max_staleness=0,8", "0", CORRECTIONS)
+    given = arguments(tmp_path, "buffer.max_staleness=0,8", "0", variants)
     base = load_config(LAG, given.overrides).config
     runs = list(plan(base, LAG, given))
-    names = list(yaml.safe_load(CORRECTIONS.read_text()))
+    names = list(yaml.safe_load(variants.read_text()))
     assert [run.value for run in runs] == [f"{name}, {lag}" for name in names for lag in (0, 8)]
     assert len({run.config.run.path for run in runs}) == 2 * len(names)
     settings = [(str(r.config.algorithm), str(r.config.learner)) for r in runs[::2]]

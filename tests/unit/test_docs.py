@@ -12,6 +12,8 @@ import yaml
 from docs.generate import FOLDER, pages
 from docs.reference import settings
 from streamrl.config import RunConfig, load_config
+from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
+from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
 from streamrl.diagnosis.causes import CAUSES
 from tests.documents import PAGES, ROOT, blocks
@@ -111,6 +113,14 @@ def test_every_preset_stands_in_the_table():
     text = (FOLDER / "importance-sampling.md").read_text(encoding="utf-8")
     missing = [name for name in ROLLOUT_IS_PRESETS if f"\n| `{name}` |" not in text]
     assert not missing
+
+
+def test_every_objective_that_a_page_names_exists():
+    text = (FOLDER / "objectives.md").read_text(encoding="utf-8")
+    for choice, known in (("advantage", ADVANTAGE_SETTINGS), ("loss", LOSS_SETTINGS)):
+        named = set(re.findall(rf"`{choice}: (\w+)`", text))
+        assert named
+        assert named <= known.keys()
 
 
 def test_the_readme_is_short():

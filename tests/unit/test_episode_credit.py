@@ -11,13 +11,17 @@ from msgspec import structs
 
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner, CreditAssignment
+from learners.parallel.ranks import Ranks
 from learners.trainer import Trainer
 from streamrl.algorithms.advantages import ADVANTAGES
-from streamrl.types import FinishReason, Trajectory, TrajectoryGroup, Turn
+from streamrl.errors import ConfigError
+from streamrl.types import FinishReason, Media, Trajectory, TrajectoryGroup, Turn
 from tests.training import make_config, make_groups, make_policy, segmented, with_metrics
 
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"advantage": name} for name in ADVANTAGES},
+    # To gigpo a segment is a turn of its own, that answered its own prompt.
+    **{name: {"advantage": name} for name in ADVANTAGES if name != "gigpo"},
+    "gdpo": {"advantage": "gdpo", "advantage_config": {"rewards": {"place": 1.0, "late": 0.5}}},
     "length penalty": {"reward": {"length": {"max_length": 10, "buffer": 8}}},
     "normalized": {"reward": {"norm_mean": "batch", "norm_std": "running"}},
     "weights": {"sample_weight": {"length": True, "difficulty": True}},
@@ -27,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def groups() -> list[TrajectoryGroup]:
     return [
-        with_metrics(group, greedy_reward=0.2, difficulty=0.1 * i)
+        with_metrics(group, greedy_reward=0.2, difficulty=0.1 * i, place=i, late=i % 2)
         for i, group in enumerate(make_groups())
     ]
 
@@ -36,7 +40,7 @@ def credit(algorithm: Mapping[str, Any], batch: TrainingBatch) -> CreditAssignme
     config = make_config(algorithm=algorithm).algorithm
     values = torch.linspace(-1, 1, batch.sequences.num_tokens) if config.needs_values else None
     proximal = -torch.linspace(0.1, 2, batch.sequences.num_tokens)
-    logprobs = proximal if config.advantage == "opob" else None
+    logprobs = proximal if config.needs_ratios else None
     return CreditAssigner(config).assign(batch, logprobs, values=values)
 
 
@@ -97,11 +101,47 @@ def trajectory_of_turns(rewards: list[float], reward: float) -> Trajectory:
     )
 
 
-def batch_of(*trajectories: Trajectory) -> TrainingBatch:
+def batch_of(*trajectories: Trajectory, media: tuple[Media, ...] = ()) -> TrainingBatch:
     group = TrajectoryGroup(
-        group_id="a", prompt_index=0, environment="test", trajectories=trajectories
+        group_id="a",
+        prompt_index=0,
+        environment="test",
+        trajectories=trajectories,
+        media=media,
     )
     return TrainingBatch.of([group], policy_version=0)
+
+
+def test_turns_that_answered_the_same_tokens_are_compared():
+    """Both first turns answered one prompt, and nobody else the other observations of the second
+    episode; rewards are discounted by turns, from where they were given."""
+    whole, other = (trajectory_of_turns([1.0, 0.0, given], reward=given) for given in (4.0, 2.0))
+    token_ids = other.token_ids.copy()
+    token_ids[~other.response_mask] += np.array([0, 50, 50], np.int32)
+    batch = batch_of(whole, structs.replace(other, token_ids=token_ids))
+    anchors = batch.anchors(Ranks()).view(2, 3, 2)
+    assert (anchors[..., 0] == 0).all()
+    assert (anchors[..., 1] != 0).all()
+    assert torch.equal(anchors[0, :, 1] == anchors[1, :, 1], torch.tensor([True, False, False]))
+    given = {"advantage_config": {"turn_gamma": 0.5}, "reward": {"placement": "turn"}}
+    found = credit({"advantage": "gigpo", **given}, batch).advantages.view(2, 6)
+    # The episode's advantage is +-sqrt(1/2), and that of the first turn the same.
+    sign = torch.tensor([[1.0], [-1.0]])
+    expected = sign * 0.5**0.5 * torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def test_a_turn_of_an_episode_with_pictures_is_compared_with_none():
+    picture = Media.image(b"a")
+    seen = structs.replace(trajectory_of_turns([1.0, 0.0], reward=1.0), media=(picture.id,))
+    anchors = batch_of(seen, seen, media=(picture,)).anchors(Ranks())
+    assert len(anchors.unique()) == 5
+
+
+def test_a_reward_that_no_environment_records_is_named():
+    algorithm = {"advantage": "gdpo", "advantage_config": {"rewards": {"plase": 1.0}}}
+    with pytest.raises(ConfigError, match=r"names 'plase', which .* did you mean 'place'"):
+        credit(algorithm, TrainingBatch.of(groups(), policy_version=4))
 
 
 def test_a_turns_reward_stands_at_its_end_and_the_rest_at_the_end_of_the_episode():

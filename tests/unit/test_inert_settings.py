@@ -35,6 +35,7 @@ TWO_VALUES: dict[str, tuple[Any, Any]] = {
     "topr_positive_weight": (0.5, 1.0),
     "topr_negative_weight": (0.5, 1.0),
     "dro_beta": (0.5, 5.0),
+    "log_ratio_coef": (0.5, 5.0),
 }
 # Acts on recorded candidates, which this batch has not: see test_sampling_mask.
 APART = "divergence_topk"
@@ -170,8 +171,8 @@ def test_the_refusal_names_the_field_its_value_and_its_place(tmp_path):
     assert str(refusal.value) == (
         "algorithm.loss_config.clip_ratio_high: was 0.28; with one update a batch and "
         "algorithm.proximal recompute the ratio is always 1, so it cannot act; set "
-        "learner.updates_per_batch or learner.epochs above 1, or algorithm.proximal to behavior "
-        "or loglinear (--set algorithm.loss_config.clip_ratio_high)"
+        "learner.updates_per_batch or learner.epochs above 1, or algorithm.proximal to behavior, "
+        "loglinear or linear (--set algorithm.loss_config.clip_ratio_high)"
     )
 
 

@@ -20,6 +20,8 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"loss": "vespo", "proximal": "behavior"},
     {"loss": "vespo", "rollout_is": "m2po"},
     {"loss": "dppo_tv", "proximal": "behavior"},
+    {"loss": "dppo_tv", "proximal": "behavior", "loss_config": {"log_ratio_coef": 0.1}},
+    {"proximal": "linear"},
     {"rollout_is": "sequence_clip"},
     {"rollout_is": "geometric_clip", "proximal": "loglinear"},
 ]

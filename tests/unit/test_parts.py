@@ -53,7 +53,7 @@ ACCEPTING: list[dict[str, Any]] = [
     {"loss": "topr", "loss_config": {"topr_positive_weight": 0.5, "topr_negative_weight": 2.0}},
     {"loss": "dro", "loss_config": {"dro_beta": 0.1}, "proximal": "behavior"},
     {"loss": "gspo", "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}, "entropy_coef": 0.1},
-    *({"proximal": name} for name in ("recompute", "behavior", "loglinear")),
+    *({"proximal": name} for name in ("recompute", "behavior", "loglinear", "linear")),
     {"rl_loss_coef": 0.5, "entropy_coef": 0.1, "sft_coef": 0.2},
     {"kl_loss": {"coef": 0.3, "kind": "k3+"}},
     {"kl_loss": {"coef": 0.3, "kind": "full"}},
@@ -77,7 +77,6 @@ ACCEPTING: list[dict[str, Any]] = [
     {"reward": {"truncated": "mask"}},
     {"dynamic_sampling": {"metric": "reward", "max_refills": 2}},
     {"reward": {"truncated": "penalize", "truncated_penalty": 0.5}},
-    {"advantage": "opob", "proximal": "behavior"},
     {"distillation": {"teachers": [{"path": "t"}], "coef": 0.5}},
     {"distillation": {"teachers": [{"path": "t"}], "student": "behavior"}, "proximal": "recompute"},
     {"distillation": {"teachers": [{"path": "t"}], "student": "proximal"}},
@@ -94,6 +93,11 @@ ACCEPTING: list[dict[str, Any]] = [
             "template": "{{prompt}}{{answer}}",
         },
     },
+    *({"advantage": name, "proximal": "behavior"} for name in ("opob", "otb")),
+    {"advantage": "maxrl"},
+    {"advantage": "gigpo", "advantage_config": {"turn_gamma": 0.5, "step_weight": 2.0}},
+    {"loss": "luspo", "entropy_coef": 0.1, "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}},
+    {"loss": "dppo_tv", "loss_config": {"log_ratio_coef": 0.1}, "proximal": "behavior"},
     {"preset": "stream"},
 ]
 REFUSING: list[dict[str, Any]] = [
@@ -117,11 +121,12 @@ REFUSING: list[dict[str, Any]] = [
     {"rollout_is": {"batch_normalize": True}},
     {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
     {"rollout_is": {"second_moment": 0.04}},
-    {"advantage": "opob", "proximal": "recompute"},
     {
         "distillation": {"teachers": [{"path": "t"}], "student": "proximal"},
         "proximal": "recompute",
     },
+    *({"advantage": name, "proximal": "recompute"} for name in ("opob", "otb")),
+    {"advantage": "gdpo", "advantage_config": {"rewards": {"num_invalid_turns": 1.0}}},
     *({"reward": {"norm_mean": scope}} for scope in ("batch", "running")),
     *({"reward": {"norm_std": scope}} for scope in ("batch", "running")),
     *({"reward": {"agentic": {"grouping": name}}} for name in ("batch", "inductive")),
@@ -158,7 +163,7 @@ def leaves(section: type[BaseModel]) -> Iterator[str]:
 
 def named(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name != "rewards":
             yield from named(value, f"{prefix}{name}.")
         else:
             yield prefix + name

@@ -1,6 +1,6 @@
 """The policy losses by name, and the record that holds the numbers of all of them.
 
-    bound the ratio, of a token or of a sequence    ppo, gspo, geo_mean, cispo, sapo, vespo
+    bound the ratio, of a token or of a sequence    ppo, gspo, luspo, geo_mean, cispo, sapo, vespo
     pick tokens by covariance of A and log p        clip_cov, kl_cov
     weigh log p                                     gpg, reinforce, dro, topr
     drop tokens outside a trust region              dppo_tv, dppo_kl
@@ -17,6 +17,7 @@ from torch import Tensor
 from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.losses.aggregation import LossInput, LossOutput, aggregate, token_mean
 from streamrl.config.algorithm.losses import (
+    SEQUENCE_MEAN_LOSSES,
     AggregationMode,
     CispoSettings,
     ClipCovSettings,
@@ -28,6 +29,7 @@ from streamrl.config.algorithm.losses import (
     GspoSettings,
     KlCovSettings,
     LossSettings,
+    LuspoSettings,
     PpoSettings,
     ReinforceSettings,
     SapoSettings,
@@ -135,13 +137,29 @@ def ppo(batch: LossInput, config: PpoSettings) -> LossOutput:
 
 def gspo(batch: LossInput, config: GspoSettings) -> LossOutput:
     """Ratio of whole sequences (GSPO, arXiv 2507.18071); always seq-mean-token-mean."""
+    return _sequence_ratio(batch, config, SEQUENCE_MEAN_LOSSES["gspo"])
+
+
+def luspo(batch: LossInput, config: LuspoSettings) -> LossOutput:
+    """GSPO with the loss of each sequence times its length, so that a token counts as much in a
+    long response as in a short one (LUSPO, arXiv 2602.05261): always seq-mean-token-sum.
+
+    Its gradient is about a response's length larger than that of gspo: the learning rate, or the
+    gradient's clipping, has to fit.
+    """
+    return _sequence_ratio(batch, config, SEQUENCE_MEAN_LOSSES["luspo"])
+
+
+def _sequence_ratio(
+    batch: LossInput, config: ClipRangeSettings, mode: AggregationMode
+) -> LossOutput:
     log_ratio = batch.log_ratio
     shared = batch.sequences.expand(counted_mean(log_ratio.detach(), batch))
     straight_through = batch.logprobs - batch.logprobs.detach()
     ratio = (straight_through + shared).clamp(max=_GSPO_LOG_BOUND).exp()
     plain, bounded = clip_terms(ratio, batch.advantages, config)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
-    return finish(batch, config, loss, log_ratio, clipped, mode="seq-mean-token-mean")
+    return finish(batch, config, loss, log_ratio, clipped, mode=mode)
 
 
 def geo_mean(batch: LossInput, config: GeoMeanSettings) -> LossOutput:
@@ -181,7 +199,7 @@ def sapo(batch: LossInput, config: SapoSettings) -> LossOutput:
     log_ratio, ratio = clamped_ratio(batch)
     tau = torch.full_like(ratio, config.tau_neg).masked_fill_(batch.advantages > 0, config.tau_pos)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * batch.advantages
-    return finish(batch, config, loss, log_ratio, mode="seq-mean-token-mean")
+    return finish(batch, config, loss, log_ratio, mode=SEQUENCE_MEAN_LOSSES["sapo"])
 
 
 def vespo(batch: LossInput, config: VespoSettings) -> LossOutput:
@@ -362,11 +380,15 @@ def _is_inside(batch: LossInput, config: DppoSettings, divergence: Tensor) -> Te
 
 
 def _truncated_reinforce(batch: LossInput, config: DppoSettings, inside: Tensor) -> LossOutput:
-    """-A min(r, C) log p, the ratio a constant, on the tokens inside the trust region."""
+    """-A min(r, C) log p, the ratio a constant, on the tokens inside the trust region, and
+    `log_ratio_coef` D^2 on all: the regularizer of Kimi K2.5 (arXiv 2602.02276), as prime-rl adds
+    it to DPPO (github.com/PrimeIntellect-ai/prime-rl, trainer/rl/loss.py)."""
     log_ratio, ratio = clamped_ratio(batch)
     ratio = ratio.detach()
     truncated = ratio if config.clip_ratio_c is None else ratio.clamp(max=config.clip_ratio_c)
     loss = torch.where(inside, -batch.advantages * truncated * batch.logprobs, 0.0)
+    if config.log_ratio_coef:
+        loss = loss + config.log_ratio_coef * log_ratio.square()
     return finish(batch, config, loss, log_ratio, ~inside, inside & (ratio != truncated))
 
 
@@ -377,6 +399,7 @@ user's own loss a `UserLossSettings`."""
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": ppo,
     "gspo": gspo,
+    "luspo": luspo,
     "gpg": gpg,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
@@ -395,6 +418,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 class LossConfig(
     PpoSettings,
     GspoSettings,
+    LuspoSettings,
     GeoMeanSettings,
     CispoSettings,
     ClipCovSettings,

@@ -7,7 +7,7 @@ Invariant: `ADVANTAGE_SETTINGS` names the record of every estimator; `ADVANTAGES
 
 from collections.abc import Mapping
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, FiniteFloat
 
 from streamrl.config.section import Probability, Section
 
@@ -37,10 +37,27 @@ class GaeSettings(DiscountSettings):
 
 
 class GroupNormSettings(AdvantageSettings):
-    """grpo, grpo_passk: estimators that may divide by the spread of a group."""
+    """grpo, grpo_passk, gdpo, gigpo: estimators that may divide by the spread of a group."""
 
     norm_adv_by_std: bool = True
     """Divide by the standard deviation of the group."""
+
+
+class GdpoSettings(GroupNormSettings):
+    """gdpo: every reward is normalized within its group before they are added."""
+
+    rewards: Mapping[str, FiniteFloat] = {}
+    """Names of metrics that the environment or the rewards record, such as reward/format, and the
+    weight of each; these are the rewards, as they were recorded."""
+
+
+class GigpoSettings(GroupNormSettings):
+    """gigpo: siblings are compared as a whole, and turn by turn where they met one observation."""
+
+    turn_gamma: Probability = 0.95
+    """Discount per turn."""
+    step_weight: float = Field(default=1.0, gt=0)
+    """Weight of the comparison of turns beside that of episodes."""
 
 
 class GpgAdvantageSettings(AdvantageSettings):
@@ -69,6 +86,10 @@ ADVANTAGE_SETTINGS: Mapping[str, type[AdvantageSettings]] = {
     "remax": AdvantageSettings,
     "opo": AdvantageSettings,
     "opob": AdvantageSettings,
+    "otb": AdvantageSettings,
+    "maxrl": AdvantageSettings,
+    "gdpo": GdpoSettings,
+    "gigpo": GigpoSettings,
     "gpg": GpgAdvantageSettings,
 }
 """The record of numbers of each estimator, by its name."""

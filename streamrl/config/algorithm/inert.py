@@ -24,7 +24,7 @@ from streamrl.config.algorithm.settings import AlgorithmSettings
 _SEVERAL_UPDATES = "set learner.updates_per_batch or learner.epochs above 1"
 _RATIO_IS_ONE = (
     "with one update a batch and algorithm.proximal recompute the ratio is always 1, so it cannot "
-    f"act; {_SEVERAL_UPDATES}, or algorithm.proximal to behavior or loglinear"
+    f"act; {_SEVERAL_UPDATES}, or algorithm.proximal to behavior, loglinear or linear"
 )
 _VALUES_STAND = (
     "with one update a batch no value has moved when it is compared, so it cannot act; "
@@ -49,9 +49,18 @@ _NO_RATIOS = (
     "with threshold null, no rejection and no second_moment no ratio is computed, so it cannot "
     "act; set algorithm.rollout_is.threshold, and apply false for the ratios alone"
 )
+_AS_RECORDED = (
+    "algorithm.advantage gdpo normalizes each reward as it was recorded, and leaves no sum of them "
+    "to shape, so it cannot act; use another advantage, or give it a reward of its own"
+)
+_SHAPES_THE_SUM = (
+    *("format_penalty", "truncated_penalty", "agentic", "norm_mean", "norm_std"),
+    *("clip", "length", "whiten"),
+)
+_BY_PLACE = ("gae", "reinforce", "reinforce_plus_plus", "remax", "otb", "gigpo")
 _SUM_ALONE = (
-    "algorithm.advantage {} reads the sum of an episode's rewards alone, so it cannot act; gae, "
-    "reinforce, reinforce_plus_plus and remax read where they stand"
+    "algorithm.advantage {} reads the sum of an episode's rewards alone, so it cannot act; "
+    f"{', '.join(_BY_PLACE)} read where they stand"
 )
 _TEACHERS_ALONE = (
     "with algorithm.distillation.reward_coef 0 the advantage is that of the teachers alone, so it "
@@ -61,7 +70,6 @@ _OF_THE_REWARD = (
     *("format_penalty", "agentic", "norm_mean", "norm_std", "clip", "length", "placement"),
     "whiten",
 )
-_BY_PLACE = ("gae", "reinforce", "reinforce_plus_plus", "remax")
 
 
 class Inert(NamedTuple):
@@ -88,6 +96,11 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
     is_built_in = config.reads_rewards and config.advantage in ADVANTAGE_SETTINGS
     if is_built_in and config.advantage not in _BY_PLACE:
         yield Inert(("reward", "placement"), _SUM_ALONE.format(config.advantage))
+    if config.reads_rewards and config.advantage == "gdpo":
+        shaping = (("reward", name) for name in _SHAPES_THE_SUM if getattr(config.reward, name))
+        yield from (Inert(path, _AS_RECORDED) for path in shaping)
+        if config.kl_reward.coef:
+            yield Inert(("kl_reward", "coef"), _AS_RECORDED)
     yield from (Inert(("rollout_is", name), why) for name, why in _of_rollout_is(config.rollout_is))
 
 

@@ -26,8 +26,8 @@ class LossSettings(Section):
     nothing to it."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """How per-token losses become one number; gspo, sapo and geo_mean take a mean per sequence
-    instead and leave this to the other terms (KL, entropy, SFT)."""
+    """How per-token losses become one number; gspo, luspo, sapo and geo_mean take a mean over
+    sequences instead and leave this to the other terms (KL, entropy, SFT)."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Constant that seq-mean-token-sum-norm divides by; null means `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
@@ -52,6 +52,10 @@ class PpoSettings(ClipRangeSettings):
 
 class GspoSettings(ClipRangeSettings):
     """gspo: the clipped ratio of whole sequences."""
+
+
+class LuspoSettings(ClipRangeSettings):
+    """luspo: gspo with every sequence counted by its length."""
 
 
 class GeoMeanSettings(ClipRangeSettings):
@@ -103,6 +107,8 @@ class DppoSettings(LossSettings):
     divergence_topk: int = Field(default=0, ge=0)
     """Likeliest tokens of the behavior policy that are compared one by one, beside the sampled one;
     all others count as one token."""
+    log_ratio_coef: float = Field(default=0.0, ge=0)
+    """Weight of the squared log-ratio, on the tokens outside the region too; 0.001 is usual."""
 
 
 class VespoSettings(LossSettings):
@@ -152,6 +158,7 @@ class UserLossSettings(LossSettings):
 LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
     "ppo": PpoSettings,
     "gspo": GspoSettings,
+    "luspo": LuspoSettings,
     "gpg": GpgSettings,
     "clip_cov": ClipCovSettings,
     "kl_cov": KlCovSettings,
@@ -169,7 +176,7 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
 
 RATIO_SETTINGS = frozenset(
     {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"}
-    | {"kl_cov_ratio", "kl_cov_coef", "dro_beta"}
+    | {"kl_cov_ratio", "kl_cov_coef", "dro_beta", "log_ratio_coef"}
     | {"k_pos", "lambda_pos", "k_neg", "lambda_neg"}
 )
 """Numbers that change nothing while the ratio to the proximal policy is 1."""
@@ -181,5 +188,10 @@ SUM_NORM_SETTINGS = ("loss_scale_factor", "norm_by_sequences")
 RATIO_FREE_LOSSES = ("gpg", "reinforce", "dro")
 """Losses without a ratio to the proximal policy: only importance weights correct them."""
 
-SEQUENCE_MEAN_LOSSES = ("gspo", "geo_mean", "sapo")
-"""Losses that are always aggregated as seq-mean-token-mean, whatever `loss_agg_mode`."""
+SEQUENCE_MEAN_LOSSES: Mapping[str, AggregationMode] = {
+    "gspo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
+    "geo_mean": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+}
+"""Losses that are always aggregated so, a mean over sequences, whatever `loss_agg_mode`."""

@@ -224,6 +224,12 @@ _PUBLISHED = {
         "DPPO is algorithm.loss: dppo_tv or dppo_kl with algorithm.proximal: behavior, and over "
         "the likeliest tokens with algorithm.loss_config.divergence_topk: 20"
     ),
+    "kimi_k1.5": (
+        "Kimi k1.5 is algorithm.loss: dro with algorithm.advantage: dr_grpo; its tau is "
+        "algorithm.loss_config.dro_beta"
+    ),
+    "a-3po": "A-3PO is algorithm.proximal: loglinear",
+    "optimal_token_baseline": "it is algorithm.advantage: otb",
     "a2c": "it is algorithm.advantage: gae with algorithm.loss: reinforce",
     "vtrace": "off-policy correction is algorithm.rollout_is",
     "impala": "off-policy correction is algorithm.rollout_is",
@@ -253,21 +259,22 @@ class AlgorithmSettings(Section):
 
     advantage: str = "grpo"
     """Estimator of the advantage: gae, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, opob, gpg, or
-    PATH.py:FUNCTION."""
+    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, opob, otb, maxrl,
+    gdpo, gigpo, gpg, or PATH.py:FUNCTION."""
     advantage_config: SerializeAsAny[AdvantageSettings] = Field(default_factory=dict)  # type: ignore[assignment]
     """Numbers of the estimator: the record of the one that is chosen."""
     loss: str = "ppo"
-    """Policy loss: ppo, gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl,
-    vespo, topr, reinforce, dro, or PATH.py:FUNCTION."""
+    """Policy loss: ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv,
+    dppo_kl, vespo, topr, reinforce, dro, or PATH.py:FUNCTION."""
     loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
     """Numbers of the loss: the record of the one that is chosen."""
     rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
         ROLLOUT_IS_PRESETS["token_is"]
     )
     """Importance sampling for stale or mismatched generation: a preset's name or a record."""
-    proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
-    """The policy that ratios are taken to: a pass of its own, the behavior policy, or between."""
+    proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
+    """The policy that ratios are taken to: a pass of its own, the behavior policy, or between, by
+    log-probabilities or by probabilities."""
     rl_loss_coef: float = Field(default=1.0, ge=0)
     """Weight of the policy loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -355,7 +362,12 @@ class AlgorithmSettings(Section):
         """Whether the advantage is made of the policy's log-probabilities, which must be known
         before: it weighs trajectories by their ratios, or teachers are compared with them."""
         is_compared = self.distillation is not None and self.distillation.student == "proximal"
-        return is_compared or (self.advantage == "opob" and self.reads_rewards)
+        return is_compared or (self.advantage in ("opob", "otb") and self.reads_rewards)
+
+    @property
+    def needs_anchors(self) -> bool:
+        """Whether the advantage compares turns that answered the same observation."""
+        return self.advantage == "gigpo" and self.reads_rewards
 
     @property
     def needs_greedy_rewards(self) -> bool:

@@ -17,7 +17,12 @@ from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from tests.unit.algorithms.strategies import for_any
 
-WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+MISSING = (
+    *(("gae", "values"), ("remax", "baseline"), ("opob", "logprobs"), ("otb", "logprobs")),
+    *(("gdpo", "components"), ("gigpo", "anchors")),
+)
+REWARDS = {"first": 1.0, "second": -0.5}
 
 
 def test_the_table_has_the_names_of_the_config() -> None:
@@ -43,8 +48,9 @@ def test_the_discounted_sum_agrees_with_the_recursion(lengths: list[int], gamma:
 @pytest.mark.parametrize("name", ADVANTAGE_SETTINGS)
 def test_advantages_do_not_depend_on_the_order_of_trajectories(name: str) -> None:
     batch = _batch()
-    forwards = ADVANTAGES[name](batch, AdvantageConfig(gamma=0.9, lam=0.8))
-    backwards = ADVANTAGES[name](_turned(batch), AdvantageConfig(gamma=0.9, lam=0.8))
+    config = AdvantageConfig(gamma=0.9, lam=0.8, rewards=REWARDS)
+    forwards = ADVANTAGES[name](batch, config)
+    backwards = ADVANTAGES[name](_turned(batch), config)
     parts = backwards.split(batch.sequences.lengths.flip(0).tolist())
     torch.testing.assert_close(torch.cat(parts[::-1]), forwards)
 
@@ -54,7 +60,7 @@ def test_advantages_have_the_type_of_the_rewards_and_no_gradient(name: str) -> N
     batch = _batch(torch.float32)
     assert batch.values is not None
     batch.values.requires_grad_()
-    advantages = estimate_advantages(name, batch, AdvantageConfig())
+    advantages = estimate_advantages(name, batch, AdvantageConfig(rewards=REWARDS))
     assert advantages.dtype == torch.float32
     assert not advantages.requires_grad
 
@@ -62,7 +68,7 @@ def test_advantages_have_the_type_of_the_rewards_and_no_gradient(name: str) -> N
 @pytest.mark.parametrize("name", WHITENED)
 def test_whitening_uses_the_moments_of_all_shards(name: str) -> None:
     """Groups are whole on a shard; only mean and variance are shared."""
-    batch, config = _batch(), AdvantageConfig(gamma=0.9)
+    batch, config = _batch(), AdvantageConfig(gamma=0.9, rewards=REWARDS)
     whole = ADVANTAGES[name](batch, config)
     seen: list[Moments] = []
 
@@ -110,7 +116,8 @@ def test_whitening_and_clipping_follow_the_estimator() -> None:
 def test_an_estimator_that_whitens_does_not_where_it_is_told_so(name: str) -> None:
     batch = _batch()
     plain, usual = (
-        estimate_advantages(name, batch, AdvantageConfig(whiten=choice)) for choice in (False, None)
+        estimate_advantages(name, batch, AdvantageConfig(whiten=choice, rewards=REWARDS))
+        for choice in (False, None)
     )
     assert not torch.allclose(plain, usual)
     torch.testing.assert_close(batch.whiten(plain), usual)
@@ -119,7 +126,7 @@ def test_an_estimator_that_whitens_does_not_where_it_is_told_so(name: str) -> No
 def test_missing_and_impossible_inputs_are_named() -> None:
     batch = _batch()
     bare = AdvantageInput(batch.token_rewards, batch.groups, batch.sequences)
-    for name, missing in (("gae", "values"), ("remax", "baseline"), ("opob", "logprobs")):
+    for name, missing in MISSING:
         with pytest.raises(ValueError, match=missing):
             ADVANTAGES[name](bare, AdvantageConfig())
     with pytest.raises(ValueError, match="groups"):
@@ -142,6 +149,8 @@ def _batch(dtype: torch.dtype = torch.float64) -> AdvantageInput:
         baseline=torch.randn(len(lengths), dtype=dtype),
         logprobs=-torch.rand(sum(lengths), dtype=dtype),
         behavior_logprobs=-torch.rand(sum(lengths), dtype=dtype),
+        components=torch.randn(len(lengths), 2, dtype=dtype),
+        anchors=torch.tensor([0, 0, 1, 1, 2, 0, 2, 1, 1, 2, 0, 1]),
     )
 
 
@@ -155,6 +164,8 @@ def _turned(batch: AdvantageInput) -> AdvantageInput:
     assert batch.baseline is not None
     assert batch.logprobs is not None
     assert batch.behavior_logprobs is not None
+    assert batch.components is not None
+    assert batch.anchors is not None
     return AdvantageInput(
         turn(batch.token_rewards),
         batch.groups.flip(0),
@@ -163,6 +174,8 @@ def _turned(batch: AdvantageInput) -> AdvantageInput:
         batch.baseline.flip(0),
         turn(batch.logprobs),
         turn(batch.behavior_logprobs),
+        components=batch.components.flip(0),
+        anchors=turn(batch.anchors),
     )
 
 
@@ -175,5 +188,6 @@ def _part(batch: AdvantageInput, rows: slice, reduce: object) -> AdvantageInput:
         batch.groups[rows],
         batch.sequences[rows],
         batch.values[tokens],
+        components=None if batch.components is None else batch.components[rows],
         reduce=reduce,
     )

@@ -124,7 +124,7 @@ def test_rollout_is_is_a_preset_or_a_record() -> None:
         ({"reward": {"truncated_penalty": 1.0}}, "truncated: is train and truncated_penalty is 1"),
         ({"reward": {"length": {"max_length": 4, "buffer": 5}}}, "at most max_length"),
         ({"kl_reward": {"kind": "full"}}, "which kl_loss alone computes"),
-        ({"proximal": "recomputed"}, "'recompute', 'behavior' or 'loglinear'"),
+        ({"proximal": "recomputed"}, "'recompute', 'behavior', 'loglinear' or 'linear'"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(
@@ -183,10 +183,27 @@ def test_each_loss_has_its_record_and_reads_back_to_the_same(tmp_path: Path, los
 
 @pytest.mark.parametrize("advantage", ADVANTAGE_SETTINGS)
 def test_each_advantage_has_its_record(tmp_path: Path, advantage: str) -> None:
-    algorithm = load_config(
-        _minimal(tmp_path), [f"algorithm.advantage={advantage}"], {}
-    ).config.algorithm
-    assert type(algorithm.advantage_config) is ADVANTAGE_SETTINGS[advantage]
+    rewards = "algorithm.advantage_config.rewards={reward/format: 0.5}"
+    overrides = [f"algorithm.advantage={advantage}", *[rewards] * (advantage == "gdpo")]
+    loaded = load_config(_minimal(tmp_path), overrides, {})
+    assert type(loaded.config.algorithm.advantage_config) is ADVANTAGE_SETTINGS[advantage]
+    (tmp_path / "resolved.yaml").write_text(to_yaml(loaded.config))
+    assert load_config(tmp_path / "resolved.yaml", (), {}).config == loaded.config
+
+
+def test_gdpo_names_its_rewards_and_leaves_nothing_to_shape(tmp_path: Path) -> None:
+    chosen = ["algorithm.advantage=gdpo"]
+    with pytest.raises(ConfigError, match=r"advantage_config\.rewards names, each normalized"):
+        load_config(_minimal(tmp_path), chosen, {})
+    chosen = [*chosen, "algorithm.advantage_config.rewards={reward/format: 0.5}"]
+    for shaping in ("reward.clip=1", "reward.norm_mean=group", "kl_reward.coef=0.1"):
+        with pytest.raises(ConfigError, match="gdpo normalizes each reward as it was recorded"):
+            load_config(_minimal(tmp_path), [*chosen, f"algorithm.{shaping}"], {})
+    load_config(_minimal(tmp_path), [*chosen, "algorithm.reward.difficulty_low=0.1"], {})
+    load_config(_minimal(tmp_path), [*chosen, "data.rewards=[format]"], {})
+    others = "data.rewards=[{reward: format, name: formats}]"
+    with pytest.raises(ConfigError, match=r"none of data\.rewards; did you mean 'reward/formats'"):
+        load_config(_minimal(tmp_path), [*chosen, others], {})
 
 
 def test_the_numbers_of_a_loss_are_printed_with_their_origin(tmp_path: Path) -> None:

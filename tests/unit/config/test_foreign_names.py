@@ -192,6 +192,8 @@ def test_names_of_all_published_algorithms_lead_to_settings_that_are_valid(tmp_p
     for sentence in {*NOT_LOSSES.values(), *NOT_ADVANTAGES.values()}:
         named = re.findall(r"((?:algorithm|learner)\.[a-z_.]+): ([a-z0-9_.-]*[a-z0-9])", sentence)
         overrides = [f"{key}={value}" for key, value in named]
+        if "algorithm.advantage=gdpo" in overrides:
+            overrides = [*overrides, "algorithm.advantage_config.rewards={reward/exact: 1}"]
         load_config(tmp_path / "run.yaml", overrides, {})
 
 

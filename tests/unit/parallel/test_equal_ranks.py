@@ -61,6 +61,20 @@ CASES: dict[str, dict[str, Any]] = {
     "updates-m2po": {"learner": TWICE, "rollout_is": {"second_moment": 4.0, "scale_lr": True}},
     "vcpo": {"rollout_is": "vcpo", "advantage": "opob"},
     "vespo": {"loss": "vespo", "proximal": "behavior", "loss_config": {"lambda_pos": 0.5}},
+    "otb": {"advantage": "otb"},
+    "maxrl-luspo": {"advantage": "maxrl", "loss": "luspo", "learner": TWICE},
+    "gdpo": {
+        "advantage": "gdpo",
+        "advantage_config": {"rewards": {"place": 1.0, "score": -0.5}},
+        "proximal": "linear",
+        "rollout_is": {"threshold": 2, "batch_normalize": True},
+    },
+    "gigpo": {
+        "advantage": "gigpo",
+        "loss": "dppo_tv",
+        "proximal": "behavior",
+        "loss_config": {"log_ratio_coef": 0.1},
+    },
     "segments": {"advantage": "reinforce_plus_plus", "reward": {"placement": "turn"}},
     "candidates": {
         "loss": "dppo_tv",
@@ -116,7 +130,17 @@ def make_step(step: int, *, is_finite: bool = True) -> list[TrajectoryGroup]:
     """Groups of uneven lengths."""
     groups = make_groups(seed=step, num_groups=6, group_size=3)
     groups = groups if is_finite else poisoned(groups, *NOT_FINITE)
-    return [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
+    groups = [with_metrics(g, greedy_reward=0.1 * i, difficulty=0.1) for i, g in enumerate(groups)]
+    return list(map(with_own_metrics, groups))
+
+
+def with_own_metrics(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Two rewards that differ among siblings."""
+    members = tuple(
+        structs.replace(t, metrics={**t.metrics, "place": float(i), "score": float(i % 2)})
+        for i, t in enumerate(group.trajectories)
+    )
+    return structs.replace(group, trajectories=members)
 
 
 def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
