@@ -100,8 +100,8 @@ class CreditAssigner:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
-        ranks: Ranks | None = None,
         teacher_logprobs: torch.Tensor | None = None,
+        ranks: Ranks | None = None,
     ) -> CreditAssignment:
         """Credit for the whole batch, the same on all ranks, which call it together.
 
@@ -134,10 +134,9 @@ class CreditAssigner:
         if kl is not None:
             self._kl.update(float(kl.mean()), len(sequences))
         baseline = episodes.each(batch.greedy_rewards) if config.needs_greedy_rewards else None
-        groups = episodes.each(batch.group_indices)
         advantage_input = AdvantageInput(
             rewards,
-            groups,
+            episodes.each(batch.group_indices),
             sequences,
             values,
             baseline,

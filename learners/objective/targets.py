@@ -326,13 +326,12 @@ class TargetCollector:
             reference = self._ranks.sum(reference)
         if self._critic is not None:
             passes = self._critic.micro_batches(batch, micro_batches, limit=self._limits.values)
-            values = self._critic.batch_values(passes, num_tokens)
-            values = self._ranks.sum(values)
+            values = self._ranks.sum(self._critic.batch_values(passes, num_tokens))
+        teacher = None if self._teachers is None else self._teachers.logprobs(batch)
         if self._needs_policy_pass:
             is_next = self._trains_whole and self._limits.proximal is None
             logprobs = self._passes.logprobs if is_next else self._policy.batch_logprobs
             policy = self._ranks.sum(logprobs(cut(self._limits.proximal), num_tokens))
-        teacher = None if self._teachers is None else self._teachers.logprobs(batch)
         is_finite = finite_sequences(batch.sequences, policy, reference, values, teacher)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)
@@ -341,8 +340,8 @@ class TargetCollector:
             sampled,
             finite(reference if config.kl_reward.coef else None, batch.behavior_logprobs),
             finite(values, torch.zeros(num_tokens)),
-            self._ranks,
             finite(teacher, batch.behavior_logprobs),
+            self._ranks,
         )
         targets = Targets(
             behavior_logprobs=batch.behavior_logprobs,

@@ -96,7 +96,7 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
     is_built_in = config.reads_rewards and config.advantage in ADVANTAGE_SETTINGS
     if is_built_in and config.advantage not in _BY_PLACE:
         yield Inert(("reward", "placement"), _SUM_ALONE.format(config.advantage))
-    if config.advantage == "gdpo":
+    if config.reads_rewards and config.advantage == "gdpo":
         shaping = (("reward", name) for name in _SHAPES_THE_SUM if getattr(config.reward, name))
         yield from (Inert(path, _AS_RECORDED) for path in shaping)
         if config.kl_reward.coef:
