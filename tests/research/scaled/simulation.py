@@ -295,11 +295,11 @@ class SimulatedClient(RequestClient):
         return payload
 
     async def _call(
-        self, request: m.Request, expected: type[Reply], wait_s: float = 0.0
+        self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
     ) -> tuple[Reply, Sequence[Any]]:
-        reply, *payloads = await self._send(request)
+        reply, *kept = await self._send(request)
         assert isinstance(reply, expected), reply
-        return reply, payloads
+        return reply, kept
 
     async def _send(self, request: m.Request, header: GroupHeader | None = None) -> m.Answer:
         answer: asyncio.Future[m.Answer] = self._loop.create_future()

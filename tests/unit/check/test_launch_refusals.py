@@ -231,7 +231,7 @@ LATER: Mapping[str, str] = {
     "what an engine, its server or vLLM's platform says of its arguments": """
         actors/engines/hf/engine actors/engines/served/open actors/engines/sglang/server
         actors/engines/vllm/arguments actors/engines/vllm/cpu actors/engines/vllm/engine
-        actors/engines/vllm/server
+        actors/engines/vllm/server actors/rewards/remote/teachers
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
         learners/checkpoints/contents learners/policy/decoding learners/policy/packing_check
