@@ -218,7 +218,7 @@ SAID: Mapping[str, str] = {
     """,
     "check looks at the same itself: `REFUSED`, and the traps of test_check.py": """
         actors/daemon actors/gateway/server actors/gateway/start actors/make_model
-        actors/prompts/fitting learners/optimizer learners/policy/critic learners/policy/loading
+        actors/prompts/fitting learners/optimizer learners/policy/loading
         learners/policy/lora learners/policy/sharding learners/profiling
         learners/checkpoints/restore
     """,
@@ -241,7 +241,7 @@ LATER: Mapping[str, str] = {
     "what other processes or an earlier run left, or send": """
         buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger
         learners/batch/packing learners/batch/training_batch learners/objective/targets
-        learners/session learners/step_record
+        learners/policy/teachers learners/session learners/step_record
     """,
 }
 
