@@ -289,7 +289,12 @@ def test_a_run_without_a_learner_yet_is_not_waited_for(tmp_path, capsys, closed_
 
 READ = [
     *(["status"], ["status", "--follow"], ["report"], ["buffer", "audit"], ["buffer", "inspect"]),
-    *(["buffer", "drain"], ["buffer", "books", "--forget"], ["generators"], ["generators", "drain", "ID"]),
+    *(
+        ["buffer", "drain"],
+        ["buffer", "books", "--forget"],
+        ["generators"],
+        ["generators", "drain", "ID"],
+    ),
     ["evaluate"],
 ]
 
