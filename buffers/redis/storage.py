@@ -70,7 +70,7 @@ class RedisStorage:
         self._namespace = namespace(run)
         self._term = term
         self._confirmed = self._attempted = 0
-        self._uncertain: dict[PayloadKey, bytes] = {}
+        self._uncertain: set[tuple[PayloadKey, bytes]] = set()
         self._next_number = 0
 
     def read(self, now_s: float) -> JournalContent[bytes]:
@@ -113,7 +113,7 @@ class RedisStorage:
         fence = self._namespace + "fence"
         commands: list[Command] = [("PERSIST", key) for key in changes.added.values()]
         commands += [("SET", fence, f"{self._term}:{number}"), *self._commands(changes)]
-        self._uncertain |= changes.added
+        self._uncertain |= changes.added.items()
         answers = self._wait(self._write(fence, commands))[: len(changes.added)]
         # 0: it was persistent, since this is the second attempt, or it is not there.
         unsure = [i for i, is_new in zip(changes.added, answers, strict=True) if not is_new]
@@ -152,13 +152,16 @@ class RedisStorage:
             numbers = (1 + row[0] for row in changes.events)
             journal["next_number"] = max(self._next_number, *numbers)
         # Named by a commit that has failed, and freed since.
-        left = {i: key for i, key in self._uncertain.items() if changes.added.get(i) != key}
-        freed = [*left.values(), *(key for key in changes.freed.values() if key is not None)]
+        left = self._uncertain - changes.added.items()
+        freed = [key for _, key in left]
+        freed += (key for key in changes.freed.values() if key is not None)
         commands: list[Command] = [
             *self._set("journal", journal),
             *self._set("entries", {row[0]: _pack(row) for row in changes.entries}),
             *self._delete("entries", changes.closed),
-            *self._delete("payloads", [_field(at) for at in (*left, *changes.freed)]),
+            *self._delete(
+                "payloads", [_field(at) for at in (*(at for at, _ in left), *changes.freed)]
+            ),
             *self._set("payloads", {_field(at): key for at, key in changes.added.items()}),
         ]
         if freed:
