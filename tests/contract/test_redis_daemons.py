@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,9 @@ from tests.contract.conftest import Connect, fill
 from tests.contract.test_buffers import make_ledger, status
 from tests.records import lease_one, make_group
 from tests.redis_server import RedisServer
-from tests.waiting import until as waiting_until
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 DEADLINE_S = 40.0
-until = partial(waiting_until, deadline_s=DEADLINE_S)
 CONFIG = """
 run: {{name: run, folder: {folder}}}
 model: {{path: unused}}
@@ -51,7 +48,9 @@ class Daemons:
     async def start(self) -> None:
         """Waits until a daemon serves the run."""
         self._spawn()
-        await until(self._serves)
+        async with asyncio.timeout(DEADLINE_S):
+            while not await self._serves():
+                await asyncio.sleep(0.1)
 
     def _spawn(self) -> None:
         command = [STREAMRL, "buffer", str(self._config)]
