@@ -76,6 +76,7 @@ class RedisBuffer(ZmqBuffer):
         self._memory_limit = RedisMemoryLimit(self._connection)
         self._daemon: Daemon | None = None
         self._failure: StreamRLError | None = None
+        self._unreachable: TransportError | None = None
         self._follower = asyncio.create_task(self._follow())
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
@@ -145,6 +146,8 @@ class RedisBuffer(ZmqBuffer):
         return await super()._call(request, expected, wait_s, *payloads)
 
     def _likely_cause(self) -> str:
+        if self._unreachable is not None:
+            return str(self._unreachable)
         if self._daemon is None:
             return "no buffer daemon serves the run: `streamrl buffer` starts one"
         return f"its daemon at {self._daemon.url or 'an address not yet known'} does not answer"
@@ -161,11 +164,13 @@ class RedisBuffer(ZmqBuffer):
                 found = await find_daemon(self._connection, self._run)
             except TransportError as error:
                 log.warning("%s", error)
+                self._unreachable = error
                 continue
             except StreamRLError as error:
                 return self._fail(error)
             except exceptions.RedisError as error:
                 return self._fail(TransportError(f"Redis at {self._url}: {error}"))
+            self._unreachable = None
             if found is not None and found.url and found != self._daemon:
                 self._reconnect(found.url, partial(_set_key, found))
                 self._daemon = found

@@ -30,7 +30,7 @@ from buffers.zmq.server import ZmqBufferServer
 from streamrl import wire
 from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import DropReason, TrajectoryGroup
+from streamrl.types import DropReason, GeneratorStatus, TrajectoryGroup
 from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
 from tests.records import lease_one, make_group
 from tests.redis_daemon import RedisDaemon
@@ -126,6 +126,9 @@ async def test_eight_client_processes_train_each_prompt_once(backend: str, tmp_p
         processes = [start_client(url, f"client-{index}") for index in range(8)]
         learner = connect(limits_config(url, max_staleness=2))
         await learner.attach(0, None)
+        # Who reports and has not left is waited for by a daemon whose run is over.
+        stays = GeneratorStatus(generator_id="stays", session="stays", policy_version=0)
+        await learner.heartbeat(stays)
         for version in range(num_steps):
             headers = (await learner.take(GROUPS_PER_STEP, version, 60.0)).headers
             groups = await learner.fetch([header.prompt_index for header in headers])
