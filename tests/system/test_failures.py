@@ -58,7 +58,7 @@ def test_a_redis_that_does_not_run_is_named(launch: Launch):
     run = launch(*_set(f"buffer.url={url}"))
     assert run.end() == 5, run.output
     assert f"warning: buffer.url: no Redis answers at {url}" in run.output
-    assert f"streamrl launch: buffer books: the buffer at {url} has not answered" in run.output
+    assert f"streamrl launch: buffer books: Redis at {url} has not answered" in run.output
     assert "Traceback" not in run.output
 
 

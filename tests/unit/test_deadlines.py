@@ -17,7 +17,6 @@ from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
 from streamrl.weights import receiver as receiving
-from streamrl.weights.receiver import WeightReceiver
 from tests.records import lease_one
 from tests.unit.test_generator import Run
 
@@ -137,10 +136,8 @@ async def test_an_engine_that_never_loads_ends_its_generator(monkeypatch: pytest
         await asyncio.Event().wait()
         raise AssertionError
 
-    receiver = WeightReceiver("tcp://127.0.0.1:9", "g", never)
     with pytest.raises(RuntimeError, match=r"not loaded version 7 for 0\.05 s"):
-        await receiver._load_in_time(UPDATE)
-    receiver._socket.close()
+        await receiving._load_in_time(never, UPDATE)
 
 
 async def test_a_load_that_is_canceled_from_inside_ends_the_generator():
@@ -155,13 +152,10 @@ async def test_a_load_that_is_canceled_from_inside_ends_the_generator():
         await asyncio.Event().wait()
         raise AssertionError
 
-    receiver = WeightReceiver("tcp://127.0.0.1:9", "g", canceled)
     with pytest.raises(RuntimeError, match="canceled its load of version 7"):
-        await receiver._load_in_time(UPDATE)
-    receiver._on_update = endless
-    loading = asyncio.create_task(receiver._load_in_time(UPDATE))
+        await receiving._load_in_time(canceled, UPDATE)
+    loading = asyncio.create_task(receiving._load_in_time(endless, UPDATE))
     await begun.wait()
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    receiver._socket.close()
