@@ -93,7 +93,7 @@ RUN_BY = {
     "mkdir -m 700 secrets": "test_compose.py",
     "head -c 24 /dev/urandom | base64 > secrets/redis-password": "test_compose.py",
     "docker compose --env-file redis.env up -d": "test_compose.py",
-    "docker compose --env-file redis.env stop learner generator": "test_compose.py",
+    "docker compose --env-file redis.env stop learner generator buffer": "test_compose.py",
     "docker compose --env-file redis.env run --rm --no-deps learner buffer audit "
     "/runs/quickstart": "test_compose.py",
     "cd configs/recipes/frozen_lake": "frozen_lake",
