@@ -109,8 +109,10 @@ async def serve_from_redis(
                 log.warning("%s", error)
         return None
     finally:
-        with contextlib.suppress(StreamRLError):
-            await leadership.resign()
+        # Its entry expires by itself where Redis does not answer.
+        with contextlib.suppress(StreamRLError, TimeoutError):
+            async with asyncio.timeout(LATE_S):
+                await leadership.resign()
         await leadership.close()
 
 

@@ -33,8 +33,8 @@ from tests.redis_server import redis_server
 IN_FLIGHT = 4
 GROUPS_PER_STEP = 16
 MAX_STALENESS = 3
-# The payload is made once, by a version that no step of ours reaches, so it never becomes stale.
-VERSION = 1_000_000
+# The payload is made once, by the first version, and `overdue: train` takes it at every later one.
+VERSION = 0
 SIBLINGS = 8
 # Tokens of each sibling; a token takes 13 bytes.
 SIZES = {"20 KB": 190, "1 MB": 9600}
@@ -262,6 +262,7 @@ def _config(
             "buffer": {
                 "url": url,
                 "max_staleness": MAX_STALENESS,
+                "overdue": "train",
                 "lease_ttl_s": 600.0,
                 **buffer,
             },
