@@ -40,8 +40,10 @@ class RequestClient(ABC):
         """The reply and its payloads. Waits up to `wait_s` for one that is not empty."""
 
     @abstractmethod
-    def _group(self, payload: Any) -> TrajectoryGroup:
-        """The group of a payload."""
+    async def _groups(
+        self, prompt_indices: Sequence[int], payloads: Sequence[Any]
+    ) -> tuple[TrajectoryGroup, ...]:
+        """The groups of these prompts, from the payloads of a reply."""
 
     async def lease(
         self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
@@ -82,12 +84,13 @@ class RequestClient(ABC):
         term = self._learner_term
         request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads, num_held)
         reply, payloads = await self._call(request, m.TakeReply, wait_s)
-        groups = tuple(map(self._group, payloads))
+        new = reply.headers[num_held or 0 :] if with_payloads else ()
+        groups = await self._groups([header.prompt_index for header in new], payloads)
         return TakenBatch(headers=reply.headers, groups=groups, wait_due_s=reply.wait_due_s)
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
         _, payloads = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)
-        return tuple(map(self._group, payloads))
+        return await self._groups(prompt_indices, payloads)
 
     async def advance(self, policy_version: int) -> BufferStats:
         request = m.AdvanceRequest(policy_version, self._learner_term)

@@ -42,8 +42,10 @@ class MemoryBuffer(RequestClient):
     async def close(self) -> None:
         """It holds no socket and no task."""
 
-    def _group(self, payload: TrajectoryGroup) -> TrajectoryGroup:
-        return payload
+    async def _groups(
+        self, prompt_indices: Sequence[int], payloads: Sequence[TrajectoryGroup]
+    ) -> tuple[TrajectoryGroup, ...]:
+        return tuple(payloads)
 
     async def _call(
         self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes

@@ -35,7 +35,6 @@ from streamrl.types import (
     DropReason,
     PackedGroup,
     SiblingHeader,
-    TakenBatch,
     TrajectoryGroup,
     pack,
 )
@@ -104,26 +103,6 @@ class RedisBuffer(ZmqBuffer):
         """With b"" for one that Redis has lost, which is sampled again."""
         payloads = await self._read_payloads(await super().fetch_siblings(lease_id))
         return tuple(payload or b"" for payload in payloads)
-
-    async def take(
-        self,
-        num_groups: int,
-        policy_version: int,
-        wait_s: float,
-        *,
-        with_payloads: bool = False,
-        num_held: int | None = None,
-    ) -> TakenBatch:
-        term = self._learner_term
-        request = m.TakeRequest(num_groups, policy_version, term, wait_s, with_payloads, num_held)
-        reply, keys = await self._call(request, m.TakeReply, wait_s)
-        new = reply.headers[num_held or 0 :] if with_payloads else ()
-        groups = await self._read_groups([header.prompt_index for header in new], keys)
-        return TakenBatch(headers=reply.headers, groups=groups, wait_due_s=reply.wait_due_s)
-
-    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        _, keys = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)
-        return await self._read_groups(prompt_indices, keys)
 
     async def stats(self) -> BufferStats:
         """With the reason why a payload of the mean size would have to wait, if it would."""
@@ -203,19 +182,19 @@ class RedisBuffer(ZmqBuffer):
                     raise full from error
             await asyncio.sleep(POLL_S)
 
-    async def _read_groups(
-        self, prompt_indices: Sequence[int], keys: Sequence[Any]
+    async def _groups(
+        self, prompt_indices: Sequence[int], payloads: Sequence[Any]
     ) -> tuple[TrajectoryGroup, ...]:
         """
         Raises:
             LostMemoryError: Redis has lost some, as the daemon is told: they are sampled again.
         """
-        payloads = await self._read_payloads(keys)
-        found = zip(prompt_indices, payloads, strict=True)
+        read = await self._read_payloads(payloads)
+        found = zip(prompt_indices, read, strict=True)
         if lost := [prompt_index for prompt_index, payload in found if payload is None]:
             await self._call(m.LostRequest(tuple(lost), self._learner_term), m.Done)
             raise LostMemoryError(f"Redis has lost the groups of the prompts {lost}")
-        return tuple(self._group(memoryview(payload)) for payload in payloads if payload)
+        return await super()._groups(prompt_indices, read)
 
     async def _read_payloads(self, keys: Sequence[Any]) -> list[bytes | None]:
         payloads: list[bytes | None] = []

@@ -10,7 +10,7 @@ sent at a time, so that a slow server does not receive one twice before it has r
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,8 +81,11 @@ class ZmqBuffer(RequestClient):
     async def close(self) -> None:
         self._disconnect()
 
-    def _group(self, payload: memoryview) -> TrajectoryGroup:
-        return wire.decode(payload, PackedGroup, max_bytes=len(payload)).group()
+    async def _groups(
+        self, prompt_indices: Sequence[int], payloads: Sequence[Any]
+    ) -> tuple[TrajectoryGroup, ...]:
+        groups = (wire.decode(p, PackedGroup, max_bytes=len(p)).group() for p in payloads)
+        return tuple(groups)
 
     async def _call(
         self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes

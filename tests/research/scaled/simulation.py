@@ -291,8 +291,8 @@ class SimulatedClient(RequestClient):
     async def close(self) -> None:
         """It holds nothing."""
 
-    def _group(self, payload: Any) -> Any:
-        return payload
+    async def _groups(self, prompt_indices: Sequence[int], payloads: Sequence[Any]) -> Any:
+        return tuple(payloads)
 
     async def _call(
         self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
