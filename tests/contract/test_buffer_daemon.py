@@ -173,6 +173,8 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    # The last one serves: before that it may not yet hear signals.
+    await learner.stats()
     assert daemon.end() == 0
     assert audit_journal(journal_path(daemon.run)).faults == ()
     for client in (learner, *generators):
