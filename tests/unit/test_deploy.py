@@ -8,6 +8,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from streamrl.errors import (
 )
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+PROJECT = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 IN_CONTAINER = "/etc/streamrl/"
@@ -151,6 +153,8 @@ def test_every_target_is_in_the_dockerfile_and_no_service_publishes_a_port():
 
 def test_the_context_of_a_build_has_what_is_copied_and_mounted():
     kept = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {f"!{source}" for source in (*wheel["packages"], *wheel["force-include"])} <= set(kept)
     for source in re.findall(r"type=bind,source=([\w./-]+)", DOCKERFILE):
         assert f"!{source}" in kept
         assert (DEPLOY.parent / source).exists()
