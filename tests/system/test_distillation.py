@@ -66,7 +66,7 @@ def test_teachers_here_and_by_url_train_and_failures_cost_their_groups_alone(
         run = launch(f"--set=algorithm.distillation={{{settings}}}", "--set=run.max_steps=4")
         assert run.end() == 0, run.output
     assert [line["step"] for line in run.lines] == [1, 2, 3, 4]
-    assert all(abs(line["advantage/mean"]) > 0.01 for line in run.lines)
+    assert all(line["advantage/mean"] != 0 for line in run.lines)
     assert all(line["reward/teacher_kl"] != 0 for line in run.lines)
     assert run.books["balanced"]
     assert run.books["dropped"]["failed"] > 0
