@@ -122,8 +122,9 @@ async def _serve_term(
     leadership: "Leadership",
     stop: threading.Event,
     exported: Exported,
-) -> BufferStats:
-    """
+) -> BufferStats | None:
+    """None if it was stopped before Redis gave the journal.
+
     Raises:
         HandedOverError: the journal is no longer as this daemon left it.
     """
@@ -135,7 +136,8 @@ async def _serve_term(
     journal: Journal[bytes] = Journal(storage, state)
     renewing = asyncio.create_task(leadership.renew())
     try:
-        await asyncio.to_thread(_recover, journal, config, stop)
+        if not await asyncio.to_thread(_recover, journal, config, stop):
+            return None
         server = _server(config, state, address_beside(config.buffer.url), journal, exported)
         serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
         await leadership.announce(server.url, server.key)
@@ -154,15 +156,16 @@ async def _serve_term(
         await asyncio.to_thread(journal.close)
 
 
-def _recover(journal: Journal[bytes], config: RunConfig, stop: threading.Event) -> None:
-    """Waits for Redis, or until `stop` is set."""
+def _recover(journal: Journal[bytes], config: RunConfig, stop: threading.Event) -> bool:
+    """Whether it did. Waits for Redis, or until `stop` is set."""
     while not stop.is_set():
         try:
             journal.recover(_identity(config), time.monotonic())
-            return
+            return True
         except StorageError as error:
             log.warning("%s", error)
         stop.wait(RETRY_S)
+    return False
 
 
 def address_beside(url: str) -> str:

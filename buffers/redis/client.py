@@ -104,9 +104,14 @@ class RedisBuffer(ZmqBuffer):
         payloads = await self._read_payloads(await super().fetch_siblings(lease_id))
         return tuple(payload or b"" for payload in payloads)
 
+    async def advance(self, policy_version: int) -> BufferStats:
+        return await self._with_refusal(await super().advance(policy_version))
+
     async def stats(self) -> BufferStats:
+        return await self._with_refusal(await super().stats())
+
+    async def _with_refusal(self, stats: BufferStats) -> BufferStats:
         """With the reason why a payload of the mean size would have to wait, if it would."""
-        stats = await super().stats()
         books = stats.books
         num_groups = books.buffered + books.taken + books.trained
         refusal = await self._memory_limit.refusal(stats.num_bytes // max(1, num_groups))

@@ -82,17 +82,17 @@ class RedisConnection:
         return await self.run(name, send, num_bytes=sum(map(len, words)))
 
     async def transaction(
-        self, name: str, key: str, allow: Callable[[bytes | None], None], commands: list[Command]
+        self, name: str, key: str, commands_for: Callable[[bytes | None], list[Command]]
     ) -> list[Any]:
         """The answers to the commands, all of which are run, or none. See `run`.
 
-        `allow` raises unless they may be run with the present value of the key.
+        `commands_for` makes them for the value of the key that they are run with, or raises.
         """
 
         async def send(client: "Redis") -> list[Any]:
             async with client.pipeline(transaction=True) as pipeline:
                 await pipeline.watch(key)
-                allow(await pipeline.immediate_execute_command("GET", key))
+                commands = commands_for(await pipeline.immediate_execute_command("GET", key))
                 pipeline.multi()
                 for command in commands:
                     pipeline.execute_command(*command)

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from buffers.redis.connection import Command, RedisConnection, namespace
 from buffers.redis.memory_limit import RedisMemoryLimit
-from buffers.redis.storage import connected, require_format
+from buffers.redis.storage import connected, read_fence, require_format
 from streamrl.errors import HandedOverError, TransportError
 
 log = logging.getLogger(__name__)
@@ -79,27 +79,16 @@ class Leadership:
                 is_first = False
             await asyncio.sleep(POLL_S)
         await require_usable(self.connection, self._run)
-        term, commits = 0, 0
+        term = 0
 
-        def read(fence: bytes | None) -> None:
-            nonlocal term, commits
-            term, commits = map(int, (fence or b"0:0").split(b":"))
+        def raise_term(fence: bytes | None) -> list[Command]:
+            nonlocal term
+            earlier, num_commits = read_fence(fence)
+            term = earlier + 1
+            return [("SET", self._fence, f"{term}:{num_commits}")]
 
-        # The fence may not have changed since it was read: only then is the term above all others.
-        while True:
-            read((await self.connection.call("acquire", ("GET", self._fence)))[0])
-            expected = f"{term}:{commits}".encode()
-            taken: list[Command] = [("SET", self._fence, f"{term + 1}:{commits}")]
-
-            def allow(fence: bytes | None, expected: bytes = expected) -> None:
-                if (fence or b"0:0") != expected:
-                    raise _ChangedError
-
-            try:
-                await self.connection.transaction("acquire", self._fence, allow, taken)
-            except _ChangedError:
-                continue
-            return term + 1
+        await self.connection.transaction("acquire", self._fence, raise_term)
+        return term
 
     async def announce(self, url: str, key: str) -> None:
         """Clients find the server here from now on."""
@@ -140,7 +129,3 @@ class Leadership:
     def _set(self, *options: Any) -> Command:
         value = msgspec.json.encode(self._daemon)
         return ("SET", self._key, value, "PX", round(1000 * LEASE_S), *options)
-
-
-class _ChangedError(Exception):
-    """The fence has changed since it was read."""

@@ -68,18 +68,20 @@ class RedisStorage:
         self._connection = RedisConnection(url, run, deadline_s=ANSWER_S, retry_s=RETRY_S)
         self.name = f"of the run {run} at {self._connection.url}"
         self._namespace = namespace(run)
+        self._fence = self._namespace + "fence"
         self._term = term
         self._confirmed = self._attempted = 0
         self._uncertain: set[tuple[PayloadKey, bytes]] = set()
         self._next_number = 0
 
     def read(self, now_s: float) -> JournalContent[bytes]:
-        names = ("fence", "journal", "entries", "payloads")
-        commands: list[Command] = [("GET", self._namespace + "fence")]
-        commands += (("HGETALL", self._namespace + name) for name in names[1:])
+        commands: list[Command] = [("GET", self._fence)]
+        for name in ("journal", "entries", "payloads"):
+            commands.append(("HGETALL", self._namespace + name))
         fence, journal, entries, payloads = self._wait(self._connection.call("read", *commands))
-        self._confirmed = self._attempted = int((fence or b"0:0").partition(b":")[2])
-        self._allow(fence)
+        _, self._confirmed = read_fence(fence)
+        self._attempted = self._confirmed
+        self._require_ours(fence)
         rows: list[EntryRow] = [_unpack(row, type=EntryRow) for row in entries.values()]
         known, numbers, free = read_entries(rows, now_s)
         self._next_number = int(journal.get(b"next_number", 0))
@@ -110,11 +112,10 @@ class RedisStorage:
 
     def commit(self, changes: Changes[bytes]) -> frozenset[PayloadKey]:
         number = self._attempted = self._attempted + 1
-        fence = self._namespace + "fence"
         commands: list[Command] = [("PERSIST", key) for key in changes.added.values()]
-        commands += [("SET", fence, f"{self._term}:{number}"), *self._commands(changes)]
+        commands += [("SET", self._fence, f"{self._term}:{number}"), *self._commands(changes)]
         self._uncertain |= changes.added.items()
-        answers = self._wait(self._write(fence, commands))[: len(changes.added)]
+        answers = self._wait(self._write(commands))[: len(changes.added)]
         # 0: it was persistent, since this is the second attempt, or it is not there.
         unsure = [i for i, is_new in zip(changes.added, answers, strict=True) if not is_new]
         there = self.recover({key: changes.added[key] for key in unsure})
@@ -127,17 +128,24 @@ class RedisStorage:
         self._run.run(self._connection.close())
         self._run.close()
 
-    async def _write(self, fence: str, commands: list[Command]) -> list[Any]:
+    async def _write(self, commands: list[Command]) -> list[Any]:
         """Where memory is full, what is freed is deleted first: the group of a payload that is
         gone is sampled again, if this commit fails for good."""
         try:
-            return await self._connection.transaction("commit", fence, self._allow, commands)
+            return await self._transact(commands)
         except exceptions.OutOfMemoryError:
             freeing = [command for command in commands if command[0] == "UNLINK"]
             if not freeing:
                 raise
-            await self._connection.transaction("commit", fence, self._allow, freeing)
-            return await self._connection.transaction("commit", fence, self._allow, commands)
+            await self._transact(freeing)
+            return await self._transact(commands)
+
+    async def _transact(self, commands: list[Command]) -> list[Any]:
+        def if_ours(fence: bytes | None) -> list[Command]:
+            self._require_ours(fence)
+            return commands
+
+        return await self._connection.transaction("commit", self._fence, if_ours)
 
     def _commands(self, changes: Changes[bytes]) -> list[Command]:
         """They may be run twice, and after those of a commit that has failed for all one knows."""
@@ -178,13 +186,13 @@ class RedisStorage:
     def _delete(self, name: str, fields: Sequence[int | bytes]) -> list[Command]:
         return [("HDEL", self._namespace + name, *fields)] if fields else []
 
-    def _allow(self, fence: bytes | None) -> None:
+    def _require_ours(self, fence: bytes | None) -> None:
         """
         Raises:
             HandedOverError: the fence is not as this daemon left it.
         """
-        term, _, number = (fence or b"0:0").decode().partition(":")
-        if int(term) != self._term or not self._confirmed <= int(number) <= self._attempted:
+        term, number = read_fence(fence)
+        if term != self._term or not self._confirmed <= number <= self._attempted:
             raise HandedOverError(
                 f"the journal {self.name} is at term and commit {term}:{number}, and this daemon "
                 f"left it at {self._term}:{self._confirmed}: another daemon has taken over, or the "
@@ -196,6 +204,12 @@ class RedisStorage:
             return self._run.run(call)
         except (TransportError, exceptions.RedisError) as error:
             raise StorageError(f"the journal {self.name} cannot be written: {error}") from error
+
+
+def read_fence(fence: bytes | None) -> tuple[int, int]:
+    """The term, and the number of its last commit."""
+    term, _, number = (fence or b"0:0").decode().partition(":")
+    return int(term), int(number)
 
 
 async def require_format(connection: RedisConnection, run: str) -> None:

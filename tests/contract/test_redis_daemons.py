@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from streamrl.types import DropReason, GroupHeader, SiblingHeader
 from tests.contract.conftest import Connect, fill
 from tests.contract.test_buffers import make_ledger, status
 from tests.records import lease_one, make_group
+from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
@@ -217,6 +219,23 @@ def put(server: "Redis", state: BufferState[bytes], lease_id: str) -> None:
     state.put(lease_id, header, key, 0.0)
 
 
+async def test_a_daemon_that_has_read_no_journal_serves_nothing(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    """Its books would be blank, and those of the run's folder would be written over."""
+    tried = threading.Event()
+
+    def unreadable(*_: object) -> None:
+        tried.set()
+        raise StorageError("cannot be read now")
+
+    monkeypatch.setattr(Journal, "recover", unreadable)
+    daemon = RedisDaemon(redis.url, "unread")
+    assert await asyncio.to_thread(tried.wait, DEADLINE_S)
+    await asyncio.to_thread(daemon.stop)
+    assert (daemon.stats, daemon.error) == (None, None)
+
+
 @pytest.mark.parametrize("num_lost", [1, 2])
 def test_a_commit_whose_answer_was_lost_is_neither_lost_nor_written_twice(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, num_lost: int
@@ -229,8 +248,8 @@ def test_a_commit_whose_answer_was_lost_is_neither_lost_nor_written_twice(
     journal.commit()
     write = storage._write
 
-    async def lose_the_answer(fence: str, commands: list[object]) -> object:
-        await write(fence, commands)  # type: ignore[arg-type]
+    async def lose_the_answer(commands: list[object]) -> object:
+        await write(commands)  # type: ignore[arg-type]
         raise StorageError("no answer")
 
     monkeypatch.setattr(storage, "_write", lose_the_answer)
