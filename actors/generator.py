@@ -32,6 +32,7 @@ from actors.version_gate import StarvedLeases, VersionGate
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import (
+    BufferFullError,
     LedgerError,
     RolloutError,
     TransportError,
@@ -263,8 +264,9 @@ class Generator:
                 num_bytes=len(payload),
             )
             await self._buffer.put_sibling(sibling, payload)
-        except UnknownLeaseError:
-            # The buffer may have restarted, and learns of the lease with the next heartbeat.
+        except (UnknownLeaseError, BufferFullError):
+            # The buffer may have restarted, and learns of the lease with the next heartbeat; or a
+            # checkpoint may free its memory.
             group.kept.discard(number)
         except (WireError, TypeError, NotImplementedError) as error:
             log.warning("prompt %d: a sibling is not kept: %s", lease.prompt_index, error)

@@ -13,6 +13,7 @@ from actors.episode_record import Rollout, Segment, Span
 from actors.generator import Generator
 from streamrl import wire
 from streamrl.config.generator import OversampleSettings
+from streamrl.errors import BufferFullError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import (
     Completion,
@@ -169,6 +170,26 @@ async def test_a_buffer_that_has_lost_the_siblings_gets_them_again():
     await run.until(lambda: sum(num_kept(run)) >= 2)
     running.cancel()
     await asyncio.wait([running])
+
+
+async def test_a_full_buffer_is_asked_again_and_the_group_goes_on(monkeypatch: pytest.MonkeyPatch):
+    run = make_run()
+    await run.learner.attach(0, None)
+    asked: list[int] = []
+
+    async def full(_: object, sibling: SiblingHeader, payload: bytes) -> None:
+        asked.append(sibling.number)
+        raise BufferFullError("no memory")
+
+    monkeypatch.setattr(type(run.learner), "put_sibling", full)
+    engine = UnevenEngine(ALIVE, 2)
+    alive = generator_of(run, engine)
+    running = asyncio.create_task(alive.run())
+    await run.until(lambda: len(asked) > 3 * 4 * 2)
+    engine.open.set()
+    await run.until(lambda: run.books.buffered == 4)
+    alive.stop()
+    await running
 
 
 def test_a_rollout_passes_the_wire_as_it_is():
