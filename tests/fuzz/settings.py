@@ -21,11 +21,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from actors.make_model import make_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from actors.make_model import make_model, make_tokenizer
 from streamrl.config import load_config
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
+from streamrl.config.model import RecipeSettings
 from streamrl.errors import EXIT_CONFIG, ConfigError
 from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
 from tests.research.forked import exit_code_of
@@ -33,6 +36,10 @@ from tests.research.lag import Lag
 
 SOURCE = str(Path("configs/ablation/lag.yaml").absolute())
 LOG = "stderr.log"
+# Models in the folder of the runs: one of each kind that a setting may ask for.
+MODEL = "model"
+EXPERTS = "experts"
+OF_EXPERTS = "algorithm.router_replay"
 ALWAYS = (
     "run.max_steps=3",
     "generator.group_size=4",
@@ -89,7 +96,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.entropy_coef": ("0.01",),
     "algorithm.sft_coef": ("0.1",),
     "algorithm.rl_loss_coef": ("0",),
-    "algorithm.router_replay": ("record", "replay"),
+    OF_EXPERTS: ("record", "replay"),
     "algorithm.kl_loss.kind": ("kl", "abs", "mse", "low_var_kl", "full", "low_var_kl+"),
     "algorithm.kl_reward.controller": ("adaptive",),
     "algorithm.value.critic_warmup": ("1", "2"),
@@ -127,6 +134,40 @@ VALUES: Mapping[str, Sequence[str]] = {
     "data.reward": ("math", "numeric_answer", "format"),
     "run.seed": ("1", "2"),
 }
+
+
+def write_experts(folder: Path, recipe: RecipeSettings, max_model_len: int) -> None:
+    """A mixture of experts of the recipe's size (`model.recipe.architecture`)."""
+    tokenizer = make_tokenizer(recipe.alphabet)
+    tokenizer.save_pretrained(folder)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        moe_intermediate_size=recipe.hidden_size,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        head_dim=recipe.hidden_size // recipe.num_heads,
+        max_position_embeddings=max(64, max_model_len),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def make_models(folder: Path, always: Sequence[str]) -> None:
+    """Write the models that `model_of` names."""
+    own = f"model.recipe.architecture={Path(__file__).absolute()}:{write_experts.__name__}"
+    make_model(load_config(SOURCE, [*always, f"model.path={folder / MODEL}"]).config)
+    make_model(load_config(SOURCE, [*always, f"model.path={folder / EXPERTS}", own]).config)
+
+
+def model_of(drawn: Sequence[str]) -> str:
+    """The model that these settings are for."""
+    return EXPERTS if any(one.startswith(OF_EXPERTS) for one in drawn) else MODEL
 
 
 def draws(seed: int, always: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -177,14 +218,14 @@ def main() -> int:
         folder = Path(name)
         # Teachers are named from here.
         os.chdir(folder)
-        places = (f"model.path={folder / 'model'}", f"run.folder={folder / 'runs'}")
-        always = (*ALWAYS, *places)
-        make_model(load_config(SOURCE, always).config)
+        always = (*ALWAYS, f"run.folder={folder / 'runs'}")
+        make_models(folder, always)
         # Runs are forked from a process that has the stderr of this one at its start.
         with (folder / LOG).open("w") as log:
             os.dup2(log.fileno(), sys.stderr.fileno())
         for index, drawn in zip(range(given.runs), draws(given.seed, always), strict=False):
-            exit_code, wrong = run_one(f"run{index}", [*always, *drawn], folder)
+            settings = (*always, f"model.path={folder / model_of(drawn)}", *drawn)
+            exit_code, wrong = run_one(f"run{index}", settings, folder)
             is_refused = exit_code == EXIT_CONFIG
             counts["refused" if is_refused else "failed" if wrong else "trained"] += 1
             if wrong:
