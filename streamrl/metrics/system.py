@@ -183,6 +183,12 @@ _WEIGHTS = (
     ),
     _of_learner("weights/num_failed_loads", "updates", Merge.SUM, "Updates not loaded, so far."),
     _of_learner(
+        "weights/difference_bytes",
+        "bytes",
+        Merge.LAST,
+        "Of the last difference that was broadcast or written to a file, with weights.delta.",
+    ),
+    _of_learner(
         "weights/store_s", "s", Merge.MAX, "From the snapshot to the manifest in weights.store."
     ),
     _of_learner(

@@ -3,6 +3,7 @@
     announced   it has got Announce and has not sent Ready
     ready       it has got Transfer, with the endpoint, and has received nothing
     joined      it has joined the group of a broadcast and has received nothing
+    frame       it has received the first frame of a difference
     begun       it has received the first tensor
     received    it has received everything and has not loaded it
     loaded      it has loaded it and has not sent Loaded
@@ -80,7 +81,10 @@ class Receiver(WeightReceiver):
         is_right = weights.keys() == SHAPES.keys() and all(
             bool((tensor == float(version)).all()) for tensor in weights.values()
         )
-        self._note("", version=version, is_right=is_right, at_s=time.monotonic())
+        is_difference = getattr(update.endpoint, "difference", None) is not None
+        self._note(
+            "", version=version, is_right=is_right, is_difference=is_difference, at_s=time.monotonic()
+        )
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 
     def _note(self, suffix: str, **line: object) -> None:
@@ -105,6 +109,14 @@ def receive(address: str, name: str, record: Path, fate: Fate) -> None:
         return group
 
     groups.join = joined
+    pipelined = groups.BroadcastGroup.pipelined
+
+    def arriving(group: groups.BroadcastGroup, tensors: Any) -> Any:
+        for tensor in pipelined(group, tensors):
+            fate.meet("frame", 2)
+            yield tensor
+
+    groups.BroadcastGroup.pipelined = arriving
 
     async def follow() -> None:
         await Receiver(address, name, record, fate).run()
