@@ -45,8 +45,9 @@ class WeightSettings(Section):
     bucket_bytes: Positive = 256 * 2**20
     """Bytes of one broadcast; two are under way at a time."""
     delta: bool = False
-    """Files and gloo broadcasts have only what changed since the version before: for links slower
-    than about 10 Gbit/s. Costs memory for one more copy at the learner and at each generator."""
+    """Files and gloo broadcasts have only what changed since the version before, in bfloat16 a
+    fiftieth: for links slower than about 5 Gbit/s, beyond which the whole is sooner there. Costs
+    memory for one more copy at the learner and at each generator that receives."""
     full_every: Positive = 50
     """With delta, and in a store: differences until there is a whole version again; with delta, who
     lacks the version before gets one at once."""

@@ -91,9 +91,7 @@ class WeightSender:
         host = urlsplit(self.address).hostname or "127.0.0.1"
         self._broadcast = BroadcastSender(settings, host, device)
         self._sent = SentVersion(settings, layout, self._version_name, self._key)
-        self._files = FileSender(
-            settings, layout, folder, self._learner_id, self._key, self._sent
-        )
+        self._files = FileSender(settings, layout, folder, self._learner_id, self._key, self._sent)
         self._store: StoreSender | None = None
         if settings.store is not None:
             place = ObjectStore(settings.store, run)

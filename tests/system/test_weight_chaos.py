@@ -157,7 +157,7 @@ async def meet(folder: Path, backend: str, hop: str, version: int, number: signa
         await run.until(lambda: run.has(version + 3, *survivors))
         if backend == "delta":
             differences = {name: [x["is_difference"] for x in run.loads(name)] for name in "az"}
-            assert differences == dict.fromkeys("az", [False, *[True] * (version + 2)])
+            assert differences == {name: [False, *[True] * (version + 2)] for name in "az"}
         for name in survivors:
             lines = run.loads(name)
             assert all(line["is_right"] for line in lines)

@@ -86,7 +86,11 @@ class Receiver(WeightReceiver):
         )
         is_difference = getattr(update.endpoint, "difference", None) is not None
         self._note(
-            "", version=version, is_right=is_right, is_difference=is_difference, at_s=time.monotonic()
+            "",
+            version=version,
+            is_right=is_right,
+            is_difference=is_difference,
+            at_s=time.monotonic(),
         )
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 

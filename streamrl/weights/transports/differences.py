@@ -10,16 +10,23 @@ those matched, which with another base they do not.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.weights.layout import Layout
+from streamrl.weights.layout import Bucket, Layout
 from streamrl.weights.transports import delta
-from streamrl.weights.transports.checksums import SIZE, checksum, checksums
+from streamrl.weights.transports.checksums import SIZE, checksum
+
+MAX_THREADS = 4
+"""Buckets that are compared, or changed, at a time."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,14 @@ class Difference:
         cls, layout: Layout, base_name: str, base: torch.Tensor, data: torch.Tensor, key: bytes
     ) -> "Difference":
         """What turns `base` into `data`, both [layout.num_bytes] uint8."""
-        frames = [delta.encode(bucket.of(base), bucket.of(data)) for bucket in layout.buckets]
-        return cls(base_name, tuple(frames), checksums(_buckets(layout, data), key))
+
+        def encoded(number: int, bucket: Bucket) -> tuple[torch.Tensor | None, bytes]:
+            result = bucket.of(data)
+            return delta.encode(bucket.of(base), result), _checksum(number, result, key)
+
+        pairs = _of_each(encoded, layout)
+        sums = b"".join(one for _, one in pairs)
+        return cls(base_name, tuple(frame for frame, _ in pairs), sums)
 
     @property
     def num_bytes(self) -> int:
@@ -55,9 +68,9 @@ class Difference:
         """
         if len(self.frames) != len(layout.buckets):
             raise _error(source, f"has {len(self.frames)} frames for {len(layout.buckets)} buckets")
-        for number, (bucket, frame) in enumerate(zip(layout.buckets, self.frames, strict=True)):
-            label = f"bucket {number} (from {bucket.slots[0].spec.name})"
-            ours, target = bucket.of(base), bucket.of(into)
+
+        def applied(number: int, bucket: Bucket) -> None:
+            ours, target, frame = bucket.of(base), bucket.of(into), self.frames[number]
             if frame is not None:
                 try:
                     delta.decode(frame, ours, target)
@@ -66,13 +79,22 @@ class Difference:
             elif target.data_ptr() != ours.data_ptr():
                 target.copy_(ours)
             expected = self.checksums[number * SIZE : (number + 1) * SIZE]
-            if checksum(f"result {number}", target, key) != expected:
+            if _checksum(number, target, key) != expected:
+                label = f"bucket {number} (from {bucket.slots[0].spec.name})"
                 raise _error(source, f"does not give the sender's bytes: {label} differs")
 
+        _of_each(applied, layout)
 
-def _buckets(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each bucket's bytes, under a name that is not that of another one."""
-    return ((f"result {i}", bucket.of(data)) for i, bucket in enumerate(layout.buckets))
+
+def _of_each(work: Callable[[int, Bucket], Result], layout: Layout) -> list[Result]:
+    """What it returns for each bucket; several at a time, since most of it holds no lock."""
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        return list(pool.map(work, range(len(layout.buckets)), layout.buckets))
+
+
+def _checksum(number: int, result: torch.Tensor, key: bytes) -> bytes:
+    """Of a bucket's bytes, under a name that is not that of another one."""
+    return checksum(f"result {number}", result, key)
 
 
 def _error(source: object, what: str) -> WeightTransferError:

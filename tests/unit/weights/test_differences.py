@@ -1,4 +1,4 @@
-"""A broadcast of what changed gives exactly the sender's bits, to those that have what it changes."""
+"""A broadcast of what changed gives the sender's bits, to those that have what it changes."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +29,9 @@ class Pair:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        settings = WeightSettings.model_validate({**BY_DELTA, "deadline_s": 20, "bucket_bytes": 50_000})
+        settings = WeightSettings.model_validate(
+            {**BY_DELTA, "deadline_s": 20, "bucket_bytes": 50_000}
+        )
         self.master = {name: 0.05 * torch.randn(shape) for name, shape in shapes.items()}
         self.layout = Layout(manifest_of(self.master, dtype), settings.bucket_bytes)
         self._buffers = SendBuffers(self.layout, "cpu")
