@@ -1,19 +1,32 @@
 """The catalogue: the rows of all metrics, and the row of a name.
 
+`catalogue.csv` has a metric a line, with the names of `Merge` and `Writer`; the rows of rollout
+importance sampling are in `streamrl.metrics.mismatch`.
+
 Invariant: a name has one row. Of rows with open placeholders the first that fits counts.
 """
 
+import csv
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from importlib import resources
+from typing import get_args
 
 from streamrl.errors import did_you_mean
-from streamrl.metrics.metric import OWN, Metric
+from streamrl.metrics.metric import OWN, Merge, Metric, Unit, Writer
 from streamrl.metrics.mismatch import MISMATCH
-from streamrl.metrics.system import SYSTEM
-from streamrl.metrics.training import TRAINING
 
-CATALOGUE: tuple[Metric, ...] = (*TRAINING, *MISMATCH, *SYSTEM)
+
+def _rows() -> Iterator[Metric]:
+    units: Mapping[str, Unit] = {unit: unit for unit in get_args(Unit)}
+    text = (resources.files("streamrl.metrics") / "catalogue.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        merge, writer = Merge[row["merge"]], Writer[row["writer"]]
+        yield Metric(row["name"], units[row["unit"]], merge, row["meaning"], writer)
+
+
+CATALOGUE: tuple[Metric, ...] = (*_rows(), *MISMATCH)
 
 
 def _exact() -> Mapping[str, Metric]:

@@ -26,7 +26,7 @@ SHORT = {
         "tracking/console tracking/tensorboard data_files/parquet"
     ),
     "an interface, or what messages hold, beside others of its kind": (
-        "interfaces/tracking types/parity types/validation tools/tool metrics/catalogue"
+        "interfaces/tracking types/parity types/validation tools/tool"
     ),
     "imported where torch, vLLM or matplotlib must not be, or run by a process of its own": (
         "cli/display/figure engines/vllm/cpu engines/vllm/plugin served/process_guard"
