@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES
-from streamrl.tracking.prometheus.families import Family, by_family, family_of
+from streamrl.tracking.prometheus.families import Family, family_of
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -73,7 +73,8 @@ class Exported:
         """Families with their samples; what prometheus-client asks a collector for."""
         newest = {k: v for reading in self._newest.values() for k, v in reading.items()}
         families: dict[str, list[tuple[Family, float]]] = {}
-        for family, value in by_family({**newest, **self._sums}):
+        for metric, value in {**newest, **self._sums}.items():
+            family = family_of(metric)
             if not family.name.startswith(self._left_out or ("-",)):
                 families.setdefault(family.name, []).append((family, value))
         for name, found in families.items():
