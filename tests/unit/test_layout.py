@@ -28,8 +28,8 @@ SHORT = {
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation tools/tool"
     ),
-    "imported where torch, vLLM or matplotlib must not be, or run by a process of its own": (
-        "cli/display/figure engines/vllm/cpu engines/vllm/plugin served/process_guard"
+    "imported where torch or vLLM must not be, or run by a process of its own": (
+        "engines/vllm/cpu engines/vllm/plugin served/process_guard"
     ),
     "one half of what actors and learners do, which don't see each other": (
         "actors/parity learners/parity"
