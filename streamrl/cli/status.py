@@ -40,7 +40,7 @@ from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.outcome import RunState, outcome, state_of
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.run_folder import find_config, find_run, is_launched_since
-from streamrl.tracking.followed import FollowedMetrics
+from streamrl.tracking.jsonl import FollowedMetrics
 from streamrl.types import BufferStats
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Called by the learner; an error of one tracker does not reach the others."""
+    """Called by the learner; an error of one tracker does not reach the others. One that derives
+    from it leaves out what it does not show."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Once a step."""
@@ -23,4 +24,5 @@ class Tracker(Protocol):
         """What the validated versions wrote for the same held-out prompts, as lines of
         `validation/VERSION.jsonl`: those of one prompt together, oldest version first."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What it holds is given back."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from streamrl.interfaces import Tracker
 from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES
 from streamrl.tracking.prometheus.families import Family, family_of
 
@@ -20,7 +21,7 @@ _BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
 _NUM_GROUPS = [f"buffer/staleness_{bucket}/num_groups" for bucket in STALENESS_BUCKETS]
 
 
-class Exported:
+class Exported(Tracker):
     """What one daemon exports. `is_on` says whether anybody can read it.
 
     Families whose name begins with one of `left_out` are another daemon's.
@@ -36,8 +37,6 @@ class Exported:
         """A reading of this source replaces the one before; `metrics` is called if it is on."""
         if self.is_on:
             self._newest = {**self._newest, source: _numbers(metrics())}
-
-    # A `streamrl.interfaces.Tracker`:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """The line of a step; those of its metrics that count something are added up."""
@@ -57,17 +56,6 @@ class Exported:
 
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
         self.show("validation", lambda: metrics)
-
-    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """They are texts."""
-
-    def log_validation_samples(
-        self, samples: Sequence[Mapping[str, Any]], policy_version: int
-    ) -> None:
-        """They are texts."""
-
-    def close(self) -> None:
-        """The endpoint is closed by who opened it."""
 
     def collect(self) -> Iterator["Metric"]:
         """Families with their samples; what prometheus-client asks a collector for."""
