@@ -1,10 +1,10 @@
 """A place where metrics go; see `streamrl.tracking`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 
-class Tracker(Protocol):
+class Tracker:
     """Called by the learner; an error of one tracker does not reach the others. One that derives
     from it leaves out what it does not show."""
 
