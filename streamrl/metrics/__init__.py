@@ -1,8 +1,7 @@
 """The metrics of a run: what there is, how it is merged, and those of the buffer.
 
     metric        what the catalogue says of a metric, and its rules of merging
-    mismatch      rows of rollout importance sampling
-    catalogue     all rows, of catalogue.csv and these, and the row of a name
+    catalogue     all rows, of catalogue.csv, and the row of a name
     buffer        the metrics of the buffer and the generators, from their stats
 
 Invariant: a metric that StreamRL reports has a row; a name without one is of the user's own code.

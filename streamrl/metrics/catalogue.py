@@ -1,7 +1,7 @@
 """The catalogue: the rows of all metrics, and the row of a name.
 
-`catalogue.csv` has a metric a line, with the names of `Merge` and `Writer`; the rows of rollout
-importance sampling are in `streamrl.metrics.mismatch`.
+`catalogue.csv` has a metric a line, with the names of `Merge` and `Writer`. Names of rollout
+importance sampling are those of verl; its values are before bound and veto, but those `applied`.
 
 Invariant: a name has one row. Of rows with open placeholders the first that fits counts.
 """
@@ -15,7 +15,6 @@ from typing import get_args
 
 from streamrl.errors import did_you_mean
 from streamrl.metrics.metric import OWN, Merge, Metric, Unit, Writer
-from streamrl.metrics.mismatch import MISMATCH
 
 
 def _rows() -> Iterator[Metric]:
@@ -23,10 +22,11 @@ def _rows() -> Iterator[Metric]:
     text = (resources.files("streamrl.metrics") / "catalogue.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
         merge, writer = Merge[row["merge"]], Writer[row["writer"]]
-        yield Metric(row["name"], units[row["unit"]], merge, row["meaning"], writer)
+        absent = float(row["absent"]) if row["absent"] else None
+        yield Metric(row["name"], units[row["unit"]], merge, row["meaning"], writer, absent)
 
 
-CATALOGUE: tuple[Metric, ...] = (*_rows(), *MISMATCH)
+CATALOGUE: tuple[Metric, ...] = tuple(_rows())
 
 
 def _exact() -> Mapping[str, Metric]:
