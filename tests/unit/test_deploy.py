@@ -183,9 +183,9 @@ def test_the_buffers_image_has_all_that_its_commands_import():
     without = WITHOUT[1].split(",")
     assert "torch" in without
     names = {name.replace("-", "_") for name in without}
-    modules = ["buffers.daemon", "buffers.redis.client", "streamrl.cli.probe"]
-    modules += [f"streamrl.cli.{name}" for name in ("status", "generators", "keys")]
-    modules += [f"streamrl.cli.buffer.{name}" for name in ("inspect", "drain", "audit")]
+    modules = ["buffers.daemon", "buffers.redis.client"]
+    modules += [f"streamrl.cli.{name}" for name in ("status", "keys")]
+    modules += [f"streamrl.cli.buffer.{name}" for name in ("running", "audit")]
     modules += ["streamrl.cli.samples", "streamrl.cli.buffer.books"]
     code = NEEDS_NO_TORCH.format(names=names, modules=modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -93,7 +93,7 @@ _LOOK = {
         samples,
     ),
     "generators": Command(
-        "streamrl.cli.generators:show",
+        "streamrl.cli.buffer.running:show",
         "list the generators of a running buffer",
         options.generators,
     ),
@@ -125,25 +125,25 @@ _USE = {
 
 _VERBS = {
     "generators cordon": Command(
-        "streamrl.cli.generators:cordon",
+        "streamrl.cli.buffer.running:cordon",
         "grant a generator no further leases",
         options.one_generator,
     ),
     "generators uncordon": Command(
-        "streamrl.cli.generators:uncordon", "undo a cordon or a drain", options.one_generator
+        "streamrl.cli.buffer.running:uncordon", "undo a cordon or a drain", options.one_generator
     ),
     "generators drain": Command(
-        "streamrl.cli.generators:drain",
+        "streamrl.cli.buffer.running:drain_generator",
         "wait until a generator has finished its groups and left",
         options.drain_generator,
     ),
     "buffer inspect": Command(
-        "streamrl.cli.buffer.inspect:main",
+        "streamrl.cli.buffer.running:inspect",
         "print what a running buffer holds, and for which generators",
         options.inspect,
     ),
     "buffer drain": Command(
-        "streamrl.cli.buffer.drain:main",
+        "streamrl.cli.buffer.running:drain",
         "grant no further leases and wait until a buffer is empty",
         options.drain,
     ),
