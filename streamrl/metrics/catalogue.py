@@ -11,19 +11,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import resources
-from typing import get_args
 
 from streamrl.errors import did_you_mean
-from streamrl.metrics.metric import OWN, Merge, Metric, Unit, Writer
+from streamrl.metrics.metric import OWN, UNITS, Merge, Metric, Writer
 
 
 def _rows() -> Iterator[Metric]:
-    units: Mapping[str, Unit] = {unit: unit for unit in get_args(Unit)}
     text = (resources.files("streamrl.metrics") / "catalogue.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
         merge, writer = Merge[row["merge"]], Writer[row["writer"]]
         absent = float(row["absent"]) if row["absent"] else None
-        yield Metric(row["name"], units[row["unit"]], merge, row["meaning"], writer, absent)
+        if row["unit"] not in UNITS:
+            raise ValueError(f"metrics: {row['name']} has the unit {row['unit']!r}")
+        yield Metric(row["name"], row["unit"], merge, row["meaning"], writer, absent)
 
 
 CATALOGUE: tuple[Metric, ...] = tuple(_rows())

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
-from typing import Literal, TypeAlias
 
 from streamrl.config.algorithm.rollout_is import REJECTION_STATISTICS
 from streamrl.types import DropReason, RefusalReason
@@ -42,39 +41,12 @@ OPEN: Mapping[str, str] = {
 }
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
-Unit: TypeAlias = Literal[
-    "",
-    "1/s",
-    "10^12/s",
-    "advantage",
-    "any",
-    "bytes",
-    "calls",
-    "candidates",
-    "contexts",
-    "episodes",
-    "fraction",
-    "generators",
-    "groups",
-    "leases",
-    "messages",
-    "micro-batches",
-    "nats",
-    "nats^2",
-    "parts",
-    "prompts",
-    "reward",
-    "s",
-    "sequences",
-    "stalls",
-    "steps",
-    "tokens",
-    "tokens/s",
-    "turns",
-    "updates",
-    "versions",
-    "weight",
-]
+UNITS = (
+    *("", "1/s", "10^12/s", "advantage", "any", "bytes", "calls", "candidates", "contexts"),
+    *("episodes", "fraction", "generators", "groups", "leases", "messages", "micro-batches"),
+    *("nats", "nats^2", "parts", "prompts", "reward", "s", "sequences", "stalls", "steps"),
+    *("tokens", "tokens/s", "turns", "updates", "versions", "weight"),
+)
 
 
 class Merge(StrEnum):
@@ -113,7 +85,8 @@ class Metric:
     """A row of the catalogue."""
 
     name: str
-    unit: Unit
+    unit: str
+    """One of UNITS."""
     merge: Merge
     meaning: str
     """One plain sentence."""

@@ -1,16 +1,18 @@
-"""Every command of `streamrl`: a new one is a line here, a set of options, and a module.
+"""Every command of `streamrl`: a new one is a line of commands.csv, a set of options in
+`streamrl.cli.arguments.options`, and a module.
 
 `buffer drain` and the like are verbs of `buffer`, of which its own help tells. A command or an
-option that goes leaves a line in `GONE`. Invariant: an entry is a name, so this table imports no
+option that goes leaves a line in `GONE`. Invariant: an entry is a name, so the table imports no
 command.
 """
 
+import csv
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 
 from streamrl.cli.arguments import options
-from streamrl.cli.arguments.options import launch, plan, samples
 
 
 @dataclass(frozen=True)
@@ -25,142 +27,20 @@ class Command:
     imports_much: bool = False
 
 
-_RUN = {
-    "launch": Command(
-        "streamrl.cli.processes.fork_server:launch",
-        "run everything that a configuration needs, here or on other machines",
-        launch,
-    ),
-    "check": Command(
-        "streamrl.cli.check.command:main",
-        "what is wrong with this machine, and whether a run can start on it",
-        options.check,
-    ),
-    "plan": Command(
-        "streamrl.cli.plan:main",
-        "what a launch would start: hosts, GPUs and commands",
-        plan,
-    ),
-    "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
-    "generator": Command(
-        "actors.daemon:main", "start one generator", options.generator, imports_much=True
-    ),
-    "learner": Command(
-        "learners.daemon:main", "start the learner", options.learner, imports_much=True
-    ),
-    "torchrun": Command(
-        "streamrl.cli.processes.torchrun:main",
-        "torchrun, for a learner on several hosts: it ends as the rank that failed",
-        options.torchrun,
-    ),
-    "validator": Command(
-        "actors.validation.daemon:main", "start the validator", options.config, imports_much=True
-    ),
-    "get-model": Command(
-        "streamrl.cli.get_model:main",
-        "get a model as a folder: from a package, the hub, a GGUF file, or made of model.recipe",
-        options.get_model,
-    ),
-    "new": Command(
-        "streamrl.cli.new:main",
-        "copy a recipe into a folder of your own, to start from",
-        options.new_from_recipe,
-    ),
-    "import": Command(
-        "streamrl.cli.import_file:main",
-        "a configuration from a file of verl, ROLL or TRL",
-        options.import_file,
-    ),
-    "keys new": Command(
-        "streamrl.cli.keys:main", "make the keys of buffer.curve", options.new_folder
-    ),
-}
+def _read() -> dict[str, dict[str, Command]]:
+    """The commands by their groups."""
+    groups: dict[str, dict[str, Command]] = {}
+    text = (resources.files("streamrl.cli.arguments") / "commands.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        add_options = getattr(options, row["options"])
+        command = Command(row["entry"], row["summary"], add_options, bool(row["imports_much"]))
+        groups.setdefault(row["group"], {})[row["name"]] = command
+    return groups
 
-_LOOK = {
-    "status": Command(
-        "streamrl.cli.status:main",
-        "what a run does, and what is wrong with it",
-        options.status,
-    ),
-    "report": Command(
-        "streamrl.cli.report:main",
-        "print the summary of a run folder and write report.html, its page",
-        options.report,
-    ),
-    "samples": Command(
-        "streamrl.cli.samples:main",
-        "read what the policy wrote, and its rewards",
-        samples,
-    ),
-    "generators": Command(
-        "streamrl.cli.buffer.running:show",
-        "list the generators of a running buffer",
-        options.generators,
-    ),
-}
 
-_USE = {
-    "export": Command(
-        "learners.checkpoints.export:main",
-        "write the policy of a checkpoint as a Hugging Face folder",
-        options.export,
-    ),
-    "evaluate": Command(
-        "streamrl.cli.evaluate:main",
-        "score a checkpoint on held-out prompts, sampled greedily",
-        options.evaluate,
-        imports_much=True,
-    ),
-    "parity": Command(
-        "streamrl.cli.parity.compare:main",
-        "compare the log-probabilities of engine and learner",
-        options.parity,
-    ),
-    "replay": Command(
-        "streamrl.cli.replay:main",
-        "train what a run has recorded again, by its own settings or by others",
-        options.replay,
-    ),
-}
-
-_VERBS = {
-    "generators cordon": Command(
-        "streamrl.cli.buffer.running:cordon",
-        "grant a generator no further leases",
-        options.one_generator,
-    ),
-    "generators uncordon": Command(
-        "streamrl.cli.buffer.running:uncordon", "undo a cordon or a drain", options.one_generator
-    ),
-    "generators drain": Command(
-        "streamrl.cli.buffer.running:drain_generator",
-        "wait until a generator has finished its groups and left",
-        options.drain_generator,
-    ),
-    "buffer inspect": Command(
-        "streamrl.cli.buffer.running:inspect",
-        "print what a running buffer holds, and for which generators",
-        options.inspect,
-    ),
-    "buffer drain": Command(
-        "streamrl.cli.buffer.running:drain",
-        "grant no further leases and wait until a buffer is empty",
-        options.drain,
-    ),
-    "buffer audit": Command(
-        "streamrl.cli.buffer.audit:main",
-        "prove from a run's records that no group was lost or trained twice",
-        options.run_folder,
-    ),
-    "buffer books": Command(
-        "streamrl.cli.buffer.books:main",
-        "delete a run that Redis holds, or refuse to start where there is one",
-        options.books,
-    ),
-}
-
-GROUPS = {"run": _RUN, "look": _LOOK, "use": _USE}
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()} | _VERBS
+GROUPS = _read()
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+_VERBS = GROUPS.pop("verb")
 GONE: Mapping[str, str] = {
     "--hosts": "`streamrl launch` has --ray; deploy/multi_node.sh starts a Ray cluster over ssh",
     "--nodes": "in a job `streamrl launch` has --slurm; sbatch submits deploy/slurm/run.sbatch",
