@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from streamrl.data_files.hub import is_data_set, open_data_set
-from streamrl.data_files.parquet import Parquet, count_parquet
+from streamrl.data_files.arrow import Parquet, count_parquet, is_data_set, open_data_set
 from streamrl.data_files.rows import (
     ConcatenatedRows,
     Row,
@@ -29,19 +28,6 @@ from streamrl.data_files.rows import (
 )
 from streamrl.data_files.text import COMPRESSED, JsonLines, count_lines, read_csv, read_json
 from streamrl.errors import ConfigError
-
-__all__ = [
-    "SUFFIXES",
-    "Row",
-    "RowSource",
-    "as_json_values",
-    "count_rows",
-    "files_of",
-    "fingerprint",
-    "has_rows",
-    "open_rows",
-    "shown",
-]
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", *COMPRESSED)
 

@@ -22,7 +22,7 @@ SHORT = {
     "a section of the configuration, or what all sections are made of": (
         "config/algorithm/presets config/cluster config/section config/tracking"
     ),
-    "one tracker, or one kind of file": ("tracking/tensorboard data_files/parquet"),
+    "one tracker": "tracking/tensorboard",
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation tools/tool"
     ),
