@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from streamrl.cli.arguments.parser import parse
+from streamrl.cli.arguments.commands import parse
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import (
     EXIT_CONFIG,
