@@ -130,7 +130,7 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             f"candidates that the behavior policy recorded, and algorithm.proximal "
             f"{algorithm.proximal} has another policy: set it to behavior"
         )
-    if c.learner.compile and algorithm.records_experts:
+    if c.learner.compile is True and algorithm.records_experts:
         yield (
             f"learner.compile compiles the routers, and algorithm.router_replay "
             f"{algorithm.router_replay} stands in for what they choose: set one of them off"
