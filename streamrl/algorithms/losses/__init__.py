@@ -24,5 +24,5 @@ from streamrl.algorithms.losses.aggregation import (
     token_mean,
     value_loss,
 )
-from streamrl.algorithms.losses.policy import POLICY_LOSSES, LossConfig, PolicyLoss, policy_loss
+from streamrl.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, policy_loss
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
