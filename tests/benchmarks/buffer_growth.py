@@ -235,7 +235,11 @@ def _stored(journal: str, folder: Path) -> Iterator[tuple[Any, SetKeys]]:
             with redis_server(folder / "redis", "appendfsync everysec") as server:
                 client = redis.Redis.from_url(server.url)
                 storage = RedisStorage(server.url, "bench", term=0)
-                yield storage, lambda keys: client.mset(dict.fromkeys(keys, b"payload"))
+
+                def set_keys(keys: list[bytes]) -> None:
+                    client.mset(dict.fromkeys(keys, b"payload"))
+
+                yield storage, set_keys
         case _:
             yield None, lambda _: None
 
@@ -261,7 +265,7 @@ def _serving(
     thread = threading.Thread(target=serve)
     thread.start()
     clock = time.pthread_getcpuclockid(thread.ident)  # type: ignore[arg-type]
-    client = zmq.Context.instance().socket(zmq.DEALER)
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 0)
     client.connect(server.url.replace("zmq://", "tcp://"))
 
@@ -269,7 +273,8 @@ def _serving(
         start_s = time.clock_gettime(clock)
         for request in requests:
             client.send_multipart([b"id", *map(wire.encode, request)])
-        replies = [wire.decode(client.recv_multipart()[1], m.Reply) for _ in requests]
+        frames = [client.recv_multipart()[1] for _ in requests]
+        replies: list[Any] = [wire.decode(frame, m.Reply) for frame in frames]  # type: ignore[arg-type]
         assert not any(isinstance(reply, m.ErrorReply) for reply in replies), replies[0]
         return time.clock_gettime(clock) - start_s, replies
 

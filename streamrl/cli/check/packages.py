@@ -8,7 +8,6 @@ or crash; that waits ANSWER_S for it at most.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +19,19 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from actors.engines import find_engine
 from streamrl.config import RunConfig
-from streamrl.extras import require
+from streamrl.extras import FLASH_ATTENTION, is_installed, require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.devices import driver_devices, is_rocm, torch_has_cuda
+from streamrl.placement.devices import (
+    compilers,
+    driver_devices,
+    has_compiler,
+    is_rocm,
+)
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
@@ -106,44 +112,14 @@ def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
         )
     else:
         tested = TESTED.get(name)
-        is_other = tested is not None and _release(found)[:2] != _release(tested)[:2]
+        is_other = tested is not None and Version(found).release[:2] != Version(tested).release[:2]
         other = f"; the tests run on {tested}" if is_other else ""
         yield MACHINE.ok(f"{name} {found}{other}", cause=check)
 
 
 def _is_in(version: str, specifier: str) -> bool:
-    """Whether the numbers of a version are within >=, <=, <, > and == of a specifier."""
-    return all(_fulfills(_release(version), bound) for bound in specifier.split(",") if bound)
-
-
-def _fulfills(version: tuple[int, ...], bound: str) -> bool:
-    operator, limit = re.match(r"([<>=!~]+)(.*)", bound.strip()).groups()  # type: ignore[union-attr]
-    numbers = _release(limit)
-    width = max(len(version), len(numbers))
-    here, there = ((*n, *(0,) * (width - len(n))) for n in (version, numbers))
-    match operator:
-        case ">=" | "~=":
-            return here >= there
-        case "<=":
-            return here <= there
-        case "<":
-            return here < there
-        case ">":
-            return here > there
-        case "==":
-            return here == there
-        case _:
-            return here != there
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers before any suffix: 2.13.0+cpu, 0.32.0rc1.
-
-    >>> _release("2.13.0+cpu"), _release("5.19.0rc1")
-    ((2, 13, 0), (5, 19, 0))
-    """
-    found = re.match(r"\d+(\.\d+)*", version.strip())
-    return tuple(map(int, found[0].split("."))) if found else ()
+    """By its numbers: 2.13.0+cpu and 0.32.0rc1 are 2.13.0 and 0.32.0."""
+    return SpecifierSet(specifier).contains(Version(version).base_version)
 
 
 ANSWER_S = 180.0
@@ -321,20 +297,18 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
             "tracking.wandb: online needs a key, and there is none: `wandb login`, or "
             "WANDB_API_KEY in the environment; offline needs none"
         )
-    if config.learner.compile:
-        yield from _check_compiler()
-    yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
-
-
-def _check_compiler() -> Iterator[Finding]:
-    """What torch.compile needs on a CPU; Triton, on a GPU, does with one for C."""
-    names = [os.environ.get("CXX", "c++"), "g++", "clang++"]
-    names += ["gcc", "clang"] if torch_has_cuda() else []
-    if not any(map(shutil.which, names)):
+    if config.learner.compile is True and not has_compiler():
         yield CONFIGURATION.problem(
             "learner.compile: was true, and torch.compile needs a C++ compiler, of which there is "
-            f"none ({', '.join(names)}): install g++, or set it to false"
+            f"none ({', '.join(compilers())}): install g++, or set it to false"
         )
+    version = config.learner.flash_attention
+    if version in FLASH_ATTENTION and not is_installed(FLASH_ATTENTION[version]):
+        yield CONFIGURATION.problem(
+            f"learner.flash_attention: was {version}, and there is no module "
+            f"{FLASH_ATTENTION[version]}; auto takes what is there"
+        )
+    yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
 
 
 def _has_wandb_key() -> bool:

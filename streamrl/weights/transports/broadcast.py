@@ -63,7 +63,7 @@ class BroadcastSender:
                 key=self._store.key,
                 verify=verify,
                 is_base=self._settings.delta,
-                difference=difference and _announced(difference),
+                difference=_announced(difference) if difference else None,
             )
             for member, rank in zip(members, first_ranks, strict=False)
         }
