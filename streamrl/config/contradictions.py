@@ -200,12 +200,13 @@ def loss_of_rewards_alone(c: "RunConfig") -> str | None:
 
 
 def weights_too_rare(c: "RunConfig") -> str | None:
-    if c.weights.publish_every <= c.buffer.max_staleness + 1:
+    bound = c.buffer.largest_staleness
+    if c.weights.publish_every <= bound + 1:
         return None
     return (
-        f"weights.publish_every {c.weights.publish_every} with buffer.max_staleness "
-        f"{c.buffer.max_staleness} would deadlock: generators would wait for a version that is not "
-        f"published; publish_every may be at most {c.buffer.max_staleness + 1}"
+        f"weights.publish_every {c.weights.publish_every} with buffer.max_staleness {bound} would "
+        "deadlock: generators would wait for a version that is not published; publish_every may be "
+        f"at most {bound + 1}"
     )
 
 

@@ -30,6 +30,12 @@ _BUFFER = (
     _of_buffer("buffer/num_bytes", "bytes", "Size of the groups that wait."),
     _of_buffer("buffer/capacity", "groups", "Most groups that admission lets in flight."),
     _of_buffer(
+        "buffer/staleness_bound",
+        "versions",
+        "Bound under which groups are leased now: buffer.max_staleness, or what the learner has "
+        "steered it to.",
+    ),
+    _of_buffer(
         "buffer/max_leases_per_prompt",
         "leases",
         "Leases of one open prompt that ended without a group: 3 or more, or 0.",

@@ -47,6 +47,7 @@ def buffer(
         policy_version=43,
         groups_per_step=16,
         max_staleness=2,
+        staleness_bound=2,
         overdue=OverduePolicy.WAIT,
         books=Books(learner_term=1, dropped=fields.pop("dropped", {}), **account),
         generators=generators,

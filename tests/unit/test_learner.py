@@ -85,7 +85,7 @@ class PartsBuffer(MemoryBuffer):
         headers = tuple(map(GroupHeader.of, self.lent))
         return TakenBatch(headers=headers, groups=self.lent[num_held or 0 :])
 
-    async def advance(self, policy_version: int) -> BufferStats:
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
         self.advanced.append(policy_version)
         self.lent = ()
         return await self.stats()
@@ -137,9 +137,15 @@ class Records:
         self._require_space()
         self.is_begun = True
 
-    def log(self, step: int, prompt_indices: Sequence[int], metrics: Mapping[str, Any]) -> None:
+    def log(
+        self,
+        step: int,
+        prompt_indices: Sequence[int],
+        metrics: Mapping[str, Any],
+        steered: str = "",
+    ) -> None:
         assert self.is_begun
-        self.lines.append({**metrics, "step": step})
+        self.lines.append({**metrics, "step": step, "steered": steered})
 
     def log_validation(self, policy_version: int, metrics: dict[str, float]) -> None:
         assert self.is_begun
