@@ -88,7 +88,9 @@ class Learner:
             self._stats = await self._session.attach()
         except TransportError as error:
             raise self._unreachable(error) from error
-        self._steering = Steering.of(self._config.buffer.max_staleness, self._stats)
+        self._steering = Steering.start(
+            self._config.buffer.max_staleness, self._stats.staleness_bound
+        )
         self._fairness = FairnessWindow(self._stats, self._config.mean_group_size)
         if not await self._begin():
             return

@@ -234,9 +234,12 @@ def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
 
 
 def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
+    smallest, largest = config.buffer.smallest_staleness, config.buffer.largest_staleness
+    bound = min(max(stats.staleness_bound, smallest), largest)
     for name, theirs, ours in (
         ("learner.groups_per_step", stats.groups_per_step, config.learner.groups_per_step),
-        ("buffer.max_staleness", stats.max_staleness, config.buffer.largest_staleness),
+        ("buffer.max_staleness", stats.max_staleness, largest),
+        ("buffer.max_staleness", stats.staleness_bound, bound),
         ("buffer.overdue", stats.overdue, config.buffer.overdue),
     ):
         if theirs != ours:

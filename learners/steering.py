@@ -1,16 +1,16 @@
 """The bound on staleness of a run that steers it, from the effective sample size of its steps.
 
-    1 - ESS of the last steps     learner waits for groups     the bound
-    above 1 - ess                 whether or not               lower: by what it is above
-    below 1 - ess, also raised    yes                          one more
-    otherwise                                                  stays
+    1 - ESS of the last steps   learner waits for groups   the bound
+    above 1 - ess               whether or not             lower, by what it is above
+    below 1 - ess               yes                        higher, by what the wait asks for
+    below 1 - ess               no                         stays
 
 Lag is worth its cost only where it saves time: a learner that never waits gets nothing for a higher
 bound. With a bound b a group is sampled up to b updates before the one that trains it, b + 1 with
 that one. In their number 1 - ESS grows linearly where updates point in all directions, and
 quadratically where they point in one (it is about the variance of the log-ratio). So the bound is
-lowered as if linearly, and raised only if 1 - ESS would stay below its limit quadratically: between
-the two lies a band in which it rests, and neither change calls for the opposite one.
+lowered as if linearly, and raised only as far as 1 - ESS would stay below its limit quadratically:
+between the two lies a band in which it rests, and neither change calls for the opposite one.
 
 Pure. Groups of the bound before are trained for about as many steps as it was; those steps count
 for nothing. A learner that goes on after a stop begins with the bound that it had, and without
@@ -19,14 +19,15 @@ steps.
 
 import math
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, stdev
 
 from streamrl.config.buffer import MaxStaleness, SteeredStaleness
-from streamrl.types import BufferStats
 
 EFF_SAMPLE_SIZE = "mismatch/rollout_is_eff_sample_size"
 NUM_STEPS = 8
 """Over which the means are taken."""
+NUM_ERRORS = 2
+"""Standard errors by which a mean must be on one side of its limit, so that noise is on none."""
 MIN_WAIT_FRAC = 0.05
 """Of the learner's time; one that waits less gains nothing by a higher bound."""
 
@@ -45,11 +46,11 @@ class Steering:
     """(effective sample size, share of the time that the learner waited) of each step."""
 
     @classmethod
-    def of(cls, max_staleness: MaxStaleness, stats: BufferStats) -> "Steering | None":
+    def start(cls, max_staleness: MaxStaleness, bound: int) -> "Steering | None":
         """From the bound that the buffer has; None for a run with a fixed one."""
         if not isinstance(max_staleness, SteeredStaleness):
             return None
-        return cls(max_staleness, stats.staleness_bound, stats.staleness_bound + 1)
+        return cls(max_staleness, bound, bound + 1)
 
     def after(self, ess: float, wait_frac: float) -> "tuple[Steering, str]":
         """After a step with this effective sample size, in (0, 1], of whose time the learner waited
@@ -59,8 +60,9 @@ class Steering:
         window = (*self.window, (ess, wait_frac))[-NUM_STEPS:]
         if len(window) < NUM_STEPS:
             return replace(self, window=window), ""
-        mean, waited = (fmean(values) for values in zip(*window, strict=True))
-        bound = self._next(1 - mean, waited)
+        losses, waits = zip(*((1 - size, wait) for size, wait in window), strict=True)
+        mean, waited = 1 - fmean(losses), fmean(waits)
+        bound = self._next(fmean(losses), NUM_ERRORS * stdev(losses) / NUM_STEPS**0.5, waited)
         if bound == self.bound:
             return replace(self, window=window), ""
         found = f"the effective sample size of the last {NUM_STEPS} steps was {mean:.3f}"
@@ -70,13 +72,16 @@ class Steering:
         change = f"from {self.bound} to {bound}: {reason}"
         return Steering(self.limits, bound, self.bound + 1), change
 
-    def _next(self, lost: float, waited: float) -> int:
-        """The bound after steps that lost this share of their sample size."""
+    def _next(self, lost: float, error: float, waited: float) -> int:
+        """The bound after steps that lost this share of their sample size, by `error` at most more
+        or less."""
         updates, allowed = self.bound + 1, 1 - self.limits.ess
-        if lost > allowed:
+        if lost - error > allowed:
             lowered = min(self.bound, int(updates * allowed / lost)) - 1
             return max(self.limits.min, lowered)
-        predicted = lost * ((updates + 1) / updates) ** 2
-        if waited < MIN_WAIT_FRAC or predicted > allowed:
+        if waited < MIN_WAIT_FRAC:
             return self.bound
-        return min(self.limits.max, self.bound + 1)
+        # As many groups in flight as a learner that never waits would need; twice at most.
+        wanted = math.ceil(updates / max(0.5, 1 - waited)) - 1
+        possible = int(updates * math.sqrt(allowed / max(lost + error, allowed / 16))) - 1
+        return max(self.bound, min(wanted, possible, self.limits.max))
