@@ -52,7 +52,7 @@ GROUPS = (
         "buffer",
         "Staleness and buffer",
         (
-            Chart("Staleness in versions", (r"buffer/staleness_(mean|max|min)",)),
+            Chart("Staleness in versions", (r"buffer/staleness_(mean|max|min|bound)",)),
             Chart(
                 "Groups of a step by staleness",
                 tuple(f"buffer/staleness_({b})/num_groups" for b in STALENESS_BUCKETS),

@@ -187,7 +187,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", default="0", help="comma-separated; default: %(default)s")
     number = partial(parser.add_argument, type=float, metavar="STEPS")
-    number("--time", default=120.0, help="of a run; default: %(default)g")
+    number("--time", default=150.0, help="of a run; default: %(default)g")
     number("--latency", default=2.0, help="of a group, in the mean; default: %(default)g")
     parser.add_argument("--spread", type=float, default=0.3, help="default: %(default)g")
     parser.add_argument("--slots", type=int, default=160, help="default: %(default)d")
