@@ -168,6 +168,7 @@ SITUATIONS = {
                 policy_version=43,
                 groups_per_step=16,
                 max_staleness=2,
+                staleness_bound=2,
                 overdue=OverduePolicy.WAIT,
                 books=Books(learner_term=1),
                 generators=(generator("gen-1"),),

@@ -129,6 +129,7 @@ class Records:
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.steered: dict[int, str] = {}
         self.saved: list[int] = []
         self.num_failures = 0
         self.is_full = False
@@ -149,7 +150,8 @@ class Records:
         steered: str = "",
     ) -> None:
         assert self.is_begun
-        self.lines.append({**metrics, "step": step, "steered": steered})
+        self.lines.append({**metrics, "step": step})
+        self.steered |= {step: steered} if steered else {}
 
     def log_validation(self, policy_version: int, metrics: dict[str, float]) -> None:
         assert self.is_begun
@@ -287,9 +289,8 @@ async def test_a_steered_bound_is_told_with_the_step_and_published_for(monkeypat
     await run.end()
     assert run.buffer.bounds == [0, 0, 1, 1, 1, 2]
     assert run.sender.versions == [0, 1, 2, 3, 5, 6]
-    changed = [line["step"] for line in run.records.lines if line["steered"]]
-    assert changed == [3, 6]
-    assert run.records.lines[2]["steered"].startswith("from 0 to 1: the effective sample size")
+    assert list(run.records.steered) == [3, 6]
+    assert run.records.steered[3].startswith("from 0 to 1: the effective sample size")
     assert "step 3: buffer.max_staleness steered from 0 to 1: " in caplog.text
 
 
