@@ -152,7 +152,8 @@ class SteeredRun(LaggedRun):
             groups = await self._sample([(h.oldest_version, h.prompt_index) for h in headers])
             fleet.train()
             metrics = self._step(groups, version)
-            line = {"time": fleet.now, "wait": wait, "bound": bound, **_kept(metrics)}
+            line: dict[str, Any] = {"time": fleet.now, "wait": wait, "bound": bound}
+            line |= _kept(metrics)
             if steering is not None:
                 ess = metrics[EFF_SAMPLE_SIZE]
                 steering, line["steered"] = steering.after(ess, wait / (wait + 1.0))
