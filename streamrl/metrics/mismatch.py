@@ -334,4 +334,30 @@ _BY_STALENESS = (
     ),
 )
 
-MISMATCH = (*_DISTANCE, *WEIGHTS, *_REJECTION, *_BY_STALENESS)
+
+def _of_factor(factor: str, meaning: str) -> tuple[Metric, ...]:
+    name = f"mismatch/{factor}"
+    return (
+        _row(f"{name}_kl", "nats", Merge.RESCORED, f"{meaning}, by k1."),
+        _row(f"{name}_k3_kl", "nats", Merge.RESCORED, f"{meaning}, by k3, never below 0."),
+        _row(
+            f"{name}_bounded_fraction",
+            "fraction",
+            Merge.RESCORED,
+            f"Tokens that `rollout_is.{factor}_threshold` bounds.",
+        ),
+    )
+
+
+_SPLIT = (
+    _row(
+        "mismatch/rescored_frac",
+        "fraction",
+        Merge.TOKENS,
+        "Tokens with a log-probability under the learner's weights of their sampling version.",
+    ),
+    *_of_factor("engine", "KL of engine and learner with the weights of the sampling version"),
+    *_of_factor("lag", "KL of the learner at the sampling version and now"),
+)
+
+MISMATCH = (*_DISTANCE, *WEIGHTS, *_REJECTION, *_BY_STALENESS, *_SPLIT)

@@ -76,6 +76,7 @@ GROUPS = (
             ),
             Chart("KL of behavior and training policy", (r"mismatch/mismatch_(k3_kl|kl)",)),
             Chart("KL by staleness", (r"mismatch/staleness_(\w+)/kl",), note=_LAG),
+            Chart("KL of engine mismatch and of policy lag", (r"mismatch/(engine|lag)_k3_kl",)),
         ),
     ),
     MetricGroup(
