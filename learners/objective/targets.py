@@ -403,9 +403,7 @@ class TargetCollector:
         advantages = targets.trained_advantages[rows]
         rescored = targets.rescored_logprobs
         rescored = None if rescored is None else rescored[rows]
-        correction = correct(
-            config, sampled, behavior, staleness, sequences, advantages, rescored
-        )
+        correction = correct(config, sampled, behavior, staleness, sequences, advantages, rescored)
         targets = replace(targets, is_finite=targets.is_finite & is_finite)
         return targets.with_correction(rows, correction), correction.metrics
 

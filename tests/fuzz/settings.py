@@ -123,6 +123,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "generator.max_num_seqs": ("1", "7"),
     "generator.ignore_eos": ("true",),
     "generator.dtype": ("bfloat16", "float16"),
+    "generator.lm_head_dtype": ("float32",),
     "generator.stop_token_ids": ("[3]",),
     "learner.max_tokens_per_micro_batch": ("32", "128"),
     "learner.max_tokens_per_forward_pass.proximal": ("64",),

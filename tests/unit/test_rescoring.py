@@ -1,6 +1,8 @@
 """The learner scores tokens under its own weights of the version that sampled them."""
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,13 +10,16 @@ import pytest
 import torch
 from msgspec import structs
 
+from actors.engines.hf.engine import load_model
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.rescoring import is_chosen
 from learners.trainer import Trainer
-from streamrl.errors import ConfigError
 from streamrl.config import RunConfig
-from streamrl.types import TrajectoryGroup
-from tests.training import make_config, make_groups, make_trainer
+from streamrl.errors import ConfigError
+from streamrl.types import Completion, FinishReason, SamplingParams, Trajectory, TrajectoryGroup
+from tests.research.exact_lag import ReloadedEngine
+from tests.tiny_model import save_llama
+from tests.training import make_config, make_groups, make_policy, make_trainer
 
 NUM_KEPT = 3
 
@@ -39,9 +44,7 @@ def sampled_by(
             behavior[t.response_mask] = logprobs[start : start + count]
             versions[t.response_mask] = version
             start += count
-            members.append(
-                structs.replace(t, behavior_logprobs=behavior, policy_versions=versions)
-            )
+            members.append(structs.replace(t, behavior_logprobs=behavior, policy_versions=versions))
         made.append(structs.replace(group, trajectories=tuple(members)))
     return made
 
@@ -151,3 +154,106 @@ def test_a_mask_on_the_factor_of_the_engine_silences_it_alone() -> None:
 def test_what_cannot_act_is_refused(section: Any, sentence: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=sentence):
         make_config(algorithm=section)
+
+
+NUM_SIBLINGS = 4
+PROMPTS = ((5, 6, 7), (8, 9), (10, 11, 12, 13))
+ENGINES: dict[str, dict[str, str]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, float32 head": {"dtype": "bfloat16", "lm_head_dtype": "float32"},
+}
+
+
+def raise_logits(model: torch.nn.Module) -> None:
+    """All by about as much, as in trained models, through one large activation of every token: a
+    softmax does not see it, and rounding of logits does (MiniMax-M1, arXiv 2506.13585, 3.2)."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 20.0
+        model.get_output_embeddings().weight[:, 0] = 16.0
+
+
+def recorded(index: int, prompt: Sequence[int], replies: Sequence[Completion]) -> TrajectoryGroup:
+    """The group of these replies, with rewards that differ."""
+    members = []
+    for i, reply in enumerate(replies):
+        mask = np.arange(len(prompt) + len(reply.token_ids)) >= len(prompt)
+        behavior, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
+        behavior[mask], versions[mask] = reply.logprobs, reply.policy_versions
+        trajectory = Trajectory(
+            token_ids=np.concatenate([np.array(prompt, np.int32), reply.token_ids]),
+            response_mask=mask,
+            behavior_logprobs=behavior,
+            policy_versions=versions,
+            reward=float(i % 2),
+            finish_reason=FinishReason.LENGTH,
+        )
+        members.append(trajectory)
+    return TrajectoryGroup(
+        group_id=str(index), prompt_index=index, environment="test", trajectories=tuple(members)
+    )
+
+
+async def measured(path: Path, engine: dict[str, str], lag: int) -> dict[str, float]:
+    """Means over the steps on what an engine sampled with the weights of `lag` versions before."""
+    config = make_config(
+        model={"path": str(path)},
+        generator={"max_new_tokens": 12, "device": "cpu", **engine},
+        buffer={"max_staleness": lag},
+        optimizer={"lr": 1e-4},
+        algorithm={"rollout_is": "token_is", "rescore_share": 1.0},
+    )
+    trainer = Trainer(config, make_policy())
+    raise_logits(trainer.policy.model)
+    sampler = ReloadedEngine.from_config(config, seed=0)
+    waiting: list[list[TrajectoryGroup]] = []
+    lines = []
+    try:
+        for version in range(lag + 3):
+            weights = trainer.policy.weights()
+            sampler.reload({name: w.detach().clone() for name, w in weights.items()}, version)
+            sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+            prompts = [prompt for prompt in PROMPTS for _ in range(NUM_SIBLINGS)]
+            asked = [sampler.generate(prompt, sampling) for prompt in prompts]
+            replies = await sampler.generate_together(asked)
+            waiting.append(
+                [
+                    recorded(i, prompt, replies[i * NUM_SIBLINGS : (i + 1) * NUM_SIBLINGS])
+                    for i, prompt in enumerate(PROMPTS)
+                ]
+            )
+            batch = TrainingBatch.of(waiting[max(0, version - lag)], version)
+            lines.append(await asyncio.to_thread(trainer.step, batch))
+    finally:
+        await sampler.close()
+    names = ("rescored_frac", "engine_k3_kl", "lag_k3_kl", "mismatch_k3_kl")
+    return {
+        name: float(np.mean([line[f"mismatch/{name}"] for line in lines[lag:]])) for name in names
+    }
+
+
+async def test_a_bfloat16_engine_shows_in_the_mismatch_and_versions_in_the_lag(tmp_path, capsys):
+    """Prints the table of docs/importance-sampling.md."""
+    save_llama(tmp_path)
+    model = load_model(make_config(model={"path": str(tmp_path)}))
+    raise_logits(model)
+    model.save_pretrained(tmp_path)
+    found = {
+        (name, lag): await measured(tmp_path, engine, lag)
+        for lag in (0, 8)
+        for name, engine in ENGINES.items()
+    }
+    with capsys.disabled():
+        for (name, lag), line in found.items():
+            numbers = (f"{line[n]:.1e}" for n in ("engine_k3_kl", "lag_k3_kl", "mismatch_k3_kl"))
+            print("|", " | ".join((name, str(lag), *numbers)), "|")
+    assert all(line["rescored_frac"] == 1 for line in found.values())
+    for lag in (0, 8):
+        exact, rounded, head = (found[name, lag]["engine_k3_kl"] for name in ENGINES)
+        assert exact < 1e-8
+        assert rounded > 1e-5
+        assert head < 0.5 * rounded
+        assert all((found[name, lag]["lag_k3_kl"] > 1e-6) == (lag > 0) for name in ENGINES)
+    assert found["float32", 8]["lag_k3_kl"] == pytest.approx(
+        found["float32", 8]["mismatch_k3_kl"], rel=1e-3
+    )

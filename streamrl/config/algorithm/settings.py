@@ -279,9 +279,9 @@ class AlgorithmSettings(Section):
     """The policy that ratios are taken to: a pass of its own, the behavior policy, or between, by
     log-probabilities or by probabilities."""
     rescore_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the groups, at most, whose tokens are scored once more under the learner's own
-    weights of the version that sampled them, which tells engine mismatch from policy lag; 0 is off.
-    The host's memory then holds the trained weights of the last `buffer.max_staleness` versions."""
+    """Share of the groups whose tokens are scored once more under the learner's own weights of the
+    version that sampled them, which tells engine mismatch from policy lag; 0 is off. The host's
+    memory then holds the trained weights of the last `buffer.max_staleness` versions."""
     router_replay: RouterReplay = "off"
     """Experts of a mixture-of-experts model: record those that the engine took for each token, and
     train with the recorded ones (replay) or with the learner's own (record, for the metrics)."""

@@ -1,4 +1,4 @@
-"""Engine mismatch and policy lag told apart: numbers by hand, in float64, and the bounds of each."""
+"""Engine mismatch and policy lag told apart: numbers by hand in float64, and bounds of each."""
 
 import math
 from typing import Any
@@ -90,7 +90,8 @@ def test_a_mask_takes_out_a_token_whose_factors_hide_each_other(settings, keep, 
     found = weigh(mode="mask", threshold=5.0, **settings)
     assert found.keep.tolist() == list(keep)
     _, mask = found.loss_terms(RolloutISSettings(normalize_by="kept"))
-    assert mask is not None and mask.tolist() == list(keep)
+    assert mask is not None
+    assert mask.tolist() == list(keep)
     for name in ("engine", "lag"):
         share = found.metrics.get(f"mismatch/{name}_bounded_fraction")
         assert share == (None if name not in bounded else pytest.approx(bounded[name]))
@@ -100,7 +101,8 @@ def test_without_rescored_tokens_nothing_is_said_and_nothing_bounded() -> None:
     plain = weigh(None, engine_threshold=1.1)
     unknown = weigh((UNKNOWN,) * 4, engine_threshold=1.1)
     assert unknown.metrics == plain.metrics | {"mismatch/rescored_frac": 0.0}
-    assert plain.weights is not None and unknown.weights is not None
+    assert plain.weights is not None
+    assert unknown.weights is not None
     assert torch.equal(plain.weights, unknown.weights)
 
 
