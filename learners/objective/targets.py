@@ -370,13 +370,8 @@ class TargetCollector:
         )
         if targets.proximal_logprobs is None or sampled is None:
             return targets, credit.metrics
-        behavior, staleness = targets.behavior_logprobs, targets.staleness
-        advantages = targets.trained_advantages
-        correction = correct(
-            config, sampled, behavior, staleness, batch.sequences, advantages, rescored
-        )
-        rows = torch.arange(num_tokens)
-        return targets.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
+        targets, metrics = self._corrected(batch, targets, sampled, range(len(batch)))
+        return targets, {**credit.metrics, **metrics}
 
     def of_update(
         self,
@@ -395,16 +390,28 @@ class TargetCollector:
             return targets, {}
         num_tokens = batch.sequences.num_tokens
         logprobs = self._ranks.sum(self._passes.logprobs(micro_batches, num_tokens))
-        rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
-        behavior, staleness = targets.behavior_logprobs[rows], targets.staleness[rows]
-        sequences = Sequences.from_lengths(lengths)
         is_finite = finite_sequences(batch.sequences, logprobs)
-        sampled = torch.where(sequences.expand(is_finite[chosen]), logprobs[rows], behavior)
-        advantages = targets.trained_advantages[rows]
-        rescored = targets.rescored_logprobs
-        rescored = None if rescored is None else rescored[rows]
-        correction = correct(config, sampled, behavior, staleness, sequences, advantages, rescored)
+        finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         targets = replace(targets, is_finite=targets.is_finite & is_finite)
+        sampled = finite(logprobs, targets.behavior_logprobs)
+        assert sampled is not None, "a pass has made them"
+        return self._corrected(batch, targets, sampled, chosen)
+
+    def _corrected(
+        self, batch: TrainingBatch, targets: Targets, logprobs: torch.Tensor, chosen: Sequence[int]
+    ) -> tuple[Targets, dict[str, float]]:
+        """With a correction of these trajectories as a whole, and its metrics; `logprobs` [R] are
+        those of the batch."""
+        rows, rescored = batch.rows(chosen), targets.rescored_logprobs
+        correction = correct(
+            self._config,
+            logprobs[rows],
+            targets.behavior_logprobs[rows],
+            targets.staleness[rows],
+            Sequences.from_lengths(batch.sequences.lengths[list(chosen)]),
+            targets.trained_advantages[rows],
+            None if rescored is None else rescored[rows],
+        )
         return targets.with_correction(rows, correction), correction.metrics
 
 

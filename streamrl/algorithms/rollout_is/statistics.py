@@ -334,13 +334,10 @@ def veto(
 
 
 def mismatch_sums(
-    log_ratio: Tensor,
-    ratio: Tensor,
-    log_ratio_sums: Tensor,
-    train_sums: Tensor,
-    sequences: Sequences,
+    log_ratio: Tensor, log_ratio_sums: Tensor, train_sums: Tensor, sequences: Sequences
 ) -> dict[str, Tensor]:
-    """How far apart the two policies are, whatever is done about it. `ratio` [R] is exp(d)."""
+    """How far apart the two policies are, whatever is done about it."""
+    ratio = finite_exp(log_ratio)
     train = train_sums / sequences.lengths
     behind = -log_ratio_sums / sequences.lengths
     rollout = train + behind

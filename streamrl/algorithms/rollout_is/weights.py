@@ -149,17 +149,10 @@ def _measure(
 ) -> Shard:
     """All of one shard whose sequences are finite and not empty. Inputs are float64."""
     level = WeightLevel(config, sequences)
-    ratio = finite_exp(log_ratio)
-    mismatch = mismatch_sums(log_ratio, ratio, log_ratio_sums, train_sums, sequences)
     log_weights = level.aggregate(log_ratio, log_ratio_sums)
-    bound = math.exp(SAFETY_BOUND)
-    raw = (ratio if level.by_token else finite_exp(log_weights)).clamp_(1 / bound, bound)
+    raw = _within_safety(log_weights)
     factors = split(log_ratio, engine, config)
-    shrunk = raw
-    if factors.excess is not None:
-        excess = factors.excess
-        of_level = level.aggregate(log_ratio - excess, sequences.sum(log_ratio - excess))
-        shrunk = finite_exp(of_level).clamp_(1 / bound, bound)
+    shrunk = raw if factors.excess is None else _weights_of(log_ratio - factors.excess, level)
     upper = math.inf if config.threshold is None else config.threshold
     clipped = shrunk.clamp(config.lower, upper)
     changed = shrunk != clipped if config.zeroes_outside else shrunk > upper
@@ -169,7 +162,7 @@ def _measure(
     rejection = reject(log_ratio, sequences, config.rejection)
     per_sequence = level.sequence_mean(raw)
     sums = (
-        mismatch
+        mismatch_sums(log_ratio, log_ratio_sums, train_sums, sequences)
         | raw_sums(raw, log_weights, per_sequence, level, config)
         | veto_sums
         | (clip_sums(changed, level) if config.zeroes_outside else {})
@@ -177,8 +170,8 @@ def _measure(
         | rejection.sums
         | factors.sums
     )
-    behind = -log_ratio_sums / sequences.lengths
-    extremes = rejection.extremes | _extremes(behind, log_weights, per_sequence)
+    extremes = _extremes(-log_ratio_sums / sequences.lengths, log_weights, per_sequence)
+    extremes |= rejection.extremes
     maxima, minima = (_merged_by(merge, extremes) for merge in (Merge.MAX, Merge.MIN))
     statistics = RolloutISStatistics(
         counts=log_ratio.new_tensor([sequences.num_tokens, len(sequences), 0]).double(),
@@ -204,6 +197,17 @@ def _measure(
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
+
+
+def _weights_of(log_ratio: Tensor, level: WeightLevel) -> Tensor:
+    """Of each unit of the level, before its bound."""
+    return _within_safety(level.aggregate(log_ratio, level.sequences.sum(log_ratio)))
+
+
+def _within_safety(log_weights: Tensor) -> Tensor:
+    """Their exponential."""
+    bound = math.exp(SAFETY_BOUND)
+    return finite_exp(log_weights).clamp_(1 / bound, bound)
 
 
 def _extremes(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
@@ -286,12 +290,11 @@ def rollout_is_weights(
             the whole batch.
         advantages: [R], 0 for tokens that are not trained; `second_moment` needs them, and a whole
             batch.
-        rescored_logprobs: [R] nats, under the learner's own weights of the version that sampled
-            the token; NaN where they are not known. See `split`.
+        rescored_logprobs: [R] nats, NaN where they are not known; see `split`.
 
     Returns:
-        RolloutIS; weights are float32, or float64 for float64 input. With `threshold` null, no
-        rejection and no `second_moment` everything is off: weights None, no metrics.
+        RolloutIS; weights are float32, or float64 for float64 input. Where the configuration is
+        off: weights None, no metrics.
     """
     columns = {
         "train_logprobs": train_logprobs,
