@@ -111,8 +111,8 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
             yield Inert(("kl_reward", "coef"), _AS_RECORDED)
     yield from (Inert(("rollout_is", name), why) for name, why in _of_rollout_is(config.rollout_is))
     if (why := _why_no_factor(config)) is not None:
-        names = ("engine_threshold", "lag_threshold")
-        yield from (Inert(("rollout_is", name), why) for name in names)
+        bounds = ("engine_threshold", "lag_threshold")
+        yield from (Inert(("rollout_is", name), why) for name in bounds)
 
 
 def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:
