@@ -23,6 +23,7 @@ from learners.batch.micro_batch import MicroBatch
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner, mini_batches
 from learners.objective.gradient import Accumulated, Gradient
+from learners.objective.rescoring import Rescorer
 from learners.objective.step_metrics import MASKED, BatchPart, of_batch, of_updates, of_work
 from learners.objective.targets import PolicyPasses, TargetCollector, Targets
 from learners.optimizer import (
@@ -70,8 +71,9 @@ class Trainer:
         if config.learner.offload.optimizer:
             keep_state_on_host(self.optimizer)
         passes = PolicyPasses(config, policy, reference)
+        self._rescorer = Rescorer(config, policy, ranks) if config.algorithm.rescore_share else None
         self._targets = TargetCollector(
-            config, self.credit, policy, passes, reference, critic, ranks, teachers
+            config, self.credit, policy, passes, reference, critic, ranks, teachers, self._rescorer
         )
         self._gradient = Gradient(config, policy, passes, critic, ranks)
         models = {"policy": policy, "reference": reference, "critic": critic}
@@ -124,6 +126,8 @@ class Trainer:
         """Make the updates of the batch, the first from its gradient; metrics under their public
         names."""
         start, parts = time.perf_counter(), self._parts
+        if self._rescorer is not None:
+            self._rescorer.keep(parts[0].batch.policy_version)
         updates = [self._update()]
         for chosen in parts[0].mini_batches[1:]:
             batch, targets = parts[0].batch, parts[0].targets

@@ -251,6 +251,7 @@ class Gradient:
                 targets.behavior_logprobs,
                 targets.staleness,
                 micro_batch.sequences,
+                rescored_logprobs=targets.rescored_logprobs,
             )
             weights, statistics = correction.weights, correction.statistics
             loss_mask = correction.masked(loss_mask)
