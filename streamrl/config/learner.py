@@ -334,8 +334,9 @@ class LearnerSettings(Section):
     traffic and costs each rank a whole float32 gradient."""
     compile: bool = False
     """Compile the decoder's layers by torch.compile: faster passes after a slow first one."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Positive = False
+    """Recompute the activations of each layer in the backward pass: less memory, more time; a
+    number n: of every n-th layer."""
     check_packing: bool = True
     """At start, compare packed with plain transformers; run unpacked what packing changes."""
     offload: OffloadSettings = OffloadSettings()

@@ -128,7 +128,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "learner.optimizer.groups": ('[{parameters: "*.mlp.*", lr: 0}]',),
     "learner.lora": ("{rank: 2}", "{rank: 2, publish: adapter}", "{rank: 2, dropout: 0.1}"),
     "learner.dtype": ("bfloat16",),
-    "learner.gradient_checkpointing": ("true",),
+    "learner.gradient_checkpointing": ("true", "2"),
     "learner.report_entropy": ("false",),
     "learner.check_packing": ("false",),
     "data.reward": ("math", "numeric_answer", "format"),
