@@ -174,6 +174,12 @@ _CRITIC = (
 _UPDATES = (
     *_of_optimizer("learner", Writer.POLICY),
     _of_update(
+        "learner/loss_scale",
+        "",
+        Merge.WHOLE,
+        "What losses were multiplied by before their backward pass, with `learner.dtype: float16`.",
+    ),
+    _of_update(
         "learner/num_nonfinite_sequences",
         "sequences",
         Merge.SUM,

@@ -127,7 +127,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "learner.optimizer.schedule": ("linear", "cosine", "warmup_stable_decay"),
     "learner.optimizer.groups": ('[{parameters: "*.mlp.*", lr: 0}]',),
     "learner.lora": ("{rank: 2}", "{rank: 2, publish: adapter}", "{rank: 2, dropout: 0.1}"),
-    "learner.dtype": ("bfloat16",),
+    "learner.dtype": ("bfloat16", "float16"),
     "learner.gradient_checkpointing": ("true", "2"),
     "learner.report_entropy": ("false",),
     "learner.check_packing": ("false",),
