@@ -4,6 +4,7 @@ Invariant: a library of a store is imported when the first folder in such a stor
 errors, which each has of its own, become one kind, with the setting that names the folder.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,10 +78,13 @@ class StoreFolder:
         return {str(place).removeprefix(self._path).lstrip("/") for place in found}
 
     def remove(self, name: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._do(lambda: self._fs.rm_file(self._place(name)))
-        except FileNotFoundError:
-            return
+        if self._is_folder:
+            # Those of an object store are names alone.
+            with contextlib.suppress(OSError):
+                for folder in Path(name).parents[:-1]:
+                    Path(self._path, folder).rmdir()
 
     def move_to(self, url: str) -> None:
         """All of it, to a folder of the same store that is not there yet."""

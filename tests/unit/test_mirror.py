@@ -132,6 +132,7 @@ def test_only_what_has_changed_is_taken_there_and_what_is_deleted_goes(machine, 
     }
     assert names[-1].endswith("step-00000003/manifest.json")
     assert not [name for name in one.mirror._store.names() if "step-00000001" in name]
+    assert not list(one.folder.parents[1].glob("store/run/checkpoints/step-00000001"))
 
 
 @pytest.mark.parametrize("at", range(1, 28))
