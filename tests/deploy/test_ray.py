@@ -17,6 +17,7 @@ from streamrl.errors import EXIT_CONFIG
 from streamrl.process_environment import processes_with
 from streamrl.tracking.jsonl import read_metrics
 from tests.ports import free_port
+from tests.redis_server import RedisServer
 from tests.system.conftest import CONFIG, STREAMRL, RunFolder
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -152,6 +153,11 @@ def wait_until_nothing_is_left() -> None:
         time.sleep(0.1)
 
 
+def assert_in_order(run: Run) -> None:
+    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
+    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+
+
 def test_a_run_outlives_its_nodes(add, start, cluster):
     home, first = add(**LEARNER), add(**GENERATOR)
     run = start("--set", "generator.count=1..2", "--set", "run.max_steps=100000")
@@ -175,8 +181,7 @@ def test_a_run_outlives_its_nodes(add, start, cluster):
     os.kill(run.process.pid, signal.SIGKILL)
     run.end()
     wait_until_nothing_is_left()
-    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
-    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+    assert_in_order(run)
     steps = [line["step"] for line in read_metrics(run.folder / "trained.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
 
@@ -210,8 +215,7 @@ def test_a_node_that_sees_no_folder_of_the_driver_is_sent_what_it_needs(blind, s
     run = start("--set", "model.path=model")
     assert run.end() == 0, run.output
     assert "the books close" in run.output
-    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
-    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+    assert_in_order(run)
     assert any((run.folder / "checkpoints" / "step-00000012").iterdir())
     assert "serves model" in run.log("generator-0")
 
@@ -238,13 +242,39 @@ def test_without_shared_storage_a_lost_learner_and_resume_go_on_from_the_mirror(
     assert run.end() == 0, run.output
     assert f"fetching the run at step {done} from" in run.output
     assert "the books close" in run.output
-    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
-    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+    assert_in_order(run)
     steps = [line["step"] for line in read_metrics(run.folder / "trained.jsonl")]
     assert steps == list(range(1, done + 5))
     kept = {path.name for path in (run.folder / "checkpoints").glob("step-*")}
     assert kept == {path.name for path in (mirror / "run" / "checkpoints").glob("step-*")}
     assert len(kept) == 2
+
+
+def test_a_buffer_in_redis_outlives_the_learners_node(add, start, cluster, tmp_path):
+    server = RedisServer(tmp_path / "redis", "requirepass word")
+    server.start()
+    url = server.url.replace("redis://", "redis://:word@")
+    try:
+        home, _ = add(**LEARNER), add(**GENERATOR)
+        run = start("--set", f"buffer.url={url}", "--set", "run.max_steps=100000")
+        run.until_step(4)
+        cluster.remove_node(home, allow_graceful=False)
+        run.until(lambda: "goes on from its newest checkpoint" in run.output, "a lost learner")
+        add(**LEARNER)
+        run.until_step(len(run.lines) + 4)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM, run.output
+        wait_until_nothing_is_left()
+        assert "the books close" in run.output
+        audit = [STREAMRL, "buffer", "audit", str(run.folder)]
+        assert (
+            "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+        )
+        again = ("--new", "--set", f"buffer.url={url}")
+        run = start(*again)
+        assert run.end() == 0, run.output
+    finally:
+        server.kill()
 
 
 def submitted(client: Any, **job: Any) -> str:
