@@ -250,10 +250,12 @@ def test_without_shared_storage_a_lost_learner_and_resume_go_on_from_the_mirror(
     assert len(kept) == 2
 
 
-def test_a_buffer_in_redis_outlives_the_learners_node(add, start, cluster, tmp_path):
-    server = RedisServer(tmp_path / "redis", "requirepass word")
+def test_a_buffer_in_redis_outlives_the_learners_node(add, start, cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMRL_REDIS_PASSWORD", "word")
+    host = cluster.address.rpartition(":")[0]
+    server = RedisServer(tmp_path / "redis", f"bind 127.0.0.1 {host}", "requirepass word")
     server.start()
-    url = server.url.replace("redis://", "redis://:word@")
+    url = f"redis://{host}:{server.port}/0"
     try:
         home, _ = add(**LEARNER), add(**GENERATOR)
         run = start("--set", f"buffer.url={url}", "--set", "run.max_steps=100000")
