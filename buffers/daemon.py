@@ -118,7 +118,7 @@ async def serve_from_redis(
 
 async def _serve_term(
     config: RunConfig,
-    term: int,
+    term: str,
     leadership: "Leadership",
     stop: threading.Event,
     exported: Exported,
@@ -182,7 +182,7 @@ def address_beside(url: str) -> str:
         raise ConfigError(f"buffer.url: {host} cannot be reached: {error}") from error
 
 
-async def _unless(stop: threading.Event, call: Coroutine[Any, Any, int]) -> int | None:
+async def _unless(stop: threading.Event, call: Coroutine[Any, Any, str]) -> str | None:
     """What the call returns; None once `stop` is set. Polls it every SIBLINGS_S."""
     task = asyncio.create_task(call)
     while not task.done():

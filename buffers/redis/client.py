@@ -175,7 +175,8 @@ class RedisBuffer(ZmqBuffer):
         key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._deadline_s
-        command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S)
+        # NX: an earlier attempt that arrives late must not set an expiry on what is kept by then.
+        command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S, "NX")
         while True:
             await self._memory_limit.wait_for(len(payload))
             try:

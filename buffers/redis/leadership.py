@@ -2,9 +2,10 @@
 
     daemon   its name, address and key, with an expiry of LEASE_S that it renews every RENEW_S
 
-Invariant: who takes over raises the term in the fence (`buffers.redis.storage`) first, so what an
-earlier daemon still writes is refused, whatever it believes. The expiry only decides how soon
-another one tries. `acquire` waits until no other daemon holds the run, and polls every POLL_S.
+Invariant: who takes over writes its name, which is new, as the term into the fence
+(`buffers.redis.storage`) first, so what an earlier daemon still writes is refused, whatever it
+believes and whatever the server has lost. The expiry only decides how soon another one tries.
+`acquire` waits until no other daemon holds the run, and polls every POLL_S.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from streamrl.errors import HandedOverError, TransportError
 log = logging.getLogger(__name__)
 
 LEASE_S, RENEW_S, POLL_S = 3.0, 0.75, 0.25
+LEASE_MS = round(1000 * LEASE_S)
 
 
 class Daemon(Struct, frozen=True):
@@ -65,8 +67,8 @@ class Leadership:
         self._key, self._fence = f"{namespace(run)}daemon", f"{namespace(run)}fence"
         self._daemon = Daemon(uuid.uuid4().hex)
 
-    async def acquire(self) -> int:
-        """The term of this daemon from here on, above all earlier ones.
+    async def acquire(self) -> str:
+        """The term of this daemon from here on, as no other one has.
 
         Raises:
             ConfigError: see `require_usable`.
@@ -77,18 +79,24 @@ class Leadership:
             if is_first:
                 log.info("another buffer daemon serves the run; this one stands by")
                 is_first = False
+            await self._bound_expiry()
             await asyncio.sleep(POLL_S)
         await require_usable(self.connection, self._run)
-        term = 0
+        term = self._daemon.name
 
-        def raise_term(fence: bytes | None) -> list[Command]:
-            nonlocal term
-            earlier, num_commits = read_fence(fence)
-            term = earlier + 1
-            return [("SET", self._fence, f"{term}:{num_commits}")]
+        def set_term(fence: bytes | None) -> list[Command]:
+            return [("SET", self._fence, f"{term}:{read_fence(fence)[1]}")]
 
-        await self.connection.transaction("acquire", self._fence, raise_term)
+        await self.connection.transaction("acquire", self._fence, set_term)
         return term
+
+    async def _bound_expiry(self) -> None:
+        """The server's clock may have been set back, or be that of another one after a failover:
+        then the entry of a daemon that is gone would stay for as long. One that serves renews it.
+        """
+        left_ms = (await self.connection.call("acquire", ("PTTL", self._key)))[0]
+        if not 0 <= left_ms <= LEASE_MS:
+            await self.connection.call("acquire", ("PEXPIRE", self._key, LEASE_MS))
 
     async def announce(self, url: str, key: str) -> None:
         """Clients find the server here from now on."""
@@ -112,8 +120,7 @@ class Leadership:
                         "Redis has lost what it had"
                     )
                 # Works without memory, where SET would be refused.
-                lease_ms = round(1000 * LEASE_S)
-                await self.connection.call("renew", ("PEXPIRE", self._key, lease_ms))
+                await self.connection.call("renew", ("PEXPIRE", self._key, LEASE_MS))
             except TransportError as error:
                 log.warning("%s", error)
 
@@ -128,4 +135,4 @@ class Leadership:
 
     def _set(self, *options: Any) -> Command:
         value = msgspec.json.encode(self._daemon)
-        return ("SET", self._key, value, "PX", round(1000 * LEASE_S), *options)
+        return ("SET", self._key, value, "PX", LEASE_MS, *options)
