@@ -232,6 +232,22 @@ async def test_a_daemon_takes_over_although_the_clock_of_the_server_went_back(
         assert await take_term(own_redis.url, "late")
 
 
+async def test_a_daemon_that_starts_on_a_full_server_waits_for_room(own_redis: RedisServer):
+    """It would else be restarted until the run ends, and with it nothing that frees memory."""
+    server = Redis.from_url(own_redis.url)
+    server.config_set("maxmemory", server.info("memory")["used_memory"] - 1000)
+    daemon = RedisDaemon(own_redis.url, "full")
+    await asyncio.sleep(1.0)
+    assert await served_at(own_redis.url, "full", deadline_s=5.0) is None
+    server.config_set("maxmemory", 0)
+    buffer = RedisBuffer(own_redis.url, "full", deadline_s=DEADLINE_S)
+    await buffer.attach(0, None)
+    await buffer.close()
+    await asyncio.to_thread(daemon.stop)
+    assert daemon.error is None
+    server.close()
+
+
 async def test_a_large_commit_has_more_time_than_a_small_one(redis: RedisServer):
     """One that frees 100,000 groups would else fail for as long as it is tried."""
     pairs = [word for number in range(100_000) for word in (f"large:{number}", b"freed")]
