@@ -81,7 +81,7 @@ class WeightSettings(Section):
         if store.startswith("/"):
             close = f"file://{store}"
         hint = f"did you mean {close}?" if close else f"allowed: {', '.join(STORES.values())}"
-        raise ValueError(f"was {store!r}; it must name a store and a folder in it; {hint}")
+        raise ValueError(f"was {_shown(store)}; it must name a store and a folder in it; {hint}")
 
     @model_validator(mode="after")
     def _has_a_store(self) -> "WeightSettings":
@@ -110,7 +110,12 @@ def _require_place(store: str, scheme: str, path: str) -> str:
         raise ValueError(f"was {store!r}; a folder has three slashes: file:///{path}")
     if set(path) & set("@?#*"):
         raise ValueError(
-            f"was {store!r}; it must be like {STORES[scheme]}, without @, ?, # and *: keys "
-            "come from the environment of the store's own library"
+            f"was {_shown(store)}; it must be like {STORES[scheme]}, without a user, a password, "
+            "?, # and *: keys come from the environment of the store's own library"
         )
     return store
+
+
+def _shown(store: str) -> str:
+    """Without its query, which may hold keys."""
+    return repr(store.partition("?")[0])
