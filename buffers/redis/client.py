@@ -193,14 +193,22 @@ class RedisBuffer(ZmqBuffer):
     ) -> tuple[TrajectoryGroup, ...]:
         """
         Raises:
-            LostMemoryError: Redis has lost some, as the daemon is told: they are sampled again.
+            LostMemoryError: Redis has lost some, or has something else in their place, as the
+                daemon is told: they are sampled again.
         """
+        groups: list[TrajectoryGroup] = []
+        lost: list[int] = []
         read = await self._read_payloads(payloads)
-        found = zip(prompt_indices, read, strict=True)
-        if lost := [prompt_index for prompt_index, payload in found if payload is None]:
+        for prompt_index, payload in zip(prompt_indices, read, strict=True):
+            try:
+                groups += await super()._groups([prompt_index], [payload or b""])
+            except WireError as error:
+                log.warning("the group of prompt %d: %s", prompt_index, error)
+                lost.append(prompt_index)
+        if lost:
             await self._call(m.LostRequest(tuple(lost), self._learner_term), m.Done)
             raise LostMemoryError(f"Redis has lost the groups of the prompts {lost}")
-        return await super()._groups(prompt_indices, read)
+        return tuple(groups)
 
     async def _read_payloads(self, keys: Sequence[Any]) -> list[bytes | None]:
         payloads: list[bytes | None] = []

@@ -152,6 +152,57 @@ async def test_a_payload_that_redis_lost_is_sampled_again(
     server.close()
 
 
+@pytest.mark.parametrize("cut", [0, 10, -1])
+async def test_a_payload_that_is_half_written_is_sampled_again(
+    redis: RedisServer, redis_client: Connect, cut: int
+):
+    """A learner that ended for it would meet it again, and end each time."""
+    buffer = redis_client(redis.url, f"half{cut}")
+    await buffer.attach(0, None)
+    await fill(buffer, "a", "b")
+    server = Redis.from_url(redis.url)
+    key = server.hget(f"streamrl:{{half{cut}}}:payloads", "1:-1")
+    server.set(key, server.get(key)[:cut])
+    with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
+        await buffer.take(2, 0, 1.0, with_payloads=True)
+    await buffer.attach(0, None)
+    await fill(buffer, "c")
+    assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
+    assert (await audit_redis(redis.url, f"half{cut}")).faults == ()
+    server.close()
+
+
+async def test_a_payload_that_is_gone_before_its_header_is_sampled_again(
+    redis: RedisServer, redis_client: Connect, monkeypatch: pytest.MonkeyPatch
+):
+    """By a failover in mid-put, or by its expiry: a slow writer, or a clock that jumps ahead."""
+    buffer = redis_client(redis.url, "between")
+    await buffer.attach(0, None)
+    server = Redis.from_url(redis.url)
+    write = buffer._write
+
+    async def lose(payload: bytes) -> bytes:
+        key = await write(payload)
+        server.delete(key)
+        return key
+
+    monkeypatch.setattr(buffer, "_write", lose)
+    await fill(buffer, "a")
+    lease = await lease_one(buffer, "b", "g", 0.0)
+    assert lease is not None
+    sibling = SiblingHeader(number=0, lease_id="b", oldest_version=0, num_tokens=1)
+    await buffer.put_sibling(sibling, b"a sibling")
+    monkeypatch.setattr(buffer, "_write", write)
+    assert await buffer.fetch_siblings("b") == ()
+    await buffer.put("b", make_group(lease.prompt_index, lease_id="b"))
+    await fill(buffer, *"c")
+    batch = await buffer.take(2, 0, 1.0, with_payloads=True)
+    assert sorted(header.prompt_index for header in batch.headers) == [0, 1]
+    assert server.hlen("streamrl:{between}:payloads") == 2
+    assert (await audit_redis(redis.url, "between")).faults == ()
+    server.close()
+
+
 async def test_siblings_outlast_their_daemon_and_one_that_redis_lost_is_sampled_again(
     daemons: Daemons,
 ):
