@@ -22,13 +22,13 @@ from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import Command, RedisConnection
 from buffers.redis.leadership import Leadership, served_at
 from buffers.redis.storage import RedisStorage
-from streamrl.errors import HandedOverError, LostMemoryError, StorageError
+from streamrl.errors import HandedOverError, LedgerError, LostMemoryError, StorageError
 from streamrl.types import DropReason, GroupHeader, SiblingHeader
 from tests.contract.conftest import Connect, fill
 from tests.contract.test_buffers import make_ledger, status
 from tests.records import lease_one, make_group
 from tests.redis_daemon import RedisDaemon
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, redis_server
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 DEADLINE_S = 40.0
@@ -201,6 +201,45 @@ async def test_a_payload_that_is_gone_before_its_header_is_sampled_again(
     assert server.hlen("streamrl:{between}:payloads") == 2
     assert (await audit_redis(redis.url, "between")).faults == ()
     server.close()
+
+
+async def test_a_server_that_comes_back_without_its_last_commits_costs_those_only(
+    tmp_path: Path, redis_client: Connect
+):
+    """As after a failover, whose replica lacked them; here from a snapshot."""
+    with redis_server(tmp_path / "snapshot", "appendonly no") as server:
+        buffer = redis_client(server.url, "snapshot", lease_ttl_s=5.0)
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+        held = await lease_one(buffer, "b", "g", 0.0)
+        assert held is not None
+        sibling = SiblingHeader(number=0, lease_id="b", oldest_version=0, num_tokens=1)
+        await buffer.put_sibling(sibling, b"kept")
+        Redis.from_url(server.url).save()
+        incarnation = (await buffer.stats()).incarnation
+        await buffer.put("b", make_group(held.prompt_index, lease_id="b"))
+        assert len((await buffer.take(2, 0, 1.0)).headers) == 2
+        await buffer.advance(1)
+        server.kill()
+        server.start()
+        # The first change that the daemon would write shows it.
+        assert await lease_one(buffer, "c", "g", 0.0) is not None
+        await buffer.release("c", DropReason.RELEASED)
+        assert (await buffer.stats()).incarnation != incarnation
+        assert await buffer.fetch_siblings("b") == (b"kept",)
+        # The step that used both is lost to the ledger: the learner goes back to its checkpoint.
+        with pytest.raises(LedgerError):
+            await buffer.advance(2)
+        await buffer.attach(0, None)
+        await buffer.put("b", make_group(held.prompt_index, lease_id="b"))
+        assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
+        for version in (1, 1):
+            await buffer.advance(version)
+        await buffer.acknowledge(1)
+        books = (await buffer.stats()).books
+        assert (books.granted, books.acknowledged, books.balanced) == (3, 2, True)
+        audit = await audit_redis(server.url, "snapshot")
+        assert audit.faults == ()
 
 
 async def test_siblings_outlast_their_daemon_and_one_that_redis_lost_is_sampled_again(
