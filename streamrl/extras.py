@@ -45,7 +45,19 @@ EXTRAS: Mapping[str, Extra] = {
 }
 """Those of users; `docs` and `dev` are for work on StreamRL."""
 
+FLASH_ATTENTION: Mapping[object, str] = {3: "flash_attn_interface", 4: "flash_attn.cute"}
+"""The modules of its versions that no extra installs."""
+
 _EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.modules}
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found. flash-attn and flash-attn-4 share the package `flash_attn`,
+    which may hold one of them without the other."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def missing(needs: str, error: ImportError) -> ConfigError:

@@ -10,26 +10,78 @@ model asks for and this file does not compute is an error.
 Shapes: N tokens, Q query heads, H key-value heads, D head width, B trajectories of a bucket, L
 their longest.
 
-The variable-length kernel is flash-attn's where that is installed (extra `flash`), else torch's
-own. Both take half precision alone, and no more than scale and window.
+The variable-length kernel is the newest FlashAttention that is installed and made for the GPU
+(`use_flash_attention`): 3 or 4, which torch calls in place of its own, then flash-attn's (extra
+`flash`), then torch's own. All take half precision alone, and no more than scale and window.
 """
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from learners.batch.micro_batch import Packing, rows
 from learners.policy.sequence_parallel import over_slices
+from streamrl.config.learner import FlashAttentionVersion
 from streamrl.errors import ConfigError
+from streamrl.extras import FLASH_ATTENTION, is_installed
+
+log = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A FlashAttention that torch calls in place of its own kernel, once it is activated."""
+
+    torch_name: str
+    gpus: tuple[int, ...]
+    """First numbers of the compute capabilities that it is made for."""
+
+
+_VERSIONS: Mapping[int, _Version] = {
+    3: _Version("FA3", (9,)),
+    4: _Version("FA4", (9, 10)),
+}
+
+
+def use_flash_attention(wanted: FlashAttentionVersion, device: torch.device) -> None:
+    """Choose the variable-length kernel of this process for a GPU; on a CPU there is none.
+
+    Raises:
+        ConfigError: the wanted version is not installed, or not for this device.
+    """
+    if wanted == 2 or (wanted == "auto" and device.type != "cuda"):
+        return
+    refused = []
+    for version in _VERSIONS if wanted == "auto" else (wanted,):
+        if (reason := _unusable(version, device)) is None:
+            activate_flash_attention_impl(_VERSIONS[version].torch_name)
+            log.info("attention is computed by FlashAttention %d", version)
+            return
+        refused.append(f"learner.flash_attention: was {version}, and {reason}")
+    if wanted != "auto":
+        raise ConfigError(f"{refused[0]}; auto takes what is there")
+
+
+def _unusable(version: int, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"learner.device is {device}, not a GPU"
+    if not is_installed(module := FLASH_ATTENTION[version]):
+        return f"there is no module {module}"
+    if (major := torch.cuda.get_device_capability(device)[0]) not in _VERSIONS[version].gpus:
+        made_for = " and ".join(f"{gpu}.x" for gpu in _VERSIONS[version].gpus)
+        return f"it is for compute capability {made_for}, the GPU has {major}.x"
+    return None
 
 
 def variable_length(
@@ -49,7 +101,8 @@ def variable_length(
         window: how many tokens a token attends to, itself included; None for all.
     """
     past = -1 if window is None else window - 1
-    if (flash := _flash_attention()) is not None:
+    is_replaced = current_flash_attention_impl() is not None
+    if not is_replaced and (flash := _flash_attention()) is not None:
         attended: torch.Tensor = flash(
             query,
             key,
@@ -107,7 +160,7 @@ def _takes_grouped_heads() -> bool:
 @cache
 def _flash_attention() -> Any:
     """flash-attn's function; None if it is not installed."""
-    if find_spec("flash_attn") is None:
+    if not is_installed("flash_attn.flash_attn_interface"):
         return None
     return import_module("flash_attn").flash_attn_varlen_func
 

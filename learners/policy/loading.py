@@ -56,10 +56,13 @@ from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError
 from streamrl.model_folder import require_same_tokens
+from streamrl.placement.devices import has_compiler
 from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
+
+_STEPS_TO_COMPILE_FOR = 300
 
 
 def compile_layers(network: Network) -> None:
@@ -68,6 +71,14 @@ def compile_layers(network: Network) -> None:
     AttentionInterface.register(attention.NAME, attend)
     for layer in layers(network):
         layer.compile(dynamic=True)
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """What `learner.compile` comes to on this device."""
+    if config.learner.compile != "auto":
+        return config.learner.compile
+    is_worth_it = device.type == "cuda" and config.run.max_steps >= _STEPS_TO_COMPILE_FOR
+    return is_worth_it and not config.algorithm.records_experts and has_compiler()
 
 
 def distribute(
@@ -127,22 +138,23 @@ def load_network(
     router_replay = config.algorithm.router_replay if is_policy else "off"
     if mesh is None or not is_sharded(mesh, on_host):
         network = source.load(device_of(learner.device) if mesh is None else mesh.device)
-        _divide(network, mesh, learner, is_reference=is_reference, router_replay=router_replay)
+        _divide(network, mesh, config, is_reference=is_reference, router_replay=router_replay)
         return network
     whole = source.load(torch.device("cpu")) if mesh.rank == 0 else None
     network = source.without_memory()
     _agree(network, whole, mesh)
     network.device = mesh.device
-    _divide(network, mesh, learner, is_reference=is_reference, router_replay=router_replay)
+    _divide(network, mesh, config, is_reference=is_reference, router_replay=router_replay)
     _allocate(network, mesh.device, on_host=on_host)
     _fill(network, whole, mesh)
     return network
 
 
-def _divide(network: Network, mesh: Mesh | None, learner: LearnerSettings, **options: Any) -> None:
-    if learner.compile:
+def _divide(network: Network, mesh: Mesh | None, config: RunConfig, **options: Any) -> None:
+    attention.use_flash_attention(config.learner.flash_attention, network.device)
+    if compiles(config, network.device):
         compile_layers(network)
-    distribute(network, mesh, learner, **options)
+    distribute(network, mesh, config.learner, **options)
 
 
 @dataclass(frozen=True)

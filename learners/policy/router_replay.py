@@ -67,16 +67,18 @@ class _Layer:
         has_record = recorded[:, :1] >= 0
         chosen = torch.where(has_record, recorded, own)
         if torch.is_grad_enabled():
-            self._count(own, recorded, has_record[:, 0])
+            self._count(own, recorded, has_record)
         return chosen if self._replays else own
 
     @torch.no_grad()
     def _count(self, own: torch.Tensor, recorded: torch.Tensor, has_record: torch.Tensor) -> None:
-        """A layer that is computed twice counts twice; all metrics are shares."""
-        own, taken = own[has_record], recorded[has_record]
-        is_other = (own[:, :, None] != taken[:, None, :]).all(2)
-        load = torch.bincount(taken.flatten(), minlength=self._num_experts)
-        sums = torch.stack([load.new_tensor(own.numel()), is_other.sum()])
+        """A layer that is computed twice counts twice; all metrics are shares. Selects no tokens:
+        a GPU would wait for how many there are."""
+        is_taken = has_record.expand_as(recorded).long()
+        load = is_taken.new_zeros(self._num_experts)
+        load.scatter_add_(0, recorded.clamp_min(0).flatten(), is_taken.flatten())
+        is_other = has_record & (own[:, :, None] != recorded[:, None, :]).all(2)
+        sums = torch.stack([has_record.sum() * own.shape[1], is_other.sum()])
         self._counts = self._counts.to(load.device) + torch.cat([load, sums])
 
     def take(self) -> torch.Tensor:

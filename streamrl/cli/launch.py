@@ -40,8 +40,8 @@ from streamrl.run_folder import resume_command
 @dataclass(frozen=True)
 class LaunchMode:
     """How a run is started here: `resume` goes on with the one in its folder, `new` moves that
-    aside; `live` shows it as a screen; under `strict` no daemon is started again; those that import
-    much are forked from the `fork_server`."""
+    aside; `live` shows it as a screen; under `strict` no daemon is started again; they are
+    forked from the `fork_server`."""
 
     resume: bool = False
     new: bool = False

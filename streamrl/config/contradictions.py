@@ -166,7 +166,7 @@ def divergence_from_another_policy(c: "RunConfig") -> str | None:
 
 
 def compiled_routers(c: "RunConfig") -> str | None:
-    if not c.learner.compile or not c.algorithm.records_experts:
+    if c.learner.compile is not True or not c.algorithm.records_experts:
         return None
     return (
         f"learner.compile compiles the routers, and algorithm.router_replay "

@@ -1,6 +1,6 @@
 """`learner`: the batch of a step, and the machine that trains it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -280,6 +280,9 @@ class ProfilerSettings(Section):
     profiler: `nsys profile --capture-range=cudaProfilerApi streamrl learner ...`."""
 
 
+FlashAttentionVersion: TypeAlias = Literal["auto", 2, 3, 4]
+
+
 def _needs_no_scaler(dtype: object) -> object:
     if dtype in ("float16", "fp16", "half"):
         raise ValueError(
@@ -332,8 +335,12 @@ class LearnerSettings(Section):
     sum_each_micro_batch: bool = True
     """Sum gradients over the ranks after every micro-batch; false: once an update, which is less
     traffic and costs each rank a whole float32 gradient."""
-    compile: bool = False
-    """Compile the decoder's layers by torch.compile: faster passes after a slow first one."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the decoder's layers by torch.compile: faster passes after a slow first one. auto: on
+    a GPU, in runs of 300 steps and more, where there is a compiler."""
+    flash_attention: FlashAttentionVersion = "auto"
+    """FlashAttention of packed trajectories on a GPU: auto takes 3 or 4 where its package is
+    installed and made for the GPU, else 2, which is flash-attn's or torch's own."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     check_packing: bool = True

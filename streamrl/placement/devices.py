@@ -7,6 +7,7 @@ reads the variable then. Called by hosts.py.
 import ctypes
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -29,6 +30,16 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def compilers() -> tuple[str, ...]:
+    """What torch.compile may be served by: on a GPU, where Triton compiles, also one for C."""
+    names = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    return (*names, "gcc", "clang") if torch_has_cuda() else names
+
+
+def has_compiler() -> bool:
+    return any(map(shutil.which, compilers()))
 
 
 def usable_devices() -> tuple[Device, ...]:

@@ -2,11 +2,13 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from learners.parallel.mesh import make_mesh
+from learners.policy import loading
 from learners.policy.loading import compile_layers, load_network
 from learners.policy.network import Network
 from learners.policy.sequence_parallel import sequence_block
@@ -47,6 +49,28 @@ def test_the_setting_compiles_every_layer_of_the_model_that_is_loaded(tmp_path: 
         layers = network.model.model.layers
         assert [layer._compiled_call_impl is not None for layer in layers] == [is_compiled]
     assert torch.allclose(logprobs(compiled), logprobs(plain), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_compiled"),
+    [
+        ({}, True),
+        ({"run": {"max_steps": 299}}, False),
+        ({"algorithm": {"router_replay": "record"}}, False),
+        ({"learner": {"compile": False}}, False),
+        ({"run": {"max_steps": 1}, "learner": {"compile": True}}, True),
+    ],
+)
+def test_by_default_long_runs_on_a_gpu_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, dict[str, Any]], is_compiled: bool
+):
+    monkeypatch.setattr(loading, "has_compiler", lambda: True)
+    config = make_config(**{"run": {"max_steps": 300}, **settings})
+    assert loading.compiles(config, torch.device("cuda")) == is_compiled
+    on_cpu = config.learner.compile is True
+    assert loading.compiles(config, torch.device("cpu")) == on_cpu
+    monkeypatch.setattr(loading, "has_compiler", lambda: False)
+    assert loading.compiles(config, torch.device("cuda")) == on_cpu
 
 
 def logprobs_of_shared_tokens() -> torch.Tensor:

@@ -76,6 +76,22 @@ def test_a_forked_command_is_a_child_of_the_launcher_and_looks_like_an_executed_
         assert process.join() == process.returncode == 0
 
 
+def test_a_command_that_ends_copies_nothing_of_what_is_shared(server: ForkServer, config: Path):
+    own_mib = [0.0]
+    with ErrorPipe() as pipe:
+        process = start_buffer(server, config, pipe)
+        seen, log = psutil.Process(process.pid), config.parent / "run" / "logs" / "buffer.log"
+        block_until(lambda: log.exists() and "serving" in log.read_text(), deadline_s=60)
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            while seen.status() != psutil.STATUS_ZOMBIE:
+                own_mib.append(seen.memory_full_info().uss / 2**20)
+        assert process.join(30) == 0
+    # Of 250 MiB that the server has imported the interpreter's own end would copy half.
+    assert len(own_mib) > 1
+    assert max(own_mib) < 100
+
+
 async def codes(process: ForkedProcess) -> list[int]:
     """For two that wait: whoever supervises it, and whoever has killed it."""
     return await asyncio.wait_for(asyncio.gather(process.wait(), process.wait()), 60)

@@ -36,6 +36,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _check_gpus_of_learner(config, plan, why)
     yield from _check_bfloat16(config, plan)
+    yield from _check_engine(config, plan)
     yield from plan.notes
     yield from _needs(plan)
     yield CONFIGURATION.ok(f"learner.device: {config.learner.device}, {counted(hosts)}")
@@ -94,6 +95,15 @@ def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                 f"{role}.dtype: was bfloat16, and this CPU has no instructions for it: float32 is "
                 "several times faster here"
             )
+
+
+def _check_engine(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    on_gpu = any(process.devices for process in plan.processes if process.role == "generator")
+    if on_gpu and config.generator.engine == "hf":
+        yield CONFIGURATION.warning(
+            "generator.engine: hf generates on a GPU, and is made for CPUs and tests: take vllm or "
+            "sglang there"
+        )
 
 
 def check_host_memory(config: RunConfig) -> Iterator[Finding]:

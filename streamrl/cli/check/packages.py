@@ -8,7 +8,6 @@ or crash; that waits ANSWER_S for it at most.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +22,14 @@ import msgspec
 
 from actors.engines import find_engine
 from streamrl.config import RunConfig
-from streamrl.extras import require
+from streamrl.extras import FLASH_ATTENTION, is_installed, require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.devices import driver_devices, is_rocm, torch_has_cuda
+from streamrl.placement.devices import (
+    compilers,
+    driver_devices,
+    has_compiler,
+    is_rocm,
+)
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
@@ -321,20 +325,18 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
             "tracking.wandb: online needs a key, and there is none: `wandb login`, or "
             "WANDB_API_KEY in the environment; offline needs none"
         )
-    if config.learner.compile:
-        yield from _check_compiler()
-    yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
-
-
-def _check_compiler() -> Iterator[Finding]:
-    """What torch.compile needs on a CPU; Triton, on a GPU, does with one for C."""
-    names = [os.environ.get("CXX", "c++"), "g++", "clang++"]
-    names += ["gcc", "clang"] if torch_has_cuda() else []
-    if not any(map(shutil.which, names)):
+    if config.learner.compile is True and not has_compiler():
         yield CONFIGURATION.problem(
             "learner.compile: was true, and torch.compile needs a C++ compiler, of which there is "
-            f"none ({', '.join(names)}): install g++, or set it to false"
+            f"none ({', '.join(compilers())}): install g++, or set it to false"
         )
+    version = config.learner.flash_attention
+    if version in FLASH_ATTENTION and not is_installed(FLASH_ATTENTION[version]):
+        yield CONFIGURATION.problem(
+            f"learner.flash_attention: was {version}, and there is no module "
+            f"{FLASH_ATTENTION[version]}; auto takes what is there"
+        )
+    yield CONFIGURATION.ok(f"generator.engine: {config.generator.engine}")
 
 
 def _has_wandb_key() -> bool:

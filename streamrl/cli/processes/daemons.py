@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.cli.processes.restarts import RestartBudget
@@ -104,7 +103,7 @@ async def supervise(
 def make_children(
     plan: Plan, *, notify: Callable[[str], None], fork_server: ForkServer | None = None
 ) -> list[Child]:
-    """One for each process of a plan for this machine, forked where it imports much."""
+    """One for each process of a plan for this machine."""
     run = plan.config.run
     read_step = partial(newest_step, run.path)
     return [
@@ -119,7 +118,7 @@ def make_children(
             environment=process.environment,
             is_optional=process.is_optional,
             log_format=run.log_format,
-            fork_server=fork_server if COMMANDS[process.role].imports_much else None,
+            fork_server=fork_server,
         )
         for process in plan.processes
     ]

@@ -15,6 +15,7 @@ its child. Imported by the launcher, and run with `python -m` as the server.
 
 import argparse
 import asyncio
+import atexit
 import gc
 import importlib
 import os
@@ -285,6 +286,17 @@ def _show(command: Sequence[str]) -> None:
 
 
 def _main() -> NoReturn:
+    code = 1
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+    # Registered first, so called last, in place of the interpreter's own end: that takes apart what
+    # the processes share, and so gives each its own copy.
+    atexit.register(leave)
     _, number, *modules, _ = sys.argv
     connection = socket.socket(fileno=int(number))
     gc.disable()
@@ -296,7 +308,12 @@ def _main() -> NoReturn:
     connection.close()
     *given, answer = descriptors
     _become(request, Descriptors(*given), answer)
-    sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    sys.exit(code)
 
 
 if __name__ == "__main__":

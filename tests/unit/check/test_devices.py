@@ -64,6 +64,16 @@ def test_what_may_not_fit_is_a_warning_and_what_cannot_a_problem(config, monkeyp
     assert str(refusal.value) == problem.sentence, "a launch refuses it in the same words"
 
 
+@pytest.mark.parametrize(("num_gpus", "engine"), [(2, "hf"), (2, "vllm"), (0, "hf")])
+def test_the_engine_for_cpus_is_warned_of_on_a_gpu(config, monkeypatch, num_gpus, engine):
+    changed = {"generator": config.generator.model_copy(update={"engine": engine})}
+    hosts = one_host(num_gpus, 80)
+    monkeypatch.setattr(devices, "this_machine", lambda: hosts[0])
+    found = devices.check_devices(config.model_copy(update=changed))
+    said = [f for f in found if f.sentence.startswith("generator.engine: hf generates on a GPU")]
+    assert [f.severity for f in said] == [Severity.WARNING] * (num_gpus > 0 and engine == "hf")
+
+
 @pytest.mark.parametrize("is_json", [False, True])
 def test_a_plan_has_what_a_launch_starts_and_says_nothing_of_memory(config, capsys, is_json):
     print_plan(make_plan(config, one_host(4, 80)), is_json=is_json)

@@ -204,6 +204,11 @@ def test_compiled_layers_need_a_compiler(models: Path, monkeypatch: pytest.Monke
     assert not report(models).problems
 
 
+def test_a_version_of_flash_attention_needs_its_module(models: Path):
+    (problem,) = report(models, "learner.flash_attention=4").problems
+    assert problem.startswith("learner.flash_attention: was 4, and there is no module flash_attn.c")
+
+
 SAID: Mapping[str, str] = {
     "check calls what raises": """
         actors/engines/__init__ actors/environments/__init__ actors/environments/stream
@@ -218,7 +223,7 @@ SAID: Mapping[str, str] = {
     """,
     "check looks at the same itself: `REFUSED`, and the traps of test_check.py": """
         actors/daemon actors/gateway/server actors/gateway/start actors/make_model
-        actors/prompts/fitting learners/optimizer learners/policy/loading
+        actors/prompts/fitting learners/optimizer learners/policy/attention learners/policy/loading
         learners/policy/lora learners/policy/sharding learners/profiling
         learners/checkpoints/restore
     """,

@@ -1,5 +1,7 @@
 """Which variable-length kernel attends, and what it is asked for; the kernels are plain fakes."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch.nn.attention import varlen
 from learners.batch.micro_batch import Packing
 from learners.policy import attention
 from learners.policy.attention import Scores, _bucketed
+from streamrl.errors import ConfigError
 
 LENGTHS = (5, 1, 12, 3)
 
@@ -81,3 +84,69 @@ def test_a_kernel_attends_as_the_buckets_do(kernel, window, scale):
 
 def test_without_flash_attn_there_is_torch():
     assert attention._flash_attention() is None
+
+
+def test_flash_attn_4_alone_is_not_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both are modules of the package `flash_attn`, and 4 leaves the rest of it out."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    attention._flash_attention.cache_clear()
+    assert attention.is_installed("flash_attn.cute")
+    assert attention._flash_attention() is None
+    del sys.modules["flash_attn"]
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch is told to call in place of its own kernel, on a GPU of capability 9.0."""
+    names: list[str] = []
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", names.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("modules", "chosen"),
+    [
+        ({"flash_attn_interface", "flash_attn.cute"}, ["FA3"]),
+        ({"flash_attn.cute"}, ["FA4"]),
+        (set(), []),
+    ],
+)
+def test_the_version_made_for_the_gpu_is_taken(activated, monkeypatch, modules, chosen):
+    monkeypatch.setattr(attention, "is_installed", modules.__contains__)
+    attention.use_flash_attention("auto", torch.device("cpu"))
+    attention.use_flash_attention(2, CUDA)
+    assert activated == []
+    attention.use_flash_attention("auto", CUDA)
+    assert activated == chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "modules", "capability", "said"),
+    [
+        (torch.device("cpu"), (), 9, "learner.device is cpu, not a GPU"),
+        (CUDA, (), 9, "there is no module flash_attn_interface"),
+        (CUDA, ("flash_attn_interface",), 10, "it is for compute capability 9.x, the GPU has 10.x"),
+    ],
+)
+def test_a_version_that_is_asked_for_and_cannot_be_is_refused(
+    activated, monkeypatch, device, modules, capability, said
+):
+    monkeypatch.setattr(attention, "is_installed", modules.__contains__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    with pytest.raises(ConfigError) as refused:
+        attention.use_flash_attention(3, device)
+    assert str(refused.value) == (
+        f"learner.flash_attention: was 3, and {said}; auto takes what is there"
+    )
+    assert not activated
+
+
+def test_torch_knows_the_versions_by_these_names():
+    names = {version.torch_name for version in attention._VERSIONS.values()}
+    assert names <= set(torch.nn.attention.list_flash_attention_impls())
