@@ -33,6 +33,8 @@ from streamrl.errors import LostMemoryError, StreamRLError, TransportError, Wire
 from streamrl.types import (
     BufferStats,
     DropReason,
+    GeneratorStatus,
+    HeartbeatReply,
     PackedGroup,
     SiblingHeader,
     TrajectoryGroup,
@@ -121,6 +123,12 @@ class RedisBuffer(ZmqBuffer):
     async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         self._siblings.pop(lease_id, None)
         await super().release(lease_id, reason, lengths)
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        reply = await super().heartbeat(status)
+        for lease_id in reply.lost_lease_ids:
+            self._siblings.pop(lease_id, None)
+        return reply
 
     async def advance(self, policy_version: int) -> BufferStats:
         return await self._with_refusal(await super().advance(policy_version))
