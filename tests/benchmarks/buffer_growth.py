@@ -230,11 +230,13 @@ def _stored(journal: str, folder: Path) -> Iterator[tuple[Any, SetKeys]]:
         case "redis":
             import redis
 
+            from buffers.redis.connection import namespace
             from buffers.redis.storage import RedisStorage
 
             with redis_server(folder / "redis", "appendfsync everysec") as server:
                 client = redis.Redis.from_url(server.url)
-                storage = RedisStorage(server.url, "bench", term=0)
+                client.set(namespace("bench") + "fence", "daemon:0")
+                storage = RedisStorage(server.url, "bench", term="daemon")
 
                 def set_keys(keys: list[bytes]) -> None:
                     client.mset(dict.fromkeys(keys, b"payload"))
