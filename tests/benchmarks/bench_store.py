@@ -81,7 +81,8 @@ class Link(ObjectStore):
         super().replace_manifest(manifest)
         self.stored_s = time.perf_counter()
 
-    def put(self, file: Path, name: str) -> None:
+    def put(self, file: Path, name: str, *, is_read: bool = False) -> None:
+        assert not is_read, "of what both ends exchange only the manifest is read under its name"
         Path(self._place(name)).parent.mkdir(parents=True, exist_ok=True)
         self._copy(file, Path(self._place(name)))
 
