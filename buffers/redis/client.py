@@ -104,8 +104,8 @@ class RedisBuffer(ZmqBuffer):
         payloads = await self._read_payloads(await super().fetch_siblings(lease_id))
         return tuple(payload or b"" for payload in payloads)
 
-    async def advance(self, policy_version: int) -> BufferStats:
-        return await self._with_refusal(await super().advance(policy_version))
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
+        return await self._with_refusal(await super().advance(policy_version, steered_bound))
 
     async def stats(self) -> BufferStats:
         return await self._with_refusal(await super().stats())

@@ -73,7 +73,7 @@ ALGORITHM: Mapping[str, Sequence[str]] = {
     "algorithm.reward.difficulty_low": ("0.05",),
     "algorithm.reward.truncated": ("mask", "penalize"),
     "algorithm.pf_ppo": ("{method: pow}", "{method: max_min}", "{method: max_random}"),
-    "buffer.max_staleness": ("0", "1", "3"),
+    "buffer.max_staleness": ("0", "1", "3", "{min: 0, max: 2}"),
     "generator.group_size": ("1", "2", "5"),
     "learner.groups_per_step": ("1", "3"),
 }
