@@ -154,12 +154,12 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
 
 def _of_weights(c: "RunConfig") -> Iterator[str]:
     weights, buffer, generator = c.weights, c.buffer, c.generator
-    most = buffer.max_staleness + 1
-    if weights.publish_every > most:
+    bound = buffer.largest_staleness
+    if weights.publish_every > bound + 1:
         yield (
-            f"weights.publish_every {weights.publish_every} with buffer.max_staleness "
-            f"{buffer.max_staleness} would deadlock: generators would wait for a version that is "
-            f"not published; publish_every may be at most {most}"
+            f"weights.publish_every {weights.publish_every} with buffer.max_staleness {bound} "
+            "would deadlock: generators would wait for a version that is not published; "
+            f"publish_every may be at most {bound + 1}"
         )
     devices = {"learner": c.learner.device, "generator": generator.device}
     on_cpu = [f"{owner}.device" for owner, device in devices.items() if device == "cpu"]

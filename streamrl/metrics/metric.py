@@ -69,6 +69,7 @@ class Merge(StrEnum):
     TOKENS = "mean over tokens"
     SEQUENCES = "mean over sequences"
     LEVEL = "mean over tokens; at level `sequence` over sequences"
+    RESCORED = "mean over the tokens that were rescored"
     EPISODES = "mean over episodes"
     LOSS = "added up, with the denominator of the loss"
     SUM = "sum"

@@ -158,7 +158,7 @@ def main(arguments: argparse.Namespace) -> int:
         console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are complete, and are kept")
 
     if arguments.lag is not None and missing:
-        _make_model(base)
+        make_model_of(base)
 
     def make(number: int, run: Run) -> None:
         console.print(f"run {number} of {len(runs)}: {run.value}, seed {run.seed}")
@@ -263,7 +263,7 @@ def markdown(setting: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
         )
 
 
-def _make_model(config: RunConfig) -> None:
+def make_model_of(config: RunConfig) -> None:
     """Once, for the runs that go beside each other."""
     if config.model.recipe is not None and not Path(config.model.path).exists():
         config.run.path.mkdir(parents=True, exist_ok=True)

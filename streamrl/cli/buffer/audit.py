@@ -98,6 +98,8 @@ def staleness_finding(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         f"tokens were at most {max(0, behind)} versions behind the one that trained them and "
         f"{max(0, ahead)} ahead of it, in {len(known)} steps; buffer.max_staleness {bounds}"
     )
+    steered = [line for line in known if "steered" in line]
+    yield from (f"step {line['step']} steered the bound {line['steered']}" for line in steered)
 
 
 def _known(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

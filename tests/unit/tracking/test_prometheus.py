@@ -51,6 +51,7 @@ STATS = BufferStats(
     policy_version=5,
     groups_per_step=4,
     max_staleness=2,
+    staleness_bound=2,
     overdue=OverduePolicy.WAIT,
     books=Books(granted=9, leased=2, acknowledged=4, dropped={DropReason.STALE: 3}),
     generators=(GENERATOR,),
