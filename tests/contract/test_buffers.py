@@ -60,8 +60,9 @@ Connect = Callable[[], TrajectoryBuffer]
 LEASE_TTL_S = 60.0
 
 
-def make_ledger(final_version: int | None = None) -> Ledger:
-    return Ledger(groups_per_step=2, max_staleness=1, final_version=final_version)
+def make_ledger(final_version: int | None = None, groups_per_step: int = 2) -> Ledger:
+    sizes = {"groups_per_step": groups_per_step, "max_staleness": 1}
+    return Ledger(**sizes, final_version=final_version)
 
 
 @contextlib.contextmanager
@@ -156,6 +157,17 @@ async def test_groups_go_from_generators_to_the_learner_and_are_freed(connect):
     assert (stats.books.acknowledged, stats.books.balanced) == (2, True)
     with pytest.raises(LedgerError, match="no group is held"):
         await learner.fetch([0])
+
+
+async def test_a_learner_tells_its_bound_with_the_step_and_finds_it_in_the_books(connect):
+    learner = connect()
+    await learner.attach(0, None)
+    await fill(connect(), "a", "b")
+    await learner.take(2, 0, 1.0)
+    stats = await learner.advance(1, steered_bound=3)
+    assert stats.books.steered_bound == 3
+    assert stats.staleness_bound == 1, "this run has a fixed one"
+    assert (await connect().attach(1, stats.books)).books.steered_bound == 3
 
 
 async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(connect):

@@ -36,7 +36,12 @@ READINGS = ROOT / "streamrl/tracking/prometheus"
 
 STEP: dict[str, Any] = {
     "generator": {"keep_sampling_mask": True, "top_k": 8},
-    "learner": {"updates_per_batch": 2, "max_tokens_per_micro_batch": 40, "peak_tflops": 1.0},
+    "learner": {
+        "updates_per_batch": 2,
+        "max_tokens_per_micro_batch": 40,
+        "peak_tflops": 1.0,
+        "dtype": "float16",
+    },
     "algorithm": {
         "advantage": "gae",
         "loss": "ppo",

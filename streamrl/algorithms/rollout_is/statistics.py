@@ -21,9 +21,8 @@ from torch import Tensor
 from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
-from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
+from streamrl.metrics import CATALOGUE, STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
 from streamrl.metrics.metric import QUANTILES
-from streamrl.metrics.mismatch import WEIGHTS
 
 
 class WeightLevel:
@@ -67,7 +66,8 @@ SEQUENCE_ESS = "mismatch/sequence_eff_sample_size"
 
 RESCORED = "mismatch/rescored_frac"
 
-_OF_WEIGHTS = frozenset(name for row in WEIGHTS for name in row.names())
+_NAMES = (name for row in CATALOGUE for name in row.names())
+_OF_WEIGHTS = frozenset(name for name in _NAMES if "/rollout_is_" in name)
 _OF_APPLIED = frozenset(name for name in _OF_WEIGHTS if "/rollout_is_applied_" in name)
 
 _BINS_PER_NAT = 100
