@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffers.journal.journal import Journal
 from buffers.journal.segments import PayloadPlace
@@ -42,6 +42,7 @@ from streamrl.types import BufferStats, OverduePolicy
 if TYPE_CHECKING:
     from buffers.redis.leadership import Leadership
 
+Answer = TypeVar("Answer")
 SIBLINGS_S, LATE_S, RETRY_S = 0.2, 2.0, 1.0
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ async def serve_from_redis(
 
 async def _serve_term(
     config: RunConfig,
-    term: int,
+    term: str,
     leadership: "Leadership",
     stop: threading.Event,
     exported: Exported,
@@ -140,18 +141,20 @@ async def _serve_term(
             return None
         server = _server(config, state, address_beside(config.buffer.url), journal, exported)
         serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
-        await leadership.announce(server.url, server.key)
-        log.info("serving at %s", server.url)
-        while not (serving.done() or renewing.done() or stop.is_set()):
-            waits = {serving, renewing}
-            await asyncio.wait(waits, timeout=SIBLINGS_S, return_when=asyncio.FIRST_COMPLETED)
-        ended.set()
-        stats = await serving
+        try:
+            await _unless(stop, leadership.announce(server.url, server.key))
+            log.info("serving at %s", server.url)
+            while not (serving.done() or renewing.done() or stop.is_set()):
+                waits = {serving, renewing}
+                await asyncio.wait(waits, timeout=SIBLINGS_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # The journal is closed after its last use.
+            ended.set()
+            stats = await serving
         if renewing.done():
             renewing.result()
         return stats
     finally:
-        ended.set()
         renewing.cancel()
         await asyncio.to_thread(journal.close)
 
@@ -182,7 +185,7 @@ def address_beside(url: str) -> str:
         raise ConfigError(f"buffer.url: {host} cannot be reached: {error}") from error
 
 
-async def _unless(stop: threading.Event, call: Coroutine[Any, Any, int]) -> int | None:
+async def _unless(stop: threading.Event, call: Coroutine[Any, Any, Answer]) -> Answer | None:
     """What the call returns; None once `stop` is set. Polls it every SIBLINGS_S."""
     task = asyncio.create_task(call)
     while not task.done():

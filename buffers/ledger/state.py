@@ -14,7 +14,6 @@ and the ledger has never granted cost nothing, however many they are.
 `GeneratorRegistry`: which generators report to the buffer, and their scheduling states. An id has
 one session, the newest; an older one that still reports is fenced. A `SchedulingState` belongs to
 the id, so it outlasts a generator's process; only DRAINING is removed when its generator leaves.
-`buffers/redis/lua/calls.lua` does the same in Redis.
 
 `RetryCounter`: how many leases of a prompt ended without a group, so that a prompt that never gets
 one is seen. Such a prompt is granted again each time. One that ends the process of each generator

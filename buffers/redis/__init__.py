@@ -1,1 +1,1 @@
-"""`redis://`: the same ledger as scripts inside a Redis server or cluster."""
+"""`redis://`: payloads and the journal in a Redis server or cluster, beside the ledger's daemon."""

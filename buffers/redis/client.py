@@ -33,6 +33,8 @@ from streamrl.errors import LostMemoryError, StreamRLError, TransportError, Wire
 from streamrl.types import (
     BufferStats,
     DropReason,
+    GeneratorStatus,
+    HeartbeatReply,
     PackedGroup,
     SiblingHeader,
     TrajectoryGroup,
@@ -74,6 +76,8 @@ class RedisBuffer(ZmqBuffer):
         self._quarantine = None if quarantine is None else Quarantine(quarantine)
         self._memory_limit = RedisMemoryLimit(self._connection)
         self._daemon: Daemon | None = None
+        self._siblings: dict[str, list[bytes]] = {}
+        """The keys of those that are kept of each lease's group."""
         self._failure: StreamRLError | None = None
         self._unreachable: TransportError | None = None
         self._follower = asyncio.create_task(self._follow())
@@ -88,21 +92,43 @@ class RedisBuffer(ZmqBuffer):
                 self._quarantine.keep(lease_id, [payload], error)
             await self.release(lease_id, DropReason.MALFORMED)
             raise
+        siblings = self._siblings.pop(lease_id, [])
         async with self._puts:
+            if siblings and await self._memory_limit.refusal(len(payload)):
+                # Else a group could never be put whose siblings have filled Redis.
+                await self._connection.call("put", ("UNLINK", *siblings))
             key = await self._write(payload)
             stored = m.StoredGroup(packed.header(len(payload)), key)
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(stored))
 
     async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
+        """
+        Raises:
+            BufferFullError: there is no room for it now; groups alone wait for some.
+        """
         self._require_redis()
+        if await self._memory_limit.refusal(len(payload)):
+            raise self._memory_limit.full(len(payload))
         async with self._puts:
             key = await self._write(payload)
         await super().put_sibling(sibling, key)
+        self._siblings.setdefault(sibling.lease_id, []).append(key)
 
     async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
         """With b"" for one that Redis has lost, which is sampled again."""
-        payloads = await self._read_payloads(await super().fetch_siblings(lease_id))
-        return tuple(payload or b"" for payload in payloads)
+        keys = await super().fetch_siblings(lease_id)
+        self._siblings[lease_id] = [bytes(key) for key in keys]
+        return tuple(payload or b"" for payload in await self._read_payloads(keys))
+
+    async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
+        self._siblings.pop(lease_id, None)
+        await super().release(lease_id, reason, lengths)
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        reply = await super().heartbeat(status)
+        for lease_id in reply.lost_lease_ids:
+            self._siblings.pop(lease_id, None)
+        return reply
 
     async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
         return await self._with_refusal(await super().advance(policy_version, steered_bound))
@@ -175,7 +201,8 @@ class RedisBuffer(ZmqBuffer):
         key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._deadline_s
-        command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S)
+        # NX: an earlier attempt that arrives late must not set an expiry on what is kept by then.
+        command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S, "NX")
         while True:
             await self._memory_limit.wait_for(len(payload))
             try:
@@ -192,14 +219,22 @@ class RedisBuffer(ZmqBuffer):
     ) -> tuple[TrajectoryGroup, ...]:
         """
         Raises:
-            LostMemoryError: Redis has lost some, as the daemon is told: they are sampled again.
+            LostMemoryError: Redis has lost some, or has something else in their place, as the
+                daemon is told: they are sampled again.
         """
+        groups: list[TrajectoryGroup] = []
+        lost: list[int] = []
         read = await self._read_payloads(payloads)
-        found = zip(prompt_indices, read, strict=True)
-        if lost := [prompt_index for prompt_index, payload in found if payload is None]:
+        for prompt_index, payload in zip(prompt_indices, read, strict=True):
+            try:
+                groups += await super()._groups([prompt_index], [payload or b""])
+            except WireError as error:
+                log.warning("the group of prompt %d: %s", prompt_index, error)
+                lost.append(prompt_index)
+        if lost:
             await self._call(m.LostRequest(tuple(lost), self._learner_term), m.Done)
             raise LostMemoryError(f"Redis has lost the groups of the prompts {lost}")
-        return await super()._groups(prompt_indices, read)
+        return tuple(groups)
 
     async def _read_payloads(self, keys: Sequence[Any]) -> list[bytes | None]:
         payloads: list[bytes | None] = []

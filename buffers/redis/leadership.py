@@ -2,27 +2,31 @@
 
     daemon   its name, address and key, with an expiry of LEASE_S that it renews every RENEW_S
 
-Invariant: who takes over raises the term in the fence (`buffers.redis.storage`) first, so what an
-earlier daemon still writes is refused, whatever it believes. The expiry only decides how soon
-another one tries. `acquire` waits until no other daemon holds the run, and polls every POLL_S.
+Invariant: who takes over writes its name, which is new, as the term into the fence
+(`buffers.redis.storage`) first, so what an earlier daemon still writes is refused, whatever it
+believes and whatever the server has lost. The expiry only decides how soon another one tries.
+`acquire` waits until no other daemon holds the run, and polls every POLL_S.
 """
 
 import asyncio
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from redis import exceptions
 
-from buffers.redis.connection import Command, RedisConnection, namespace
+from buffers.redis.connection import Answer, Command, RedisConnection, namespace
 from buffers.redis.memory_limit import RedisMemoryLimit
 from buffers.redis.storage import connected, read_fence, require_format
 from streamrl.errors import HandedOverError, TransportError
 
 log = logging.getLogger(__name__)
 
-LEASE_S, RENEW_S, POLL_S = 3.0, 0.75, 0.25
+LEASE_S, RENEW_S, POLL_S, FULL_S = 3.0, 0.75, 0.25, 1.0
+LEASE_MS = round(1000 * LEASE_S)
 
 
 class Daemon(Struct, frozen=True):
@@ -65,35 +69,46 @@ class Leadership:
         self._key, self._fence = f"{namespace(run)}daemon", f"{namespace(run)}fence"
         self._daemon = Daemon(uuid.uuid4().hex)
 
-    async def acquire(self) -> int:
-        """The term of this daemon from here on, above all earlier ones.
+    async def acquire(self) -> str:
+        """The term of this daemon from here on, as no other one has.
 
         Raises:
             ConfigError: see `require_usable`.
         """
         self._daemon = Daemon(uuid.uuid4().hex)
         is_first = True
-        while not (await self.connection.call("acquire", self._set("NX")))[0]:
+        entry = self._entry("NX")
+        while not (await _with_room(lambda: self.connection.call("acquire", entry)))[0]:
             if is_first:
                 log.info("another buffer daemon serves the run; this one stands by")
                 is_first = False
+            await self._bound_expiry()
             await asyncio.sleep(POLL_S)
         await require_usable(self.connection, self._run)
-        term = 0
+        term = self._daemon.name
 
-        def raise_term(fence: bytes | None) -> list[Command]:
-            nonlocal term
-            earlier, num_commits = read_fence(fence)
-            term = earlier + 1
-            return [("SET", self._fence, f"{term}:{num_commits}")]
+        def set_term(fence: bytes | None) -> list[Command]:
+            return [("SET", self._fence, f"{term}:{read_fence(fence)[1]}")]
 
-        await self.connection.transaction("acquire", self._fence, raise_term)
+        await _with_room(lambda: self.connection.transaction("acquire", self._fence, set_term))
         return term
 
+    async def _bound_expiry(self) -> None:
+        """The server's clock may have been set back, or be that of another one after a failover:
+        then the entry of a daemon that is gone would stay for as long. One that serves renews it.
+        """
+        left_ms = (await self.connection.call("acquire", ("PTTL", self._key)))[0]
+        if not 0 <= left_ms <= LEASE_MS:
+            await self.connection.call("acquire", ("PEXPIRE", self._key, LEASE_MS))
+
     async def announce(self, url: str, key: str) -> None:
-        """Clients find the server here from now on."""
+        """Clients find the server here from now on.
+
+        Raises:
+            HandedOverError: see `renew`.
+        """
         self._daemon = Daemon(self._daemon.name, url, key)
-        await self.connection.call("announce", self._set())
+        await _with_room(lambda: self._if_ours("announce", self._entry()))
 
     async def renew(self) -> None:
         """Runs until cancelled. Waits RENEW_S between two renewals. While Redis does not answer it
@@ -105,27 +120,43 @@ class Leadership:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                found = await find_daemon(self.connection, self._run)
-                if found is None or found.name != self._daemon.name:
-                    raise HandedOverError(
-                        "this daemon serves the run no longer: another one has taken over, or "
-                        "Redis has lost what it had"
-                    )
                 # Works without memory, where SET would be refused.
-                lease_ms = round(1000 * LEASE_S)
-                await self.connection.call("renew", ("PEXPIRE", self._key, lease_ms))
+                await self._if_ours("renew", ("PEXPIRE", self._key, LEASE_MS))
             except TransportError as error:
                 log.warning("%s", error)
 
     async def resign(self) -> None:
-        """Another daemon may take over at once."""
-        found = await find_daemon(self.connection, self._run)
-        if found is not None and found.name == self._daemon.name:
-            await self.connection.call("resign", ("DEL", self._key))
+        """Another daemon may take over at once.
+
+        Raises:
+            HandedOverError: another one has.
+        """
+        await self._if_ours("resign", ("DEL", self._key))
 
     async def close(self) -> None:
         await self.connection.close()
 
-    def _set(self, *options: Any) -> Command:
+    async def _if_ours(self, name: str, command: Command) -> None:
+        def commands_for(found: bytes | None) -> list[Command]:
+            if found is None or msgspec.json.decode(found, type=Daemon).name != self._daemon.name:
+                raise HandedOverError(
+                    "this daemon serves the run no longer: another one has taken over, or Redis "
+                    "has lost what it had"
+                )
+            return [command]
+
+        await self.connection.transaction(name, self._key, commands_for)
+
+    def _entry(self, *options: Any) -> Command:
         value = msgspec.json.encode(self._daemon)
-        return ("SET", self._key, value, "PX", round(1000 * LEASE_S), *options)
+        return ("SET", self._key, value, "PX", LEASE_MS, *options)
+
+
+async def _with_room(call: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Its answer. While Redis is full, it is called again every FULL_S."""
+    while True:
+        try:
+            return await call()
+        except exceptions.OutOfMemoryError as error:
+            log.error("this buffer daemon waits for memory in Redis: %s", error)
+        await asyncio.sleep(FULL_S)

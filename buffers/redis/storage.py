@@ -1,7 +1,7 @@
 """The journal of a run in Redis, beside its payloads: a buffer daemon that was lost with its
 machine goes on from here on another one.
 
-    fence          TERM:COMMIT, of the daemon that writes and of its last commit
+    fence          TERM:COMMIT, the name of the daemon that writes and the number of its last commit
     journal        hash: the format, the run's settings, the ledger's totals, the next lease's
                    number and the scheduling states
     entries        hash by prompt: its lease, state, header and finished siblings; or that it is
@@ -21,8 +21,9 @@ header followed ends by itself, and none is named that is not there.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import compress, islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,6 +55,7 @@ PAGE = 1000
 ANSWER_S, RETRY_S = 1.5, 1.0
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 _pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
@@ -63,7 +65,7 @@ class RedisStorage:
     Its calls wait for Redis, ANSWER_S at most, in an event loop of their own: one thread at a time.
     """
 
-    def __init__(self, url: str, run: str, term: int) -> None:
+    def __init__(self, url: str, run: str, term: str) -> None:
         self._run = asyncio.Runner()
         self._connection = RedisConnection(url, run, deadline_s=ANSWER_S, retry_s=RETRY_S)
         self.name = f"of the run {run} at {self._connection.url}"
@@ -75,13 +77,13 @@ class RedisStorage:
         self._next_number = 0
 
     def read(self, now_s: float) -> JournalContent[bytes]:
-        commands: list[Command] = [("GET", self._fence)]
-        for name in ("journal", "entries", "payloads"):
-            commands.append(("HGETALL", self._namespace + name))
-        fence, journal, entries, payloads = self._wait(self._connection.call("read", *commands))
+        fence = self._wait(self._connection.call("read", ("GET", self._fence)))[0]
         _, self._confirmed = read_fence(fence)
         self._attempted = self._confirmed
+        # From here on nobody else changes what is read.
         self._require_ours(fence)
+        names = ("journal", "entries", "payloads")
+        journal, entries, payloads = (self._wait(self._read_hash(name)) for name in names)
         rows: list[EntryRow] = [_unpack(row, type=EntryRow) for row in entries.values()]
         known, numbers, free = read_entries(rows, now_s)
         self._next_number = int(journal.get(b"next_number", 0))
@@ -98,13 +100,16 @@ class RedisStorage:
         )
 
     def recover(self, places: Mapping[PayloadKey, bytes]) -> dict[PayloadKey, bytes]:
-        if not places:
-            return {}
-        commands = [("EXISTS", key) for key in places.values()]
-        found = self._wait(self._connection.call("recover", *commands))
-        return {
-            i: key for (i, key), is_there in zip(places.items(), found, strict=True) if is_there
-        }
+        there: dict[PayloadKey, bytes] = {}
+        for page in _pages(places.items()):
+            keys = [key for _, key in page]
+            found = self._wait(self._connection.call("recover", ("EXISTS", *keys)))
+            if found[0] < len(page):
+                each = (("EXISTS", key) for key in keys)
+                found = self._wait(self._connection.call("recover", *each))
+                page = tuple(compress(page, found))
+            there.update(page)
+        return there
 
     def stage(self, payloads: Sequence[bytes | memoryview]) -> list[bytes]:
         """A generator has written them before it told their keys, which is what is held here."""
@@ -128,6 +133,17 @@ class RedisStorage:
         self._run.run(self._connection.close())
         self._run.close()
 
+    async def _read_hash(self, name: str) -> dict[bytes, bytes]:
+        """By pages, each of which is read within ANSWER_S."""
+        found: dict[bytes, bytes] = {}
+        cursor = 0
+        while True:
+            command = ("HSCAN", self._namespace + name, cursor, "COUNT", PAGE)
+            cursor, page = (await self._connection.call("read", command))[0]
+            found |= page
+            if not cursor:
+                return found
+
     async def _write(self, commands: list[Command]) -> list[Any]:
         """Where memory is full, what is freed is deleted first: the group of a payload that is
         gone is sampled again, if this commit fails for good."""
@@ -145,7 +161,7 @@ class RedisStorage:
             self._require_ours(fence)
             return commands
 
-        return await self._connection.transaction("commit", self._fence, if_ours)
+        return await self._connection.transaction("commit", self._fence, if_ours, commands)
 
     def _commands(self, changes: Changes[bytes]) -> list[Command]:
         """They may be run twice, and after those of a commit that has failed for all one knows."""
@@ -206,10 +222,10 @@ class RedisStorage:
             raise StorageError(f"the journal {self.name} cannot be written: {error}") from error
 
 
-def read_fence(fence: bytes | None) -> tuple[int, int]:
+def read_fence(fence: bytes | None) -> tuple[str, int]:
     """The term, and the number of its last commit."""
-    term, _, number = (fence or b"0:0").decode().partition(":")
-    return int(term), int(number)
+    term, _, number = (fence or b":0").decode().partition(":")
+    return term, int(number)
 
 
 async def require_format(connection: RedisConnection, run: str) -> None:
@@ -240,18 +256,16 @@ async def read_snapshot(url: str, run: str, *, deadline_s: float = 60.0) -> Ledg
 
 async def read_events(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
     """Every event of the run so far, oldest first."""
-    key, first = f"{namespace(run)}events", 0
+    key = f"{namespace(run)}events"
     async with connected(url, run, deadline_s) as connection:
         found = (await connection.call("read_events", ("HKEYS", key)))[0]
-        numbers: list[int] = sorted(map(int, found))
-        while numbers[first:]:
-            command: Command = ("HMGET", key, *numbers[first : first + PAGE])
+        for numbers in _pages(sorted(map(int, found))):
+            command: Command = ("HMGET", key, *numbers)
             for commit in (await connection.call("read_events", command))[0]:
                 rows: list[EventRow] = _unpack(commit, type=list[EventRow])
                 for _, prompt_index, lease_id, letters, lengths in rows:
                     for event in events_of(prompt_index, lease_id, letters, lengths):
                         yield event
-            first += PAGE
 
 
 async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
@@ -274,6 +288,13 @@ async def connected(url: str, run: str, deadline_s: float) -> AsyncIterator[Redi
         yield connection
     finally:
         await connection.close()
+
+
+def _pages(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
+    """Of PAGE items at most."""
+    rest = iter(items)
+    while page := tuple(islice(rest, PAGE)):
+        yield page
 
 
 def _field(key: PayloadKey) -> bytes:

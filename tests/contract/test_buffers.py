@@ -60,8 +60,9 @@ Connect = Callable[[], TrajectoryBuffer]
 LEASE_TTL_S = 60.0
 
 
-def make_ledger(final_version: int | None = None) -> Ledger:
-    return Ledger(groups_per_step=2, max_staleness=1, final_version=final_version)
+def make_ledger(final_version: int | None = None, groups_per_step: int = 2) -> Ledger:
+    sizes = {"groups_per_step": groups_per_step, "max_staleness": 1}
+    return Ledger(**sizes, final_version=final_version)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from redis import Redis
 
@@ -17,15 +19,16 @@ from buffers.audit import audit_redis
 from buffers.journal.journal import Changes, Journal
 from buffers.ledger.state import GROUP, BufferState
 from buffers.redis.client import RedisBuffer
+from buffers.redis.connection import Command, RedisConnection
 from buffers.redis.leadership import Leadership, served_at
 from buffers.redis.storage import RedisStorage
-from streamrl.errors import HandedOverError, LostMemoryError, StorageError
+from streamrl.errors import HandedOverError, LedgerError, LostMemoryError, StorageError
 from streamrl.types import DropReason, GroupHeader, SiblingHeader
 from tests.contract.conftest import Connect, fill
 from tests.contract.test_buffers import make_ledger, status
 from tests.records import lease_one, make_group
 from tests.redis_daemon import RedisDaemon
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, redis_server
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 DEADLINE_S = 40.0
@@ -149,6 +152,96 @@ async def test_a_payload_that_redis_lost_is_sampled_again(
     server.close()
 
 
+@pytest.mark.parametrize("cut", [0, 10, -1])
+async def test_a_payload_that_is_half_written_is_sampled_again(
+    redis: RedisServer, redis_client: Connect, cut: int
+):
+    """A learner that ended for it would meet it again, and end each time."""
+    buffer = redis_client(redis.url, f"half{cut}")
+    await buffer.attach(0, None)
+    await fill(buffer, "a", "b")
+    server = Redis.from_url(redis.url)
+    key = server.hget(f"streamrl:{{half{cut}}}:payloads", "1:-1")
+    server.set(key, server.get(key)[:cut])
+    with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
+        await buffer.take(2, 0, 1.0, with_payloads=True)
+    await buffer.attach(0, None)
+    await fill(buffer, "c")
+    assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
+    assert (await audit_redis(redis.url, f"half{cut}")).faults == ()
+    server.close()
+
+
+async def test_a_payload_that_is_gone_before_its_header_is_sampled_again(
+    redis: RedisServer, redis_client: Connect, monkeypatch: pytest.MonkeyPatch
+):
+    """By a failover in mid-put, or by its expiry: a slow writer, or a clock that jumps ahead."""
+    buffer = redis_client(redis.url, "between")
+    await buffer.attach(0, None)
+    server = Redis.from_url(redis.url)
+    write = buffer._write
+
+    async def lose(payload: bytes) -> bytes:
+        key = await write(payload)
+        server.delete(key)
+        return key
+
+    monkeypatch.setattr(buffer, "_write", lose)
+    await fill(buffer, "a")
+    lease = await lease_one(buffer, "b", "g", 0.0)
+    assert lease is not None
+    sibling = SiblingHeader(number=0, lease_id="b", oldest_version=0, num_tokens=1)
+    await buffer.put_sibling(sibling, b"a sibling")
+    monkeypatch.setattr(buffer, "_write", write)
+    assert await buffer.fetch_siblings("b") == ()
+    await buffer.put("b", make_group(lease.prompt_index, lease_id="b"))
+    await fill(buffer, *"c")
+    batch = await buffer.take(2, 0, 1.0, with_payloads=True)
+    assert sorted(header.prompt_index for header in batch.headers) == [0, 1]
+    assert server.hlen("streamrl:{between}:payloads") == 2
+    assert (await audit_redis(redis.url, "between")).faults == ()
+    server.close()
+
+
+async def test_a_server_that_comes_back_without_its_last_commits_costs_those_only(
+    tmp_path: Path, redis_client: Connect
+):
+    """As after a failover, whose replica lacked them; here from a snapshot."""
+    with redis_server(tmp_path / "snapshot", "appendonly no") as server:
+        buffer = redis_client(server.url, "snapshot", lease_ttl_s=5.0)
+        await buffer.attach(0, None)
+        await fill(buffer, "a")
+        held = await lease_one(buffer, "b", "g", 0.0)
+        assert held is not None
+        sibling = SiblingHeader(number=0, lease_id="b", oldest_version=0, num_tokens=1)
+        await buffer.put_sibling(sibling, b"kept")
+        Redis.from_url(server.url).save()
+        incarnation = (await buffer.stats()).incarnation
+        await buffer.put("b", make_group(held.prompt_index, lease_id="b"))
+        assert len((await buffer.take(2, 0, 1.0)).headers) == 2
+        await buffer.advance(1)
+        server.kill()
+        server.start()
+        # The first change that the daemon would write shows it.
+        assert await lease_one(buffer, "c", "g", 0.0) is not None
+        await buffer.release("c", DropReason.RELEASED)
+        assert (await buffer.stats()).incarnation != incarnation
+        assert await buffer.fetch_siblings("b") == (b"kept",)
+        # The step that used both is lost to the ledger: the learner goes back to its checkpoint.
+        with pytest.raises(LedgerError):
+            await buffer.advance(2)
+        await buffer.attach(0, None)
+        await buffer.put("b", make_group(held.prompt_index, lease_id="b"))
+        assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
+        for version in (1, 1):
+            await buffer.advance(version)
+        await buffer.acknowledge(1)
+        books = (await buffer.stats()).books
+        assert (books.granted, books.acknowledged, books.balanced) == (3, 2, True)
+        audit = await audit_redis(server.url, "snapshot")
+        assert audit.faults == ()
+
+
 async def test_siblings_outlast_their_daemon_and_one_that_redis_lost_is_sampled_again(
     daemons: Daemons,
 ):
@@ -195,7 +288,67 @@ async def test_a_payload_ends_by_itself_exactly_unless_its_header_followed(
     server.close()
 
 
-async def take_term(url: str, run: str) -> int:
+async def test_an_attempt_of_a_put_that_arrives_late_sets_no_expiry_on_what_is_kept(
+    redis: RedisServer, redis_client: Connect, monkeypatch: pytest.MonkeyPatch
+):
+    """As from a connection that was given up, whose bytes the server reads later."""
+    buffer = redis_client(redis.url, "late")
+    sent: list[Command] = []
+    call = RedisConnection.call
+
+    async def record(self: RedisConnection, name: str, *commands: Command) -> list[object]:
+        sent.extend(command for command in commands if command[0] == "SET")
+        return await call(self, name, *commands)
+
+    await buffer.attach(0, None)
+    monkeypatch.setattr(RedisConnection, "call", record)
+    await fill(buffer, "a")
+    (put,) = (command for command in sent if b"payload" in bytes(command[1]))  # type: ignore[arg-type]
+    server = Redis.from_url(redis.url)
+    assert server.ttl(put[1]) == -1
+    server.execute_command(*put)
+    assert server.ttl(put[1]) == -1
+    server.close()
+
+
+async def test_a_daemon_takes_over_although_the_clock_of_the_server_went_back(
+    own_redis: RedisServer,
+):
+    """The entry of a daemon that is gone then expires an hour late."""
+    server = Redis.from_url(own_redis.url)
+    server.set("streamrl:{late}:daemon", b'{"name": "gone", "url": "", "key": ""}', px=3_600_000)
+    server.close()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await take_term(own_redis.url, "late")
+
+
+async def test_a_daemon_that_starts_on_a_full_server_waits_for_room(own_redis: RedisServer):
+    """It would else be restarted until the run ends, and with it nothing that frees memory."""
+    server = Redis.from_url(own_redis.url)
+    server.config_set("maxmemory", server.info("memory")["used_memory"] - 1000)
+    daemon = RedisDaemon(own_redis.url, "full")
+    await asyncio.sleep(1.0)
+    assert await served_at(own_redis.url, "full", deadline_s=5.0) is None
+    server.config_set("maxmemory", 0)
+    buffer = RedisBuffer(own_redis.url, "full", deadline_s=DEADLINE_S)
+    await buffer.attach(0, None)
+    await buffer.close()
+    await asyncio.to_thread(daemon.stop)
+    assert daemon.error is None
+    server.close()
+
+
+async def test_a_large_commit_has_more_time_than_a_small_one(redis: RedisServer):
+    """One that frees 100,000 groups would else fail for as long as it is tried."""
+    pairs = [word for number in range(100_000) for word in (f"large:{number}", b"freed")]
+    commands: list[Command] = [("MSET", *pairs), ("UNLINK", *pairs[::2])]
+    connection = RedisConnection(redis.url, "large", deadline_s=0.05, retry_s=0.05)
+    answers = await connection.transaction("commit", "fence", lambda _: commands, commands)
+    assert answers[1] == 100_000
+    await connection.close()
+
+
+async def take_term(url: str, run: str) -> str:
     leadership = Leadership(url, run, deadline_s=5.0)
     term = await leadership.acquire()
     await leadership.resign()
@@ -203,8 +356,11 @@ async def take_term(url: str, run: str) -> int:
     return term
 
 
-def journal_of(url: str, run: str) -> tuple[BufferState[bytes], RedisStorage, Journal[bytes]]:
-    state: BufferState[bytes] = BufferState(make_ledger(), lease_ttl_s=60.0)
+def journal_of(
+    url: str, run: str, groups_per_step: int = 2
+) -> tuple[BufferState[bytes], RedisStorage, Journal[bytes]]:
+    ledger = make_ledger(groups_per_step=groups_per_step)
+    state: BufferState[bytes] = BufferState(ledger, lease_ttl_s=60.0)
     storage = RedisStorage(url, run, asyncio.run(take_term(url, run)))
     journal: Journal[bytes] = Journal(storage, state)
     journal.recover({"run.name": run}, 0.0)
@@ -268,6 +424,56 @@ def test_a_commit_whose_answer_was_lost_is_neither_lost_nor_written_twice(
     assert again.ledger.books() == state.ledger.books()
     assert asyncio.run(audit_redis(redis.url, run)).faults == ()
     other.close()
+    server.close()
+
+
+def test_no_two_daemons_have_one_term_though_the_server_came_back_blank(own_redis: RedisServer):
+    """The successor's commits are as many as those that were lost."""
+    state, storage, journal = journal_of(own_redis.url, "blank")
+    state.attach(0, None)
+    journal.commit()
+    server = Redis.from_url(own_redis.url)
+    server.flushall()
+    again, successor, other = journal_of(own_redis.url, "blank")
+    again.attach(0, None)
+    other.commit()
+    assert storage._confirmed == successor._confirmed
+    put(server, state, "a")
+    with pytest.raises(HandedOverError):
+        journal.commit()
+    for one in (journal, other):
+        one.close()
+    server.close()
+
+
+def test_a_journal_of_any_size_is_read_by_pages(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    """All of it in one answer would take longer than any daemon waits for one."""
+    num_groups, page = 400, 50
+    state, _, journal = journal_of(redis.url, "pages", num_groups)
+    server = Redis.from_url(redis.url)
+    state.attach(0, None)
+    for number in range(num_groups):
+        put(server, state, f"g{number}")
+    journal.commit()
+    sizes = []
+    call = RedisConnection.call
+
+    async def record(self: RedisConnection, name: str, *commands: Command) -> list[Any]:
+        answers = await call(self, name, *commands)
+        if name == "read":
+            sizes.append(len(msgspec.msgpack.encode(answers)))
+        return answers
+
+    server.delete("payload of g7")
+    monkeypatch.setattr("buffers.redis.storage.PAGE", page)
+    monkeypatch.setattr(RedisConnection, "call", record)
+    again, _, other = journal_of(redis.url, "pages", num_groups)
+    assert again.ledger.books().buffered == num_groups - 1
+    assert max(sizes) < sum(sizes) / 4
+    for one in (journal, other):
+        one.close()
     server.close()
 
 

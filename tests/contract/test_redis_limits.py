@@ -17,7 +17,7 @@ from streamrl.errors import (
     LedgerError,
     MessageTooLargeError,
 )
-from streamrl.types import Books, DropReason, pack
+from streamrl.types import Books, DropReason, SiblingHeader, pack, replace
 from tests.contract.conftest import Connect, fill, status
 from tests.records import damaged, lease_one, make_group
 from tests.redis_daemon import RedisDaemon
@@ -52,6 +52,43 @@ async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
             *(2, stats.books.buffered + 1),
             True,
         )
+
+
+async def test_a_group_is_put_though_its_siblings_have_filled_the_server(
+    tmp_path: Path, redis_client: Connect
+):
+    """Which only its put frees. They themselves wait for no room, and keep no group waiting."""
+    with redis_server(tmp_path / "redis") as server:
+        buffer = redis_client(server.url, "siblings", deadline_s=5.0)
+        await buffer.attach(0, None)
+        lease = await lease_one(buffer, "a", "g", 0.0)
+        assert lease is not None
+        settings = Redis.from_url(server.url)
+        size = 400_000
+        used = settings.info("memory")["used_memory"]
+        settings.config_set("maxmemory", used + RESERVE_BYTES + 5 * size // 2)
+        siblings = [
+            SiblingHeader(number=number, lease_id="a", oldest_version=0, num_tokens=1)
+            for number in range(3)
+        ]
+        await buffer.put_sibling(siblings[0], bytes(size))
+        await buffer.put_sibling(siblings[1], bytes(size))
+        async with asyncio.timeout(4.0):
+            with pytest.raises(BufferFullError):
+                await buffer.put_sibling(siblings[2], bytes(size))
+        await buffer.put("a", make_group(0, lease_id="a", num_response=25_000))
+        await buffer.stats()
+        assert list(settings.hgetall("streamrl:{siblings}:payloads")) == [b"0:-1"]
+        # Nothing of a lease outlasts it here, however it ends.
+        settings.config_set("maxmemory", 0)
+        for lease_id in "bc":
+            assert await lease_one(buffer, lease_id, "g", 0.0) is not None
+            await buffer.put_sibling(replace(siblings[0], lease_id=lease_id), b"a sibling")
+        await buffer.release("b", DropReason.FAILED)
+        await redis_client(server.url, "siblings").release("c", DropReason.FAILED)
+        await buffer.heartbeat(status(lease_ids=("b", "c")))
+        assert not buffer._siblings
+        settings.close()
 
 
 async def test_the_ledger_works_on_a_server_that_refuses_every_payload(

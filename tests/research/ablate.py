@@ -26,7 +26,6 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.cli.arguments import options
-from streamrl.cli.display.figure import drawn
 from streamrl.cli.display.numbers import metric_mean
 from streamrl.cli.processes.command import call, executable
 from streamrl.config import RunConfig, load_config, to_yaml
@@ -36,6 +35,7 @@ from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import config_of, read_json, read_learner
 from streamrl.tracking.jsonl import read_metrics
+from tests.research.figure import drawn
 from tests.research.forked import exit_code_of
 from tests.research.lag import LAG_FILE, Lag
 from tests.research.script import run_script

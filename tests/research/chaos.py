@@ -26,6 +26,7 @@ from rich.console import Console
 from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.launch import LaunchMode, run_here
+from streamrl.cli.processes import restarts
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.fork_server import forking
 from streamrl.cli.processes.sole_launch import sole_launch
@@ -80,6 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
     counts = _counts(arguments)
     config = configuration(arguments).config
     _require_checkpoints(config, counts)
+    # A hundred faults that this script causes are not a program that fails again and again.
+    restarts.LONGEST_DELAY_S = restarts.FIRST_DELAY_S
     with sole_launch(config.run.path):
         config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
         killer = Killer(config, counts, arguments, console)

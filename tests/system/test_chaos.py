@@ -11,9 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from buffers.journal.sqlite import journal_path, open_to_read
 from streamrl.cli.buffer.audit import audit_run
@@ -134,14 +136,15 @@ class Uneven(SingleTurn):
 
 
 def test_the_finished_siblings_of_a_generator_that_is_killed_are_trained_and_not_sampled_again(
-    launch: Callable[..., Launched], tmp_path: Path
+    launch: Callable[..., Launched], tmp_path: Path, url: str
 ):
     """Of each group one is finished; the others wait until another process has the group."""
     file = tmp_path / "uneven.py"
     file.write_text(UNEVEN.format(folder=str(tmp_path)))
-    settings = ("run.max_steps=3", f"generator.environment={file}:Uneven")
+    environment = f"generator.environment={file}:Uneven"
+    settings = ("run.max_steps=3", environment, f"buffer.url={url}")
     run = launch(*(word for setting in settings for word in ("--set", setting)), strict=False)
-    run.until(lambda: num_kept_siblings(run.folder) == 12)
+    run.until(lambda: num_kept_siblings(run.folder, url) == 12)
     run.child("generator-0").kill()
     run.until(lambda: run.log("generator-0").count("goes on with 1 siblings") == 12)
     (tmp_path / "go").touch()
@@ -156,7 +159,11 @@ def test_the_finished_siblings_of_a_generator_that_is_killed_are_trained_and_not
     assert main(["buffer", "audit", str(run.folder)]) == 0
 
 
-def num_kept_siblings(run: Path) -> int:
+def num_kept_siblings(run: Path, url: str) -> int:
+    if url.startswith("redis"):
+        with closing(Redis.from_url(url)) as server:
+            named = server.hkeys("streamrl:{run}:payloads")
+        return sum(not key.endswith(b":-1") for key in named)
     with contextlib.suppress(ConfigError), open_to_read(journal_path(run)) as journal:
         return int(journal.execute("SELECT count(*) FROM payload WHERE sibling >= 0").fetchone()[0])
     return 0

@@ -1,4 +1,4 @@
-"""Statuses and stats as metrics, under the names that `families` knows.
+"""Statuses and stats as metrics, under the names that families.csv knows.
 
 Pure. What a generator says of itself is `self/...`; what the buffer knows of it `generator/ID/...`.
 """

@@ -19,7 +19,7 @@ from streamrl.config.tracking import PrometheusSettings
 from streamrl.errors import ConfigError
 from streamrl.metrics import staleness_metrics
 from streamrl.tracking.prometheus import Exported, exporting
-from streamrl.tracking.prometheus.families import ROWS, family_of
+from streamrl.tracking.prometheus.exported import ROWS, family_of
 from streamrl.tracking.prometheus.readings import of_buffer, of_generator, of_learner, of_validator
 from streamrl.tracking.prometheus.start import port_of
 from streamrl.types import (

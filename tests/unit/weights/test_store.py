@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from streamrl.config.loading.load import load_config
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate
@@ -359,13 +360,24 @@ async def test_versions_between_are_left_out_while_one_is_on_its_way(tmp_path, m
         ("/tmp/x", r"did you mean file:///tmp/x\?"),
         ("file://x/y", r"a folder has three slashes: file:///x/y"),
         ("s3://", r"it must name a store and a folder in it; did you mean s3://BUCKET/FOLDER"),
-        ("s3://key:word@bucket/x", r"without @, .*keys come from the environment"),
+        ("s3://key:word@bucket/x", r"without a user, .*keys come from the environment"),
         ("", r"was ''; .*allowed: s3://"),
     ],
 )
 def test_another_store_is_refused_with_what_is_allowed(store, message):
     with pytest.raises(ValidationError, match=message):
         WeightSettings.model_validate({"store": store})
+
+
+@pytest.mark.parametrize("place", ["key:wo/rd@bucket/x", "bucket/x?secret=wo/rd"])
+def test_a_store_that_is_refused_for_its_keys_shows_none_of_them(tmp_path, place):
+    file = tmp_path / "run.yaml"
+    settings = {"model": {"path": "m"}, "data": {"source": "addition"}}
+    file.write_text(json.dumps({**settings, "weights": {"store": f"s3://{place}"}}))
+    with pytest.raises(ConfigError) as refused:
+        load_config(file)
+    assert "wo/rd" not in str(refused.value)
+    assert "it must be like s3://BUCKET/FOLDER, without a user, a password" in str(refused.value)
 
 
 def test_the_transport_store_needs_a_store():
