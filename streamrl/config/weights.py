@@ -36,10 +36,11 @@ class WeightSettings(Section):
     bucket_bytes: Positive = 256 * 2**20
     """Bytes of one broadcast; two are under way at a time."""
     delta: bool = False
-    """Files hold only what changed since the version before; for transport files. Costs memory for
-    one more copy at the learner."""
+    """Files and gloo broadcasts have only what changed since the version before, in bfloat16 a
+    fiftieth: for links slower than about 5 Gbit/s, beyond which the whole is sooner there. Costs
+    memory for one more copy at the learner and at each generator that receives."""
     full_every: Positive = 50
-    """With delta, and in a store: differences until there is a whole file again; in files, who
+    """With delta, and in a store: differences until there is a whole version again; with delta, who
     lacks the version before gets one at once."""
     verify: bool = False
     """Compare a keyed checksum of every tensor by every route (files, and gloo broadcasts between
@@ -70,9 +71,15 @@ class WeightSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_files_for_delta(self) -> "WeightSettings":
-        if self.delta and self.transport != "files":
+    def _can_send_differences(self) -> "WeightSettings":
+        if self.delta and self.transport == "store":
             raise ValueError(
-                f"weights.delta is for weights.transport files, which was {self.transport}"
+                "weights.delta is for weights.transport broadcast and files; a store has "
+                "differences in any case: remove it"
+            )
+        if self.delta and self.transport == "broadcast" and self.backend in ("shared", "nccl"):
+            raise ValueError(
+                "weights.delta is for broadcasts by gloo and for files; weights.backend was "
+                f"{self.backend}, which is faster without: set it to auto or gloo, or remove delta"
             )
         return self

@@ -71,6 +71,7 @@ from streamrl.types.rollouts import (
 from streamrl.types.tokens import BoolArray, Float32Array, Int32Array, TokenSets, TopLogprobs
 from streamrl.types.validation import ValidationReport, ValidatorStatus
 from streamrl.types.weights import (
+    BroadcastDifference,
     BroadcastEndpoint,
     CudaMemory,
     Endpoint,

@@ -18,13 +18,26 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     shape: tuple[Count, ...]
 
 
+class BroadcastDifference(Struct, frozen=True, kw_only=True):
+    """What a broadcast has instead of buckets: what changed since the version with the name `base`.
+
+    A frame for each bucket, of `frame_bytes`, 0 where the bucket is the same; `checksums` are those
+    of the result (see `streamrl.weights.transports.differences`).
+    """
+
+    base: str
+    frame_bytes: tuple[Count, ...]
+    checksums: bytes
+
+
 class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     """A torch.distributed group that the receiver joins at `rank`; rank 0 sends.
 
     `group` names the group in the store at `host`:`port`, which only those who know `key` can read
     (see `streamrl.weights.transports.groups`); buckets are slices of at most
     `bucket_bytes`, cut at tensor boundaries (see `streamrl.weights.layout`). With `verify` one
-    keyed checksum per tensor follows the last bucket.
+    keyed checksum per tensor follows the last bucket. `is_base`: the next version may come as a
+    difference to this one; a `difference` is always verified.
     """
 
     host: str
@@ -37,6 +50,8 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
     timeout_s: NotNegative
     key: str = ""
     verify: bool = False
+    is_base: bool = False
+    difference: BroadcastDifference | None = None
 
 
 class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):

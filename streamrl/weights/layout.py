@@ -109,6 +109,10 @@ class Layout:
         """Each slot's name and bytes inside `data`, the whole."""
         return ((slot.spec.name, slot.of(data)) for slot in self.slots)
 
+    def views(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Named tensors inside `data`, the whole."""
+        return ((slot.spec.name, slot.read(slot.of(data))) for slot in self.slots)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.manifest)

@@ -9,6 +9,7 @@
     weights.backend shared      shared memory for everybody; a receiver that cannot map it reports
                                 why, and keeps the weights it has
     weights.backend gloo, nccl  broadcasts
+    weights.delta               broadcasts are of differences, which are in host memory: gloo
 
 A receiver that failed on a route that was chosen for it gets another one at once.
 """
@@ -77,6 +78,8 @@ class Routes:
         """That of a broadcast to these."""
         if self._settings.backend != "auto":
             return self._settings.backend
+        if self._settings.delta:
+            return "gloo"
         return backend_among([self._locality, *(peer.hello.locality for peer in peers)])
 
     def verifies(self, peers: Iterable[Peer], backend: str) -> bool:

@@ -42,6 +42,7 @@ from streamrl.weights.routes import Routes
 from streamrl.weights.sender_socket import SenderSocket
 from streamrl.weights.transports.broadcast import BroadcastSender
 from streamrl.weights.transports.checksums import version_key
+from streamrl.weights.transports.differences import Difference, SentVersion
 from streamrl.weights.transports.files import FileSender, version_name
 from streamrl.weights.transports.shared_memory import SendBuffers, Written
 from streamrl.weights.transports.store import ObjectStore, StoredVersion, StoreSender
@@ -89,7 +90,8 @@ class WeightSender:
         self.address = self._socket.address
         host = urlsplit(self.address).hostname or "127.0.0.1"
         self._broadcast = BroadcastSender(settings, host, device)
-        self._files = FileSender(settings, layout, folder, self._learner_id, self._secret)
+        self._sent = SentVersion(settings, layout, self._version_name, self._key)
+        self._files = FileSender(settings, layout, folder, self._learner_id, self._key, self._sent)
         self._store: StoreSender | None = None
         if settings.store is not None:
             place = ObjectStore(settings.store, run)
@@ -135,6 +137,7 @@ class WeightSender:
             "num_fenced": float(self._membership.num_fenced),
             "num_failed_loads": float(self._num_failed),
             **({} if self._store is None else self._store.gauges),
+            **self._sent.gauges,
             **self._socket.gauges(),
         }
 
@@ -238,19 +241,30 @@ class WeightSender:
         """To those that are ready in time, a group after the other."""
         if not peers:
             return
+        difference, takers = await asyncio.to_thread(
+            self._sent.difference_to, held.policy_version, held.data, self._versions_of(peers)
+        )
         start = time.perf_counter()
         attempt = await self._socket.ask(dict.fromkeys(peers))
         answers = await self._socket.answers(attempt, self._settings.deadline_s / 4)
         self._note(ready_wait_s=time.perf_counter() - start)
         self._membership.fence(peer for peer in peers if peer.name not in answers)
         for group in self._membership.groups(peer for peer in peers if peer.name in answers):
-            await self._send_broadcast(group, held)
+            by_difference = [peer for peer in group if peer.name in takers]
+            await self._send_broadcast(by_difference, held, difference)
+            await self._send_broadcast([p for p in group if p.name not in takers], held, None)
 
-    async def _send_broadcast(self, peers: Sequence[Peer], held: Written) -> None:
+    async def _send_broadcast(
+        self, peers: Sequence[Peer], held: Written, difference: Difference | None
+    ) -> None:
+        if not peers:
+            return
         by_session = {peer.hello.session: peer.hello.num_ranks for peer in peers}
         backend = self._routes.backend(peers)
         verify = self._routes.verifies(peers, backend)
-        endpoints = self._broadcast.endpoints(by_session, backend, verify=verify)
+        endpoints = self._broadcast.endpoints(
+            by_session, backend, verify=verify, difference=difference
+        )
         start, version = time.perf_counter(), held.policy_version
         by_peer = {peer: endpoints[peer.hello.session] for peer in peers}
         attempt = await self._transfer(by_peer, version)
@@ -258,13 +272,17 @@ class WeightSender:
         try:
             first = by_peer[peers[0]]
             key = self._key(version)
-            await asyncio.to_thread(self._broadcast.send, first, self._layout, held.data, key)
+            await asyncio.to_thread(
+                self._broadcast.send, first, self._layout, held.data, key, difference
+            )
         except WeightTransferError as error:
             log.warning("version %d did not reach every receiver: %s", version, error)
             # A receiver that is not to blame may notice only at the deadline of its own call.
             wait_s *= 3 / 4
         self._note(transfer_s=time.perf_counter() - start)
         outcome = await self._conclude(peers, attempt, version, wait_s)
+        # Beside one that is silent, others have failed for its sake.
+        self._sent.on_answers(outcome.loaded, set() if outcome.silent else outcome.failed)
         if self._membership.regroup(outcome.loaded, outcome.failed, outcome.silent):
             self._changed.set()
 
@@ -283,7 +301,7 @@ class WeightSender:
     async def _write_files(self, peers: Sequence[Peer], held: Written) -> dict[str, FilesEndpoint]:
         """Each receiver's file by name; {} if none can be written: the next Hello tries again."""
         start = time.perf_counter()
-        versions = {peer.name: self._membership.version_of(peer) for peer in peers}
+        versions = self._versions_of(peers)
         endpoints = await self._files.offer(held.policy_version, held.data, versions)
         self._note(transfer_s=time.perf_counter() - start)
         return endpoints
@@ -352,9 +370,15 @@ class WeightSender:
         failed = answers.keys() - reports.keys()
         return _Outcome(set(reports), failed, {peer.name for peer in silent})
 
+    def _versions_of(self, peers: Sequence[Peer]) -> dict[str, int]:
+        return {peer.name: self._membership.version_of(peer) for peer in peers}
+
+    def _version_name(self, version: int) -> str:
+        return version_name(self._learner_id, version)
+
     def _key(self, version: int) -> bytes:
         """Of the version's checksums; it is announced and written nowhere."""
-        return version_key(self._secret, version_name(self._learner_id, version))
+        return version_key(self._secret, self._version_name(version))
 
     def _note(self, **timings: float) -> None:
         self._timings = {**self._timings, **timings}

@@ -1,4 +1,5 @@
-"""Generators that follow a store alone: killed or not, they have the learner's very weights."""
+"""Differences, by a store alone or by broadcasts: killed or not, generators have the learner's very
+weights."""
 
 import json
 import signal
@@ -6,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -42,13 +44,18 @@ def saved_weights(run: Launched) -> tuple[int, dict[str, torch.Tensor]]:
     }
 
 
-def test_a_run_over_a_store_survives_kill_9_and_learns_as_one_without(
-    launch: Callable[..., Launched], tmp_path: Path
+BROADCAST = ("weights.backend=gloo", "weights.delta=true", "weights.catch_up=broadcast")
+
+
+@pytest.mark.parametrize("way", ["store", "broadcast"])
+def test_a_run_by_differences_survives_kill_9_and_learns_as_one_without(
+    launch: Callable[..., Launched], tmp_path: Path, way: str
 ):
+    """The generator and the learner that start again have no version that a difference changes."""
     store = tmp_path / "store"
     settings = ("run.max_steps=60", "generator.count=2", *SIZES, "weights.full_every=8")
     by_store = (f"weights.store=file://{store}", "weights.transport=store")
-    run = launch(*_set(*settings, *by_store), strict=False)
+    run = launch(*_set(*settings, *(by_store if way == "store" else BROADCAST)), strict=False)
     run.until_step(8)
     run.child("generator-0").send_signal(signal.SIGKILL)
     run.until(lambda: "was killed by SIGKILL" in run.log("generator-0"))
@@ -61,6 +68,11 @@ def test_a_run_over_a_store_survives_kill_9_and_learns_as_one_without(
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-15:]) > sum(rewards[:15]) + 15 * 0.2, rewards
     assert max(line["buffer/staleness_max"] for line in lines) <= 2
+    if way == "broadcast":
+        assert "gets its weights by broadcast" in run.log("learner")
+        assert lines[-1]["weights/difference_bytes"] > 0
+        assert lines[-1]["weights/num_failed_loads"] <= 1, "no difference that cannot be used"
+        return
     assert lines[-1]["weights/store_bytes"] > 0
     version, weights = stored_weights(store, tmp_path / "scratch")
     step, saved = saved_weights(run)

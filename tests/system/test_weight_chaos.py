@@ -36,6 +36,8 @@ FATES = [
     # The group is formed already, and is kept; so is what is mapped.
     *(("gloo", "ready", 2), ("gloo", "begun", 2), ("shared", "begun", 2)),
     *(("shared", hop, 1) for hop in ("ready", "begun")),
+    # What changed since version 1, and then the whole for who has missed it.
+    *(("delta", hop, 2) for hop in ("ready", "frame", "received")),
 ]
 
 
@@ -48,7 +50,8 @@ class Fleet:
 
     def __init__(self, folder: Path, backend: str, fate: Fate) -> None:
         settings = {
-            "backend": backend,
+            "backend": "gloo" if backend == "delta" else backend,
+            "delta": backend == "delta",
             "address": "tcp://127.0.0.1:0",
             "bucket_bytes": BUCKET_BYTES,
             "deadline_s": DEADLINE_S,
@@ -152,6 +155,9 @@ async def meet(folder: Path, backend: str, hop: str, version: int, number: signa
             assert "overwritten the version before it was read" in failure["reason"]
         run.publish(version + 3)
         await run.until(lambda: run.has(version + 3, *survivors))
+        if backend == "delta":
+            differences = {name: [x["is_difference"] for x in run.loads(name)] for name in "az"}
+            assert differences == {name: [False, *[True] * (version + 2)] for name in "az"}
         for name in survivors:
             lines = run.loads(name)
             assert all(line["is_right"] for line in lines)

@@ -3,6 +3,7 @@
     announced   it has got Announce and has not sent Ready
     ready       it has got Transfer, with the endpoint, and has received nothing
     joined      it has joined the group of a broadcast and has received nothing
+    frame       it has received the first bucket, or what changed of it
     begun       it has received the first tensor
     received    it has received everything and has not loaded it
     loaded      it has loaded it and has not sent Loaded
@@ -44,6 +45,8 @@ class Fate:
     version: int
     signal: signal.Signals
     is_over: bool = False
+    arriving: int = 0
+    """The version that is about to be received."""
 
     def meet(self, hop: str, version: int) -> None:
         if not self.is_over and (hop, version) == (self.hop, self.version):
@@ -70,6 +73,7 @@ class Receiver(WeightReceiver):
 
     async def _load_update(self, update: WeightUpdate) -> LoadReport:
         version = update.policy_version
+        self._fate.arriving = version
         self._fate.meet("ready", version)
         try:
             weights = await asyncio.to_thread(self._receive, update)
@@ -80,7 +84,14 @@ class Receiver(WeightReceiver):
         is_right = weights.keys() == SHAPES.keys() and all(
             bool((tensor == float(version)).all()) for tensor in weights.values()
         )
-        self._note("", version=version, is_right=is_right, at_s=time.monotonic())
+        is_difference = getattr(update.endpoint, "difference", None) is not None
+        self._note(
+            "",
+            version=version,
+            is_right=is_right,
+            is_difference=is_difference,
+            at_s=time.monotonic(),
+        )
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 
     def _note(self, suffix: str, **line: object) -> None:
@@ -105,6 +116,14 @@ def receive(address: str, name: str, record: Path, fate: Fate) -> None:
         return group
 
     groups.join = joined
+    pipelined = groups.BroadcastGroup.pipelined
+
+    def arriving(group: groups.BroadcastGroup, tensors: Any) -> Any:
+        for tensor in pipelined(group, tensors):
+            fate.meet("frame", fate.arriving)
+            yield tensor
+
+    groups.BroadcastGroup.pipelined = arriving
 
     async def follow() -> None:
         await Receiver(address, name, record, fate).run()

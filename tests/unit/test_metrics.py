@@ -126,12 +126,14 @@ async def test_a_learner_reports_what_the_catalogue_has_of_it_and_of_its_buffer(
 
 async def test_a_weight_update_reports_what_the_catalogue_has_of_it(tmp_path: Path):
     store = f"file://{tmp_path}/store"
-    async with weight_run(tmp_path, backend="gloo", store=store) as started:
+    async with weight_run(tmp_path, backend="gloo", delta=True, store=store) as started:
         generator, _ = started.join("a", locality_of("cpu"))
         await until(lambda: started.sender.gauges()["num_receivers"] == 1)
-        started.publish(1, 0.5)
-        await until(lambda: {"load_s", "store_s"} <= started.sender.gauges().keys())
-        assert generator.policy_version == 1
+        for version in (1, 2):
+            started.publish(version, 0.5 * version)
+            await until(lambda v=version: generator.policy_version == v)
+        expected = {"load_s", "store_s", "difference_bytes"}
+        await until(lambda: expected <= started.sender.gauges().keys())
         names = {f"weights/{name}" for name in started.sender.gauges()}
     assert names == names_of(row for row in CATALOGUE if row.group == "weights")
 

@@ -1,4 +1,5 @@
-"""Weights by broadcasts of buckets in a torch.distributed group, both ends.
+"""Weights by broadcasts of buckets in a torch.distributed group, both ends; with `weights.delta`
+what changed of each bucket, to a group of those that have the version before.
 
 Invariant: every rank starts the same broadcasts in the same order, and none outlasts the group's
 timeout. After an error the group is closed; the next update forms another one.
@@ -12,10 +13,11 @@ import torch
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
-from streamrl.types import BroadcastEndpoint, replace
+from streamrl.types import BroadcastDifference, BroadcastEndpoint, replace
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import groups
 from streamrl.weights.transports.checksums import SIZE, checksums, require_equal
+from streamrl.weights.transports.differences import Difference, ReceivedVersion
 from streamrl.weights.transports.groups import RendezvousServer
 
 
@@ -33,10 +35,15 @@ class BroadcastSender:
         self._name = ""
 
     def endpoints(
-        self, members: Mapping[str, int], backend: str, *, verify: bool
+        self,
+        members: Mapping[str, int],
+        backend: str,
+        *,
+        verify: bool,
+        difference: Difference | None = None,
     ) -> dict[str, BroadcastEndpoint]:
         """The endpoint of each member (name to number of ranks); `send` waits for them to join.
-        With `verify` the checksums follow the last bucket."""
+        With `verify` the checksums follow the last bucket; a `difference` is sent instead."""
         if self._store is None or self._group is None or self._members != tuple(members):
             self.close()
             self._members = tuple(members)
@@ -55,15 +62,22 @@ class BroadcastSender:
                 timeout_s=self._timeout_s,
                 key=self._store.key,
                 verify=verify,
+                is_base=self._settings.delta,
+                difference=_announced(difference) if difference else None,
             )
             for member, rank in zip(members, first_ranks, strict=False)
         }
 
     def send(
-        self, endpoint: BroadcastEndpoint, layout: Layout, data: torch.Tensor, key: bytes
+        self,
+        endpoint: BroadcastEndpoint,
+        layout: Layout,
+        data: torch.Tensor,
+        key: bytes,
+        difference: Difference | None = None,
     ) -> None:
-        """Broadcast `data` [layout.num_bytes] uint8, with checksums of this key; waits for the
-        members of the endpoint's group.
+        """Broadcast `data` [layout.num_bytes] uint8, with checksums of this key, or the difference
+        that was announced; waits for the members of the endpoint's group.
 
         Raises:
             WeightTransferError: a member is gone or too slow; the next update forms a new group.
@@ -73,7 +87,10 @@ class BroadcastSender:
         try:
             if self._group is None:
                 self._group = self._join(endpoint)
-            for _ in self._group.pipelined(_outgoing(endpoint, layout, data, device, key)):
+            outgoing = _outgoing(endpoint, layout, data, device, key)
+            if difference is not None:
+                outgoing = (frame for frame in difference.frames if frame is not None)
+            for _ in self._group.pipelined(outgoing):
                 pass
         except WeightTransferError:
             self.close()
@@ -103,6 +120,14 @@ class BroadcastSender:
         return groups.join(replace(endpoint, rank=0))
 
 
+def _announced(difference: Difference) -> BroadcastDifference:
+    return BroadcastDifference(
+        base=difference.base,
+        frame_bytes=tuple(0 if frame is None else len(frame) for frame in difference.frames),
+        checksums=difference.checksums,
+    )
+
+
 def _outgoing(
     endpoint: BroadcastEndpoint,
     layout: Layout,
@@ -121,10 +146,12 @@ def _outgoing(
 
 
 class BroadcastReceiver:
-    """A receiver's end. Keeps the group of the last broadcast, since members seldom change."""
+    """A receiver's end. Keeps the group of the last broadcast, since members seldom change; `last`
+    keeps what the next may be a difference to."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, last: ReceivedVersion) -> None:
         self._device = device
+        self._last = last
         self._group: tuple[str, groups.BroadcastGroup] | None = None
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
 
@@ -132,16 +159,48 @@ class BroadcastReceiver:
         self,
         endpoint: BroadcastEndpoint,
         layout: Layout,
+        name: str,
         landing: torch.Tensor | None,
         key: bytes,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name; waits for the sender and the other members. `key` is that of the
-        checksums.
+        """Every tensor by name; waits for the sender and the other members. `name` is the
+        version's, and `key` that of its checksums.
 
         Raises:
             WeightTransferError: the sender or a member is gone or too slow, or a checksum differs,
                 which is known after the last tensor only.
         """
+        if endpoint.difference is not None:
+            difference = self._receive(endpoint, endpoint.difference)
+            landing = self._last.follow(difference, layout, landing, key, "the broadcast")
+            yield from layout.views(landing)
+        else:
+            if endpoint.is_base:
+                landing = self._last.memory(layout, landing)
+            yield from self._whole(endpoint, layout, landing, key)
+        if endpoint.is_base and landing is not None:
+            self._last.keep(name, landing)
+
+    def _receive(self, endpoint: BroadcastEndpoint, announced: BroadcastDifference) -> Difference:
+        """All of it, before anything is done with it: who cannot use it breaks no broadcast."""
+        sizes = announced.frame_bytes
+        empty = (torch.empty(size, dtype=torch.uint8) for size in sizes if size)
+        group = self._join(endpoint)
+        try:
+            arrived = iter(list(group.pipelined(empty)))
+        except BaseException:
+            self.close()
+            raise
+        frames = tuple(next(arrived) if size else None for size in sizes)
+        return Difference(announced.base, frames, announced.checksums)
+
+    def _whole(
+        self,
+        endpoint: BroadcastEndpoint,
+        layout: Layout,
+        landing: torch.Tensor | None,
+        key: bytes,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         group = self._join(endpoint)
         received = bytearray()
         try:

@@ -30,9 +30,9 @@ _COUNTS = struct.Struct("<QQ")
 WHOLE = 2**64 - 1
 _ESCAPE = 255
 _LANE = 8
-"""Bytes that are compared at once; a lane has four words."""
-_BLOCK = 2**20
-"""Lanes, or changed words, that are worked on at once, which bounds the memory."""
+"""Bytes of a sample; the bytes after the last whole one are the tail."""
+_BLOCK = 2**18
+"""Words that are worked on at once: few enough to stay in the processor's cache."""
 _SAMPLE = 61
 """One lane in so many says whether most have changed."""
 
@@ -94,19 +94,16 @@ def _streams(old: Bytes, new: Bytes, whole: int) -> list[NDArray[Any]]:
     longer: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     changes: list[NDArray[np.uint16]] = [np.empty(0, np.uint16)]
     last = -1
-    for start in range(0, whole, _LANE * _BLOCK):
-        part = slice(start, min(start + _LANE * _BLOCK, whole))
-        before, after = old[part].view("<u8"), new[part].view("<u8")
-        lanes = np.flatnonzero(before != after)
-        words = (before[lanes] ^ after[lanes]).view("<u2")
-        differing = np.flatnonzero(words)
-        if len(differing):
-            places = start // 2 + lanes[differing >> 2] * 4 + (differing & 3)
-            gap = np.diff(places, prepend=last) - 1
+    before, after = old[:whole].view("<u2"), new[:whole].view("<u2")
+    for start in range(0, len(before), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        places = np.flatnonzero(before[part] != after[part])
+        if len(places):
+            gap = np.diff(places, prepend=last - start) - 1
             gaps.append(np.minimum(gap, _ESCAPE).astype(np.uint8))
             longer.append(gap[gap >= _ESCAPE])
-            changes.append(words[differing])
-            last = int(places[-1])
+            changes.append(before[part][places] ^ after[part][places])
+            last = start + int(places[-1])
     planes = np.concatenate(changes).astype("<u2", copy=False).view(np.uint8).reshape(-1, 2)
     escaped = np.concatenate(longer).astype("<i8", copy=False)
     gap_bytes = np.concatenate([np.empty(0, np.uint8), *gaps])

@@ -1,8 +1,5 @@
-"""Weights through a shared file system, both ends: whole files, and differences to the last one.
-
-With `weights.delta` a receiver that has the version before gets only the difference to it; one that
-has not, or that failed, gets a whole file, and so does everyone after `weights.full_every`
-differences.
+"""Weights through a shared file system, both ends: whole files, and differences to the last one
+(`streamrl.weights.transports.differences`).
 
 Invariant: a reader sees complete files only, and its file stays until it has answered or two
 deadlines have passed. A keyed checksum covers every byte that is handed on. Files are readable by
@@ -14,8 +11,7 @@ A weight file contains a whole version, or the difference to the version before.
     delta   one compressed difference per bucket; buckets without a difference are
             left out. The metadata name the base and have the checksums of the result, per bucket
 
-A tensor counts as read only after its checksum matched, a difference as applied only after those of
-its result did, which with another base they do not. The checksums are keyed with the
+A tensor counts as read only after its checksum matched. The checksums are keyed with the
 version's key, which is not in the file: who changes the file cannot change them along.
 """
 
@@ -23,7 +19,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -31,14 +27,9 @@ import torch
 from streamrl.config.weights import WeightSettings
 from streamrl.types import FilesEndpoint, TensorSpec
 from streamrl.weights.layout import Layout
-from streamrl.weights.transports import delta, tensor_file
-from streamrl.weights.transports.checksums import (
-    SIZE,
-    checksum,
-    checksums,
-    require_equal,
-    version_key,
-)
+from streamrl.weights.transports import tensor_file
+from streamrl.weights.transports.checksums import checksum, checksums, require_equal
+from streamrl.weights.transports.differences import Difference, ReceivedVersion, SentVersion
 from streamrl.weights.transports.tensor_file import TensorFile
 
 _DELTA_FORMAT = "streamrl-delta-2"
@@ -73,25 +64,14 @@ def read_whole(
     require_equal(layout.names, sent, b"".join(received), file.path)
 
 
-def write_delta(
-    path: Path,
-    layout: Layout,
-    base: torch.Tensor,
-    data: torch.Tensor,
-    base_name: str,
-    key: bytes,
-) -> None:
-    """What turns `base` into `data`, both [layout.num_bytes] uint8, as a file."""
-    frames = {
-        str(number): delta.encode(bucket.of(base), bucket.of(data))
-        for number, bucket in enumerate(layout.buckets)
-    }
+def write_delta(path: Path, difference: Difference) -> None:
     metadata = {
         "format": _DELTA_FORMAT,
-        "base": base_name,
-        "checksums": checksums(_buckets(layout, data), key).hex(),
+        "base": difference.base,
+        "checksums": difference.checksums.hex(),
     }
-    differing = {number: frame for number, frame in frames.items() if frame is not None}
+    frames = enumerate(difference.frames)
+    differing = {str(number): frame for number, frame in frames if frame is not None}
     tensor_file.write(path, differing, metadata)
 
 
@@ -99,33 +79,14 @@ def is_delta(file: TensorFile) -> bool:
     return file.metadata("format") == _DELTA_FORMAT
 
 
-def apply_delta(
-    file: TensorFile, layout: Layout, base: torch.Tensor, into: torch.Tensor, key: bytes
-) -> None:
-    """Fill `into` with the version the file makes of `base`; they may be the same memory.
-
-    Raises:
-        WeightTransferError: base, file or result is not what the sender had; `into` is undefined.
+def read_delta(file: TensorFile, layout: Layout) -> Difference:
     """
-    after = file.metadata_bytes("checksums")
-    for number, bucket in enumerate(layout.buckets):
-        label = f"bucket {number} (from {bucket.slots[0].spec.name})"
-        ours, target = bucket.of(base), bucket.of(into)
-        expected = slice(number * SIZE, (number + 1) * SIZE)
-        if str(number) in file:
-            try:
-                delta.decode(file.read(str(number)), ours, target)
-            except ValueError as error:
-                raise file.error(f"is corrupt in bucket {number}: {error}") from error
-        elif target.data_ptr() != ours.data_ptr():
-            target.copy_(ours)
-        if checksum(f"result {number}", target, key) != after[expected]:
-            raise file.error(f"does not give the sender's bytes: {label} differs")
-
-
-def _buckets(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each bucket's bytes, under a name that is not that of another one."""
-    return ((f"result {i}", bucket.of(data)) for i, bucket in enumerate(layout.buckets))
+    Raises:
+        WeightTransferError: the file does not have what a difference has.
+    """
+    names = map(str, range(len(layout.buckets)))
+    frames = tuple(file.read(name) if name in file else None for name in names)
+    return Difference(file.metadata("base") or "", frames, file.metadata_bytes("checksums"))
 
 
 log = logging.getLogger(__name__)
@@ -140,8 +101,8 @@ def version_name(learner_id: str, version: int) -> str:
 
 
 class FileSender:
-    """The sender's files of one learner; calls from several threads take turns. `secret` is what
-    the keys of the versions' checksums are made from."""
+    """The sender's files of one learner; calls from several threads take turns. `key` is that of a
+    version's checksums, and `sent` knows who takes a difference."""
 
     def __init__(
         self,
@@ -149,19 +110,17 @@ class FileSender:
         layout: Layout,
         folder: Path,
         learner_id: str,
-        secret: bytes,
+        key: Callable[[int], bytes],
+        sent: SentVersion,
     ) -> None:
         self._settings = settings
         self._layout = layout
         self._folder = folder
         self._learner_id = learner_id
-        self._secret = secret
+        self._key = key
+        self._sent = sent
         self._written: int | None = None
-        self._base: tuple[int, torch.Tensor] | None = None
-        self._before: int | None = None
         self._lock = threading.Lock()
-        self._num_deltas = 0
-        self._failed: frozenset[str] = frozenset()
         self._offered: dict[str, tuple[Path, float]] = {}
 
     async def offer(
@@ -195,8 +154,8 @@ class FileSender:
 
     def on_answers(self, loaded: set[str], failed: set[str]) -> None:
         """Note which receivers have answered, and remove the files that nobody needs."""
+        self._sent.on_answers(loaded, failed)
         with self._lock:
-            self._failed = (self._failed | failed) - loaded
             now_s = time.monotonic()
             self._offered = {
                 name: (path, until_s)
@@ -214,16 +173,14 @@ class FileSender:
     def _write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
     ) -> dict[str, FilesEndpoint]:
-        by_delta = {name for name, has in held.items() if self._takes_delta(name, has, version)}
-        whole = self._path(version, "")
-        paths = {name: whole for name in held}
-        if by_delta:
-            paths |= dict.fromkeys(by_delta, self._delta_to(version, data))
+        difference, takers = self._sent.difference_to(version, data, held)
+        whole, changes = self._path(version, ""), self._path(version, ".delta")
+        paths = {name: changes if name in takers else whole for name in held}
+        if difference and takers and not changes.exists():
+            write_delta(changes, difference)
         if whole in paths.values() and not self._is_written(version, held):
             write_whole(whole, self._layout, data, self._key(version))
             self._written = version
-        if self._settings.delta:
-            self._keep(version, data, is_delta=bool(by_delta))
         until_s = time.monotonic() + 2 * self._settings.deadline_s
         offered = {name: (path, until_s) for name, path in paths.items()}
         self._offered = {**self._offered, **offered}
@@ -239,7 +196,7 @@ class FileSender:
     def _is_written(self, version: int, held: Mapping[str, int]) -> bool:
         """Whether the whole file is there, and none of these receivers has found it damaged."""
         is_there = self._written == version and self._path(version, "").exists()
-        return is_there and not self._failed & held.keys()
+        return is_there and not self._sent.failed & held.keys()
 
     def _remove_unneeded(self) -> None:
         ours = self._folder.glob(f"{self._learner_id}-*.safetensors")
@@ -249,40 +206,8 @@ class FileSender:
             if path.name.split(".")[0] not in newest and path not in offered:
                 _remove(path)
 
-    def _takes_delta(self, name: str, has: int, version: int) -> bool:
-        if self._base is None or name in self._failed:
-            return False
-        if self._base[0] == version:
-            return has == self._before
-        return has == self._base[0] and self._num_deltas < self._settings.full_every
-
-    def _delta_to(self, version: int, data: torch.Tensor) -> Path:
-        """Written in the first update that needs it; a later one finds the file."""
-        assert self._base is not None, "no receiver takes a difference to nothing"
-        before, base = self._base
-        path = self._path(version, ".delta")
-        if before != version:
-            key = self._key(version)
-            write_delta(path, self._layout, base, data, self._name(before), key)
-        return path
-
-    def _keep(self, version: int, data: torch.Tensor, *, is_delta: bool) -> None:
-        if self._base is None:
-            self._base = (version, data.clone())
-        elif self._base[0] != version:
-            self._num_deltas = self._num_deltas + 1 if is_delta else 0
-            self._before = self._base[0] if is_delta else None
-            self._base[1].copy_(data)
-            self._base = (version, self._base[1])
-
     def _path(self, version: int, kind: str) -> Path:
-        return self._folder / f"{self._name(version)}{kind}.safetensors"
-
-    def _name(self, version: int) -> str:
-        return version_name(self._learner_id, version)
-
-    def _key(self, version: int) -> bytes:
-        return version_key(self._secret, self._name(version))
+        return self._folder / f"{version_name(self._learner_id, version)}{kind}.safetensors"
 
 
 def _remove(path: Path) -> None:
@@ -294,10 +219,10 @@ def _remove(path: Path) -> None:
 
 
 class FileReader:
-    """A receiver's end. Keeps the bytes of the last file if the next may be a difference to it."""
+    """A receiver's end; `last` keeps what the next file may be a difference to."""
 
-    def __init__(self) -> None:
-        self._base: tuple[str, torch.Tensor] | None = None
+    def __init__(self, last: ReceivedVersion) -> None:
+        self._last = last
 
     def tensors(
         self,
@@ -315,18 +240,14 @@ class FileReader:
         """
         layout = Layout(manifest, endpoint.bucket_bytes)
         whole = landing if landing is not None and landing.device.type == "cpu" else None
-        base, self._base = self._base, None
         with TensorFile(Path(endpoint.path)) as file:
             if is_delta(file):
-                if base is None or base[0] != file.metadata("base"):
-                    has = base[0] if base else "nothing"
-                    raise file.error(f"changes {file.metadata('base')}, but here is {has}")
-                whole = base[1] if whole is None else whole
-                apply_delta(file, layout, base[1], whole, key)
-                yield from ((s.spec.name, s.read(s.of(whole))) for s in layout.slots)
+                difference = read_delta(file, layout)
+                whole = self._last.follow(difference, layout, landing, key, file.path)
+                yield from layout.views(whole)
             else:
-                if endpoint.is_base and whole is None:
-                    whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+                if endpoint.is_base:
+                    whole = self._last.memory(layout, landing)
                 yield from read_whole(file, layout, whole, key)
         if endpoint.is_base and whole is not None:
-            self._base = (name, whole)
+            self._last.keep(name, whole)

@@ -18,6 +18,7 @@ from streamrl.types import (
 )
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports.broadcast import BroadcastReceiver
+from streamrl.weights.transports.differences import ReceivedVersion
 from streamrl.weights.transports.files import FileReader, version_name
 from streamrl.weights.transports.shared_memory import SharedReader
 
@@ -26,8 +27,9 @@ class TransferReceiver:
     """In the process that has the model; one call at a time, in any thread."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._broadcast = BroadcastReceiver(torch.device(device))
-        self._files = FileReader()
+        last = ReceivedVersion()
+        self._broadcast = BroadcastReceiver(torch.device(device), last)
+        self._files = FileReader(last)
         self._shared = SharedReader()
 
     def tensors(
@@ -43,12 +45,12 @@ class TransferReceiver:
             WeightTransferError: the sender or a peer is gone, or something is not as it was sent,
                 which may be known after the last tensor only.
         """
+        name = version_name(update.learner_id, update.policy_version)
         match update.endpoint:
             case BroadcastEndpoint() as endpoint:
                 layout = Layout(update.manifest, endpoint.bucket_bytes)
-                yield from self._broadcast.tensors(endpoint, layout, landing, update.key)
+                yield from self._broadcast.tensors(endpoint, layout, name, landing, update.key)
             case FilesEndpoint() as endpoint:
-                name = version_name(update.learner_id, update.policy_version)
                 yield from self._files.tensors(endpoint, update.manifest, name, landing, update.key)
             case SharedEndpoint() as endpoint:
                 layout = Layout(update.manifest, endpoint.bucket_bytes)

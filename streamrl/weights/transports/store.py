@@ -40,8 +40,9 @@ from streamrl.types import SharedEndpoint, TensorSpec, WeightUpdate
 from streamrl.types.ranges import Count, PolicyVersion
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports.checksums import version_key
+from streamrl.weights.transports.differences import Difference
 from streamrl.weights.transports.files import (
-    apply_delta,
+    read_delta,
     read_whole,
     version_name,
     write_delta,
@@ -202,7 +203,8 @@ class StoreSender:
         is_delta = False
         if self._base is not None and self._manifest is not None:
             base_name = version_name(self._learner_id, self.stored)
-            write_delta(self._file, self._layout, self._base, data, base_name, key)
+            difference = Difference.between(self._layout, base_name, self._base, data, key)
+            write_delta(self._file, difference)
             whole, *deltas = self._manifest.chain
             together = sum(delta.num_bytes for delta in deltas) + self._file.stat().st_size
             is_delta = len(deltas) < self._settings.full_every and together < whole.num_bytes
@@ -292,7 +294,7 @@ def read_into(file: Path, layout: Layout, base: torch.Tensor, stored: StoredVers
         raise WeightTransferError(f"{file} has {size} bytes, not {stored.num_bytes}")
     with TensorFile(file) as opened:
         if stored.is_delta:
-            apply_delta(opened, layout, base, base, stored.key)
+            read_delta(opened, layout).apply(layout, base, base, stored.key, file)
         else:
             for _ in read_whole(opened, layout, base, stored.key):
                 pass

@@ -20,6 +20,7 @@ from streamrl.types import FilesEndpoint, WeightUpdate, replace
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.transports import tensor_file
 from streamrl.weights.transports.checksums import checksum, version_key
+from streamrl.weights.transports.differences import SentVersion
 from streamrl.weights.transports.files import FileSender, version_name
 from streamrl.weights.transports.receive import TransferReceiver
 from streamrl.weights.transports.shared_memory import SendBuffers
@@ -35,6 +36,10 @@ def small_model(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
+def key_of(version: int) -> bytes:
+    return version_key(SECRET, version_name(LIFE, version))
+
+
 class Learner:
     """Parameters that are stepped and sent through files."""
 
@@ -45,7 +50,8 @@ class Learner:
         config = WeightSettings.model_validate(chosen)
         self.layout = Layout(manifest_of(self.master, dtype), config.bucket_bytes)
         self.buffers = SendBuffers(self.layout, "cpu")
-        self.files = FileSender(config, self.layout, folder, LIFE, SECRET)
+        sent = SentVersion(config, self.layout, lambda v: version_name(LIFE, v), key_of)
+        self.files = FileSender(config, self.layout, folder, LIFE, key_of, sent)
 
     def step(self, lr: float) -> None:
         """As Adam's: about lr, whatever the gradient."""
@@ -65,7 +71,7 @@ class Learner:
             learner_id=LIFE,
             manifest=self.layout.manifest,
             endpoint=endpoint,
-            key=version_key(SECRET, version_name(LIFE, version)),
+            key=key_of(version),
         )
 
     def bits(self) -> dict[str, torch.Tensor]:
@@ -364,11 +370,6 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     wrong = replace(update, manifest=other)
     with pytest.raises(WeightTransferError, match=r"holds 0\.weight as F32 \(200, 300\)"):
         Copying().load(wrong)
-
-
-def test_differences_need_the_transport_files():
-    with pytest.raises(ValueError, match=r"weights\.delta is for weights\.transport files"):
-        WeightSettings(delta=True)
 
 
 def test_a_learner_that_ends_leaves_no_file_of_its_own(tmp_path):

@@ -36,12 +36,16 @@ from tests.waiting import until
     [
         ({"backend": "gloo"}, BroadcastEndpoint),
         ({"backend": "gloo", "verify": True}, BroadcastEndpoint),
+        ({"backend": "gloo", "delta": True}, BroadcastEndpoint),
         ({}, SharedEndpoint),
         ({"backend": "shared", "verify": True}, SharedEndpoint),
         ({"transport": "files"}, FilesEndpoint),
         ({"transport": "files", "delta": True}, FilesEndpoint),
     ],
-    ids=["broadcast", "broadcast verify", "shared", "shared verify", "files", "delta"],
+    ids=[
+        *("broadcast", "broadcast verify", "broadcast delta"),
+        *("shared", "shared verify", "files", "files delta"),
+    ],
 )
 async def test_every_receiver_gets_every_value_of_the_newest_version(tmp_path, settings, kind):
     async with run(tmp_path, **settings) as started:
@@ -191,33 +195,44 @@ def is_free(address: str) -> bool:
     return True
 
 
-async def starting_again(tmp_path: Path, tasks: asyncio.TaskGroup, address: str) -> Run:
+async def starting_again(
+    tmp_path: Path, tasks: asyncio.TaskGroup, address: str, settings: dict[str, object]
+) -> Run:
     """At an address that a sender of this process had: ZeroMQ frees it from a thread of its own."""
     async with asyncio.timeout(20.0):
         while True:
             with contextlib.suppress(zmq.ZMQError):
-                return Run(tmp_path, tasks, address=address)
+                return Run(tmp_path, tasks, address=address, **settings)
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
-    "locality", [UNKNOWN_LOCALITY, locality_of("cpu")], ids=["broadcast", "shared"]
+    ("locality", "settings"),
+    [
+        (UNKNOWN_LOCALITY, {}),
+        (UNKNOWN_LOCALITY, {"backend": "gloo", "delta": True}),
+        (locality_of("cpu"), {}),
+    ],
+    ids=["broadcast", "broadcast delta", "shared"],
 )
-async def test_generators_follow_a_learner_that_starts_again(tmp_path, locality):
-    """The same version number of another learner is that of other weights."""
-    async with run(tmp_path) as started:
+async def test_generators_follow_a_learner_that_starts_again(tmp_path, locality, settings):
+    """The same version number of another learner is that of other weights, and no base."""
+    async with run(tmp_path, **settings) as started:
         generator, _ = started.join("a", locality)
-        started.publish(1, 1.0)
-        await until(lambda: generator.has(1.0))
+        for version in (0, 1, 2):
+            started.publish(version, float(version))
+            await until(lambda v=version: not v or generator.has(float(v)))
         sender_task = started.running[0]
         sender_task.cancel()
         await asyncio.wait([sender_task])
         started.sender.close()
         await until(lambda: is_free(started.sender.address))
         async with asyncio.TaskGroup() as tasks:
-            again = await starting_again(tmp_path, tasks, started.sender.address)
-            again.publish(1, 5.0)
-            await until(lambda: generator.has(5.0))
+            again = await starting_again(tmp_path, tasks, started.sender.address, settings)
+            for version in (1, 2):
+                again.publish(version, 5.0 + version)
+                await until(lambda v=version: generator.has(5.0 + v))
+            assert again.sender.gauges()["num_failed_loads"] == 0
             again.running[0].cancel()
             await asyncio.wait(again.running)
             again.sender.close()

@@ -278,10 +278,12 @@ def no_room(group: Group, within_s: float) -> str:
 
 def _import_refusal(message: str) -> str | None:
     """What a person has to do about a supervisor that could not be made."""
-    if "No module named 'streamrl" not in message:
+    has_other = "Can't get attribute 'Supervisor" in message
+    if not has_other and "No module named 'streamrl" not in message:
         return None
     node = re.search(r"ip=([^,)\s]+)", message)
+    of_this = ", but not the code of this machine" if has_other else ", which every node needs"
     return (
-        f"node {node[1] if node else 'of the cluster'}: has no StreamRL {__version__}, which every "
-        "node needs: install it there, or start the nodes from an image that has it"
+        f"node {node[1] if node else 'of the cluster'}: has {'' if has_other else 'no '}StreamRL "
+        f"{__version__}{of_this}: install it there, or start the nodes from an image that has it"
     )
