@@ -79,7 +79,7 @@ class Generator:
         self._scheduling_state = SchedulingState.ACTIVE
         self._version_gate = VersionGate(
             config.weights.publish_every,
-            config.buffer.max_staleness,
+            config.buffer.largest_staleness,
             lacks_weights=config.generator.lacks_weights,
         )
         self._starved_leases = StarvedLeases(self._version_gate)

@@ -92,8 +92,8 @@ class RequestClient(ABC):
         _, payloads = await self._call(m.FetchRequest(tuple(prompt_indices)), m.Done)
         return await self._groups(prompt_indices, payloads)
 
-    async def advance(self, policy_version: int) -> BufferStats:
-        request = m.AdvanceRequest(policy_version, self._learner_term)
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
+        request = m.AdvanceRequest(policy_version, self._learner_term, steered_bound)
         return (await self._call(request, m.StatsReply))[0].stats
 
     async def acknowledge(self, policy_version: int) -> None:

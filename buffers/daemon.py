@@ -199,7 +199,8 @@ async def _unless(stop: threading.Event, call: Coroutine[Any, Any, Answer]) -> A
 def _blank(config: RunConfig) -> BufferState[Frame]:
     ledger = Ledger(
         groups_per_step=config.learner.groups_per_step,
-        max_staleness=config.buffer.max_staleness,
+        max_staleness=config.buffer.largest_staleness,
+        min_staleness=config.buffer.smallest_staleness,
         overdue=OverduePolicy(config.buffer.overdue),
         final_version=config.run.max_steps,
     )
@@ -268,5 +269,5 @@ def _identity(config: RunConfig) -> dict[str, str | int]:
         "run.seed": config.run.seed,
         "data.source": ", ".join(source.path for source in config.data.sources),
         "learner.groups_per_step": config.learner.groups_per_step,
-        "buffer.max_staleness": config.buffer.max_staleness,
+        "buffer.max_staleness": config.buffer.largest_staleness,
     }

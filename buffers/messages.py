@@ -212,9 +212,10 @@ class FetchRequest(Struct, frozen=True, tag="fetch"):
 class AdvanceRequest(Struct, frozen=True, tag="advance"):
     policy_version: PolicyVersion
     learner_term: Count
+    steered_bound: Count = 0
 
     def apply(self, state: State, now_s: float) -> Answer:
-        state.advance(self.policy_version, self.learner_term)
+        state.advance(self.policy_version, self.learner_term, self.steered_bound)
         return (StatsReply(state.stats(now_s)),)
 
 

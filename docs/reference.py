@@ -191,7 +191,7 @@ def _ranges(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[str]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
-    if list(_models(field.annotation)) and field.default is not None:
+    if list(_models(field.annotation)) and not isinstance(field.default, int | None):
         return "see below"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Path):

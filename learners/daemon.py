@@ -123,7 +123,8 @@ async def _lead(
         show=samples.add,
         record=None if recorder is None else recorder.add,
     )
-    lockstep = Lockstep(rank, place.all, place.liveness, is_sharded=place.mesh is not None)
+    moves = place.mesh is not None or config.algorithm.rescore_share > 0
+    lockstep = Lockstep(rank, place.all, place.liveness, moves_parameters=moves)
     fetch = lockstep.fetch if place.all.count > 1 else None
     session = LearnerSession(config, buffer, reporter, state, fetch, learner_id)
     learner = Learner(config, lockstep, session, sender, records, reporter, validations)

@@ -26,6 +26,7 @@ from learners.fairness import FairnessWindow
 from learners.profiling import ScalingWindow, StepTimes
 from learners.session import LearnerSession, LearnerState, unless_set
 from learners.status_reporter import StatusReporter
+from learners.steering import EFF_SAMPLE_SIZE, Steering
 from learners.validations import Validations
 from streamrl.config import RunConfig
 from streamrl.diagnosis.learning import Signs
@@ -87,6 +88,9 @@ class Learner:
             self._stats = await self._session.attach()
         except TransportError as error:
             raise self._unreachable(error) from error
+        self._steering = Steering.start(
+            self._config.buffer.max_staleness, self._stats.staleness_bound
+        )
         self._fairness = FairnessWindow(self._stats, self._config.mean_group_size)
         if not await self._begin():
             return
@@ -107,17 +111,42 @@ class Learner:
             if step is None:
                 return
             taken, metrics = step
+            steered = self._steer(metrics)
             # Before the buffer grants leases of the next version, which need these weights.
-            if self._version % self._config.weights.publish_every == 0:
+            if self._is_to_publish():
                 await self._publish()
             # The lines come before the checkpoint, so that whoever resumes from it finds them.
             try:
-                self._stats = await self._session.advance(self._version, taken)
+                bound = 0 if self._steering is None else self._steering.bound
+                self._stats = await self._session.advance(self._version, taken, bound)
             except TransportError:
-                self._log(taken, metrics, replace(self._stats, books=self._session.state.books))
+                stats = replace(self._stats, books=self._session.state.books)
+                self._log(taken, metrics, stats, steered)
                 raise
-            self._log(taken, metrics, self._stats)
+            self._log(taken, metrics, self._stats, steered)
             await self._saver.keep_up()
+
+    def _steer(self, metrics: Mapping[str, float]) -> str:
+        """How and why the bound on staleness changes after the step of these metrics; "" if not."""
+        if self._steering is None:
+            return ""
+        seconds = max(time.perf_counter() - self._logged_s, 1e-9)
+        wait_frac = metrics["learner/wait_s"] / seconds
+        self._steering, change = self._steering.after(
+            metrics.get(EFF_SAMPLE_SIZE, math.nan), wait_frac
+        )
+        if change:
+            log.info("step %d: buffer.max_staleness steered %s", self._version, change)
+        return change
+
+    def _is_to_publish(self) -> bool:
+        """Also before `weights.publish_every` says so, where the bound on staleness is steered
+        below it: else generators would wait for a version that is not published."""
+        is_due = self._version % self._config.weights.publish_every == 0
+        steering = self._steering
+        return is_due or (
+            steering is not None and self._version - self._published_version > steering.bound
+        )
 
     def _is_complete(self) -> bool:
         """Whether all steps are made, or validations end the run before."""
@@ -193,7 +222,13 @@ class Learner:
         if self._published_version < self._version:
             await self._publish()
 
-    def _log(self, taken: TakenBatch, metrics: Mapping[str, float], stats: BufferStats) -> None:
+    def _log(
+        self,
+        taken: TakenBatch,
+        metrics: Mapping[str, float],
+        stats: BufferStats,
+        steered: str = "",
+    ) -> None:
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
         line = {
@@ -216,7 +251,7 @@ class Learner:
             "learner/num_unsaved_steps": self._version - self._saver.saved_version,
             "time_s": time.time(),
         }
-        self._records.log(self._version, taken.headers, line)
+        self._records.log(self._version, taken.headers, line, steered)
         self._say_signs(self._signs.add(self._version, line))
 
     def _say_signs(self, signs: Mapping[str, str]) -> None:

@@ -25,6 +25,7 @@ from streamrl.errors import ConfigError, DivergedError, did_you_mean
 
 log = logging.getLogger(__name__)
 
+_GROWTH_INTERVAL = 2000
 LR_RATIO = "lr_ratio"
 """Key of a parameter group: its rate as a multiple of `learner.optimizer.lr`."""
 
@@ -67,14 +68,20 @@ def update(
     *,
     prefix: str,
     is_frozen: bool = False,
+    loss_scale: float = 1.0,
 ) -> dict[str, float]:
     """Clip the gradient, step, clear it; metrics under `prefix`.
 
     A gradient that is not finite changes nothing and is counted. With `is_frozen` no gradient
-    changes anything.
+    changes anything. The gradient is that of a loss which was multiplied by `loss_scale`.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group[LR_RATIO]
+    parameters = tuple(parameters)
+    if loss_scale != 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(loss_scale)
     norm = clip_gradients(parameters, max_grad_norm)
     is_finite = math.isfinite(norm)
     if is_finite and not is_frozen:
@@ -85,6 +92,48 @@ def update(
         f"{prefix}/skipped_update": float(not is_finite),
         f"{prefix}/lr": rate,
     }
+
+
+class LossScale:
+    """What losses are multiplied by before their backward pass, so that float16 holds their
+    gradients; 1 with other dtypes.
+
+    As `torch.amp.GradScaler` has it, which takes no sharded gradients: it halves after an update
+    whose gradient was not finite, and doubles after 2,000 in a row whose gradient was.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.is_on = dtype == "float16"
+        self.value = 2.0**16 if self.is_on else 1.0
+        self._num_finite = 0
+
+    def follow(self, metrics: Mapping[str, float]) -> bool:
+        """After an update, with its metrics; whether it was skipped for a scale above 1."""
+        if not self.is_on:
+            return False
+        if was_skipped(metrics):
+            self._num_finite, self.value = 0, self.value / 2
+            log.info("a gradient overflowed: the scale of losses is %g now", self.value)
+            return self.value >= 1
+        self._num_finite += 1
+        if self._num_finite == _GROWTH_INTERVAL:
+            self._num_finite, self.value = 0, self.value * 2
+        return False
+
+    def state_dict(self) -> dict[str, float]:
+        """Nothing where there is none."""
+        return {"loss_scale": self.value, "num_finite": self._num_finite} if self.is_on else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Of a run that may have had another dtype."""
+        if self.is_on:
+            self.value = state.get("loss_scale", self.value)
+            self._num_finite = int(state.get("num_finite", 0))
+
+
+def was_skipped(metrics: Mapping[str, float]) -> bool:
+    """Whether a gradient of the policy or the critic was not finite, by the metrics of `update`."""
+    return any(metrics.get(f"{prefix}/skipped_update") for prefix in ("learner", "critic"))
 
 
 class SkippedUpdates:
@@ -100,7 +149,7 @@ class SkippedUpdates:
         Raises:
             DivergedError: more than the limit were skipped in a row.
         """
-        if not any(metrics.get(f"{prefix}/skipped_update") for prefix in ("learner", "critic")):
+        if not was_skipped(metrics):
             self._num = 0
             return
         self._num += 1

@@ -139,7 +139,8 @@ def peak_flops(device: torch.device, dtype: str, given_tflops: float | None) -> 
         return None
     name = torch.cuda.get_device_name(device)
     known = (peaks for prefix, peaks in PEAK_TFLOPS.items() if _is_named(name, prefix))
-    tflops = next(known, {}).get(dtype)
+    # Both halves are multiplied alike.
+    tflops = next(known, {}).get("bfloat16" if dtype == "float16" else dtype)
     return None if tflops is None else 1e12 * tflops
 
 

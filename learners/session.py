@@ -157,8 +157,11 @@ class LearnerSession:
         """Whether the taken batch has groups, the first of them those that are held."""
         return bool(taken.headers) and taken.headers[: len(self._held)] == self._held
 
-    async def advance(self, policy_version: int, taken: TakenBatch) -> BufferStats:
-        """Notify the buffer that the step to this version trained the taken batch.
+    async def advance(
+        self, policy_version: int, taken: TakenBatch, steered_bound: int = 0
+    ) -> BufferStats:
+        """Notify the buffer that the step to this version trained the taken batch, and of the bound
+        on staleness from here on, if the run steers it.
 
         Returns:
             The buffer's stats after that.
@@ -167,9 +170,10 @@ class LearnerSession:
         trained = [header.prompt_index for header in taken.headers]
         # The books for a buffer that lost its memory before it recorded this step.
         books = books_with(self._state.books, trained)
+        books = replace(books, steered_bound=steered_bound)
         self._state = LearnerState(policy_version, books)
         self._reporter.update(policy_version=policy_version)
-        stats = await self._report(lambda: self._buffer.advance(policy_version))
+        stats = await self._report(lambda: self._buffer.advance(policy_version, steered_bound))
         self._state = LearnerState(policy_version, stats.books)
         self._reporter.on_stats(stats)
         return stats
@@ -230,9 +234,12 @@ def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
 
 
 def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
+    smallest, largest = config.buffer.smallest_staleness, config.buffer.largest_staleness
+    bound = min(max(stats.staleness_bound, smallest), largest)
     for name, theirs, ours in (
         ("learner.groups_per_step", stats.groups_per_step, config.learner.groups_per_step),
-        ("buffer.max_staleness", stats.max_staleness, config.buffer.max_staleness),
+        ("buffer.max_staleness", stats.max_staleness, largest),
+        ("buffer.max_staleness", stats.staleness_bound, bound),
         ("buffer.overdue", stats.overdue, config.buffer.overdue),
     ):
         if theirs != ours:

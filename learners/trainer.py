@@ -23,9 +23,11 @@ from learners.batch.micro_batch import MicroBatch
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner, mini_batches
 from learners.objective.gradient import Accumulated, Gradient
+from learners.objective.rescoring import Rescorer
 from learners.objective.step_metrics import MASKED, BatchPart, of_batch, of_updates, of_work
 from learners.objective.targets import PolicyPasses, TargetCollector, Targets
 from learners.optimizer import (
+    LossScale,
     SkippedUpdates,
     keep_state_on_host,
     learning_rate,
@@ -70,10 +72,12 @@ class Trainer:
         if config.learner.offload.optimizer:
             keep_state_on_host(self.optimizer)
         passes = PolicyPasses(config, policy, reference)
+        self._rescorer = Rescorer(config, policy, ranks) if config.algorithm.rescore_share else None
         self._targets = TargetCollector(
-            config, self.credit, policy, passes, reference, critic, ranks, teachers
+            config, self.credit, policy, passes, reference, critic, ranks, teachers, self._rescorer
         )
-        self._gradient = Gradient(config, policy, passes, critic, ranks)
+        self._scale = LossScale(config.learner.dtype)
+        self._gradient = Gradient(config, policy, passes, critic, ranks, self._scale)
         models = {"policy": policy, "reference": reference, "critic": critic}
         networks = {name: model.network for name, model in models.items() if model}
         self._profile = StepProfile(config.learner, config.run.path, networks, ranks.index)
@@ -124,6 +128,8 @@ class Trainer:
         """Make the updates of the batch, the first from its gradient; metrics under their public
         names."""
         start, parts = time.perf_counter(), self._parts
+        if self._rescorer is not None:
+            self._rescorer.keep(parts[0].batch.policy_version)
         updates = [self._update()]
         for chosen in parts[0].mini_batches[1:]:
             batch, targets = parts[0].batch, parts[0].targets
@@ -133,6 +139,15 @@ class Trainer:
         work = of_work(parts, self._max_tokens, update_s=time.perf_counter() - start)
         profile = self._profile.take(work["learner/train_s"])
         return {**of_batch(parts), **of_updates(updates), **work, **profile}
+
+    def state_dict(self) -> dict[str, float]:
+        """What steps have measured, besides parameters and optimizers."""
+        return {**self.credit.state_dict(), **self._scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """As `state_dict` has given it."""
+        self.credit.load_state_dict(state)
+        self._scale.load_state_dict(state)
 
     def take_weights(self) -> Mapping[int, NDArray[np.float32]]:
         """[response tokens] of the trajectories of the last batch's first part that this rank has
@@ -207,7 +222,9 @@ class Trainer:
         with self._profile.phase("update"):
             if self.critic is not None:
                 is_empty = accumulated.totals.num_tokens == 0
-                critic = self.critic.update(policy_version, is_frozen=is_empty)
+                critic = self.critic.update(
+                    policy_version, is_frozen=is_empty, loss_scale=self._scale.value
+                )
             policy = update(
                 self.optimizer,
                 self.policy.parameters().values(),
@@ -216,12 +233,16 @@ class Trainer:
                 settings.max_grad_norm,
                 prefix="learner",
                 is_frozen=is_masked or is_warmup,
+                loss_scale=self._scale.value,
             )
-        self._skipped.count({**critic, **policy}, policy_version)
         counts = {
             "learner/num_micro_batches": accumulated.num_micro_batches,
             MASKED: float(is_masked),
         }
+        if self._scale.is_on:
+            counts["learner/loss_scale"] = self._scale.value
+        if not self._scale.follow({**critic, **policy}):
+            self._skipped.count({**critic, **policy}, policy_version)
         return {**losses, **self._corrected, **critic, **policy, **counts}
 
     def _rate_scale(self, losses: Mapping[str, float]) -> float:

@@ -22,8 +22,8 @@ class Extra(NamedTuple):
 EXTRAS: Mapping[str, Extra] = {
     "vllm": Extra(("vllm",), "`generator.engine: vllm` without `vllm.url`"),
     "redis": Extra(("redis",), "`buffer.url: redis://...`"),
-    "s3": Extra(("s3fs",), "`weights.store: s3://...`"),
-    "gs": Extra(("gcsfs",), "`weights.store: gs://...`"),
+    "s3": Extra(("s3fs",), "`weights.store`, `run.folder_mirror`: `s3://...`"),
+    "gs": Extra(("gcsfs",), "`weights.store`, `run.folder_mirror`: `gs://...`"),
     "ray": Extra(("ray",), "`streamrl launch --ray`"),
     "wandb": Extra(("wandb",), "`tracking.wandb`"),
     "trackio": Extra(("trackio",), "`tracking.trackio`"),

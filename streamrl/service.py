@@ -1,13 +1,6 @@
 """How a daemon runs: one event loop, two signals (`streamrl.shutdown`), an exit code for its
-supervisor.
-
-    0  the work is done, or the daemon drained after a first SIGTERM or SIGINT
-    1  it crashed: start it again
-    2  the configuration cannot work: a person has to change it
-    3  another learner took over: do not start this one again
-    4  every group fails: see what the reward or the environment raises
-    5  a peer did not answer within its deadline: start it again
-    6  the training diverged: a person has to change it
+supervisor: 0 where the work is done or a first signal has drained it, else that of its error (see
+`streamrl.errors`).
 
 Invariant: a task that fails ends the daemon, and its supervisor gets the reason in one sentence. A
 daemon's `main` calls `run` with its coroutine, which waits for `Shutdown.requested` beside its

@@ -6,10 +6,30 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from streamrl.config import RunConfig
+from streamrl.config.algorithm import losses
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 
 _DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+
+
+class LossConfig(
+    losses.PpoSettings,
+    losses.GspoSettings,
+    losses.LuspoSettings,
+    losses.GeoMeanSettings,
+    losses.CispoSettings,
+    losses.ClipCovSettings,
+    losses.KlCovSettings,
+    losses.SapoSettings,
+    losses.DppoSettings,
+    losses.VespoSettings,
+    losses.ToprSettings,
+    losses.DroSettings,
+    losses.GpgSettings,
+    losses.ReinforceSettings,
+):
+    """The numbers of all losses in one record, which every loss accepts."""
 
 
 def setting_names() -> set[str]:

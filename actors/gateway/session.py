@@ -124,7 +124,7 @@ class ContextTooLongError(StreamRLError):
 
 
 @dataclass(frozen=True)
-class Reply:
+class PolicyReply:
     """What the policy answered."""
 
     message: Message
@@ -219,7 +219,7 @@ class Session:
         sampling: SamplingParams | None = None,
         *,
         num_instructions: int = 0,
-    ) -> Reply:
+    ) -> PolicyReply:
         """The policy's answer to the messages, which is recorded. Waits for the engine.
 
         Args:
@@ -263,7 +263,7 @@ class Session:
         tools: Sequence[ToolSchema],
         context: tuple[int, ...],
         completion: Completion,
-    ) -> Reply:
+    ) -> PolicyReply:
         sampled = tuple(completion.token_ids.tolist())
         message = self._parsed(sampled, tools)
         self._last_num_tool_calls = len(message.get("tool_calls") or ())
@@ -272,7 +272,7 @@ class Session:
         conversation = [*messages, message]
         self._conversations.add(conversation, tools, context, sampled)
         self.messages = tuple(conversation)
-        return Reply(message, completion, len(context), uuid.uuid4().hex)
+        return PolicyReply(message, completion, len(context), uuid.uuid4().hex)
 
     def _parsed(self, token_ids: tuple[int, ...], tools: Sequence[ToolSchema]) -> Message:
         """The policy's message, whose calls have ids: nine letters and digits, as Mistral's chat

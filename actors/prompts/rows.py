@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from actors.prompts.media import MediaColumns, is_content, text_of
 from actors.rendering.messages import normalized
 from streamrl.config.data import DataSettings, MessageTemplate, SourceSettings
-from streamrl.data_files import Row, Rows, shown
+from streamrl.data_files import Row, RowSource, shown
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Message, Prompt
 
@@ -191,7 +191,7 @@ class RowPrompts:
         ConfigError: a row has no prompt or no answer.
     """
 
-    def __init__(self, rows: Rows, columns: RowColumns, path: str) -> None:
+    def __init__(self, rows: RowSource, columns: RowColumns, path: str) -> None:
         self._rows, self._columns = rows, columns
         columns.check(rows[0], path)
         for _ in self:

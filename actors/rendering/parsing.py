@@ -4,9 +4,10 @@
     qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE...: Qwen3-Coder, Qwen3.5, Seed-OSS
     glm            <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE...: GLM-4.5 and later
     minimax_m2     <invoke name="NAME"><parameter name="KEY">VALUE...: MiniMax-M2; with DSML in
-                   front of each tag, DeepSeek-V3.2
+                   front of each tag, DeepSeek-V3.2 and V4
     llama3         {"name": ..., "parameters": {...}} as the whole answer: Llama 3.1 to 3.3
-    mistral        [TOOL_CALLS][{"name": ..., "arguments": {...}}]: Mistral to v7, Nemotron Nano 2
+    mistral        [TOOL_CALLS][{"name": ..., "arguments": {...}}]: Mistral to v7, Nemotron Nano 2,
+                   Granite 3
     mistral_v11    [TOOL_CALLS]NAME[ARGS]{...}: Mistral from v11 on
     deepseek       <|tool_call_begin|>NAME<|tool_sep|>{...}: DeepSeek-V3 to V3.1
     kimi_k2        <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}: Kimi-K2
@@ -15,9 +16,9 @@
     pythonic       <|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>: LFM2
     gpt_oss        to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>: gpt-oss
 
-Each is a response template of `transformers.utils.chat_parsing`, with one more content parser,
-`python-calls`. A tokenizer that brings its own
-is parsed by that. A new convention is a template and a line in `CONVENTIONS`.
+Each is a response template of `transformers.utils.chat_parsing`, with the content parsers below. A
+tokenizer that brings its own is parsed by that. A new convention is a template and a line in
+`CONVENTIONS`.
 """
 
 import ast
@@ -87,27 +88,80 @@ def _listed(name: str, arguments: str, **region: Any) -> Mapping[str, Any]:
 
 def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str, Any]:
     """Calls with a tag for each argument, which the pattern reads as `key` and `value`."""
-    read = {"content": "xml-inline", "content_args": {"tag_pattern": argument}}
+    read = {"content": "tags", "content_args": {"tag_pattern": argument}}
     return _named(open_pattern, close_pattern=close_pattern, **read)
+
+
+def _tags(text: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An argument for each tag: JSON where the tag says that it is no string, else its text."""
+    found = re.finditer(args["tag_pattern"], text, re.DOTALL)
+    return {tag["key"]: _value(tag.groupdict()) for tag in found}
+
+
+def _value(tag: Mapping[str, str | None]) -> Any:
+    if tag.get("is_text") != "false":
+        return tag["value"]
+    try:
+        return json.loads(tag["value"] or "")
+    except (ValueError, RecursionError):
+        return tag["value"]
+
+
+def _gemma(text: str, args: dict[str, Any]) -> Any:
+    """JSON with strings of its own, in which null may be None, as Gemma 4's template writes it."""
+    written = re.sub(
+        r'(<\|"\|>.*?<\|"\|>)|\bNone\b', lambda m: m[1] or "null", text, flags=re.DOTALL
+    )
+    return CONTENT_PARSERS["json"](written, args)
 
 
 def _python_calls(text: str, _: Any) -> list[Mapping[str, Any]]:
     """[{"name": ..., "arguments": {...}}] of a call in Python with values, or of a list of calls.
 
+    LFM2.5's template writes a string as it is, with its quotes and newlines, and any name of an
+    argument: a string ends at the first quote behind which an argument may end.
+
     Raises:
         ValueError: it is something else.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(_PYTHON_PART.sub(_escaped, text.strip()), mode="eval").body
         return [_python_call(c) for c in (tree.elts if isinstance(tree, ast.List) else [tree])]
     except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError(f"the calls are none in Python: {error}") from error
 
 
+_PYTHON_PART = re.compile(
+    r"""(?P<quote>['"])(?P<body>(?:\\.|[^\\])*?)(?P=quote)(?=\s*[],)}:])"""
+    r"""|(?P<name>\b\w+)(?=\s*=)|['"]""",
+    re.DOTALL,
+)
+_PYTHON_CHARACTER = re.compile(
+    r"""\\(?:[\\'"bfnrt]|x[\da-fA-F]{2}|u[\da-fA-F]{4}|U000[\da-fA-F]{5})|[\\'"\n\r\0]"""
+)
+
+
+def _escaped(part: re.Match[str]) -> str:
+    """A string without bare quotes, newlines and backslashes; a name that is no keyword.
+
+    Raises:
+        ValueError: a string has no end.
+    """
+    if part["name"]:
+        return part["name"] + "_"
+    if part["quote"] is None:
+        raise ValueError("a string in the calls has no end")
+    return f"'{_PYTHON_CHARACTER.sub(_escape, part['body'])}'"
+
+
+def _escape(character: re.Match[str]) -> str:
+    return character[0] if len(character[0]) > 1 else f"\\x{ord(character[0]):02x}"
+
+
 def _python_call(tree: ast.expr) -> Mapping[str, Any]:
     if not isinstance(tree, ast.Call) or tree.args or None in [k.arg for k in tree.keywords]:
         raise ValueError("a tool call has the form NAME(KEY=VALUE)")
-    literals = {k.arg: _WithoutJsonNames().visit(k.value) for k in tree.keywords}
+    literals = {str(k.arg)[:-1]: _WithoutJsonNames().visit(k.value) for k in tree.keywords}
     arguments = {name: ast.literal_eval(literal) for name, literal in literals.items()}
     # As JSON has them: lists for tuples, and no sets or bytes.
     return {"name": ast.unparse(tree.func), "arguments": json.loads(json.dumps(arguments))}
@@ -118,7 +172,8 @@ class _WithoutJsonNames(ast.NodeTransformer):
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
-CONTENT_PARSERS["python-calls"] = _python_calls  # type: ignore[assignment]
+_OWN_PARSERS: Mapping[str, Any] = {"python-calls": _python_calls, "tags": _tags, "gemma": _gemma}
+CONTENT_PARSERS.update(_OWN_PARSERS)
 
 CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     "hermes": _template(
@@ -142,7 +197,7 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         rf"(?:<(?:minimax:tool_call|{_DSML}function_calls)>\s*)?"
         rf"<(?:{_DSML})?invoke name=\"(?P<name>[^\"]+)\">",
         rf"</(?:{_DSML})?invoke>(?:\s*</(?:minimax:tool_call|{_DSML}function_calls)>)?",
-        rf"<(?:{_DSML})?parameter name=\"(?P<key>[^\"]+)\"(?: string=\"\w+\")?>"
+        rf"<(?:{_DSML})?parameter name=\"(?P<key>[^\"]+)\"(?: string=\"(?P<is_text>\w+)\")?>"
         rf"(?P<value>.*?)</(?:{_DSML})?parameter>",
     ),
     "llama3": _template(
@@ -157,7 +212,7 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     ),
     "mistral": _listed(
         *("name", "arguments"),
-        open=["[TOOL_CALLS]", "<TOOLCALL>", "<tool_calls>", "<|tool_call|>"],
+        open_pattern=r"\[TOOL_CALLS\]|<TOOLCALL>|<tool_calls>|<\|tool_call\|>|<tool_call>(?=\s*\[)",
         close=["</TOOLCALL>", "</tool_calls>"],
     ),
     "mistral_v11": _named(
@@ -177,6 +232,7 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     "gemma4": _named(
         r"<\|tool_call>call:(?P<name>[^{]+)(?=\{)",
         close="<tool_call|>",
+        content="gemma",
         content_args={"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
     ),
     "cohere": _marked(

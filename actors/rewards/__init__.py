@@ -19,9 +19,8 @@ from actors.rewards.calls.limits import RewardLimits
 from actors.rewards.calls.output import OutputLimit
 from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
 from actors.rewards.forms import BoundFunction
-from actors.rewards.functions import AtOnce, FunctionReward
+from actors.rewards.functions import AtOnce, FunctionReward, Rewards, WeightedReward
 from actors.rewards.tool_calls import tool_calls
-from actors.rewards.weighted import Rewards, WeightedReward
 from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.extras import missing

@@ -225,7 +225,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
 
     `unseen` are the leases that count as granted because a learner's books contain them. `lengths`
     are counted here alone, so books that are adopted do not change them. `final_version` is None
-    until a learner has attached, which says where the run ends.
+    until a learner has attached, which says where the run ends. `steered_bound` is that of `Books`.
     """
 
     version: int = 0
@@ -242,6 +242,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     unseen: int = 0
     lengths: ResponseLengths = ResponseLengths()
     final_version: int | None = None
+    steered_bound: int = 0
 
 
 class Entries:

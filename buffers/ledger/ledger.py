@@ -30,6 +30,12 @@ Admission: how many leases may be open, and which versions may sample the next o
 A group that is trained in order is trained at its version plus the groups in flight before it,
 divided by `groups_per_step`; admission bounds them so that it is not too old by then.
 
+The learner may steer admission by a bound of its own between `min_staleness` and `max_staleness`.
+It decides about new leases alone: how many there may be, and how new their weights must be. When a
+group is due, stale or abandoned is decided by `max_staleness`, which never changes, so whatever is
+said below of groups in flight holds of those that were admitted under any bound: a lower bound only
+makes leases fewer and their versions newer.
+
 The fence: a call of a learner is refused unless its term is the ledger's.
 
 Taken batches: which groups are lent for which version, and which version trained them. These are
@@ -124,6 +130,7 @@ from streamrl.types import (
     RefusalReason,
     SiblingHeader,
     admission_capacity,
+    replace,
 )
 
 
@@ -134,23 +141,32 @@ class Admission:
         self,
         entries: Entries,
         groups_per_step: int,
+        min_staleness: int,
         max_staleness: int,
         final_version: int | None,
     ) -> None:
         self._entries = entries
         self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
+        self._limits = min_staleness, max_staleness
         self.final_version = final_version
-        self._capacity = admission_capacity(max_staleness, groups_per_step)
+        self.steered_bound = 0
+        """What the learner has said last; 0 until it has."""
 
     def end_at(self, final_version: int | None) -> None:
         """None keeps what was set before."""
         if final_version is not None:
             self.final_version = final_version
 
+    @property
+    def bound(self) -> int:
+        """In versions: a group leased now is at most this old when it is trained in order."""
+        smallest, largest = self._limits
+        return min(max(self.steered_bound, smallest), largest)
+
     def num_admitted(self, version: int, *, draining: bool) -> int:
         """How many more leases fit under the staleness bound and before the run's end."""
-        capacity, in_flight = self._capacity, self._entries.in_flight
+        in_flight = self._entries.in_flight
+        capacity = admission_capacity(self.bound, self._groups_per_step)
         if self.final_version is not None:
             capacity = min(capacity, (self.final_version - version) * self._groups_per_step)
         free = max(0, capacity - in_flight)
@@ -160,7 +176,7 @@ class Admission:
     def min_policy_version(self, version: int) -> int:
         """The oldest version that may sample the next group."""
         trained_at = version + self._entries.in_flight // self._groups_per_step
-        return max(0, trained_at - self._max_staleness)
+        return max(0, trained_at - self.bound)
 
 
 def require_capacity(num_groups: int, max_staleness: int, groups_per_step: int) -> None:
@@ -352,9 +368,11 @@ class Ledger:
         *,
         groups_per_step: int,
         max_staleness: int,
+        min_staleness: int | None = None,
         overdue: OverduePolicy = OverduePolicy.WAIT,
         final_version: int | None = None,
     ) -> None:
+        """Without `min_staleness` the bound is `max_staleness` throughout."""
         if groups_per_step < 1 or max_staleness < 0:
             raise ConfigError(
                 f"learner.groups_per_step must be >= 1 (was {groups_per_step}) and "
@@ -371,7 +389,9 @@ class Ledger:
         self._ready = ReadyQueue(self._entries)
         self._expiries = Expiries(self._entries)
         self._taken_batches = TakenBatches(self._entries)
-        self.admission = Admission(self._entries, groups_per_step, max_staleness, final_version)
+        smallest = max_staleness if min_staleness is None else min_staleness
+        limits = (smallest, max_staleness)
+        self.admission = Admission(self._entries, groups_per_step, *limits, final_version)
         columns = (self._entries, self._ready, self._taken_batches)
         self._batches = Batches(*columns, groups_per_step, max_staleness, overdue)
         self._refused: Counter[RefusalReason] = Counter()
@@ -527,6 +547,8 @@ class Ledger:
             self._entries.adopt(books)
         elif books is not None:
             self._entries.reconcile(books)
+        if books is not None:
+            self.admission.steered_bound = books.steered_bound
         self.version, self.learner_id = version, learner_id
         self.finished = self.draining = False
         self._drop_vacant(newer_than=version)
@@ -549,9 +571,13 @@ class Ledger:
         """The leased groups that the next batch waits for although enough others are finished."""
         return self._batches.awaited(self.version)
 
-    def advance(self, version: int, learner_term: int) -> None:
-        """The step that made `version` used the batch of the version before. May be repeated."""
+    def advance(self, version: int, learner_term: int, steered_bound: int = 0) -> None:
+        """The step that made `version` used the batch of the version before. May be repeated.
+
+        Leases are granted under `steered_bound` from here on, within the limits of the run.
+        """
         require_learner_term(learner_term, self.learner_term)
+        self.admission.steered_bound = steered_bound
         if version == self.version:
             return
         self._taken_batches.train(version, self.version)
@@ -572,7 +598,9 @@ class Ledger:
         self._drop_vacant(newer_than=-1)
 
     def books(self) -> Books:
-        return self._entries.books(self.learner_term)
+        return replace(
+            self._entries.books(self.learner_term), steered_bound=self.admission.steered_bound
+        )
 
     @property
     def revision(self) -> int:
@@ -609,7 +637,8 @@ class Ledger:
 
     def snapshot(self) -> LedgerSnapshot:
         state = (self.version, self.learner_term, self.learner_id, self.finished, self.draining)
-        return self._entries.snapshot(*state, self._refused, self.admission.final_version)
+        totals = self._entries.snapshot(*state, self._refused, self.admission.final_version)
+        return replace(totals, steered_bound=self.admission.steered_bound)
 
     def restore(
         self,
@@ -624,6 +653,7 @@ class Ledger:
         self.finished, self.draining = snapshot.finished, snapshot.draining
         self._refused = Counter(snapshot.refused)
         self.admission.end_at(snapshot.final_version)
+        self.admission.steered_bound = snapshot.steered_bound
         held = in_order(entries)
         self._entries.restore(snapshot, held, free)
         for entry in held:

@@ -418,8 +418,8 @@ class BufferState(Generic[Payload]):
             raise LedgerError(f"no group is held for the prompts {missing[:MAX_AWAITED]}")
         return tuple(self._payloads[prompt_index][0] for prompt_index in prompt_indices)
 
-    def advance(self, policy_version: int, learner_term: int) -> None:
-        self.ledger.advance(policy_version, learner_term)
+    def advance(self, policy_version: int, learner_term: int, steered_bound: int = 0) -> None:
+        self.ledger.advance(policy_version, learner_term, steered_bound)
         self._delete_freed()
 
     def acknowledge(self, policy_version: int, learner_term: int) -> None:
@@ -449,6 +449,7 @@ class BufferState(Generic[Payload]):
             policy_version=self.ledger.version,
             groups_per_step=self.ledger.groups_per_step,
             max_staleness=self.ledger.max_staleness,
+            staleness_bound=self.ledger.admission.bound,
             overdue=self.ledger.overdue,
             books=self.ledger.books(),
             refused=self.ledger.refused(),

@@ -130,8 +130,8 @@ class RedisBuffer(ZmqBuffer):
             self._siblings.pop(lease_id, None)
         return reply
 
-    async def advance(self, policy_version: int) -> BufferStats:
-        return await self._with_refusal(await super().advance(policy_version))
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
+        return await self._with_refusal(await super().advance(policy_version, steered_bound))
 
     async def stats(self) -> BufferStats:
         return await self._with_refusal(await super().stats())

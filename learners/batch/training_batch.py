@@ -204,8 +204,8 @@ class TrainingBatch:
     """[S, 5] what `_outcome` says of each trajectory."""
     behavior_logprobs: torch.Tensor
     """[R]"""
-    staleness: torch.Tensor
-    """[R] versions between sampling and training, as a distance."""
+    policy_versions: torch.Tensor
+    """[R] that sampled each token."""
     media: Mapping[str, Media]
     """Of this rank's trajectories, by id."""
     teachers: tuple[str, ...]
@@ -259,7 +259,7 @@ class TrainingBatch:
             policy_version=policy_version,
             outcomes=ranks.sum(_among(own, outcomes)),
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
-            staleness=(policy_version - ranks.sum(_among(tokens, versions))).abs(),
+            policy_versions=ranks.sum(_among(tokens, versions)),
             media={medium.id: medium for group in groups for medium in group.media},
             teachers=tuple(group.teacher for group in groups for _ in group.trajectories),
             teacher_prompts=tuple(g.teacher_prompt for g in groups for _ in g.trajectories),
@@ -273,6 +273,11 @@ class TrainingBatch:
     def __len__(self) -> int:
         """S"""
         return len(self.lengths)
+
+    @property
+    def staleness(self) -> torch.Tensor:
+        """[R] versions between sampling and training, as a distance."""
+        return (self.policy_version - self.policy_versions).abs()
 
     @property
     def is_truncated(self) -> torch.Tensor:

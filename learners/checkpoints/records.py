@@ -110,12 +110,19 @@ class RunRecords:
                 run / found.folder,
             )
 
-    def log(self, step: int, headers: Sequence[GroupHeader], metrics: Mapping[str, Any]) -> None:
+    def log(
+        self,
+        step: int,
+        headers: Sequence[GroupHeader],
+        metrics: Mapping[str, Any],
+        steered: str = "",
+    ) -> None:
         """The lines of a step, which has trained the groups of these headers; those that cannot be
-        written wait in memory."""
+        written wait in memory. `steered` says how and why the bound on staleness has changed."""
         assert self._trackers is not None, "begin comes first"
         assert self._trained is not None, "begin comes first"
-        self._trained.log(self._trained_line(headers), step)
+        line = self._trained_line(headers)
+        self._trained.log({**line, "steered": steered} if steered else line, step)
         self._trackers.log(metrics, step)
         self._metric_names = tuple(metrics)
         if (value := metrics.get(self._config.learner.checkpoint.best_by)) is not None:
@@ -127,7 +134,7 @@ class RunRecords:
             "prompt_indices": [header.prompt_index for header in headers],
             "oldest_version": min(header.oldest_version for header in headers),
             "newest_version": max(header.newest_version for header in headers),
-            "max_staleness": self._config.buffer.max_staleness,
+            "max_staleness": self._config.buffer.largest_staleness,
             "overdue": self._config.buffer.overdue,
         }
 

@@ -176,7 +176,7 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
             )
     load_tensors(path, wanted, trainer, config.model.path)
     if "extra" in wanted:
-        trainer.credit.load_state_dict(record["credit"])
+        trainer.load_state_dict(record["credit"])
         distributed = dist.is_initialized()
         rank = dist.get_rank() if distributed else 0
         restore_random_state(record["random"], rank, dist.get_world_size() if distributed else 1)

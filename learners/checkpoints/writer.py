@@ -190,7 +190,7 @@ class CheckpointWriter:
             "history": msgspec.to_builtins(self._history),
             "contents": contents,
             "means": means or {},
-            "credit": trainer.credit.state_dict(),
+            "credit": trainer.state_dict(),
             "random": random_state(),
         }
         copies = self._copies.take(tensors_of(trainer, contents))

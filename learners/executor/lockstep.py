@@ -174,7 +174,7 @@ GIVE_UP_S = 4.0
 
 class Lockstep:
     """`ranks` are all of the learner's; `liveness` explains a collective operation that failed;
-    `is_sharded`: parameters change their form while they are used."""
+    `moves_parameters`: a computation changes what they hold and changes it back."""
 
     def __init__(
         self,
@@ -182,12 +182,12 @@ class Lockstep:
         ranks: Ranks | None = None,
         liveness: Liveness | None = None,
         *,
-        is_sharded: bool = False,
+        moves_parameters: bool = False,
     ) -> None:
         self._rank = rank
         self._ranks = ranks or Ranks()
         self._liveness = liveness or Liveness()
-        self._can_give_up = self._ranks.count == 1 and not is_sharded
+        self._can_give_up = self._ranks.count == 1 and not moves_parameters
         self._order = asyncio.Lock()
         self._thread = _make_thread()
 
@@ -214,7 +214,7 @@ class Lockstep:
         """Whether the gradient was added, which is given up GIVE_UP_S after `stopping` is set.
 
         What follows is then executed in another thread. Not with several ranks, nor where
-        parameters are offloaded: the other thread would find them in the middle of a move.
+        parameters move: the other thread would find them in the middle of that.
         """
         adding = asyncio.ensure_future(self.run(command, groups))
         if self._can_give_up:

@@ -29,6 +29,7 @@ from learners.objective.targets import (
     num_sequences,
     without_nonfinite,
 )
+from learners.optimizer import LossScale
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
@@ -115,6 +116,7 @@ class Gradient:
         passes: PolicyPasses,
         critic: Critic | None,
         ranks: Ranks,
+        scale: LossScale,
     ) -> None:
         self._algorithm = config.algorithm.model_copy(update={"loss_config": config.loss_config})
         self._ranks = ranks
@@ -123,6 +125,7 @@ class Gradient:
         self._policy = policy
         self._passes = passes
         self._critic = critic
+        self._scale = scale
         self.seen_weights = SeenWeights(is_on=config.tracking.samples.num_groups > 0)
 
     def accumulate(
@@ -251,6 +254,7 @@ class Gradient:
                 targets.behavior_logprobs,
                 targets.staleness,
                 micro_batch.sequences,
+                rescored_logprobs=targets.rescored_logprobs,
             )
             weights, statistics = correction.weights, correction.statistics
             loss_mask = correction.masked(loss_mask)
@@ -278,7 +282,7 @@ class Gradient:
             exact_kl=current.kl,
             entropy=current.entropy,
         )
-        output.loss.backward()
+        (output.loss * self._scale.value).backward()
         trained = trained_fraction(loss_input, self._algorithm)
         metrics = {**output.metrics, "actor/trained_token_frac": trained}
         if self._keeps_mask:
@@ -303,7 +307,12 @@ class Gradient:
             _backward_of_nothing(self._critic.values(micro_batch))
             return {}
         return self._critic.backward(
-            micro_batch, targets.old_values, targets.returns, totals, targets.loss_mask
+            micro_batch,
+            targets.old_values,
+            targets.returns,
+            totals,
+            targets.loss_mask,
+            loss_scale=self._scale.value,
         )
 
 

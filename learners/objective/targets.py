@@ -45,6 +45,7 @@ import torch
 from learners.batch.micro_batch import MicroBatch
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
+from learners.objective.rescoring import Rescorer
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
@@ -85,6 +86,7 @@ def correct(
     staleness: torch.Tensor,
     sequences: Sequences,
     advantages: torch.Tensor | None = None,
+    rescored_logprobs: torch.Tensor | None = None,
 ) -> Correction:
     """The correction of these tokens [R].
 
@@ -92,6 +94,7 @@ def correct(
         logprobs: under the policy at the start of the batch for proximal `recompute`, else under
             the current one.
         advantages: 0 for tokens that are not trained; of a batch that is corrected as a whole.
+        rescored_logprobs: see `Targets`.
     """
     proximal = logprobs
     if config.proximal != "recompute":
@@ -104,6 +107,7 @@ def correct(
         config.rollout_is,
         staleness,
         advantages=advantages,
+        rescored_logprobs=rescored_logprobs,
     )
     if config.ratio_holds_correction:
         found = replace(found, weights=None, keep=found.accepted)
@@ -237,6 +241,8 @@ class Targets:
     proximal_logprobs: torch.Tensor | None
     """Of the policy at the start of the batch, for `proximal` recompute; None: the training pass
     of the only update yields them."""
+    rescored_logprobs: torch.Tensor | None
+    """Of the learner at the version that sampled a token; NaN where it is not known."""
     reference_logprobs: torch.Tensor | None
     old_values: torch.Tensor | None
     """Of the critic, before the step."""
@@ -292,6 +298,7 @@ class TargetCollector:
         critic: Critic | None,
         ranks: Ranks,
         teachers: Teachers | None = None,
+        rescorer: Rescorer | None = None,
     ) -> None:
         self._config = config.algorithm
         self._needs_policy_pass = config.needs_policy_pass
@@ -304,6 +311,7 @@ class TargetCollector:
         self._reference = reference
         self._critic = critic
         self._teachers = teachers
+        self._rescorer = rescorer
 
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
@@ -328,6 +336,8 @@ class TargetCollector:
             passes = self._critic.micro_batches(batch, micro_batches, limit=self._limits.values)
             values = self._ranks.sum(self._critic.batch_values(passes, num_tokens))
         teacher = None if self._teachers is None else self._teachers.logprobs(batch)
+        # Before the pass whose graph the gradient begins with: it moves the weights and back.
+        rescored = None if self._rescorer is None else self._rescorer.logprobs(batch)
         if self._needs_policy_pass:
             is_next = self._trains_whole and self._limits.proximal is None
             logprobs = self._passes.logprobs if is_next else self._policy.batch_logprobs
@@ -352,6 +362,7 @@ class TargetCollector:
             loss_mask=credit.loss_mask,
             importance_weights=None,
             proximal_logprobs=policy if config.proximal == "recompute" else None,
+            rescored_logprobs=rescored,
             reference_logprobs=reference,
             old_values=values,
             returns=credit.returns,
@@ -359,12 +370,8 @@ class TargetCollector:
         )
         if targets.proximal_logprobs is None or sampled is None:
             return targets, credit.metrics
-        behavior, staleness = targets.behavior_logprobs, targets.staleness
-        correction = correct(
-            config, sampled, behavior, staleness, batch.sequences, targets.trained_advantages
-        )
-        rows = torch.arange(num_tokens)
-        return targets.with_correction(rows, correction), {**credit.metrics, **correction.metrics}
+        targets, metrics = self._corrected(batch, targets, sampled, range(len(batch)))
+        return targets, {**credit.metrics, **metrics}
 
     def of_update(
         self,
@@ -383,14 +390,28 @@ class TargetCollector:
             return targets, {}
         num_tokens = batch.sequences.num_tokens
         logprobs = self._ranks.sum(self._passes.logprobs(micro_batches, num_tokens))
-        rows, lengths = batch.rows(chosen), batch.sequences.lengths[chosen]
-        behavior, staleness = targets.behavior_logprobs[rows], targets.staleness[rows]
-        sequences = Sequences.from_lengths(lengths)
         is_finite = finite_sequences(batch.sequences, logprobs)
-        sampled = torch.where(sequences.expand(is_finite[chosen]), logprobs[rows], behavior)
-        advantages = targets.trained_advantages[rows]
-        correction = correct(config, sampled, behavior, staleness, sequences, advantages)
+        finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         targets = replace(targets, is_finite=targets.is_finite & is_finite)
+        sampled = finite(logprobs, targets.behavior_logprobs)
+        assert sampled is not None, "a pass has made them"
+        return self._corrected(batch, targets, sampled, chosen)
+
+    def _corrected(
+        self, batch: TrainingBatch, targets: Targets, logprobs: torch.Tensor, chosen: Sequence[int]
+    ) -> tuple[Targets, dict[str, float]]:
+        """With a correction of these trajectories as a whole, and its metrics; `logprobs` [R] are
+        those of the batch."""
+        rows, rescored = batch.rows(chosen), targets.rescored_logprobs
+        correction = correct(
+            self._config,
+            logprobs[rows],
+            targets.behavior_logprobs[rows],
+            targets.staleness[rows],
+            Sequences.from_lengths(batch.sequences.lengths[list(chosen)]),
+            targets.trained_advantages[rows],
+            None if rescored is None else rescored[rows],
+        )
         return targets.with_correction(rows, correction), correction.metrics
 
 

@@ -100,8 +100,10 @@ class Critic:
         returns: torch.Tensor,
         totals: BatchTotals,
         loss_mask: torch.Tensor | None = None,
+        *,
+        loss_scale: float = 1.0,
     ) -> dict[str, torch.Tensor]:
-        """Add this micro-batch's gradient; its share of the metrics."""
+        """Add this micro-batch's gradient, times the scale; its share of the metrics."""
         output = value_loss(
             self.values(micro_batch),
             old_values,
@@ -112,10 +114,12 @@ class Critic:
             loss_mask,
             self._aggregation,
         )
-        (self._config.coef * output.loss).backward()
+        (self._config.coef * loss_scale * output.loss).backward()
         return output.metrics
 
-    def update(self, policy_version: int, *, is_frozen: bool = False) -> dict[str, float]:
+    def update(
+        self, policy_version: int, *, is_frozen: bool = False, loss_scale: float = 1.0
+    ) -> dict[str, float]:
         """One step of its own optimizer, at the policy's learning rate schedule."""
         return update(
             self.optimizer,
@@ -124,4 +128,5 @@ class Critic:
             self._settings.max_grad_norm,
             prefix="critic",
             is_frozen=is_frozen,
+            loss_scale=loss_scale,
         )

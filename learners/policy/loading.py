@@ -101,8 +101,8 @@ def distribute(
         network.sequence_block = sequence_block(network.model, mesh, is_packed=network.is_packed)
     if router_replay != "off":
         network.router_records = RouterRecords(network.model, router_replay)
-    if settings.gradient_checkpointing:
-        checkpoint_layers(network, on_host=settings.offload.activations)
+    if every := int(settings.gradient_checkpointing):
+        checkpoint_layers(network, every, on_host=settings.offload.activations)
     if is_reference:
         network.requires_grad_(False)
     on_host = is_on_host(settings.offload, is_reference)

@@ -24,6 +24,7 @@ parameters' names.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -179,9 +180,10 @@ def layers(network: Network) -> Iterator[torch.nn.Module]:
             yield from child
 
 
-def checkpoint_layers(network: Network, *, on_host: bool = False) -> None:
-    """Make each decoder layer keep its input alone, in the memory of the host if `on_host`."""
-    for layer in layers(network):
+def checkpoint_layers(network: Network, every: int = 1, *, on_host: bool = False) -> None:
+    """Make every n-th decoder layer, from the first on, keep its input alone, in the memory of the
+    host if `on_host`."""
+    for layer in islice(layers(network), 0, None, every):
         layer.forward = partial(_checkpointed, layer.forward, on_host)
 
 

@@ -24,12 +24,6 @@ from streamrl.config.algorithm.rewards import (
     SampleWeightSettings,
 )
 
-RewardConfig = RewardShapingSettings
-SampleWeightConfig = SampleWeightSettings
-PfPpoConfig = PfPpoSettings
-"""The records of `algorithm.reward`, `sample_weight` and `pf_ppo` under their names in the Python
-surface."""
-
 _STD_FLOOR = 1e-6
 
 

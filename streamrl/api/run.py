@@ -4,7 +4,6 @@ A thread reads what the launch prints. Invariant: the launch ends with this proc
 print any more, and its daemons end with it.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.error_record import ErrorPipe
 from streamrl.errors import error_of
 from streamrl.run_folder import read_json
+from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
 
 _POLL_S = 0.2
 _KEPT_LINES = 200
@@ -96,14 +96,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """A row for each step so far, by the names of `metrics.jsonl`; `pandas.DataFrame` takes
         it."""
-        if not self._has_begun:
-            return []
-        try:
-            lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-        except FileNotFoundError:
-            return []
-        # What follows the last line end is a line that is being written.
-        return [json.loads(line) for line in lines[:-1] if line]
+        return read_metrics(self.path / METRICS_FILE) if self._has_begun else []
 
     def follow(self) -> Iterator[dict[str, Any]]:
         """Each step's row as it comes. Waits for the next one; the run's end unblocks."""

@@ -115,9 +115,11 @@ def _candidates(run: Path, history: History | None) -> Iterator[tuple[int, Path]
     for path in list_checkpoints(run):
         yield version_of(path), path
     if history is not None and history.base:
-        base = Path(history.base)
-        if base.parent != checkpoints_of(run).absolute():
-            yield history.segments[-1].policy_version, base
+        base, version = Path(history.base), history.segments[-1].policy_version
+        # A run whose folder has moved, or was fetched, has it here.
+        is_here = not base.exists() and path_of(run, version).exists()
+        if base.parent != checkpoints_of(run).absolute() and not is_here:
+            yield version, base
 
 
 def read_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:

@@ -18,6 +18,7 @@ from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
 from streamrl.cli.processes.fork_server import ForkServer
+from streamrl.cli.processes.mirror import mirror_of, mirrored
 from streamrl.cli.processes.run_commands import (
     evaluate_final,
     make_missing_model,
@@ -78,11 +79,12 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
 
 def _launch(config: RunConfig, arguments: argparse.Namespace, mode: LaunchMode) -> int:
     console = Console()
+    mirror = mirror_of(config, arguments, console)
     require_steps_to_launch(config, resume=mode.resume, new=mode.new)
     config = prepared(config, arguments)
     remedy = ""
     try:
-        with reported(config, arguments, console):
+        with mirrored(mirror), reported(config, arguments, console):
             lost = run_here(config, console, mode)
             remedy = f"streamrl evaluate {config.run.path / RESOLVED_FILE}"
             evaluate_final(config, mode.fork_server)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from types import ModuleType
 
-from streamrl.cli.arguments.parser import parse
+from streamrl.cli.arguments.commands import parse
 from streamrl.errors import Interrupted, StreamRLError, exit_code_of
 
 # As a shell reports a process that SIGPIPE ended.

@@ -9,9 +9,10 @@ are chosen when it starts. It is text for a person, or JSON for a program.
 import argparse
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from streamrl.config.loading.load import configuration
@@ -39,14 +40,29 @@ def tables(plan: Plan) -> Iterator[str]:
 
 def as_json(plan: Plan) -> str:
     """Processes with all that a launcher starts them with; addresses and hosts."""
+    devices, hosts = ("index", "memory_bytes"), ("name", "address", "devices", "num_cores")
     content = {
         "config_file": str(plan.config_file),
         "buffer_url": plan.config.buffer.url,
         "weights_address": plan.config.weights.address,
-        "hosts": [_host(host) for host in plan.hosts],
-        "processes": [_process(process) for process in plan.processes],
+        "hosts": [
+            {**_fields(host, hosts), "devices": [_fields(d, devices) for d in host.devices]}
+            for host in plan.hosts
+        ],
+        "processes": [_fields(process, _OF_PROCESS) for process in plan.processes],
     }
     return json.dumps(content, indent=2)
+
+
+_OF_PROCESS = (
+    *("name", "role", "host", "devices", "num_ranks", "environment"),
+    *("command", "restart_command", "is_optional"),
+)
+
+
+def _fields(record: object, names: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins({name: getattr(record, name) for name in names})
+    return found
 
 
 def _described(host: Host) -> str:
@@ -68,29 +84,6 @@ def _lines(plan: Plan, process: PlannedProcess) -> Iterator[str]:
     yield f"  {process.name:<14}{f'GPU{plural} {devices}' if devices else 'CPU'}{ranks}"
     variables = (f"{name}={shlex.quote(value)}" for name, value in process.environment.items())
     yield f"    {' '.join((*variables, shlex.join(process.command)))}"
-
-
-def _host(host: Host) -> dict[str, Any]:
-    return {
-        "name": host.name,
-        "address": host.address,
-        "devices": [{"index": d.index, "memory_bytes": d.memory_bytes} for d in host.devices],
-        "num_cores": host.num_cores,
-    }
-
-
-def _process(process: PlannedProcess) -> dict[str, Any]:
-    return {
-        "name": process.name,
-        "role": process.role,
-        "host": process.host,
-        "devices": list(process.devices),
-        "num_ranks": process.num_ranks,
-        "environment": dict(process.environment),
-        "command": list(process.command),
-        "restart_command": list(process.restart_command),
-        "is_optional": process.is_optional,
-    }
 
 
 def main(arguments: argparse.Namespace) -> int:

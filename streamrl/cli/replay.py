@@ -3,69 +3,23 @@
     streamrl replay RUN                    by its own settings: its checkpoints must come out
     streamrl replay RUN --set NAME=VALUE   other settings beside them, compared step by step
 
-Writes replay.json and replay.png into --out (RUN/replay), and prints a table.
+Writes replay.json into --out (RUN/replay), and prints a table.
 
     0  done      1  by its own settings, the weights are not those of a checkpoint, on a CPU
-
-The picture of a replay: what each policy made of the same steps.
 """
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from learners.replay import Measured, Replay, ReplayReport
-from streamrl.cli.display.figure import drawn
+from learners.replay import Replay, ReplayReport
 from streamrl.errors import StreamRLError
 
-_PANELS = (
-    ("Loss", "loss"),
-    ("Effective sample size of the weights", "rollout_is_ess"),
-    ("Norm of the gradient", "grad_norm"),
-)
-
-
-def draw(report: ReplayReport, path: Path) -> None:
-    with drawn(path, 2, 3, (14, 7)) as (_, axes):
-        for axis, (title, name) in zip(axes, _PANELS, strict=False):
-            _lines(axis, report, title, lambda step, name=name: step.metrics.get(name))
-        _lines(axes[3], report, "Estimated reward of the policy", lambda s: s.estimated_reward)
-        _line(axes[4], report, "Cosine of the two updates", "cosine")
-        _line(axes[5], report, "Distance of the two policies", "distance")
-        axes[0].legend(fontsize=8)
-
-
-def _lines(axis: Any, report: ReplayReport, title: str, value: Any) -> None:
-    for label, steps in _policies(report):
-        axis.plot([n for n, _ in steps], [value(step) for _, step in steps], label=label)
-    _name(axis, title)
-
-
-def _line(axis: Any, report: ReplayReport, title: str, name: str) -> None:
-    found = [(s.step, getattr(s, name)) for s in report.steps if getattr(s, name) is not None]
-    axis.plot([n for n, _ in found], [value for _, value in found], color="C1")
-    _name(axis, title)
-
-
-def _policies(report: ReplayReport) -> list[tuple[str, list[tuple[int, Measured]]]]:
-    recorded = [(s.step, s.recorded) for s in report.steps]
-    changed = [(s.step, s.changed) for s in report.steps if s.changed is not None]
-    named = ("as recorded", recorded), (", ".join(report.settings), changed)
-    return [(label, steps) for label, steps in named if steps]
-
-
-def _name(axis: Any, title: str) -> None:
-    axis.set_title(title, fontsize=10)
-    axis.set_xlabel("step")
-
-
 REPORT_FILE = "replay.json"
-FIGURE_FILE = "replay.png"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -83,9 +37,8 @@ def main(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(report), indent=1)
     (folder / REPORT_FILE).write_bytes(text + b"\n")
-    draw(report, folder / FIGURE_FILE)
     console.print(_table(report))
-    console.print(f"{folder / REPORT_FILE} and {FIGURE_FILE}", highlight=False)
+    console.print(f"{folder / REPORT_FILE}: every step", highlight=False)
     if replay.change is not None:
         other, difference = replay.change
         console.print(

@@ -6,8 +6,12 @@
     2  the target names no run
 
 `--follow` shows it again and again, as the live view of a launch, or prints lines; it waits for new
-steps, and ends with 0 when the learner has ended, with 130 at Ctrl-C. `--probe` asks for one daemon
-alone, see `streamrl.cli.probe`.
+steps, and ends with 0 when the learner has ended, with 130 at Ctrl-C.
+
+`--probe ROLE` is the probe of Docker, Kubernetes or a person for one daemon: 0 for a healthy one.
+It says nothing of the others, imports no torch, and waits for the buffer a few seconds at most. A
+buffer answers by itself; a generator is healthy if its buffer has heard from it in time; a learner
+writes `learner.json` every second, whatever it computes.
 """
 
 import argparse
@@ -23,7 +27,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from streamrl.cli.buffer.target import read_folder, require_url
+from streamrl.cli.buffer.target import read_folder, read_stats, require_url
 from streamrl.cli.display.generators import generator_rows, generator_table, print_generators
 from streamrl.cli.display.numbers import RECENT, Lines, numbers_of
 from streamrl.cli.display.run_status import (
@@ -35,13 +39,14 @@ from streamrl.cli.display.run_status import (
     texts,
 )
 from streamrl.cli.display.view import REFRESH_S, LinePrinter, screen
-from streamrl.cli.probe import probe
+from streamrl.config import RunConfig
 from streamrl.diagnosis import Reading, diagnose
 from streamrl.diagnosis.outcome import RunState, outcome, state_of
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.run_folder import find_config, find_run, is_launched_since
-from streamrl.tracking.followed import FollowedMetrics
+from streamrl.tracking.jsonl import FollowedMetrics
 from streamrl.types import BufferStats
+from streamrl.types.ranges import named_after_host
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _WIDE = 120
@@ -53,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--lines: is for --follow")
     if arguments.probe is not None:
         _require_folder(arguments.target, "--probe")
-        return probe(arguments)
+        return _probe(arguments)
     if not arguments.follow:
         return _print(asyncio.run(read_status(arguments.target)), as_record=arguments.json)
     if arguments.lines or not sys.stdout.isatty():
@@ -193,3 +198,45 @@ def _has_ended(reading: Reading) -> bool:
     again."""
     is_finished = state_of(reading) is RunState.FINISHED
     return reading.is_over and (is_finished or not reading.is_relaunched)
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    """The exit code."""
+    config = find_config(arguments.target)
+    fault = asyncio.run(_fault(config, arguments.probe, arguments.id))
+    print(fault or "healthy")
+    return 1 if fault else 0
+
+
+async def _fault(config: RunConfig, role: str, given: str | None) -> str:
+    """What is wrong, as a sentence, or "".
+
+    Raises:
+        ConfigError: a generator without an id.
+    """
+    match role:
+        case "learner":
+            return _of_learner(config)
+        case "generator" if given is None:
+            raise ConfigError("--id: is required for a generator and was not given")
+        case "generator":
+            stats, fault = await read_stats(config)
+            return fault if stats is None else _of_generator(stats, named_after_host(str(given)))
+        case _:
+            return (await read_stats(config))[1]
+
+
+def _of_generator(stats: BufferStats, generator_id: str) -> str:
+    states = {row.id: row.state for row in generator_rows(stats)}
+    if generator_id not in states:
+        return f"{generator_id} does not report to the buffer"
+    return f"{generator_id} is silent" if "silent" in states[generator_id] else ""
+
+
+def _of_learner(config: RunConfig) -> str:
+    reading = read_folder(config)
+    if reading.learner is None:
+        return f"no learner has reported in {config.run.path}"
+    if reading.is_learner_reporting:
+        return ""
+    return f"the learner last reported {reading.learner_age_s:.0f} s ago"

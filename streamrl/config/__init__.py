@@ -2,5 +2,3 @@
 
 from streamrl.config.loading import LoadedConfig, load_config, render, to_yaml
 from streamrl.config.run_config import RunConfig
-
-__all__ = ["LoadedConfig", "RunConfig", "load_config", "render", "to_yaml"]

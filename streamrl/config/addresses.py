@@ -1,5 +1,5 @@
-"""Which addresses can be used at all, which stay on this machine, since those need no keys, and
-which port is taken where none is given.
+"""Which addresses can be used at all, which stay on this machine, since those need no keys, which
+port is taken where none is given, and how an object store is named.
 
 The rule for ports: who listens itself binds port 0 and reads what the system gave. A port that
 another process is to listen at is that of a `bound_socket`, kept open where that process can bind
@@ -11,11 +11,23 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Annotated, TypeAlias
+
+from pydantic import AfterValidator
+
+from streamrl.errors import nearest
 
 LARGEST_PORT = 65_535
 # Below those that systems give to connections, and to whoever listens anywhere, such as srun.
 _PICKED_PORTS = range(20_000, 29_000)
 _PICKS = 100
+STORES = {
+    "s3": "s3://BUCKET/FOLDER",
+    "gs": "gs://BUCKET/FOLDER",
+    "hf": "hf://buckets/USER/BUCKET/FOLDER",
+    "file": "file:///FOLDER",
+}
+"""What a folder in an object store may look like, by its scheme."""
 
 
 def require_places(url: str, *, needs_port: bool) -> None:
@@ -117,3 +129,31 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _as_store(url: str) -> str:
+    """
+    Raises:
+        ValueError: it names no folder of a store, or has a password or a query in it.
+    """
+    scheme, separator, path = url.partition("://")
+    # A query may hold keys; a password is hidden by who shows the sentence.
+    was = f"was {url.partition('?')[0]!r}"
+    if not (separator and scheme in STORES and path.strip("/")):
+        close = STORES.get(nearest(scheme, STORES, likeness=0.5) or "") if separator else None
+        if url.startswith("/"):
+            close = f"file://{url}"
+        hint = f"did you mean {close}?" if close else f"allowed: {', '.join(STORES.values())}"
+        raise ValueError(f"{was}; it must name a store and a folder in it; {hint}")
+    if scheme == "file" and not path.startswith("/"):
+        raise ValueError(f"was {url!r}; a folder has three slashes: file:///{path}")
+    if set(path) & set("@?#*"):
+        raise ValueError(
+            f"{was}; it must be like {STORES[scheme]}, without a user, a password, ?, # and *: "
+            "keys come from the environment of the store's own library"
+        )
+    return url
+
+
+StoreUrl: TypeAlias = Annotated[str, AfterValidator(_as_store)]
+"""A folder in an object store."""

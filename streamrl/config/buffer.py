@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    Discriminator,
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     SecretStr,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -26,6 +29,37 @@ from streamrl.errors import ConfigError
 SHORTEST_LEASE_S = 1.0
 
 
+class SteeredStaleness(Section):
+    """A bound on staleness that follows the effective sample size of the importance weights."""
+
+    min: NotNegative
+    """The bound that the run begins with, and never goes below."""
+    max: NotNegative
+    """The bound is never raised above it; no token that is trained is older."""
+    ess: Annotated[float, Field(gt=0, lt=1)] = 0.97
+    """The bound is lowered where the effective sample size of the last steps is below this, and
+    raised where it would stay above it and the learner waits for groups."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(
+                f"was min {self.min} and max {self.max}; min must be at most max (a fixed bound "
+                "is an integer alone)"
+            )
+        return self
+
+
+def _kind_of(value: Any) -> str:
+    return "Steered" if isinstance(value, Mapping | SteeredStaleness) else "Fixed"
+
+
+MaxStaleness = Annotated[
+    Annotated[NotNegative, Tag("Fixed")] | Annotated[SteeredStaleness, Tag("Steered")],
+    Discriminator(_kind_of),
+]
+
+
 class BufferSettings(Section):
     """Where trajectory groups wait between generators and learner."""
 
@@ -36,8 +70,9 @@ class BufferSettings(Section):
     password_file: Path | None = None
     """File that holds the password of redis://, unless STREAMRL_REDIS_PASSWORD in the environment
     does. A password is written nowhere."""
-    max_staleness: NotNegative = 2
-    """Versions a group may be behind when it is trained; 0 is the synchronous algorithm."""
+    max_staleness: MaxStaleness = 2
+    """Versions a group may be behind when it is trained; 0 is the synchronous algorithm. A mapping
+    of min, max and ess lets the learner steer the bound between the two."""
     overdue: Literal["wait", "train", "drop"] = "wait"
     """A group that others overtake until it would be too old: `wait`, the learner waits for it;
     `train`, it is trained as old as it is, and `max_staleness` bounds only how far generators run
@@ -107,6 +142,18 @@ class BufferSettings(Section):
                 "group would be finished"
             )
         return lease_ttl_s
+
+    @property
+    def largest_staleness(self) -> int:
+        """In versions: no token that is trained is older, whether the bound is steered or not."""
+        bound = self.max_staleness
+        return bound.max if isinstance(bound, SteeredStaleness) else bound
+
+    @property
+    def smallest_staleness(self) -> int:
+        """In versions, the lowest that the bound may be: the largest one unless it is steered."""
+        bound = self.max_staleness
+        return bound.min if isinstance(bound, SteeredStaleness) else bound
 
     @property
     def password_of_url(self) -> str:

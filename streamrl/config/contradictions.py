@@ -1,13 +1,11 @@
 """Contradictions between the sections of a configuration.
 
-A new one is a function here, which returns a sentence that names both settings, or None, and a line
-in `CONTRADICTIONS`; `RunConfig` calls them all, so a person reads every sentence at once. They are
-in the order of their subjects: sizes, tokens that were not sampled, daemons, the learner, episodes,
-validation, environments.
+A new one is a few lines in the function of its subject, which yields a sentence that names both
+settings; `RunConfig` asks for all of them, so a person reads every sentence at once.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -33,476 +31,340 @@ _COMPARE_SIBLINGS = (
     *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob"),
     *("otb", "maxrl", "gdpo", "gigpo"),
 )
-
-
-def micro_batch_too_small(c: "RunConfig") -> str | None:
-    longest = c.data.max_prompt_length + c.generator.max_new_tokens
-    by_role = c.learner.max_tokens_per_forward_pass.model_dump(exclude_none=True)
-    limits = {f"learner.max_tokens_per_forward_pass.{role}": n for role, n in by_role.items()}
-    limits |= {"learner.max_tokens_per_micro_batch": c.learner.max_tokens_per_micro_batch}
-    setting = min(limits, key=limits.__getitem__)
-    if longest <= limits[setting]:
-        return None
-    return (
-        f"{setting} {limits[setting]} cannot hold one trajectory: data.max_prompt_length "
-        f"{c.data.max_prompt_length} + generator.max_new_tokens {c.generator.max_new_tokens} = "
-        f"{longest}"
-    )
-
-
-def more_updates_than_groups(c: "RunConfig") -> str | None:
-    if c.learner.updates_per_batch <= c.learner.groups_per_step:
-        return None
-    return (
-        f"learner.updates_per_batch {c.learner.updates_per_batch} is more than "
-        f"learner.groups_per_step {c.learner.groups_per_step}: each update trains whole groups"
-    )
-
-
-def argument_of_streamrl(c: "RunConfig") -> str | None:
-    ours = _OURS_OF_ENGINES.get(c.generator.engine, frozenset())
-    clash = min(ours & c.generator.engine_kwargs.keys(), default=None)
-    return clash and f"generator.engine_kwargs.{clash}: is set by StreamRL; leave it out"
-
-
-def adapter_of_divided_matrices(c: "RunConfig") -> str | None:
-    if c.learner.lora is None or c.learner.mesh.tensor == 1:
-        return None
-    return (
-        f"learner.mesh.tensor: was {c.learner.mesh.tensor}, and the matrices of learner.lora are "
-        "not divided: set it to 1"
-    )
-
-
-def model_len_too_short(c: "RunConfig") -> str | None:
-    longest = c.data.max_prompt_length + c.generator.max_new_tokens
-    if c.max_model_len >= longest:
-        return None
-    return (
-        f"generator.max_model_len {c.max_model_len} is shorter than data.max_prompt_length "
-        f"{c.data.max_prompt_length} + generator.max_new_tokens {c.generator.max_new_tokens}"
-    )
-
-
-def min_tokens_above_max(c: "RunConfig") -> str | None:
-    if c.generator.min_new_tokens <= c.generator.max_new_tokens:
-        return None
-    return (
-        f"generator.min_new_tokens {c.generator.min_new_tokens} is above generator.max_new_tokens "
-        f"{c.generator.max_new_tokens}"
-    )
-
-
-def groups_too_large(c: "RunConfig") -> str | None:
-    smallest = c.group_bytes(1 + max(1, c.generator.min_new_tokens))
-    if smallest <= c.buffer.max_group_bytes:
-        return None
-    return (
-        f"buffer.max_group_bytes {c.buffer.max_group_bytes} refuses every group: with "
-        f"groups of {c.max_group_size} the smallest has {smallest} bytes, and one "
-        f"of generator.max_model_len {c.max_model_len} tokens {c.group_bytes(c.max_model_len)}"
-    )
-
-
-def greedy_siblings(c: "RunConfig") -> str | None:
-    if c.generator.temperature > 0:
-        return None
-    return (
-        f"generator.temperature 0 makes the generator.group_size {c.generator.group_size} siblings "
-        "of a prompt alike and leaves nothing to learn from; it must be > 0 for training"
-    )
-
-
-def nothing_to_differ_from(c: "RunConfig") -> str | None:
-    if c.algorithm.dynamic_sampling is None or c.generator.num_siblings > 1:
-        return None
-    return (
-        "algorithm.dynamic_sampling leaves out groups whose siblings are alike, and with "
-        "generator.group_size 1 every group would be; use a group, or null"
-    )
-
-
-def finished_before_the_greedy_one(c: "RunConfig") -> str | None:
-    oversample = c.generator.oversample
-    is_cut = oversample.num_siblings > 0 and oversample.keep == "first_finished"
-    if not is_cut or not c.algorithm.needs_greedy_rewards:
-        return None
-    return (
-        f"algorithm.advantage {c.algorithm.advantage} needs a greedy completion of each prompt, "
-        "which generator.oversample.keep first_finished may cancel; use each_reward"
-    )
-
-
-def alone_in_its_group(c: "RunConfig") -> str | None:
-    alone = [entry for entry in c.entries if entry.group_size == 1]
-    compares = c.algorithm.reads_rewards and c.algorithm.advantage in _COMPARE_SIBLINGS
-    if not alone or not compares:
-        return None
-    setting = alone[0].group_size_setting
-    return (
-        f"algorithm.advantage {c.algorithm.advantage} compares siblings, and with "
-        f"{setting} 1 there are none; use reinforce_plus_plus, or a group"
-    )
-
-
-def mask_without_a_bound(c: "RunConfig") -> str | None:
-    if not c.generator.keep_sampling_mask or c.generator.top_k:
-        return None
-    return (
-        "generator.keep_sampling_mask records the tokens that each token was sampled among, and "
-        "generator.top_k 0 sets no bound to them: set top_k, such as 512, which top_p alone seldom "
-        "exceeds"
-    )
-
-
-def divergence_from_another_policy(c: "RunConfig") -> str | None:
-    if not c.num_top_logprobs or c.algorithm.proximal == "behavior":
-        return None
-    return (
-        f"algorithm.loss_config.divergence_topk {c.num_top_logprobs} compares with the candidates "
-        f"that the behavior policy recorded, and algorithm.proximal {c.algorithm.proximal} has "
-        "another policy: set it to behavior"
-    )
-
-
-def compiled_routers(c: "RunConfig") -> str | None:
-    if c.learner.compile is not True or not c.algorithm.records_experts:
-        return None
-    return (
-        f"learner.compile compiles the routers, and algorithm.router_replay "
-        f"{c.algorithm.router_replay} stands in for what they choose: set one of them off"
-    )
-
-
-def teacher_of_another_distribution(c: "RunConfig") -> str | None:
-    found = c.algorithm.distillation
-    if found is None or not found.by_url:
-        return None
-    wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    for name, value in wanted.items():
-        if (given := getattr(c.generator, name)) != value:
-            return (
-                f"generator.{name} {given:g} samples from another distribution than the one whose "
-                f"log-probabilities a teacher by url answers with: set it to {value:g}, or name a "
-                "model folder in algorithm.distillation.teachers"
-            )
-    return None
-
-
-def loss_of_rewards_alone(c: "RunConfig") -> str | None:
-    if c.algorithm.reads_rewards or c.algorithm.loss != "topr":
-        return None
-    return (
-        "algorithm.loss topr tells trajectories apart by their rewards, and with "
-        "algorithm.distillation.reward_coef 0 the teachers alone decide: use another loss, such as "
-        "reinforce, or set reward_coef"
-    )
-
-
-def weights_too_rare(c: "RunConfig") -> str | None:
-    if c.weights.publish_every <= c.buffer.max_staleness + 1:
-        return None
-    return (
-        f"weights.publish_every {c.weights.publish_every} with buffer.max_staleness "
-        f"{c.buffer.max_staleness} would deadlock: generators would wait for a version that is not "
-        f"published; publish_every may be at most {c.buffer.max_staleness + 1}"
-    )
-
-
-def images_to_a_server(c: "RunConfig") -> str | None:
-    columns = [name for name in ("image_key", "video_key") if getattr(c.data, name) is not None]
-    engine = "sglang" if c.generator.engine == "sglang" else "vllm.url"
-    is_served = engine == "sglang" or (c.generator.engine == "vllm" and c.generator.vllm.url)
-    if not columns or not is_served:
-        return None
-    return (
-        f"data.{columns[0]} with generator.{engine}: a server samples from token ids alone; use "
-        "generator.engine hf, or vllm without a URL"
-    )
-
-
-def videos_to_vllm(c: "RunConfig") -> str | None:
-    if c.data.video_key is None or c.generator.engine != "vllm":
-        return None
-    return (
-        "data.video_key with generator.engine vllm, which cuts videos into frames of its own: use "
-        "generator.engine hf"
-    )
-
-
-def nccl_without_gpu(c: "RunConfig") -> str | None:
-    on_cpu = [
-        f"{owner}.device"
-        for owner, device in (("learner", c.learner.device), ("generator", c.generator.device))
-        if device == "cpu"
-    ]
-    if c.weights.backend != "nccl" or not on_cpu:
-        return None
-    return f"weights.backend nccl needs GPUs at both ends, but {on_cpu[0]} is cpu"
-
-
-def shared_between_gpu_and_cpu(c: "RunConfig") -> str | None:
-    crosses = c.learner.device.startswith("cuda") and c.generator.device == "cpu"
-    if c.weights.backend != "shared" or not crosses:
-        return None
-    return (
-        "weights.backend shared needs generators on the learner's GPU, but learner.device is "
-        f"{c.learner.device} and generator.device is cpu; auto, or gloo, crosses"
-    )
-
-
-def store_for_a_server_elsewhere(c: "RunConfig") -> str | None:
-    if c.weights.transport != "store" or c.generator.url is None:
-        return None
-    return (
-        f"weights.transport store with generator.{c.generator.engine}.url: a generator reads a "
-        "store into memory of its own machine, for an engine that runs there; leave url out, so "
-        "that the generator starts its server, or use broadcast"
-    )
-
-
-def weights_without_keys(c: "RunConfig") -> str | None:
-    if c.buffer.curve is not None or is_loopback(c.weights.address):
-        return None
-    return (
-        f"weights.address: was {c.weights.address!r}, which other machines can reach; that needs "
-        "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
-    )
-
-
-def one_address(c: "RunConfig") -> str | None:
-    buffer, weights = c.buffer.url, c.weights.address
-    if not c.buffer.binds_url or not 0 < port_of(buffer) == port_of(weights):
-        return None
-    if host_of(buffer) != host_of(weights) and not (is_loopback(buffer) and is_loopback(weights)):
-        return None
-    return (
-        f"buffer.url {buffer} and weights.address {weights} are one port, where the buffer and the "
-        "learner listen each: give one of them another"
-    )
-
-
 _SHAPING = (
-    "agentic",
-    "clip",
-    "format_penalty",
-    "length",
-    "norm_mean",
-    "norm_std",
-    "truncated",
-    "whiten",
+    *("agentic", "clip", "format_penalty", "length"),
+    *("norm_mean", "norm_std", "truncated", "whiten"),
 )
 
 
-def memory_setting_without_its_pass(c: "RunConfig") -> str | None:
-    return setting_without_pass(c.learner, c.algorithm, c.needs_policy_pass)
+def contradictions(c: "RunConfig") -> Iterator[str]:
+    """A sentence for each, subject by subject."""
+    yield from _of_lengths(c)
+    yield from _of_groups(c)
+    yield from _of_what_is_recorded(c)
+    yield from _of_weights(c)
+    yield from _of_engines(c)
+    yield from _of_learner(c)
+    yield from _of_rewards(c)
+    yield from _of_critic(c)
+    yield from _of_episodes(c)
+    yield from _of_validation(c)
+    yield from _of_validated_checkpoints(c)
+    yield from _of_environments(c)
 
 
-def epochs_not_counted(c: "RunConfig") -> str | None:
-    """`load_config` counts them, and leaves none."""
-    if c.run.total_epochs is None:
-        return None
-    return (
-        f"run.total_epochs {c.run.total_epochs:g} is not counted in steps: read the configuration "
-        "with load_config, or set run.max_steps"
+def _of_lengths(c: "RunConfig") -> Iterator[str]:
+    generator, learner = c.generator, c.learner
+    longest = c.data.max_prompt_length + generator.max_new_tokens
+    parts = (
+        f"data.max_prompt_length {c.data.max_prompt_length} + generator.max_new_tokens "
+        f"{generator.max_new_tokens}"
     )
-
-
-def warmup_longer_than_run(c: "RunConfig") -> str | None:
-    if c.learner.optimizer.warmup_steps <= c.run.max_steps:
-        return None
-    return (
-        f"learner.optimizer.warmup_steps {c.learner.optimizer.warmup_steps} is longer than "
-        f"run.max_steps {c.run.max_steps}"
-    )
-
-
-def decay_within_warmup(c: "RunConfig") -> str | None:
-    settings, num_steps = c.learner.optimizer, c.run.max_steps
-    num_warmup = settings.num_warmup_steps(num_steps)
-    num_decay = settings.num_decay_steps(num_steps)
-    if settings.schedule != "warmup_stable_decay" or num_warmup + num_decay <= num_steps:
-        return None
-    return (
-        f"learner.optimizer.decay_ratio {settings.decay_ratio:g} begins within the warm-up: "
-        f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
-        f"{num_steps}"
-    )
-
-
-def shaped_beside_a_greedy_reward(c: "RunConfig") -> str | None:
-    """The baseline of remax is a score, so what is added to the others would be in no baseline."""
-    if not c.algorithm.needs_greedy_rewards:
-        return None
-    reward = c.algorithm.reward
-    for name in _SHAPING:
-        if getattr(reward, name) not in (None, 0.0, "train", "mask"):
-            return (
-                f"algorithm.advantage {c.algorithm.advantage} subtracts the score of a greedy "
-                f"completion, which algorithm.reward.{name} does not change; leave it out, or use "
-                "another advantage"
-            )
-    return None
-
-
-def several_rewards_of_no_name(c: "RunConfig") -> str | None:
-    algorithm = c.algorithm
-    if algorithm.advantage != "gdpo" or getattr(algorithm.advantage_config, "rewards", None):
-        return None
-    return (
-        "algorithm.advantage gdpo adds the rewards that algorithm.advantage_config.rewards names, "
-        "each normalized, and it names none; set it to metrics of the environment, each with its "
-        "weight, such as {reward/math: 1.0, reward/format: 0.5}"
-    )
-
-
-def reward_that_is_none_of_the_run(c: "RunConfig") -> str | None:
-    named = getattr(c.algorithm.advantage_config, "rewards", ())
-    labels = {reward.label for reward in c.data.rewards}
-    if c.algorithm.advantage != "gdpo" or not labels or len(c.entries) > 1:
-        return None
-    for name in named:
-        prefix, _, label = name.partition("/")
-        if prefix == "reward" and label.partition("/")[0] not in labels:
-            known = [f"reward/{label}" for label in labels]
-            return (
-                f"algorithm.advantage_config.rewards: names {name!r}, none of data.rewards; "
-                + did_you_mean(name, known)
-            )
-    return None
-
-
-def token_that_silences_its_sequence(c: "RunConfig") -> str | None:
-    """geo_mean multiplies the weights of a sequence."""
-    correction, weights_act = c.algorithm.rollout_is, not c.algorithm.ratio_holds_correction
-    if c.algorithm.loss != "geo_mean" or correction.normalize_by == "kept":
-        return None
-    if not (correction.masks_tokens or (weights_act and correction.weighs_tokens_zero)):
-        return None
-    return (
-        "algorithm.loss geo_mean multiplies the weights of a sequence, and a token that "
-        "algorithm.rollout_is gives weight 0 would silence all of it; set "
-        "algorithm.rollout_is.normalize_by=kept, which leaves that token out"
-    )
-
-
-def setting_without_a_critic(c: "RunConfig") -> str | None:
-    own = c.algorithm.value.model_dump(exclude_defaults=True)
-    if c.algorithm.needs_values or not own:
-        return None
-    name, value = next(iter(own.items()))
-    return (
-        f"algorithm.value.{name} {value} has no critic to act on: "
-        f"algorithm.advantage is {c.algorithm.advantage}; only gae has one"
-    )
-
-
-def warmup_longer_than_run_of_a_critic(c: "RunConfig") -> str | None:
-    warmup = c.algorithm.value.critic_warmup
-    if warmup < c.run.max_steps or not c.algorithm.needs_values:
-        return None
-    return (
-        f"algorithm.value.critic_warmup {warmup} leaves none of run.max_steps {c.run.max_steps} "
-        "to the policy"
-    )
-
-
-def decay_of_all_of_a_critic(c: "RunConfig") -> str | None:
-    lr, decay = c.critic_optimizer.lr, c.critic_optimizer.weight_decay
-    if not c.algorithm.needs_values or lr * decay < 1:
-        return None
-    return (
-        f"algorithm.value.weight_decay: the critic has {decay:g} with learning rate {lr:g}; their "
-        "product is the share of each weight that a step removes, and must be below 1"
-    )
-
-
-def evaluation_without_a_model(c: "RunConfig") -> str | None:
-    if not c.run.evaluate or "hf_model" in c.learner.checkpoint.contents:
-        return None
-    return (
-        "run.evaluate scores the Hugging Face folder in the last checkpoint, and "
-        "learner.checkpoint.contents has no hf_model: add it, or set run.evaluate=false"
-    )
-
-
-def turns_of_a_single_turn(c: "RunConfig") -> str | None:
-    max_turns = c.generator.episode.max_turns
-    if max_turns is None or any(entry.environment != "single_turn" for entry in c.entries):
-        return None
-    return (
-        f"generator.episode.max_turns {max_turns} cannot act: generator.environment single_turn "
-        "has one turn; name another environment, or leave it out"
-    )
-
-
-def turn_deadline_after_that_of_the_episode(c: "RunConfig") -> str | None:
-    turn_s, episode_s = c.generator.episode.turn_deadline_s, c.generator.group_deadline_s
-    if turn_s is None or turn_s < episode_s:
-        return None
-    return (
-        f"generator.episode.turn_deadline_s {turn_s:g} cannot act: generator.group_deadline_s "
-        f"{episode_s:g} ends the whole episode before; it must be below that"
-    )
-
-
-def group_beyond_what_may_be_in_flight(c: "RunConfig") -> str | None:
-    most = c.generator.episode.max_in_flight
-    num_episodes = c.max_num_episodes
-    if most is None or most >= num_episodes:
-        return None
-    return (
-        f"generator.episode.max_in_flight {most} cannot hold one group, which is sampled as "
-        f"{num_episodes} episodes (group_size {c.max_group_size} and what is "
-        "sampled beside them)"
-    )
-
-
-def truncated_of_nothing(c: "RunConfig") -> str | None:
-    shaping = c.algorithm.reward.truncated
-    if c.generator.episode.truncated == "keep" or shaping == "train":
-        return None
-    return (
-        f"algorithm.reward.truncated {shaping} cannot act: generator.episode.truncated drop leaves "
-        "out every truncated trajectory; set one or the other"
-    )
-
-
-def alike_samples(c: "RunConfig") -> str | None:
-    v = c.validation
-    if not c.is_validated or v.num_samples == 1 or v.temperature > 0:
-        return None
-    return (
-        f"validation.num_samples {v.num_samples} with validation.temperature 0 samples the same "
-        "response each time: set a temperature, or num_samples to 1"
-    )
-
-
-def never_published(c: "RunConfig") -> str | None:
-    every, publish_every = c.validation.every, c.weights.publish_every
-    if not isinstance(every, int) or every % publish_every == 0:
-        return None
-    return (
-        f"validation.every {every} is no multiple of weights.publish_every {publish_every}: "
-        "versions in between are not published, so no validator gets them"
-    )
-
-
-def more_prompts_than_held_out(c: "RunConfig") -> str | None:
-    wanted, held_out = c.validation.num_prompts, c.data.num_eval_prompts
-    if wanted is None or wanted <= held_out:
-        return None
-    return (
-        f"validation.num_prompts {wanted} is more than data.num_eval_prompts {held_out}, and no "
-        "others are held out"
-    )
-
-
-def bad_generator(c: "RunConfig") -> str | None:
-    if names := c.validation.sampling_in_generator:
-        return (
-            f"validation.generator: {names[0]} has no effect there; set validation.{_own(names[0])}"
+    by_role = learner.max_tokens_per_forward_pass.model_dump(exclude_none=True)
+    limits = {f"learner.max_tokens_per_forward_pass.{role}": n for role, n in by_role.items()}
+    limits |= {"learner.max_tokens_per_micro_batch": learner.max_tokens_per_micro_batch}
+    setting = min(limits, key=limits.__getitem__)
+    if longest > limits[setting]:
+        yield f"{setting} {limits[setting]} cannot hold one trajectory: {parts} = {longest}"
+    if c.max_model_len < longest:
+        yield f"generator.max_model_len {c.max_model_len} is shorter than {parts}"
+    if generator.min_new_tokens > generator.max_new_tokens:
+        yield (
+            f"generator.min_new_tokens {generator.min_new_tokens} is above "
+            f"generator.max_new_tokens {generator.max_new_tokens}"
         )
+    smallest = c.group_bytes(1 + max(1, generator.min_new_tokens))
+    if smallest > c.buffer.max_group_bytes:
+        yield (
+            f"buffer.max_group_bytes {c.buffer.max_group_bytes} refuses every group: with "
+            f"groups of {c.max_group_size} the smallest has {smallest} bytes, and one "
+            f"of generator.max_model_len {c.max_model_len} tokens {c.group_bytes(c.max_model_len)}"
+        )
+
+
+def _of_groups(c: "RunConfig") -> Iterator[str]:
+    generator, algorithm, learner = c.generator, c.algorithm, c.learner
+    if learner.updates_per_batch > learner.groups_per_step:
+        yield (
+            f"learner.updates_per_batch {learner.updates_per_batch} is more than "
+            f"learner.groups_per_step {learner.groups_per_step}: each update trains whole groups"
+        )
+    if generator.temperature <= 0:
+        yield (
+            f"generator.temperature 0 makes the generator.group_size {generator.group_size} "
+            "siblings of a prompt alike and leaves nothing to learn from; it must be > 0 for "
+            "training"
+        )
+    if algorithm.dynamic_sampling is not None and generator.num_siblings <= 1:
+        yield (
+            "algorithm.dynamic_sampling leaves out groups whose siblings are alike, and with "
+            "generator.group_size 1 every group would be; use a group, or null"
+        )
+    oversample = generator.oversample
+    is_cut = oversample.num_siblings > 0 and oversample.keep == "first_finished"
+    if is_cut and algorithm.needs_greedy_rewards:
+        yield (
+            f"algorithm.advantage {algorithm.advantage} needs a greedy completion of each prompt, "
+            "which generator.oversample.keep first_finished may cancel; use each_reward"
+        )
+    alone = [entry.group_size_setting for entry in c.entries if entry.group_size == 1]
+    if alone and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
+        yield (
+            f"algorithm.advantage {algorithm.advantage} compares siblings, and with "
+            f"{alone[0]} 1 there are none; use reinforce_plus_plus, or a group"
+        )
+
+
+def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
+    """Of tokens, beside their log-probabilities."""
+    generator, algorithm = c.generator, c.algorithm
+    if generator.keep_sampling_mask and not generator.top_k:
+        yield (
+            "generator.keep_sampling_mask records the tokens that each token was sampled among, "
+            "and generator.top_k 0 sets no bound to them: set top_k, such as 512, which top_p "
+            "alone seldom exceeds"
+        )
+    if c.num_top_logprobs and algorithm.proximal != "behavior":
+        yield (
+            f"algorithm.loss_config.divergence_topk {c.num_top_logprobs} compares with the "
+            f"candidates that the behavior policy recorded, and algorithm.proximal "
+            f"{algorithm.proximal} has another policy: set it to behavior"
+        )
+    if c.learner.compile is True and algorithm.records_experts:
+        yield (
+            f"learner.compile compiles the routers, and algorithm.router_replay "
+            f"{algorithm.router_replay} stands in for what they choose: set one of them off"
+        )
+    wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    others = [name for name, value in wanted.items() if getattr(generator, name) != value]
+    if algorithm.distillation is not None and algorithm.distillation.by_url and others:
+        yield (
+            f"generator.{others[0]} {getattr(generator, others[0]):g} samples from another "
+            "distribution than the one whose log-probabilities a teacher by url answers with: set "
+            f"it to {wanted[others[0]]:g}, or name a model folder in "
+            "algorithm.distillation.teachers"
+        )
+    if algorithm.loss == "topr" and not algorithm.reads_rewards:
+        yield (
+            "algorithm.loss topr tells trajectories apart by their rewards, and with "
+            "algorithm.distillation.reward_coef 0 the teachers alone decide: use another loss, "
+            "such as reinforce, or set reward_coef"
+        )
+
+
+def _of_weights(c: "RunConfig") -> Iterator[str]:
+    weights, buffer, generator = c.weights, c.buffer, c.generator
+    bound = buffer.largest_staleness
+    if weights.publish_every > bound + 1:
+        yield (
+            f"weights.publish_every {weights.publish_every} with buffer.max_staleness {bound} "
+            "would deadlock: generators would wait for a version that is not published; "
+            f"publish_every may be at most {bound + 1}"
+        )
+    devices = {"learner": c.learner.device, "generator": generator.device}
+    on_cpu = [f"{owner}.device" for owner, device in devices.items() if device == "cpu"]
+    if weights.backend == "nccl" and on_cpu:
+        yield f"weights.backend nccl needs GPUs at both ends, but {on_cpu[0]} is cpu"
+    crosses = c.learner.device.startswith("cuda") and generator.device == "cpu"
+    if weights.backend == "shared" and crosses:
+        yield (
+            "weights.backend shared needs generators on the learner's GPU, but learner.device is "
+            f"{c.learner.device} and generator.device is cpu; auto, or gloo, crosses"
+        )
+    if weights.transport == "store" and generator.url is not None:
+        yield (
+            f"weights.transport store with generator.{generator.engine}.url: a generator reads a "
+            "store into memory of its own machine, for an engine that runs there; leave url out, "
+            "so that the generator starts its server, or use broadcast"
+        )
+    if buffer.curve is None and not is_loopback(weights.address):
+        yield (
+            f"weights.address: was {weights.address!r}, which other machines can reach; that needs "
+            "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
+        )
+    url, address = buffer.url, weights.address
+    is_one_port = buffer.binds_url and 0 < port_of(url) == port_of(address)
+    is_here = is_loopback(url) and is_loopback(address)
+    if is_one_port and (is_here or host_of(url) == host_of(address)):
+        yield (
+            f"buffer.url {url} and weights.address {address} are one port, where the buffer and "
+            "the learner listen each: give one of them another"
+        )
+
+
+def _of_engines(c: "RunConfig") -> Iterator[str]:
+    generator, data = c.generator, c.data
+    ours = _OURS_OF_ENGINES.get(generator.engine, frozenset())
+    if clash := min(ours & generator.engine_kwargs.keys(), default=None):
+        yield f"generator.engine_kwargs.{clash}: is set by StreamRL; leave it out"
+    columns = [name for name in ("image_key", "video_key") if getattr(data, name) is not None]
+    engine = "sglang" if generator.engine == "sglang" else "vllm.url"
+    is_served = engine == "sglang" or (generator.engine == "vllm" and generator.vllm.url)
+    if columns and is_served:
+        yield (
+            f"data.{columns[0]} with generator.{engine}: a server samples from token ids alone; "
+            "use generator.engine hf, or vllm without a URL"
+        )
+    if data.video_key is not None and generator.engine == "vllm":
+        yield (
+            "data.video_key with generator.engine vllm, which cuts videos into frames of its own: "
+            "use generator.engine hf"
+        )
+
+
+def _of_learner(c: "RunConfig") -> Iterator[str]:
+    learner, num_steps, optimizer = c.learner, c.run.max_steps, c.learner.optimizer
+    if sentence := setting_without_pass(learner, c.algorithm, c.needs_policy_pass):
+        yield sentence
+    if learner.lora is not None and learner.mesh.tensor != 1:
+        yield (
+            f"learner.mesh.tensor: was {learner.mesh.tensor}, and the matrices of learner.lora are "
+            "not divided: set it to 1"
+        )
+    if c.run.total_epochs is not None:
+        # `load_config` counts them, and leaves none.
+        yield (
+            f"run.total_epochs {c.run.total_epochs:g} is not counted in steps: read the "
+            "configuration with load_config, or set run.max_steps"
+        )
+    if optimizer.warmup_steps > num_steps:
+        yield (
+            f"learner.optimizer.warmup_steps {optimizer.warmup_steps} is longer than "
+            f"run.max_steps {num_steps}"
+        )
+    num_warmup = optimizer.num_warmup_steps(num_steps)
+    num_decay = optimizer.num_decay_steps(num_steps)
+    if optimizer.schedule == "warmup_stable_decay" and num_warmup + num_decay > num_steps:
+        yield (
+            f"learner.optimizer.decay_ratio {optimizer.decay_ratio:g} begins within the warm-up: "
+            f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
+            f"{num_steps}"
+        )
+    if c.run.evaluate and "hf_model" not in learner.checkpoint.contents:
+        yield (
+            "run.evaluate scores the Hugging Face folder in the last checkpoint, and "
+            "learner.checkpoint.contents has no hf_model: add it, or set run.evaluate=false"
+        )
+
+
+def _of_rewards(c: "RunConfig") -> Iterator[str]:
+    algorithm, reward, correction = c.algorithm, c.algorithm.reward, c.algorithm.rollout_is
+    shaped = [n for n in _SHAPING if getattr(reward, n) not in (None, 0.0, "train", "mask")]
+    if algorithm.needs_greedy_rewards and shaped:
+        # The baseline of remax is a score, so what is added to the others would be in no baseline.
+        yield (
+            f"algorithm.advantage {algorithm.advantage} subtracts the score of a greedy "
+            f"completion, which algorithm.reward.{shaped[0]} does not change; leave it out, or use "
+            "another advantage"
+        )
+    named = getattr(algorithm.advantage_config, "rewards", {})
+    if algorithm.advantage == "gdpo" and not named:
+        yield (
+            "algorithm.advantage gdpo adds the rewards that algorithm.advantage_config.rewards "
+            "names, each normalized, and it names none; set it to metrics of the environment, each "
+            "with its weight, such as {reward/math: 1.0, reward/format: 0.5}"
+        )
+    labels = {one.label for one in c.data.rewards}
+    own = [name.split("/") for name in named if name.partition("/")[0] == "reward"]
+    unknown = ["/".join(parts) for parts in own if not {*parts[1:2]} & labels]
+    if algorithm.advantage == "gdpo" and labels and len(c.entries) == 1 and unknown:
+        yield (
+            f"algorithm.advantage_config.rewards: names {unknown[0]!r}, none of data.rewards; "
+            + did_you_mean(unknown[0], [f"reward/{label}" for label in labels])
+        )
+    weighs_zero = not algorithm.ratio_holds_correction and correction.weighs_tokens_zero
+    takes_out = (correction.masks_tokens or weighs_zero) and correction.normalize_by != "kept"
+    if algorithm.loss == "geo_mean" and takes_out:
+        yield (
+            "algorithm.loss geo_mean multiplies the weights of a sequence, and a token that "
+            "algorithm.rollout_is gives weight 0 would silence all of it; set "
+            "algorithm.rollout_is.normalize_by=kept, which leaves that token out"
+        )
+
+
+def _of_critic(c: "RunConfig") -> Iterator[str]:
+    algorithm, value = c.algorithm, c.algorithm.value
+    own = value.model_dump(exclude_defaults=True)
+    if own and not algorithm.needs_values:
+        name, given = next(iter(own.items()))
+        yield (
+            f"algorithm.value.{name} {given} has no critic to act on: "
+            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
+        )
+    if not algorithm.needs_values:
+        return
+    if value.critic_warmup >= c.run.max_steps:
+        yield (
+            f"algorithm.value.critic_warmup {value.critic_warmup} leaves none of run.max_steps "
+            f"{c.run.max_steps} to the policy"
+        )
+    lr, decay = c.critic_optimizer.lr, c.critic_optimizer.weight_decay
+    if lr * decay >= 1:
+        yield (
+            f"algorithm.value.weight_decay: the critic has {decay:g} with learning rate {lr:g}; "
+            "their product is the share of each weight that a step removes, and must be below 1"
+        )
+
+
+def _of_episodes(c: "RunConfig") -> Iterator[str]:
+    episode, group_s = c.generator.episode, c.generator.group_deadline_s
+    is_single_turn = all(entry.environment == "single_turn" for entry in c.entries)
+    if episode.max_turns is not None and is_single_turn:
+        yield (
+            f"generator.episode.max_turns {episode.max_turns} cannot act: generator.environment "
+            "single_turn has one turn; name another environment, or leave it out"
+        )
+    if episode.turn_deadline_s is not None and episode.turn_deadline_s >= group_s:
+        yield (
+            f"generator.episode.turn_deadline_s {episode.turn_deadline_s:g} cannot act: "
+            f"generator.group_deadline_s {group_s:g} ends the whole episode before; it must be "
+            "below that"
+        )
+    if episode.max_in_flight is not None and episode.max_in_flight < c.max_num_episodes:
+        yield (
+            f"generator.episode.max_in_flight {episode.max_in_flight} cannot hold one group, which "
+            f"is sampled as {c.max_num_episodes} episodes (group_size {c.max_group_size} and what "
+            "is sampled beside them)"
+        )
+    shaping = c.algorithm.reward.truncated
+    if episode.truncated != "keep" and shaping != "train":
+        yield (
+            f"algorithm.reward.truncated {shaping} cannot act: generator.episode.truncated drop "
+            "leaves out every truncated trajectory; set one or the other"
+        )
+
+
+def _of_validation(c: "RunConfig") -> Iterator[str]:
+    v, publish_every, held_out = c.validation, c.weights.publish_every, c.data.num_eval_prompts
+    if c.is_validated and v.num_samples != 1 and v.temperature <= 0:
+        yield (
+            f"validation.num_samples {v.num_samples} with validation.temperature 0 samples the "
+            "same response each time: set a temperature, or num_samples to 1"
+        )
+    if isinstance(v.every, int) and v.every % publish_every:
+        yield (
+            f"validation.every {v.every} is no multiple of weights.publish_every {publish_every}: "
+            "versions in between are not published, so no validator gets them"
+        )
+    if v.num_prompts is not None and v.num_prompts > held_out:
+        yield (
+            f"validation.num_prompts {v.num_prompts} is more than data.num_eval_prompts "
+            f"{held_out}, and no others are held out"
+        )
+    if sentence := _bad_generator(c):
+        yield sentence
+    agents = [entry.setting for entry in c.entries if entry.environment == "agent"]
+    if c.is_validated and agents:
+        yield (
+            f"validation.every {v.every} cannot validate {agents[0]} agent: agents play in the "
+            "generators of a run alone; set validation.every=0"
+        )
+
+
+def _bad_generator(c: "RunConfig") -> str | None:
+    if names := c.validation.sampling_in_generator:
+        own = "num_samples" if names[0] == "group_size" else names[0]
+        return f"validation.generator: {names[0]} has no effect there; set validation.{own}"
     try:
         engine = c.validation.engine_settings(c.generator)
     except ValidationError as error:
@@ -516,46 +378,6 @@ def bad_generator(c: "RunConfig") -> str | None:
     )
 
 
-def early_stop_without_validation(c: "RunConfig") -> str | None:
-    patience = c.validation.early_stop.patience
-    if c.is_validated or not patience:
-        return None
-    return f"validation.early_stop.patience {patience} needs validations: set validation.every"
-
-
-def best_without_validation(c: "RunConfig") -> str | None:
-    checkpoint = c.learner.checkpoint
-    if not checkpoint.keep_best or not checkpoint.is_best_validated:
-        return None
-    every = c.validation.every
-    if not isinstance(every, int) or not every:
-        return (
-            f"learner.checkpoint.best_by {checkpoint.best_by} needs validation.every as a number, "
-            f"such as {checkpoint.every}, so that the versions of checkpoints are validated"
-        )
-    if max(checkpoint.every, every) % min(checkpoint.every, every) == 0:
-        return None
-    return (
-        f"validation.every {every} and learner.checkpoint.every {checkpoint.every} "
-        "rarely meet, and only a validated checkpoint can be the best: make one a multiple of the "
-        "other"
-    )
-
-
-def agents_of_others(c: "RunConfig") -> str | None:
-    agents = [entry.setting for entry in c.entries if entry.environment == "agent"]
-    if not c.is_validated or not agents:
-        return None
-    return (
-        f"validation.every {c.validation.every} cannot validate {agents[0]} agent: agents play in "
-        "the generators of a run alone; set validation.every=0"
-    )
-
-
-def _own(name: str) -> str:
-    return "num_samples" if name == "group_size" else name
-
-
 def _sentence(error: ValidationError, allowed: tuple[str, ...]) -> str:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"]))
@@ -564,118 +386,59 @@ def _sentence(error: ValidationError, allowed: tuple[str, ...]) -> str:
     return f"{name} was {first['input']!r}: {first['msg']}"
 
 
-def environment_twice(c: "RunConfig") -> str | None:
-    is_set = c.generator.model_fields_set & {"environment", "environment_kwargs"}
-    default = type(c.generator)()
-    if not c.environments or all(getattr(c.generator, n) == getattr(default, n) for n in is_set):
-        return None
-    return (
-        f"generator.{min(is_set)} and environments both say what answers the policy; leave out one "
-        "of them"
-    )
+def _of_validated_checkpoints(c: "RunConfig") -> Iterator[str]:
+    every, patience = c.validation.every, c.validation.early_stop.patience
+    if patience and not c.is_validated:
+        yield f"validation.early_stop.patience {patience} needs validations: set validation.every"
+    checkpoint = c.learner.checkpoint
+    if not checkpoint.keep_best or not checkpoint.is_best_validated:
+        return
+    if not isinstance(every, int) or not every:
+        yield (
+            f"learner.checkpoint.best_by {checkpoint.best_by} needs validation.every as a number, "
+            f"such as {checkpoint.every}, so that the versions of checkpoints are validated"
+        )
+    elif max(checkpoint.every, every) % min(checkpoint.every, every):
+        yield (
+            f"validation.every {every} and learner.checkpoint.every {checkpoint.every} "
+            "rarely meet, and only a validated checkpoint can be the best: make one a multiple of "
+            "the other"
+        )
 
 
-def one_name_for_two(c: "RunConfig") -> str | None:
+def _of_environments(c: "RunConfig") -> Iterator[str]:
+    generator, agent, default = c.generator, c.generator.agent, type(c.generator)()
+    is_set = generator.model_fields_set & {"environment", "environment_kwargs"}
+    if c.environments and any(getattr(generator, n) != getattr(default, n) for n in is_set):
+        yield (
+            f"generator.{min(is_set)} and environments both say what answers the policy; leave out "
+            "one of them"
+        )
     counts = Counter(entry.name for entry in c.environments)
-    twice = next((name for name, count in counts.items() if count > 1), None)
-    return (
-        None if twice is None else f"environments: {counts[twice]} entries have the name {twice!r}"
-    )
-
-
-def agent_of_no_environment(c: "RunConfig") -> str | None:
-    agent = c.generator.agent
-    if agent == type(agent)() or any(entry.environment == "agent" for entry in c.entries):
-        return None
-    return (
-        f"generator.agent.{min(agent.model_fields_set)} cannot act: no environment is agent; set "
-        "generator.environment to agent, or leave it out"
-    )
-
-
-def limit_below_a_group(c: "RunConfig") -> str | None:
-    for i, entry in enumerate(c.entries):
-        if entry.max_groups == 0:
-            return (
-                f"environments.{i}.max_trajectories {entry.max_trajectories} is less than one "
-                f"group of {entry.group_size}, so {entry.name} would never play"
-            )
-    return None
-
-
-def limits_leave_prompts(c: "RunConfig") -> str | None:
+    for twice in [name for name, count in counts.items() if count > 1][:1]:
+        yield f"environments: {counts[twice]} entries have the name {twice!r}"
+    is_agent = [entry.environment == "agent" for entry in c.entries]
+    if agent != type(agent)() and not any(is_agent):
+        yield (
+            f"generator.agent.{min(agent.model_fields_set)} cannot act: no environment is agent; "
+            "set generator.environment to agent, or leave it out"
+        )
+    if c.parity.is_required and all(is_agent):
+        name = "max_gap" if c.parity.max_gap is not None else "max_mean_gap"
+        yield (
+            f"parity.{name} {getattr(c.parity, name)} cannot be compared with anything: every "
+            "environment is agent, and agents play in the generators of a run alone; leave it out"
+        )
     limits = [entry.max_groups for entry in c.entries]
-    if None in limits or sum(n or 0 for n in limits) >= c.learner.groups_per_step:
-        return None
-    return (
-        f"environments.max_trajectories allow {sum(n or 0 for n in limits)} groups of "
-        f"learner.groups_per_step {c.learner.groups_per_step}: raise one, or leave it out"
-    )
-
-
-def parity_of_agents_alone(c: "RunConfig") -> str | None:
-    is_measurable = any(entry.environment != "agent" for entry in c.entries)
-    if not c.parity.is_required or is_measurable:
-        return None
-    name = "max_gap" if c.parity.max_gap is not None else "max_mean_gap"
-    return (
-        f"parity.{name} {getattr(c.parity, name)} cannot be compared with anything: every "
-        "environment is agent, and agents play in the generators of a run alone; leave it out"
-    )
-
-
-CONTRADICTIONS: tuple[Callable[["RunConfig"], str | None], ...] = (
-    micro_batch_too_small,
-    memory_setting_without_its_pass,
-    more_updates_than_groups,
-    adapter_of_divided_matrices,
-    argument_of_streamrl,
-    model_len_too_short,
-    min_tokens_above_max,
-    greedy_siblings,
-    mask_without_a_bound,
-    divergence_from_another_policy,
-    compiled_routers,
-    teacher_of_another_distribution,
-    loss_of_rewards_alone,
-    weights_too_rare,
-    images_to_a_server,
-    store_for_a_server_elsewhere,
-    videos_to_vllm,
-    nccl_without_gpu,
-    shared_between_gpu_and_cpu,
-    weights_without_keys,
-    epochs_not_counted,
-    warmup_longer_than_run,
-    decay_within_warmup,
-    setting_without_a_critic,
-    warmup_longer_than_run_of_a_critic,
-    decay_of_all_of_a_critic,
-    shaped_beside_a_greedy_reward,
-    several_rewards_of_no_name,
-    reward_that_is_none_of_the_run,
-    token_that_silences_its_sequence,
-    alone_in_its_group,
-    nothing_to_differ_from,
-    finished_before_the_greedy_one,
-    groups_too_large,
-    one_address,
-    evaluation_without_a_model,
-    turns_of_a_single_turn,
-    turn_deadline_after_that_of_the_episode,
-    group_beyond_what_may_be_in_flight,
-    truncated_of_nothing,
-    alike_samples,
-    never_published,
-    more_prompts_than_held_out,
-    bad_generator,
-    early_stop_without_validation,
-    best_without_validation,
-    agents_of_others,
-    environment_twice,
-    one_name_for_two,
-    agent_of_no_environment,
-    parity_of_agents_alone,
-    limit_below_a_group,
-    limits_leave_prompts,
-)
+    if 0 in limits:
+        i, entry = limits.index(0), c.entries[limits.index(0)]
+        yield (
+            f"environments.{i}.max_trajectories {entry.max_trajectories} is less than one "
+            f"group of {entry.group_size}, so {entry.name} would never play"
+        )
+    num_groups = sum(limit or 0 for limit in limits)
+    if None not in limits and num_groups < c.learner.groups_per_step:
+        yield (
+            f"environments.max_trajectories allow {num_groups} groups of "
+            f"learner.groups_per_step {c.learner.groups_per_step}: raise one, or leave it out"
+        )

@@ -347,6 +347,12 @@ class McpServerSettings(CallLimits):
         return self
 
 
+_HEAD_FLAGS = {
+    "vllm": """--hf-overrides '{"head_dtype": "float32"}'""",
+    "sglang": "--enable-fp32-lm-head",
+}
+
+
 class GeneratorSettings(Section):
     """What one generator samples, and the engine that samples it."""
 
@@ -394,6 +400,9 @@ class GeneratorSettings(Section):
     """Longest prompt plus completion, in tokens; unset: max_prompt_length + max_new_tokens."""
     dtype: Dtype = "float32"
     """Precision of the engine's weights."""
+    lm_head_dtype: Literal["float32"] | None = None
+    """float32: compute logits in it beside weights of a narrower `dtype`, from the same weights,
+    which brings log-probabilities nearer to the learner's; null: as the engine does."""
     device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0
@@ -413,6 +422,23 @@ class GeneratorSettings(Section):
     """Settings of engine vllm."""
     sglang: SglangSettings = SglangSettings()
     """Settings of engine sglang."""
+
+    @model_validator(mode="after")
+    def _has_an_lm_head_of_its_own(self) -> "GeneratorSettings":
+        if self.lm_head_dtype is None:
+            return self
+        if self.url:
+            flag = _HEAD_FLAGS[self.engine]
+            raise ValueError(
+                f"lm_head_dtype: was {self.lm_head_dtype!r}, which the server of {self.engine}.url "
+                f"does not get to see; give that server's command line {flag}"
+            )
+        if self.dtype == self.lm_head_dtype:
+            raise ValueError(
+                f"lm_head_dtype: was {self.lm_head_dtype!r}, which dtype is for all layers, so it "
+                "cannot act; set dtype to bfloat16, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":

@@ -8,6 +8,7 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.section import (
     Decay,
     Device,
+    Dtype,
     LearningRate,
     LearningRateOrZero,
     NotNegative,
@@ -283,16 +284,6 @@ class ProfilerSettings(Section):
 FlashAttentionVersion: TypeAlias = Literal["auto", 2, 3, 4]
 
 
-def _needs_no_scaler(dtype: object) -> object:
-    if dtype in ("float16", "fp16", "half"):
-        raise ValueError(
-            f"was {dtype!r}; gradients leave its range without a loss scaler, which there is none "
-            "of: use bfloat16, which has the range of float32, or float32; generator.dtype may be "
-            "float16"
-        )
-    return dtype
-
-
 class LearnerSettings(Section):
     """The batch of a step, and the machine that trains it."""
 
@@ -321,8 +312,9 @@ class LearnerSettings(Section):
     """Ranks that `streamrl learner` starts on this machine; torchrun starts them on several."""
     rank_deadline_s: Seconds = 60.0
     """How long a rank of the learner may report nothing before the others end."""
-    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_needs_no_scaler)] = "float32"
-    """Precision of forward and backward; sums, master weights and optimizer stay float32."""
+    dtype: Dtype = "float32"
+    """Precision of forward and backward; sums, master weights and optimizer stay float32. With
+    float16 losses have a scale, which halves when a gradient overflows."""
     device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
     num_threads: NotNegative = 0
@@ -341,8 +333,9 @@ class LearnerSettings(Section):
     flash_attention: FlashAttentionVersion = "auto"
     """FlashAttention of packed trajectories on a GPU: auto takes 3 or 4 where its package is
     installed and made for the GPU, else 2, which is flash-attn's or torch's own."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Positive = False
+    """Recompute the activations of each layer in the backward pass: less memory, more time; a
+    number n: of every n-th layer."""
     check_packing: bool = True
     """At start, compare packed with plain transformers; run unpacked what packing changes."""
     offload: OffloadSettings = OffloadSettings()

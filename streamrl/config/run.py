@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from streamrl.config.addresses import StoreUrl
 from streamrl.config.section import NotNegative, Positive, Probability, Seconds, Section
 from streamrl.types.ranges import ID_PATTERN
 
@@ -45,6 +46,10 @@ class RunSettings(Section):
     """Name of the run and of its folder."""
     folder: Path = Path("runs")
     """Where run folders are made."""
+    folder_mirror: StoreUrl | None = None
+    """Where a launch keeps a copy of the run's folder, from which `--resume` goes on where this
+    machine is lost: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER. It is
+    brought up to date with each checkpoint and at the end; each run has a folder of its name."""
     max_steps: Positive = 100
     """Steps until the run ends."""
     total_epochs: Annotated[float, Field(gt=0)] | None = None

@@ -12,7 +12,7 @@ from streamrl.config.algorithm.inert import refusals
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.cluster import ClusterSettings
-from streamrl.config.contradictions import CONTRADICTIONS
+from streamrl.config.contradictions import contradictions
 from streamrl.config.data import DataSettings
 from streamrl.config.environments import EnvironmentEntry, EnvironmentSettings, entries_of
 from streamrl.config.generator import GeneratorSettings
@@ -178,7 +178,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _has_no_contradiction(self) -> "RunConfig":
         _ = self.entries  # raises where `data` of an entry is refused
-        if sentences := [sentence for find in CONTRADICTIONS if (sentence := find(self))]:
+        if sentences := list(contradictions(self)):
             raise ValueError("\n".join(sentences))
         if refused := list(refusals(self.algorithm, self.learner.num_updates)):
             raise ValidationError.from_exception_data("RunConfig", refused)

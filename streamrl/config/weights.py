@@ -4,17 +4,8 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from streamrl.config.addresses import is_any, require_places
+from streamrl.config.addresses import STORES, StoreUrl, is_any, require_places
 from streamrl.config.section import Dtype, Positive, Seconds, Section
-from streamrl.errors import nearest
-
-STORES = {
-    "s3": "s3://BUCKET/FOLDER",
-    "gs": "gs://BUCKET/FOLDER",
-    "hf": "hf://buckets/USER/BUCKET/FOLDER",
-    "file": "file:///FOLDER",
-}
-"""What `weights.store` may look like, by its scheme."""
 
 
 class WeightSettings(Section):
@@ -27,7 +18,7 @@ class WeightSettings(Section):
     """What generators get their weights by. broadcast: shared memory or torch.distributed, see
     `backend`. files: safetensors in the run folder (a shared file system). store: `weights.store`
     alone, without a connection to `weights.address`."""
-    store: str | None = None
+    store: StoreUrl | None = None
     """Where the learner also writes every version it can, for generators elsewhere, which follow
     with `transport: store`: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER.
     Each run has a folder of its name there."""
@@ -69,20 +60,6 @@ class WeightSettings(Section):
             )
         return address
 
-    @field_validator("store")
-    @classmethod
-    def _is_a_store(cls, store: str | None) -> str | None:
-        if store is None:
-            return None
-        scheme, separator, path = store.partition("://")
-        if separator and scheme in STORES and path.strip("/"):
-            return _require_place(store, scheme, path)
-        close = STORES.get(nearest(scheme, STORES, likeness=0.5) or "") if separator else None
-        if store.startswith("/"):
-            close = f"file://{store}"
-        hint = f"did you mean {close}?" if close else f"allowed: {', '.join(STORES.values())}"
-        raise ValueError(f"was {_shown(store)}; it must name a store and a folder in it; {hint}")
-
     @model_validator(mode="after")
     def _has_a_store(self) -> "WeightSettings":
         if self.transport == "store" and self.store is None:
@@ -99,23 +76,3 @@ class WeightSettings(Section):
                 f"weights.delta is for weights.transport files, which was {self.transport}"
             )
         return self
-
-
-def _require_place(store: str, scheme: str, path: str) -> str:
-    """
-    Raises:
-        ValueError: the path is relative, or has a password or a query in it.
-    """
-    if scheme == "file" and not path.startswith("/"):
-        raise ValueError(f"was {store!r}; a folder has three slashes: file:///{path}")
-    if set(path) & set("@?#*"):
-        raise ValueError(
-            f"was {_shown(store)}; it must be like {STORES[scheme]}, without a user, a password, "
-            "?, # and *: keys come from the environment of the store's own library"
-        )
-    return store
-
-
-def _shown(store: str) -> str:
-    """Without its query, which may hold keys."""
-    return repr(store.partition("?")[0])

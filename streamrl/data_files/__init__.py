@@ -17,31 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from streamrl.data_files.hub import is_data_set, open_data_set
-from streamrl.data_files.parquet import Parquet, count_parquet
+from streamrl.data_files.arrow import Parquet, count_parquet, is_data_set, open_data_set
 from streamrl.data_files.rows import (
     ConcatenatedRows,
     Row,
-    Rows,
+    RowSource,
     as_json_values,
     explained,
     shown,
 )
 from streamrl.data_files.text import COMPRESSED, JsonLines, count_lines, read_csv, read_json
 from streamrl.errors import ConfigError
-
-__all__ = [
-    "SUFFIXES",
-    "Row",
-    "Rows",
-    "as_json_values",
-    "count_rows",
-    "files_of",
-    "fingerprint",
-    "has_rows",
-    "open_rows",
-    "shown",
-]
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", *COMPRESSED)
 
@@ -55,13 +41,13 @@ def has_rows(source: str) -> bool:
     return source.endswith(SUFFIXES) or is_data_set(source)
 
 
-def open_rows(setting: str, source: str, *, subset: str | None, split: str | None) -> Rows:
+def open_rows(setting: str, source: str, *, subset: str | None, split: str | None) -> RowSource:
     """The rows of what `has_rows`; of several files one after the other, sorted by name.
 
     Raises:
         ConfigError: it cannot be read, has another format, or has no rows.
     """
-    rows: Rows
+    rows: RowSource
     if is_data_set(source):
         rows = open_data_set(setting, source, subset=subset, split=split)
     else:
@@ -128,7 +114,7 @@ def _matching(setting: str, source: str) -> tuple[Path, ...]:
     return files
 
 
-def _open_file(setting: str, path: Path) -> Rows:
+def _open_file(setting: str, path: Path) -> RowSource:
     with explained(setting, path):
         match path.suffix:
             case ".parquet":

@@ -19,7 +19,7 @@ class Row(NamedTuple):
     place: str
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Rows by their number, which counts from 0; iteration may be faster than one by one."""
 
     def __len__(self) -> int: ...
@@ -48,7 +48,7 @@ class ListedRows:
 class ConcatenatedRows:
     """The rows of several files, one after the other."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
+    def __init__(self, parts: Sequence[RowSource]) -> None:
         self._parts = parts
         self._ends = tuple(itertools.accumulate(map(len, parts)))
 

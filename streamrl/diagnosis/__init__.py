@@ -13,8 +13,6 @@ from streamrl.diagnosis.causes import CAUSES, lasting_wait
 from streamrl.diagnosis.reading import Reading
 from streamrl.findings import Area, Finding
 
-__all__ = ["Finding", "Reading", "diagnose", "pending", "waits_for"]
-
 
 def diagnose(reading: Reading) -> tuple[Finding, ...]:
     """What is wrong, in the order of `CAUSES`, which name the causes; () if nothing is."""

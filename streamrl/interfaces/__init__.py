@@ -22,25 +22,3 @@ from streamrl.interfaces.episodes import (
     Transition,
 )
 from streamrl.interfaces.tracking import Tracker
-
-__all__ = [
-    "CompletionHandle",
-    "Engine",
-    "Environment",
-    "EnvironmentContext",
-    "Episode",
-    "GeneratorBuffer",
-    "LearnerBuffer",
-    "Message",
-    "Observation",
-    "Prompt",
-    "PromptSource",
-    "Renderer",
-    "Reward",
-    "Sampler",
-    "Score",
-    "ToolSchema",
-    "Tracker",
-    "TrajectoryBuffer",
-    "Transition",
-]

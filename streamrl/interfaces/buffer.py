@@ -126,8 +126,12 @@ class LearnerBuffer(Protocol):
         """
         ...
 
-    async def advance(self, policy_version: int) -> BufferStats:
-        """The optimizer step that made this version has used its batch; returns the new stats."""
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
+        """The optimizer step that made this version has used its batch; returns the new stats.
+
+        Of a run whose bound on staleness is steered, leases are granted under `steered_bound`, in
+        versions, from here on; another run ignores it.
+        """
         ...
 
     async def acknowledge(self, policy_version: int) -> None:

@@ -1,11 +1,12 @@
 """A place where metrics go; see `streamrl.tracking`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 
-class Tracker(Protocol):
-    """Called by the learner; an error of one tracker does not reach the others."""
+class Tracker:
+    """Called by the learner; an error of one tracker does not reach the others. One that derives
+    from it leaves out what it does not show."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Once a step."""
@@ -23,4 +24,5 @@ class Tracker(Protocol):
         """What the validated versions wrote for the same held-out prompts, as lines of
         `validation/VERSION.jsonl`: those of one prompt together, oldest version first."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What it holds is given back."""

@@ -1,10 +1,6 @@
 """The metrics of a run: what there is, how it is merged, and those of the buffer.
 
-    metric        what the catalogue says of a metric, and its rules of merging
-    training      rows of the learner's step: rewards, loss, updates, episodes
-    mismatch      rows of rollout importance sampling
-    system        rows of the buffer, the generators, weight updates and validations
-    catalogue     all rows, and the row of a name
+    metric        what catalogue.csv says of a metric, its rules of merging, and the row of a name
     buffer        the metrics of the buffer and the generators, from their stats
 
 Invariant: a metric that StreamRL reports has a row; a name without one is of the user's own code.
@@ -18,23 +14,14 @@ from streamrl.metrics.buffer import (
     sampling_metrics,
     staleness_metrics,
 )
-from streamrl.metrics.catalogue import CATALOGUE, find, metric
-from streamrl.metrics.metric import OWN, STALENESS_BUCKETS, STALENESS_EDGES, Merge, Metric, Writer
-
-__all__ = [
-    "CATALOGUE",
-    "OWN",
-    "STALENESS_BUCKETS",
-    "STALENESS_EDGES",
-    "Merge",
-    "Metric",
-    "Writer",
-    "books_metrics",
-    "buffer_metrics",
-    "fairness_metrics",
-    "find",
-    "metric",
-    "reward_metrics",
-    "sampling_metrics",
-    "staleness_metrics",
-]
+from streamrl.metrics.metric import (
+    CATALOGUE,
+    OWN,
+    STALENESS_BUCKETS,
+    STALENESS_EDGES,
+    Merge,
+    Metric,
+    Writer,
+    find,
+    metric,
+)

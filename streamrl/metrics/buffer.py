@@ -42,6 +42,7 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
         **{f"buffer/refused_{reason}": stats.refused.get(reason, 0) for reason in RefusalReason},
         "buffer/num_bytes": stats.num_bytes,
         "buffer/capacity": stats.capacity,
+        "buffer/staleness_bound": stats.staleness_bound,
         "buffer/max_leases_per_prompt": max((p.num_leases for p in stats.retried), default=0),
         "generator/count": len(generators),
         "generator/num_active": sum(g.num_active for g in generators),

@@ -287,11 +287,11 @@ class LearnerMemory:
             yield MemoryPart("gathered layers", size * (layers + shape.num_embeddings))
         tokens = -(-max_tokens // learner.mesh.sequence)
         layer = activation_bytes(shape, size, tensor) * tokens
-        if learner.gradient_checkpointing:
-            inputs = 0 if learner.offload.activations else shape.num_layers * shape.hidden_size
-            yield MemoryPart("activations", layer + inputs * size * tokens, is_certain=False)
-        else:
-            yield MemoryPart("activations", layer * shape.num_layers, is_certain=False)
+        every = int(learner.gradient_checkpointing)
+        recomputed = -(-shape.num_layers // every) if every else 0
+        kept = shape.num_layers - recomputed + bool(recomputed)
+        inputs = 0 if learner.offload.activations else recomputed * shape.hidden_size
+        yield MemoryPart("activations", layer * kept + inputs * size * tokens, is_certain=False)
         logits = min(_LOGIT_BLOCK_BYTES, 3 * _FLOAT32 * tokens * shape.vocab_size)
         yield MemoryPart("logits", logits, is_certain=False)
 
@@ -318,7 +318,7 @@ class LearnerMemory:
             yield "learner.lora"
         if not learner.offload.parameters:
             yield "learner.offload.parameters"
-        if not learner.gradient_checkpointing:
+        if learner.gradient_checkpointing is not True:
             yield "learner.gradient_checkpointing"
         yield "a smaller learner.max_tokens_per_micro_batch"
 

@@ -1,5 +1,3 @@
 """Samples: what the policy wrote, as a person reads it."""
 
 from streamrl.samples.record import ImportanceWeights, Message, Sample, sample_of
-
-__all__ = ["ImportanceWeights", "Message", "Sample", "sample_of"]

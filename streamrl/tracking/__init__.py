@@ -19,7 +19,6 @@ from streamrl.config import RunConfig
 from streamrl.interfaces import Tracker
 from streamrl.samples.files import side_by_side
 from streamrl.samples.record import as_json
-from streamrl.tracking.console import ConsoleTracker
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 
 CLOSE_S = 60.0
@@ -27,6 +26,34 @@ MAX_WAITING = 1000
 """Calls that wait for a tracker; one that takes none of them loses what follows."""
 
 log = logging.getLogger(__name__)
+_progress = logging.getLogger("streamrl.progress")
+_MOST_SHOWN = 12
+_SHOWN = {
+    "reward": "reward/mean",
+    "staleness": "buffer/staleness_mean",
+    "ess": "mismatch/rollout_is_eff_sample_size",
+    "length": "response_length/mean",
+    "wait_s": "learner/wait_s",
+    "step_s": "learner/step_s",
+}
+
+
+class ConsoleTracker(Tracker):
+    """One line a step in the learner's log; samples have files of their own."""
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        shown = [f"{k} {metrics[name]:.3g}" for k, name in _SHOWN.items() if name in metrics]
+        _progress.info("step %d  %s", step, "  ".join(shown))
+
+    def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
+        shown = [
+            f"{name.removeprefix('validation/')} {value:.3g}"
+            for name, value in metrics.items()
+            if "@" in name
+        ]
+        _progress.info(
+            "validation of version %d  %s", policy_version, "  ".join(shown[:_MOST_SHOWN])
+        )
 
 
 def open_trackers(

@@ -5,11 +5,11 @@ TensorBoard's scalars, and part of its name in Prometheus. The charts are those 
 TensorBoard's custom scalars.
 """
 
+import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-from streamrl.metrics import STALENESS_BUCKETS
+from importlib import resources
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 Kind: TypeAlias = Literal["lines", "shares", "sums"]
 """`shares` and `sums` are stacked; shares are parts of their sum."""
@@ -33,131 +33,22 @@ class MetricGroup(NamedTuple):
     charts: tuple[Chart, ...] = ()
 
 
-_LAG = "Staleness 0 is what the engine costs, the others what lag costs."
-GROUPS = (
-    MetricGroup(
-        "reward",
-        "Reward",
-        (
-            Chart("Training reward", ("reward/(mean)",)),
-            Chart("Groups whose rewards are all alike", ("reward/(groups_alike_frac)",)),
-        ),
-    ),
-    MetricGroup(
-        "validation",
-        "Validation",
-        (Chart("Held-out prompts, by version", (r"validation/(.*@.*)",)),),
-    ),
-    MetricGroup(
-        "buffer",
-        "Staleness and buffer",
-        (
-            Chart("Staleness in versions", (r"buffer/staleness_(mean|max|min)",)),
-            Chart(
-                "Groups of a step by staleness",
-                tuple(f"buffer/staleness_({b})/num_groups" for b in STALENESS_BUCKETS),
-                "shares",
-            ),
-            Chart("Groups in flight by state", (r"buffer/(leased|buffered|taken)",), "sums"),
-            Chart("Groups dropped so far, by reason", (r"buffer/dropped_(\w+)",)),
-        ),
-    ),
-    MetricGroup(
-        "mismatch",
-        "Effective sample size and mismatch",
-        (
-            Chart(
-                "Effective sample size", (r"mismatch/rollout_is_((?:applied_)?eff_sample_size)",)
-            ),
-            Chart(
-                "Effective sample size by staleness",
-                (r"mismatch/staleness_(\w+)/eff_sample_size",),
-                note=_LAG,
-            ),
-            Chart("KL of behavior and training policy", (r"mismatch/mismatch_(k3_kl|kl)",)),
-            Chart("KL by staleness", (r"mismatch/staleness_(\w+)/kl",), note=_LAG),
-        ),
-    ),
-    MetricGroup(
-        "generator",
-        "Generators",
-        (
-            Chart("Sampled tokens per second", (r"generator/([^/]+)/tokens_per_s",), "sums"),
-            Chart("Share of the generators' room that is not in use", (r"generator/(idle_frac)",)),
-            Chart("Version", (r"generator/([^/]+)/policy_version", "learner/(policy_version)")),
-        ),
-    ),
-    MetricGroup(
-        "learner",
-        "Learner",
-        (
-            Chart("Tokens per second of computing", (r"learner/(tokens_per_s)",)),
-            Chart("Share of the time that it waits", (r"learner/(wait_frac)",)),
-            Chart(
-                "Time of a step in seconds",
-                (r"learner/(wait|plan|score|forward|backward|update|snapshot|save)_s",),
-                "sums",
-            ),
-            Chart("Gradient norm", (r"learner/(grad_norm)",)),
-        ),
-    ),
-    MetricGroup(
-        "weights",
-        "Weight updates",
-        (
-            Chart(
-                "Seconds of each hop",
-                (r"weights/(snapshot|ready_wait|transfer|receive|load|pause)_s",),
-            ),
-            Chart("Failures so far", (r"weights/num_(failed_loads|fenced|refused_messages)",)),
-        ),
-    ),
-    MetricGroup(
-        "fairness",
-        "Response lengths by outcome",
-        (
-            Chart("Mean in tokens", (r"fairness/(sampled|trained|dropped)_length_mean",)),
-            Chart("99th percentile", (r"fairness/(sampled|trained|dropped)_length_p99",)),
-        ),
-    ),
-    MetricGroup(
-        "scaling",
-        "What would make it faster",
-        (
-            Chart(
-                "Steps per second: now, and with one more of each",
-                (r"scaling/(steps_per_s|steps_per_s_generator_added|steps_per_s_rank_added)",),
-            ),
-        ),
-    ),
-    MetricGroup("response_length", "Response lengths"),
-    MetricGroup("actor", "Loss", (Chart("Entropy", (r"actor/(entropy)",)),)),
-    MetricGroup(
-        "router",
-        "Experts",
-        (
-            Chart("Experts that engine and learner differ in", (r"router/(mismatch_frac)",)),
-            Chart("Load", (r"router/(busiest_expert_share|load_entropy)",)),
-        ),
-    ),
-    MetricGroup("critic", "Critic"),
-    MetricGroup("advantage", "Advantages"),
-    MetricGroup("episode", "Episodes"),
-)
+def _read() -> dict[str, MetricGroup]:
+    """The groups of charts.csv, by their names; `metrics` of a chart are parted by blanks."""
+    text = (resources.files("streamrl.tracking") / "charts.csv").read_text(encoding="utf-8")
+    groups: dict[str, MetricGroup] = {}
+    for row in csv.DictReader(text.splitlines()):
+        name, metrics, kind = row["group"], tuple(row["metrics"].split()), cast(Kind, row["kind"])
+        group = groups.get(name, MetricGroup(name, row["heading"]))
+        charts = [Chart(row["title"], metrics, kind, row["note"])] if metrics else []
+        groups[name] = group._replace(charts=(*group.charts, *charts))
+    return groups
 
-OVERVIEW = (
-    Chart("Response length in tokens", (r"response_length/(mean|max)",)),
-    Chart("Staleness in versions", (r"buffer/staleness_(mean|max)",)),
-    Chart("Effective sample size", (r"mismatch/rollout_is_(eff_sample_size)",)),
-    Chart("Entropy", (r"actor/(entropy)",)),
-    Chart("Time of a step in seconds", (r"learner/(wait|train|snapshot|save)_s",), "sums"),
-    Chart(
-        "Share of the time without work",
-        (r"(generator)/idle_frac", r"(learner)/wait_frac"),
-        note="Generators that have room for more groups, and a learner that waits for them.",
-    ),
-)
+
+_READ = _read()
+OVERVIEW = _READ.pop("overview").charts
 """What the page shows first, below the reward."""
+GROUPS = tuple(_READ.values())
 
 
 def grouped(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,16 @@ for. Invariant: the file ends with a whole line, unless its writer was killed wh
 readers leave out a line that was cut off, and the next writer removes it.
 
 `validation.jsonl` has a line for each validation; `best_of` says which of them is the best.
+`FollowedMetrics` reads a file that grows, for the live view.
 """
 
 import json
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -83,17 +86,20 @@ def read_metrics(path: Path, names: Collection[str] | None = None) -> list[dict[
     With `names` only these and the step are kept of all lines but the last, since a long run has
     more than fits into memory.
     """
-    if not path.exists():
-        return []
     lines: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            if (line := _parsed(text)) is None:
-                continue
-            if names is not None and lines:
-                lines[-1] = {k: v for k, v in lines[-1].items() if k == "step" or k in names}
-            lines.append(line)
+    for line in read_lines(path):
+        if names is not None and lines:
+            lines[-1] = {k: v for k, v in lines[-1].items() if k == "step" or k in names}
+        lines.append(line)
     return lines
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same one after the other; a damaged line is left out."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for text in file:
+            if (line := _parsed(text)) is not None:
+                yield line
 
 
 def read_last(path: Path) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def read_newest(path: Path, num_lines: int) -> list[dict[str, Any]]:
         return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        texts = file.read().decode(errors="replace").splitlines()
+        texts = file.read().splitlines()
     whole = (line for text in reversed(texts) if (line := _parsed(text)))
     return list(islice(whole, num_lines))[::-1]
 
@@ -117,7 +123,7 @@ def _keep_before(path: Path, first_step: int) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     is_kept = [
         line.endswith(b"\n")
-        and (parsed := _parsed(line.decode(errors="replace"))) is not None
+        and (parsed := _parsed(line)) is not None
         and parsed["step"] < first_step
         for line in lines
     ]
@@ -132,10 +138,10 @@ def _keep_before(path: Path, first_step: int) -> None:
     unfinished.replace(path)
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
+def _parsed(text: bytes) -> dict[str, Any] | None:
     try:
         line = msgspec.json.decode(text)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
@@ -188,3 +194,63 @@ def best_of(
         else:
             best = best._replace(num_since=best.num_since + 1)
     return best
+
+
+NUM_NEWEST = 20
+_MOST_OLDER = 1000
+
+
+class FollowedMetrics:
+    """A `metrics.jsonl` that grows: the newest lines whole, of the others their rewards.
+
+    Invariant: a reading costs what was written since the last one, and what is kept is bounded:
+    once there are too many of the older lines, every second one is left out, from then on as well.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin_anew(0)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines so far, oldest first; of all but the newest only `step` and `reward/mean`."""
+        try:
+            file = self._path.open("rb")
+        except OSError:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._begin_anew(status.st_ino)
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break
+                self._offset += len(text)
+                self._append(text)
+        return [*self._older, *self._newest]
+
+    def _begin_anew(self, inode: int) -> None:
+        """After a learner has resumed, and cut off the steps that it makes again."""
+        self._inode = inode
+        self._offset = self._num_lines = 0
+        self._every = 1
+        self._older: list[dict[str, Any]] = []
+        self._newest: deque[dict[str, Any]] = deque()
+
+    def _append(self, text: bytes) -> None:
+        """A damaged line is left out; a number that JSON has none of does not damage it."""
+        try:
+            line = json.loads(text)
+        except ValueError:
+            return
+        if not isinstance(line, dict) or "step" not in line:
+            return
+        self._newest.append(line)
+        if len(self._newest) <= NUM_NEWEST:
+            return
+        oldest = self._newest.popleft()
+        if self._num_lines % self._every == 0:
+            self._older.append({name: oldest.get(name) for name in ("step", "reward/mean")})
+        self._num_lines += 1
+        if len(self._older) > _MOST_OLDER:
+            self._older, self._every = self._older[::2], 2 * self._every

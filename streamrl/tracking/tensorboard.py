@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.extras import missing
+from streamrl.interfaces import Tracker
 from streamrl.tracking.groups import GROUPS, grouped
 from streamrl.tracking.jsonl import VERSION
 from streamrl.tracking.tables import HELD_OUT, TRAINED, markdown_table
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Scalars under the metrics' own names, and the charts of `GROUPS` as custom scalars;
     `first_step` and later steps are purged first."""
 

@@ -6,11 +6,12 @@ from typing import Any
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.extras import missing
+from streamrl.interfaces import Tracker
 from streamrl.tracking.groups import grouped
 from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, rows
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """One Trackio run per run folder, in Trackio's own folder (TRACKIO_DIR); nothing is sent
     elsewhere, unless Trackio's own variables name a Space or a server.
 

@@ -9,6 +9,7 @@ from typing import Any
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.extras import missing
+from streamrl.interfaces import Tracker
 from streamrl.tracking.groups import grouped
 from streamrl.tracking.jsonl import VERSION
 from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, rows
@@ -16,7 +17,7 @@ from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, rows
 FINISH_S = 120
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """One W&B run per run folder, so a resumed run continues in the same charts.
 
     At the end uploads may take WANDB_FINISH_TIMEOUT seconds, by default FINISH_S; the rest stays in

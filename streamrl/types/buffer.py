@@ -86,6 +86,7 @@ class Books(Struct, frozen=True, kw_only=True):
     they are the position in the prompt stream, which a learner's checkpoint restores.
     `learner_term` counts the learners that attached, and `revision` grows with every change: of two
     books of one run, those with the larger term, then the larger revision, are the later ones.
+    `steered_bound` is the bound on staleness that the learner has set last, 0 if it steers none.
     """
 
     granted: Count = 0
@@ -99,6 +100,7 @@ class Books(Struct, frozen=True, kw_only=True):
     revision: Count = 0
     learner_term: Count = 0
     open_ranges: IndexRanges = ()
+    steered_bound: Count = 0
 
     @property
     def open_prompt_indices(self) -> tuple[int, ...]:
@@ -206,6 +208,8 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     listed or not, or since a learner attached if that is later; `scheduling_states` has the ids
     that are not active, whether they report or not.
     `refusal` is why the buffer accepts no group at present, such as a full disk; "" if it does.
+    No group is trained that is older than `max_staleness`; leases are granted under
+    `staleness_bound`, which is the same unless the learner steers it.
     `lengths` are those since the buffer's first start, rounded. `is_over` is false of a `finished`
     run that a learner may still go on with, as after a restart of the buffer.
     """
@@ -214,6 +218,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     policy_version: int
     groups_per_step: int
     max_staleness: int
+    staleness_bound: int
     overdue: OverduePolicy
     books: Books
     refused: dict[RefusalReason, int] = {}
@@ -235,7 +240,7 @@ class BufferStats(Struct, frozen=True, kw_only=True):
     @property
     def capacity(self) -> int:
         """Groups that admission lets in flight at a time."""
-        return admission_capacity(self.max_staleness, self.groups_per_step)
+        return admission_capacity(self.staleness_bound, self.groups_per_step)
 
     @property
     def in_flight(self) -> int:

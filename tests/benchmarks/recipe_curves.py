@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from streamrl.cli.display.figure import drawn
 from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
+from tests.research.figure import drawn
 
 _PANELS = (("Exact answers", "reward/exact"), ("Tokens of a response", "response_length/mean"))
 

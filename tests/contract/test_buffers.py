@@ -159,6 +159,17 @@ async def test_groups_go_from_generators_to_the_learner_and_are_freed(connect):
         await learner.fetch([0])
 
 
+async def test_a_learner_tells_its_bound_with_the_step_and_finds_it_in_the_books(connect):
+    learner = connect()
+    await learner.attach(0, None)
+    await fill(connect(), "a", "b")
+    await learner.take(2, 0, 1.0)
+    stats = await learner.advance(1, steered_bound=3)
+    assert stats.books.steered_bound == 3
+    assert stats.staleness_bound == 1, "this run has a fixed one"
+    assert (await connect().attach(1, stats.books)).books.steered_bound == 3
+
+
 async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(connect):
     generator, learner = connect(), connect()
     waiting = asyncio.create_task(lease_one(generator, "a", "g", 5.0))

@@ -97,6 +97,7 @@ def stats(**fields: Any) -> BufferStats:
         "policy_version": 0,
         "groups_per_step": 1,
         "max_staleness": 1,
+        "staleness_bound": 1,
         "overdue": OverduePolicy.WAIT,
         "books": Books(),
     }

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.probe import _of_generator
+from streamrl.cli.status import _of_generator
 from streamrl.config import to_yaml
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.types import LearnerActivity, LearnerStatus, SchedulingState

@@ -1,6 +1,7 @@
 """`streamrl launch --ray` on a Ray cluster of several nodes on this machine."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from streamrl.errors import EXIT_CONFIG
 from streamrl.process_environment import processes_with
 from streamrl.tracking.jsonl import read_metrics
 from tests.ports import free_port
+from tests.redis_server import RedisServer
 from tests.system.conftest import CONFIG, STREAMRL, RunFolder
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -151,6 +153,11 @@ def wait_until_nothing_is_left() -> None:
         time.sleep(0.1)
 
 
+def assert_in_order(run: Run) -> None:
+    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
+    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+
+
 def test_a_run_outlives_its_nodes(add, start, cluster):
     home, first = add(**LEARNER), add(**GENERATOR)
     run = start("--set", "generator.count=1..2", "--set", "run.max_steps=100000")
@@ -174,36 +181,102 @@ def test_a_run_outlives_its_nodes(add, start, cluster):
     os.kill(run.process.pid, signal.SIGKILL)
     run.end()
     wait_until_nothing_is_left()
-    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
-    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+    assert_in_order(run)
     steps = [line["step"] for line in read_metrics(run.folder / "trained.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_node_that_sees_no_folder_of_the_driver_is_sent_what_it_needs(cluster, start, tmp_path):
+@pytest.fixture
+def blind(cluster: Any, tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[bytes]"]]:
+    """Starts nodes that see no folder of the driver."""
     hidden = f"mount --make-rprivate / && mount -t tmpfs none {tmp_path}"
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces of mounts here")
     memory = f"--object-store-memory={NODE['object_store_memory']}"
     ray = (Path(STREAMRL).with_name("ray"), "start", "--address", cluster.address, "--block")
     words = " ".join(map(str, (*ray, "--num-cpus=3", memory)))
-    node = subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", f"{hidden} && exec {words}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        # The model is below the working folder, where it is sent from.
-        run = start("--set", "model.path=model")
-        assert run.end() == 0, run.output
-    finally:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def one() -> "subprocess.Popen[bytes]":
+        command = ["unshare", "-m", "sh", "-c", f"{hidden} && exec {words}"]
+        quiet = subprocess.DEVNULL
+        started.append(subprocess.Popen(command, stdout=quiet, stderr=quiet))
+        return started[-1]
+
+    yield one
+    for node in started:
         node.terminate()
         node.wait(DEADLINE_S)
+
+
+def test_a_node_that_sees_no_folder_of_the_driver_is_sent_what_it_needs(blind, start):
+    blind()
+    # The model is below the working folder, where it is sent from.
+    run = start("--set", "model.path=model")
+    assert run.end() == 0, run.output
     assert "the books close" in run.output
-    audit = [STREAMRL, "buffer", "audit", str(run.folder)]
-    assert "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+    assert_in_order(run)
     assert any((run.folder / "checkpoints" / "step-00000012").iterdir())
     assert "serves model" in run.log("generator-0")
+
+
+def test_without_shared_storage_a_lost_learner_and_resume_go_on_from_the_mirror(
+    blind, start, tmp_path_factory
+):
+    mirror = tmp_path_factory.mktemp("mirror")
+    settings = ("--set", "model.path=model", "--set", f"run.folder_mirror=file://{mirror}")
+    first = blind()
+    run = start(*settings, "--set", "run.max_steps=100000")
+    run.until_step(5)
+    first.terminate()
+    run.until(lambda: "goes on from its newest checkpoint" in run.output, "a lost learner")
+    blind()
+    run.until_step(len(run.lines) + 4)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.output
+    assert f"file://{mirror}/run has the run's folder" in run.output
+    done = len(run.lines)
+    # On another machine, and another node.
+    shutil.rmtree(run.folder)
+    run = start(*settings, "--resume", "--set", f"run.max_steps={done + 4}")
+    assert run.end() == 0, run.output
+    assert f"fetching the run at step {done} from" in run.output
+    assert "the books close" in run.output
+    assert_in_order(run)
+    steps = [line["step"] for line in read_metrics(run.folder / "trained.jsonl")]
+    assert steps == list(range(1, done + 5))
+    kept = {path.name for path in (run.folder / "checkpoints").glob("step-*")}
+    assert kept == {path.name for path in (mirror / "run" / "checkpoints").glob("step-*")}
+    assert len(kept) == 2
+
+
+def test_a_buffer_in_redis_outlives_the_learners_node(add, start, cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMRL_REDIS_PASSWORD", "word")
+    host = cluster.address.rpartition(":")[0]
+    server = RedisServer(tmp_path / "redis", f"bind 127.0.0.1 {host}", "requirepass word")
+    server.start()
+    url = f"redis://{host}:{server.port}/0"
+    try:
+        home, _ = add(**LEARNER), add(**GENERATOR)
+        run = start("--set", f"buffer.url={url}", "--set", "run.max_steps=100000")
+        run.until_step(4)
+        cluster.remove_node(home, allow_graceful=False)
+        run.until(lambda: "goes on from its newest checkpoint" in run.output, "a lost learner")
+        add(**LEARNER)
+        run.until_step(len(run.lines) + 4)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM, run.output
+        wait_until_nothing_is_left()
+        assert "the books close" in run.output
+        audit = [STREAMRL, "buffer", "audit", str(run.folder)]
+        assert (
+            "in order" in subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+        )
+        again = ("--new", "--set", f"buffer.url={url}")
+        run = start(*again)
+        assert run.end() == 0, run.output
+    finally:
+        server.kill()
 
 
 def submitted(client: Any, **job: Any) -> str:

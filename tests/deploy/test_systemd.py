@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.arguments.parser import parse
+from streamrl.cli.arguments.commands import parse
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FENCED
 from tests.documents import ROOT

@@ -4,6 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.settings import LossConfig
+
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -11,7 +13,7 @@ if not torch.cuda.is_available():
 from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput  # noqa: E402
 from streamrl.algorithms.kl import full_kl, kl_penalty  # noqa: E402
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs  # noqa: E402
-from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput  # noqa: E402
+from streamrl.algorithms.losses import POLICY_LOSSES, LossInput  # noqa: E402
 from streamrl.algorithms.rewards import normalize, sample_weights, token_rewards  # noqa: E402
 from streamrl.algorithms.rollout_is import (  # noqa: E402
     ROLLOUT_IS_PRESETS,

@@ -26,7 +26,6 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.cli.arguments import options
-from streamrl.cli.display.figure import drawn
 from streamrl.cli.display.numbers import metric_mean
 from streamrl.cli.processes.command import call, executable
 from streamrl.config import RunConfig, load_config, to_yaml
@@ -36,6 +35,7 @@ from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import config_of, read_json, read_learner
 from streamrl.tracking.jsonl import read_metrics
+from tests.research.figure import drawn
 from tests.research.forked import exit_code_of
 from tests.research.lag import LAG_FILE, Lag
 from tests.research.script import run_script
@@ -158,7 +158,7 @@ def main(arguments: argparse.Namespace) -> int:
         console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are complete, and are kept")
 
     if arguments.lag is not None and missing:
-        _make_model(base)
+        make_model_of(base)
 
     def make(number: int, run: Run) -> None:
         console.print(f"run {number} of {len(runs)}: {run.value}, seed {run.seed}")
@@ -263,7 +263,7 @@ def markdown(setting: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
         )
 
 
-def _make_model(config: RunConfig) -> None:
+def make_model_of(config: RunConfig) -> None:
     """Once, for the runs that go beside each other."""
     if config.model.recipe is not None and not Path(config.model.path).exists():
         config.run.path.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ class LaggedRun:
             for version in range(run.max_steps):
                 start_s = time.perf_counter()
                 self._remember(version)
-                groups = await self._sample(version)
+                groups = await self._sample(self._leases(version))
                 self._trainer.accumulate(TrainingBatch.of(groups, version))
                 metrics = self._trainer.update()
                 stale = staleness_metrics(tuple(map(GroupHeader.of, groups)), version)
@@ -119,7 +119,7 @@ class LaggedRun:
 
     def _remember(self, version: int) -> None:
         """Keep what the trainer has now, as long as a group may be sampled with it."""
-        oldest = version - self._lag.most(self._config.buffer.max_staleness)
+        oldest = version - self._lag.most(self._config.buffer.largest_staleness)
         kept = {past: weights for past, weights in self._past.items() if past >= oldest}
         self._past = {**kept, version: self._received()}
 
@@ -133,12 +133,15 @@ class LaggedRun:
             slot.write(slot.of(data), weights[slot.spec.name])
         return {slot.spec.name: slot.read(slot.of(data)) for slot in self._layout.slots}
 
-    async def _sample(self, version: int) -> list[TrajectoryGroup]:
-        """The groups that make the next version, in the order of their prompts."""
-        most = self._config.buffer.max_staleness
+    def _leases(self, version: int) -> list[tuple[int, int]]:
+        """Of the groups that make the next version: the version that samples it, its prompt."""
+        most = self._config.buffer.largest_staleness
         lags = self._lag.of_groups(self._num_groups, most, self._rng)
         first = version * self._num_groups
-        versions = [(max(0, version - lag), first + i) for i, lag in enumerate(lags)]
+        return [(max(0, version - lag), first + i) for i, lag in enumerate(lags)]
+
+    async def _sample(self, versions: Sequence[tuple[int, int]]) -> list[TrajectoryGroup]:
+        """The groups of these versions and prompts, in the order of the prompts."""
         groups: list[TrajectoryGroup] = []
         for sampled_by, of_version in groupby(sorted(versions), key=lambda pair: pair[0]):
             self._engine.reload(self._past[sampled_by], sampled_by)

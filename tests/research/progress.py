@@ -35,7 +35,7 @@ class WatchedSteps:
 
     def __init__(self, config: RunConfig) -> None:
         self._file = config.run.path / TRAINED_FILE
-        self._max_staleness = config.buffer.max_staleness
+        self._max_staleness = config.buffer.largest_staleness
         self._overdue = OverduePolicy(config.buffer.overdue)
         self._inode = self._num_bytes = 0
         self.step = 0

@@ -26,7 +26,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
-from streamrl.cli.display.figure import drawn
+from tests.research.figure import drawn
 from tests.research.scaled.costs import Costs, measure, run_real
 from tests.research.scaled.load import Load
 from tests.research.scaled.simulation import Network, simulate

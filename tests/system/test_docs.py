@@ -68,6 +68,9 @@ RUN_BY = {
     "--seeds 0,1,2,3,4 --lag even --jobs 2": "lag",
     f"{SCRIPTS}distill configs/ablation/lag.yaml --lags 0,1,8 --seeds 0 --set run.max_steps=120 "
     "--teacher-steps 250": "test_distillation.py",
+    f"{SCRIPTS}steer configs/ablation/lag.yaml --set algorithm.rollout_is=token_is": (
+        "test_exact_lag.py"
+    ),
     "streamrl launch configs/quickstart.yaml --new --set buffer.record=true": "test_replay.py",
     "streamrl replay runs/quickstart": "test_replay.py",
     "streamrl replay runs/quickstart --set algorithm.rollout_is=m2po "

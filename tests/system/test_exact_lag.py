@@ -15,6 +15,7 @@ from streamrl.process_environment import processes_with
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
 from tests.research import ablate as ablation_script
+from tests.research import steer as steer_script
 from tests.research.exact_lag import LaggedRun
 from tests.research.exact_lag import main as exact_lag
 from tests.research.lag import Lag
@@ -86,6 +87,28 @@ def test_uneven_ages_lie_between_none_and_twice_the_mean(file: Path):
     means = [line["buffer/staleness_mean"] for line in lines[2:]]
     assert 0 < min(means) < max(means) < 2
     assert 0.5 < sum(means) / len(means) < 1.5
+
+
+def test_fixed_and_steered_bounds_are_compared_at_equal_simulated_time(file: Path, capsys):
+    """A group takes one step, and from the middle of the run on two."""
+    settings = [str(file), "--set", "data.num_eval_prompts=8", "--latency", "1"]
+    steered = "{min: 0, max: 3, ess: 0.2}"
+    bounds = ["--bounds", f"[0, 3, '{steered}']"]
+    command = [*settings, *bounds, "--time", "48"]
+    assert run_script(steer_script.make_parser(), steer_script.main, command) == 0
+    printed = capsys.readouterr()
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in printed.out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["0", "3", steered]
+    few, most, between = (int(row[1]) for row in rows)
+    assert few < between < most <= 48
+    assert few <= 24 / 2 + 24 / 3, "under a bound of 0 the time of a step follows that of a group"
+    assert [float(row[2]) for row in rows][:1] == [0.0]
+    assert "from 0 to 1: the effective sample size of the last 8 steps" in printed.err
+    assert run_script(steer_script.make_parser(), steer_script.main, command) == 0
+    assert capsys.readouterr().out == printed.out, "runs that are complete are kept"
+    other = [*settings, *bounds, "--time", "49"]
+    assert run_script(steer_script.make_parser(), steer_script.main, other) == 2
+    assert "choose another run.name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,32 @@ def test_a_run_continues_after_its_learner_or_every_process_was_killed_and_after
     assert all(a["buffer/acknowledged"] <= b["buffer/acknowledged"] for a, b in pairwise(lines))
 
 
+def test_a_steered_bound_is_audited_and_outlasts_a_killed_learner(launch: Launch):
+    """A learner that is synchronous waits, so the bound is raised after nine steps."""
+    steered = _set("buffer.max_staleness={min: 0, max: 3, ess: 0.2}")
+    first = launch(*steered, *_set("run.max_steps=100000"), strict=False)
+
+    def bounds() -> list[int]:
+        return [line["buffer/staleness_bound"] for line in first.lines]
+
+    first.until(lambda: bounds()[-1:] >= [1])
+    saved = len(first.lines) + 3
+    first.until_step(saved + 1)
+    at_kill = len(first.lines)
+    first.child("learner").kill()
+    first.until(lambda: first.log("learner").count("attached at version") == 2)
+    first.until_step(at_kill + 1)
+    assert min(bounds()[saved - 1 :]) >= 1, bounds()
+    first.process.send_signal(signal.SIGINT)
+    assert first.end() == 130, first.output
+    assert set(bounds()[:8]) == {0}
+    assert max(line["buffer/staleness_max"] for line in first.lines) <= 3
+    assert "buffer.max_staleness steered from 0 to 1: the effective" in first.log("learner")
+    assert_audit_passes(first)
+    printed = " ".join(output_of("buffer", "audit", str(first.folder)).split())
+    assert "steered the bound from 0 to 1: the effective sample size of the last 8" in printed
+
+
 def test_a_killed_buffer_continues_and_an_older_copy_of_its_journal_is_brought_up_to_date(
     launch: Launch,
 ):

@@ -41,8 +41,6 @@ def test_a_run_whose_learner_was_killed_is_replayed_bit_for_bit(launch: Launch, 
     # Weights that went another way for some steps may be updated in any direction.
     assert max(map(abs, cosines)) < 1 + 1e-5
     assert min(cosines) < 0.99
-    for folder in (run.folder / "replay", tmp_path / "other"):
-        assert (folder / "replay.png").stat().st_size > 10_000
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from streamrl.cli.arguments.parser import parse
+from streamrl.cli.arguments.commands import parse
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import (
     EXIT_CONFIG,
@@ -183,9 +183,9 @@ def test_the_buffers_image_has_all_that_its_commands_import():
     without = WITHOUT[1].split(",")
     assert "torch" in without
     names = {name.replace("-", "_") for name in without}
-    modules = ["buffers.daemon", "buffers.redis.client", "streamrl.cli.probe"]
-    modules += [f"streamrl.cli.{name}" for name in ("status", "generators", "keys")]
-    modules += [f"streamrl.cli.buffer.{name}" for name in ("inspect", "drain", "audit")]
+    modules = ["buffers.daemon", "buffers.redis.client"]
+    modules += [f"streamrl.cli.{name}" for name in ("status", "keys")]
+    modules += [f"streamrl.cli.buffer.{name}" for name in ("running", "audit")]
     modules += ["streamrl.cli.samples", "streamrl.cli.buffer.books"]
     code = NEEDS_NO_TORCH.format(names=names, modules=modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -173,6 +173,7 @@ def failing(*generators: GeneratorStatus, failed: int, trained: int) -> BufferSt
         policy_version=3,
         groups_per_step=4,
         max_staleness=1,
+        staleness_bound=1,
         overdue=OverduePolicy.WAIT,
         books=books,
         generators=generators,

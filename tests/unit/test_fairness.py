@@ -33,6 +33,7 @@ def stats(
         policy_version=0,
         groups_per_step=1,
         max_staleness=max_staleness,
+        staleness_bound=max_staleness,
         overdue=overdue,
         books=Books(),
         lengths=ResponseLengths(

@@ -59,6 +59,7 @@ def stats(num_generators: int) -> BufferStats:
         policy_version=42,
         groups_per_step=16,
         max_staleness=2,
+        staleness_bound=2,
         overdue=OverduePolicy.WAIT,
         books=Books(
             granted=60,

@@ -3,9 +3,8 @@
 from itertools import pairwise
 from pathlib import Path
 
-from streamrl.tracking import followed as module
-from streamrl.tracking.followed import FollowedMetrics
-from streamrl.tracking.jsonl import JsonlTracker
+from streamrl.tracking import jsonl as module
+from streamrl.tracking.jsonl import FollowedMetrics, JsonlTracker
 
 
 def write_steps(path: Path, steps: range) -> None:

@@ -391,6 +391,20 @@ def test_before_a_learner_attaches_the_run_ends_where_its_settings_say(tmp_path)
     journal.close()
 
 
+def test_a_steered_bound_outlasts_the_buffer(tmp_path):
+    bounds = {"max_staleness": 4, "min_staleness": 1}
+    state, journal = open_journal(tmp_path, **bounds)
+    term = state.attach(0, None)
+    fill(state, "a", "b")
+    state.take(2, 0, term, 0.0)
+    state.advance(1, term, steered_bound=3)
+    journal.commit()
+    journal.close()
+    state, journal = open_journal(tmp_path, **bounds)
+    assert (state.stats(0.0).staleness_bound, state.stats(0.0).capacity) == (3, 8)
+    journal.close()
+
+
 def test_the_file_does_not_grow_with_the_run(tmp_path):
     state, journal = open_journal(tmp_path)
     state.attach(0, None)

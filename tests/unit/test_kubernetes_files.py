@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from streamrl.cli.arguments.parser import parse
+from streamrl.cli.arguments.commands import parse
 from streamrl.config import load_config
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FENCED

@@ -22,14 +22,12 @@ SHORT = {
     "a section of the configuration, or what all sections are made of": (
         "config/algorithm/presets config/cluster config/section config/tracking"
     ),
-    "one tracker, or one kind of file": (
-        "tracking/console tracking/tensorboard data_files/parquet"
-    ),
+    "one tracker": "tracking/tensorboard",
     "an interface, or what messages hold, beside others of its kind": (
-        "interfaces/tracking types/parity types/validation tools/tool metrics/catalogue"
+        "interfaces/tracking types/parity types/validation tools/tool"
     ),
-    "imported where torch, vLLM or matplotlib must not be, or run by a process of its own": (
-        "cli/display/figure engines/vllm/cpu engines/vllm/plugin served/process_guard"
+    "imported where torch or vLLM must not be, or run by a process of its own": (
+        "engines/vllm/cpu engines/vllm/plugin served/process_guard"
     ),
     "one half of what actors and learners do, which don't see each other": (
         "actors/parity learners/parity"

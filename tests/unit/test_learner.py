@@ -1,6 +1,7 @@
 """The learner's loop over batches that are lent in parts, with a trainer on the tiny model."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +22,7 @@ from learners.session import LearnerSession, LearnerState
 from learners.trainer import Trainer
 from learners.validations import Validations
 from streamrl.config import RunConfig
+from streamrl.config.buffer import SteeredStaleness
 from streamrl.errors import CheckpointWriteError, LostMemoryError, TransportError
 from streamrl.types import (
     BufferStats,
@@ -47,6 +49,7 @@ class PartsBuffer(MemoryBuffer):
         self.lent: tuple[TrajectoryGroup, ...] = ()
         self.held: list[int | None] = []
         self.advanced: list[int] = []
+        self.bounds: list[int] = []
         self.acknowledged: list[int] = []
         self.is_away = asyncio.Event()
         self.is_back = asyncio.Event()
@@ -85,8 +88,9 @@ class PartsBuffer(MemoryBuffer):
         headers = tuple(map(GroupHeader.of, self.lent))
         return TakenBatch(headers=headers, groups=self.lent[num_held or 0 :])
 
-    async def advance(self, policy_version: int) -> BufferStats:
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
         self.advanced.append(policy_version)
+        self.bounds.append(steered_bound)
         self.lent = ()
         return await self.stats()
 
@@ -125,6 +129,7 @@ class Records:
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.steered: dict[int, str] = {}
         self.saved: list[int] = []
         self.num_failures = 0
         self.is_full = False
@@ -137,9 +142,16 @@ class Records:
         self._require_space()
         self.is_begun = True
 
-    def log(self, step: int, prompt_indices: Sequence[int], metrics: Mapping[str, Any]) -> None:
+    def log(
+        self,
+        step: int,
+        prompt_indices: Sequence[int],
+        metrics: Mapping[str, Any],
+        steered: str = "",
+    ) -> None:
         assert self.is_begun
         self.lines.append({**metrics, "step": step})
+        self.steered |= {step: steered} if steered else {}
 
     def log_validation(self, policy_version: int, metrics: dict[str, float]) -> None:
         assert self.is_begun
@@ -253,6 +265,33 @@ async def test_a_version_that_generators_may_wait_for_is_published_early(monkeyp
     await run.buffer.lend(*make_groups(1, 3))
     await run.end()
     assert run.sender.versions == [0, 1]
+
+
+async def test_a_steered_bound_is_told_with_the_step_and_published_for(monkeypatch, caplog):
+    """Under a bound of 0 each version is published. The learner waits, and there is no lag."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("learners.steering.NUM_STEPS", 2)
+    monkeypatch.setattr("learners.steering.MIN_WAIT_FRAC", 0.0)
+    # Of these made-up groups it is far below 1; this is 1 at each step.
+    monkeypatch.setattr("learners.learner.EFF_SAMPLE_SIZE", "learner/num_parts")
+    config = configure(max_steps=6)
+    weights = config.weights.model_copy(update={"publish_every": 3})
+    limits = SteeredStaleness(min=0, max=2, ess=0.5)
+    buffer = config.buffer.model_copy(update={"max_staleness": limits})
+    run = Run(config.model_copy(update={"weights": weights, "buffer": buffer}))
+    run.buffer._state = BufferState(
+        Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=2, min_staleness=0), lease_ttl_s=60.0
+    )
+    for version in range(6):
+        await run.buffer.lend(*make_groups(version, 3))
+        while not run.task.done() and len(run.buffer.advanced) <= version:
+            await asyncio.sleep(0.005)
+    await run.end()
+    assert run.buffer.bounds == [0, 0, 1, 1, 1, 2]
+    assert run.sender.versions == [0, 1, 2, 3, 5, 6]
+    assert list(run.records.steered) == [3, 6]
+    assert run.records.steered[3].startswith("from 0 to 1: the effective sample size")
+    assert "step 3: buffer.max_staleness steered from 0 to 1: " in caplog.text
 
 
 async def test_a_learner_that_stops_in_a_part_discards_its_gradient(caplog):

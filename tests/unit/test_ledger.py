@@ -110,6 +110,45 @@ def test_without_staleness_every_oldest_version_is_the_current_version():
     assert {grant(ledger, name).min_policy_version for name in "cd"} == {1}
 
 
+def test_a_steered_bound_decides_about_new_leases_alone():
+    ledger = make_ledger(groups_per_step=1, max_staleness=3, min_staleness=1)
+    fill(ledger, "a", "b")
+    assert ledger.lease("c", 0.0, 10.0) is None, "it begins with the smallest"
+    ledger.take(1, 0, 1)
+    ledger.advance(1, 1, steered_bound=3)
+    fill(ledger, "c", "d", "e", version=1)
+    assert ledger.lease("f", 0.0, 10.0) is None
+    ledger.take(1, 1, 1)
+    ledger.advance(2, 1, steered_bound=0)
+    assert ledger.admission.bound == 1, "the run allows no lower one"
+    assert ledger.num_admitted() == 0
+    ledger.take(1, 2, 1)
+    ledger.advance(3, 1, steered_bound=1)
+    ledger.take(1, 3, 1)
+    ledger.advance(4, 1, steered_bound=1)
+    # What was admitted under the higher bound is trained within it, and nothing was dropped.
+    assert ledger.take(1, 4, 1)[0].oldest_version == 1
+    ledger.advance(5, 1, steered_bound=9)
+    assert ledger.books().dropped == {}
+    assert ledger.admission.bound == 3, "nor a higher one"
+    versions = [grant(ledger, name).min_policy_version for name in "fghi"]
+    assert versions == [2, 3, 4, 5]
+
+
+def test_a_learner_brings_the_bound_of_its_checkpoint():
+    ledger = make_ledger(groups_per_step=1, max_staleness=4, min_staleness=1)
+    fill(ledger, "a")
+    ledger.take(1, 0, 1)
+    ledger.advance(1, 1, steered_bound=3)
+    books = ledger.books()
+    blank = Ledger(groups_per_step=1, max_staleness=4, min_staleness=1)
+    blank.attach(1, books)
+    assert (blank.admission.bound, blank.books().steered_bound) == (3, 3)
+    fixed = Ledger(groups_per_step=1, max_staleness=4)
+    fixed.attach(1, books)
+    assert fixed.admission.bound == 4
+
+
 def test_an_expired_lease_gives_its_prompt_back_and_its_put_is_refused():
     ledger = make_ledger()
     late = grant(ledger, "late", now_s=0.0, ttl_s=10.0)

@@ -42,10 +42,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(
         groups_per_step=st.integers(1, 3),
         max_staleness=st.integers(0, 3),
+        min_staleness=st.none() | st.integers(0, 3),
         overdue=st.sampled_from(OverduePolicy),
     )
     def start(self, **settings: Any) -> None:
+        if settings["min_staleness"] is not None:
+            settings["min_staleness"] = min(settings["min_staleness"], settings["max_staleness"])
         self.settings = settings
+        self.steered_bound = 0
         self.ledger = CountedLedger(**self.settings)
         self.learner_term = self.ledger.attach(0)
         self.now_s = 0.0
@@ -176,10 +180,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         self.version += 1
-        self.ledger.advance(self.version, self.learner_term)
+        self.ledger.advance(self.version, self.learner_term, self.steered_bound)
         self.history |= {group.prompt_index: self.version for group in self.loan}
         self.loan = ()
         self.saved[self.version] = (self.version, self.ledger.books(), dict(self.history))
+
+    @rule(bound=st.integers(0, 4))
+    def steer(self, bound: int) -> None:
+        """From the next step on, in either direction, as far as the run allows."""
+        self.steered_bound = bound
 
     @rule(num_steps=st.integers(1, 3), spread=st.integers(0, 3))
     def run_some_steps(self, num_steps: int, spread: int) -> None:

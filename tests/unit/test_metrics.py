@@ -36,7 +36,12 @@ READINGS = ROOT / "streamrl/tracking/prometheus"
 
 STEP: dict[str, Any] = {
     "generator": {"keep_sampling_mask": True, "top_k": 8},
-    "learner": {"updates_per_batch": 2, "max_tokens_per_micro_batch": 40, "peak_tflops": 1.0},
+    "learner": {
+        "updates_per_batch": 2,
+        "max_tokens_per_micro_batch": 40,
+        "peak_tflops": 1.0,
+        "dtype": "float16",
+    },
     "algorithm": {
         "advantage": "gae",
         "loss": "ppo",
@@ -84,7 +89,7 @@ def corrections() -> Iterator[RolloutISConfig]:
     rules = [{name: 1.5} for name in REJECTION_STATISTICS]
     for level in ("token", "sequence", "geometric"):
         yield RolloutISConfig(level=level, rejection=rules, batch_normalize=True)
-    yield RolloutISConfig(mode="clip", second_moment=0.04)
+    yield RolloutISConfig(mode="clip", second_moment=0.04, engine_threshold=2, lag_threshold=2)
 
 
 def test_importance_sampling_reports_what_the_catalogue_has_of_it():
@@ -101,6 +106,7 @@ def test_importance_sampling_reports_what_the_catalogue_has_of_it():
             config,
             staleness=torch.tensor([0, 1, 2, 3, 5, 9] * 2),
             advantages=None if config.second_moment is None else advantages,
+            rescored_logprobs=behavior + 0.1,
         ).metrics.items()
     }
     assert reported.keys() == names_of(row for row in CATALOGUE if row.group == "mismatch")

@@ -100,6 +100,7 @@ ACCEPTING: list[dict[str, Any]] = [
     },
     {"preset": "stream"},
     {"router_replay": "replay"},
+    {"rescore_share": 0.5, "rollout_is": {"engine_threshold": 2.0, "lag_threshold": 1.5}},
 ]
 REFUSING: list[dict[str, Any]] = [
     *({"advantage": name} for name in ("gae", "gpg", "reinforce_plus_plus")),

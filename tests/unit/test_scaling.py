@@ -195,6 +195,7 @@ def stats(*generators: GeneratorStatus) -> BufferStats:
         policy_version=0,
         groups_per_step=4,
         max_staleness=3,
+        staleness_bound=3,
         overdue=OverduePolicy.WAIT,
         books=Books(),
         generators=generators,

@@ -204,7 +204,7 @@ async def test_a_step_that_the_buffer_was_not_told_of_is_not_trained_again(
         await session.advance(version, await take(session))
     loan, advance = await take(session), buffer.advance
     session.stopping.set()
-    buffer.advance = lambda _: asyncio.sleep(3600)
+    buffer.advance = lambda *_: asyncio.sleep(3600)
     with pytest.raises(TransportError, match="does not answer"):
         await session.advance(num_told + 1, loan)
     saved = session.state

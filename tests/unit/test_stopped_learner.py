@@ -38,9 +38,9 @@ class SilentBuffer(PartsBuffer):
         await self._maybe_silent("take")
         return await super().take(*arguments, **options)
 
-    async def advance(self, policy_version: int) -> BufferStats:
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
         await self._maybe_silent("advance")
-        return await super().advance(policy_version)
+        return await super().advance(policy_version, steered_bound)
 
     async def acknowledge(self, policy_version: int) -> None:
         await self._maybe_silent("acknowledge")

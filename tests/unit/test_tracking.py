@@ -423,6 +423,7 @@ def test_generators_are_told_apart_and_together():
         policy_version=3,
         groups_per_step=1,
         max_staleness=1,
+        staleness_bound=1,
         overdue=OverduePolicy.WAIT,
         books=Books(),
         generators=generators,

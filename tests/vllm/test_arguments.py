@@ -36,3 +36,21 @@ def test_what_is_set_is_what_vllm_gets():
     arguments = engine_arguments(config, facts, seed=3)
     assert {name: getattr(arguments, name) for name in GIVEN} == GIVEN
     assert arguments.block_size == 32
+
+
+def test_a_float32_head_stands_beside_overrides_of_ones_own():
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"source": "copy"},
+            "generator": {
+                "engine": "vllm",
+                "dtype": "bfloat16",
+                "lm_head_dtype": "float32",
+                "engine_kwargs": {"hf_overrides": {"rope_theta": 1e5}},
+            },
+        }
+    )
+    facts = ModelFacts(shapes={}, eos=frozenset([1]), vocab_size=64, head_width=64)
+    arguments = engine_arguments(config, facts, seed=3)
+    assert arguments.hf_overrides == {"head_dtype": "float32", "rope_theta": 1e5}

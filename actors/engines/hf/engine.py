@@ -42,7 +42,7 @@ def load_model(config: RunConfig) -> PreTrainedModel:
 
     Raises:
         ConfigError: there is none, or not all of it, or it cannot be made with
-            `generator.engine_kwargs`.
+            `generator.engine_kwargs`, or `generator.lm_head_dtype` finds no LM head.
     """
     path, trust = config.model.path, config.model.trust_remote_code
     kwargs = config.generator.engine_kwargs
@@ -60,7 +60,25 @@ def load_model(config: RunConfig) -> PreTrainedModel:
         if isinstance(error, TypeError | ImportError):
             raise
         raise ConfigError(f"model.path: no model at {path!r}: {error}") from error
+    if config.generator.lm_head_dtype:
+        _use_float32_head(model)
     return model
+
+
+def _use_float32_head(model: PreTrainedModel) -> None:
+    """Logits in float32, from the weights that there are (MiniMax-M1, arXiv 2506.13585, 3.2)."""
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        raise ConfigError(
+            f"generator.lm_head_dtype: was 'float32', and {model.config.model_type} has no linear "
+            "LM head to compute in it; leave it out"
+        )
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    head.forward = forward
 
 
 log = logging.getLogger(__name__)

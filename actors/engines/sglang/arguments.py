@@ -108,6 +108,7 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
         "skip_tokenizer_init": generator.min_new_tokens == 0,
         **({} if has_gpu() else _on_cpu(generator.max_num_seqs, config.max_model_len)),
         **({"enable_return_routed_experts": True} if config.algorithm.records_experts else {}),
+        **({"enable_fp32_lm_head": True} if generator.lm_head_dtype else {}),
         **({"disable_overlap_schedule": True} if generator.sglang.keeps_old_kv else {}),
         **given,
         **generator.engine_kwargs,

@@ -42,6 +42,9 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
     """
     register()
     chosen = {**_typed(config), **config.generator.engine_kwargs}
+    if config.generator.lm_head_dtype:
+        own = chosen.get("hf_overrides") or {}
+        chosen["hf_overrides"] = {"head_dtype": config.generator.lm_head_dtype, **own}
     if current_platform.is_cpu():
         require_servable(config, facts)
         chosen = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True} | chosen

@@ -22,7 +22,7 @@ Cell = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Room:
+class Level:
     """Where everything stands."""
 
     size: int
@@ -39,7 +39,7 @@ class Room:
     def is_solved(self) -> bool:
         return self.boxes == self.targets
 
-    def pushed(self, action: int) -> "Room":
+    def pushed(self, action: int) -> "Level":
         """After a step; the same one where a wall or a second box is in the way."""
         ahead, behind = _moved(self.player, action), _moved(_moved(self.player, action), action)
         if ahead in self.walls:
@@ -50,7 +50,7 @@ class Room:
             return self
         return replace(self, player=ahead, boxes=self.boxes - {ahead} | {behind})
 
-    def pulled(self, action: int) -> "Room":
+    def pulled(self, action: int) -> "Level":
         """After a step backwards that takes along the box behind the player, if there is one."""
         ahead, behind = _moved(self.player, action), _moved(self.player, action ^ 1)
         if ahead in self.walls | self.boxes:
@@ -73,7 +73,7 @@ class Room:
         return "O" if is_target else "_"
 
 
-def draw_room(seed: int, *, size: int, num_boxes: int, num_steps: int) -> Room:
+def draw_level(seed: int, *, size: int, num_boxes: int, num_steps: int) -> Level:
     """A room that can be solved, with no box on a target.
 
     Raises:
@@ -93,7 +93,7 @@ def draw_room(seed: int, *, size: int, num_boxes: int, num_steps: int) -> Room:
 
 def _solutions(
     rng: np.random.Generator, size: int, num_boxes: int
-) -> Iterator[tuple[Room, np.random.Generator]]:
+) -> Iterator[tuple[Level, np.random.Generator]]:
     """Solved rooms, each with walls, targets and a player of its own."""
     border = {(i, j) for i in range(size) for j in range(size) if {i, j} & {0, size - 1}}
     inside = [(i, j) for i in range(1, size - 1) for j in range(1, size - 1)]
@@ -102,7 +102,7 @@ def _solutions(
         cells = [inside[int(i)] for i in rng.permutation(len(inside))]
         targets = frozenset(cells[:num_boxes])
         walls = frozenset(border | set(cells[num_boxes + 1 :][:num_walls]))
-        yield Room(size, walls, targets, targets, cells[num_boxes]), rng
+        yield Level(size, walls, targets, targets, cells[num_boxes]), rng
 
 
 def _moved(cell: Cell, action: int) -> Cell:
@@ -155,8 +155,8 @@ class SokobanGame:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def _draw(self, seed: int) -> Room:
-        return draw_room(
+    def _draw(self, seed: int) -> Level:
+        return draw_level(
             seed, size=self._size, num_boxes=self._num_boxes, num_steps=self._num_steps
         )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from actors.gateway.session import Reply, Session
+from actors.gateway.session import PolicyReply, Session
 from streamrl.interfaces import Message, ToolSchema
 
 Json = Mapping[str, Any]
@@ -47,7 +47,7 @@ class Answer:
     """What the policy said to a request."""
 
     request: ApiRequest
-    reply: Reply
+    reply: PolicyReply
     session: Session
     created_s: int
 

@@ -18,26 +18,11 @@ from streamrl.algorithms.losses.aggregation import (
     LossOutput,
     aggregate,
     denominator,
+    entropy_bonus,
+    kl_loss,
+    sft_loss,
     token_mean,
+    value_loss,
 )
-from streamrl.algorithms.losses.policy import POLICY_LOSSES, LossConfig, PolicyLoss, policy_loss
-from streamrl.algorithms.losses.terms import entropy_bonus, kl_loss, sft_loss, value_loss
+from streamrl.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, policy_loss
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
-
-__all__ = [
-    "LOSS_SETTINGS",
-    "POLICY_LOSSES",
-    "BatchTotals",
-    "LossConfig",
-    "LossInput",
-    "LossOutput",
-    "PolicyLoss",
-    "aggregate",
-    "denominator",
-    "entropy_bonus",
-    "kl_loss",
-    "policy_loss",
-    "sft_loss",
-    "token_mean",
-    "value_loss",
-]

@@ -393,8 +393,8 @@ def _truncated_reinforce(batch: LossInput, config: DppoSettings, inside: Tensor)
 
 
 PolicyLoss = Callable[[LossInput, Any], LossOutput]
-"""(batch, settings) -> loss; the settings are a `LOSS_SETTINGS[name]`, a `LossConfig`, or for a
-user's own loss a `UserLossSettings`."""
+"""(batch, settings) -> loss; the settings are a `LOSS_SETTINGS[name]`, or for a user's own loss
+a `UserLossSettings`."""
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": ppo,
@@ -413,26 +413,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "reinforce": reinforce,
     "dro": dro,
 }
-
-
-class LossConfig(
-    PpoSettings,
-    GspoSettings,
-    LuspoSettings,
-    GeoMeanSettings,
-    CispoSettings,
-    ClipCovSettings,
-    KlCovSettings,
-    SapoSettings,
-    DppoSettings,
-    VespoSettings,
-    ToprSettings,
-    DroSettings,
-    GpgSettings,
-    ReinforceSettings,
-):
-    """The numbers of all losses in one record, which every loss accepts: for Python code that
-    sweeps over losses. A configuration has the record of one loss."""
 
 
 def policy_loss(name: str) -> PolicyLoss:

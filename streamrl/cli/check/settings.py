@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from streamrl.checkpoints.find import is_checkpoint, is_taken
+from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.findings import CONFIGURATION, Finding
@@ -217,6 +218,8 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
     except OSError as error:
         yield CONFIGURATION.problem(f"run.folder: cannot write to {existing}: {error.strerror}")
         return
+    if config.run.folder_mirror is not None:
+        yield from CONFIGURATION.refusal(lambda: Mirror(config, print).require_writable())
     status = os.statvfs(existing)
     num_bytes = status.f_bavail * status.f_frsize
     yield from _check_resume(config)

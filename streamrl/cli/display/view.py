@@ -42,7 +42,7 @@ from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.run_folder import is_launched_since, read_learner
 from streamrl.samples.files import newest_first
 from streamrl.samples.record import printable
-from streamrl.tracking.followed import FollowedMetrics
+from streamrl.tracking.jsonl import FollowedMetrics
 from streamrl.types import LearnerActivity, LearnerStatus
 
 REFRESH_S = 0.5

@@ -50,7 +50,7 @@ def _facts(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "reward", ", ".join(dict.fromkeys(rewards))
     yield "algorithm", f"{algorithm.preset} ({choice})" if algorithm.preset else choice
     size = f"{config.learner.groups_per_step} groups of {config.max_group_size} a step"
-    yield "batch", f"{size}, staleness at most {config.buffer.max_staleness}"
+    yield "batch", f"{size}, staleness at most {config.buffer.largest_staleness}"
     yield "generators", f"{config.generator.count} with {config.generator.engine}"
 
 
@@ -95,7 +95,7 @@ def _checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, 
     if (books := read_books(config.run.path)) is not None:
         equation = books_rows(books)[0][1]
         yield books.balanced, f"every group is accounted for: {equation}", "buffer.md#promises"
-    oldest, bound = _largest(points, "buffer/staleness_max"), config.buffer.max_staleness
+    oldest, bound = _largest(points, "buffer/staleness_max"), config.buffer.largest_staleness
     if oldest is not None and config.buffer.overdue != "train":
         text = f"staleness stayed within its bound: {oldest:g} at most, {bound} allowed"
         yield oldest <= bound, text, "asynchrony.md#versions-and-staleness"

@@ -4,12 +4,12 @@ Invariant: a file is read a line at a time, and what is kept does not grow with 
 too many points, two neighbors become one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from streamrl.tracking.jsonl import read_lines
 
 NUM_POINTS = 200
 
@@ -46,7 +46,7 @@ def read_points(path: Path) -> list[Point]:
     """At most 2 NUM_POINTS, each of as many lines but for the last one."""
     points: list[Point] = []
     every = 1
-    for line in _lines(path):
+    for line in read_lines(path):
         if points and points[-1].num_lines < every:
             points[-1].add(Point.of(line))
             continue
@@ -84,19 +84,3 @@ def _short(value: float) -> float:
     """Four digits are more than a chart shows."""
     rounded = float(f"{value:.4g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """A damaged line is left out."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for text in file:
-            try:
-                line = msgspec.json.decode(text)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                yield line

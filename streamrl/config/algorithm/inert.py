@@ -49,6 +49,14 @@ _NO_RATIOS = (
     "with threshold null, no rejection and no second_moment no ratio is computed, so it cannot "
     "act; set algorithm.rollout_is.threshold, and apply false for the ratios alone"
 )
+_NOT_RESCORED = (
+    "with algorithm.rescore_share 0 engine mismatch and policy lag are not told apart, so it "
+    "cannot act; set algorithm.rescore_share"
+)
+_NO_FACTOR = (
+    "truncate caps a factor of the importance weights, and these are not in the loss, so it cannot "
+    "act; set algorithm.rollout_is.mode=mask, which takes tokens out of the loss"
+)
 _AS_RECORDED = (
     "algorithm.advantage gdpo normalizes each reward as it was recorded, and leaves no sum of them "
     "to shape, so it cannot act; use another advantage, or give it a reward of its own"
@@ -102,6 +110,9 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Iner
         if config.kl_reward.coef:
             yield Inert(("kl_reward", "coef"), _AS_RECORDED)
     yield from (Inert(("rollout_is", name), why) for name, why in _of_rollout_is(config.rollout_is))
+    if (why := _why_no_factor(config)) is not None:
+        bounds = ("engine_threshold", "lag_threshold")
+        yield from (Inert(("rollout_is", name), why) for name in bounds)
 
 
 def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:
@@ -124,6 +135,15 @@ def _of_rollout_is(config: RolloutISSettings) -> Iterator[tuple[str, str]]:
         yield "batch_normalize", _NO_NORMALIZED
     if config.scale_lr and config.is_off:
         yield "scale_lr", _NO_RATIOS
+
+
+def _why_no_factor(config: AlgorithmSettings) -> str | None:
+    """Why bounds of engine mismatch and policy lag cannot act, if that is so."""
+    correction = config.rollout_is
+    if not config.rescore_share:
+        return _NOT_RESCORED
+    has_weights = correction.applies_weights and not config.ratio_holds_correction
+    return None if has_weights or correction.zeroes_outside else _NO_FACTOR
 
 
 def _of_the_loss(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str]]:

@@ -88,6 +88,12 @@ class RolloutISSettings(Section):
     second_moment: float | None = Field(default=None, gt=0)
     """Of the harmful tokens, mask those with the largest log-ratios until the mean square of the
     others' is at most this (M2PO); 0.04 is usual, null is off."""
+    engine_threshold: float | None = Field(default=None, gt=1)
+    """Upper bound U of a token's factor of engine mismatch, where `algorithm.rescore_share` has
+    found it: `truncate` caps it at U, `clip` takes the token out outside [1 / U, U]; null is off.
+    """
+    lag_threshold: float | None = Field(default=None, gt=1)
+    """The same of its factor of policy lag."""
     scale_lr: bool = False
     """Multiply the learning rate of an update by sqrt(ESS / B), from the ratios of its B sequences
     (VCPO)."""
@@ -124,7 +130,8 @@ class RolloutISSettings(Section):
     @property
     def is_off(self) -> bool:
         """Whether nothing is computed: no weights, no masks, no metrics."""
-        return self.threshold is None and not self.rejection and self.second_moment is None
+        is_bare = not self.rejection and not self.bounds_factors
+        return self.threshold is None and is_bare and self.second_moment is None
 
     @property
     def applies_weights(self) -> bool:
@@ -139,6 +146,11 @@ class RolloutISSettings(Section):
         return 1.0 / self.threshold if self.threshold_lower is None else self.threshold_lower
 
     @property
+    def bounds_factors(self) -> bool:
+        """Whether engine mismatch or policy lag has a bound of its own."""
+        return self.engine_threshold is not None or self.lag_threshold is not None
+
+    @property
     def zeroes_outside(self) -> bool:
         return self.mode != "truncate"
 
@@ -146,7 +158,8 @@ class RolloutISSettings(Section):
     def masks_tokens(self) -> bool:
         """Whether a rule takes out tokens one by one, whatever their weights."""
         by_rule = any(rule.statistic.startswith("token_") for rule in self.rejection)
-        return by_rule or self.second_moment is not None
+        by_factor = self.bounds_factors and self.zeroes_outside
+        return by_rule or by_factor or self.second_moment is not None
 
     @property
     def weighs_tokens_zero(self) -> bool:

@@ -9,7 +9,7 @@ the advantage, and its loss is PPO's.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -278,6 +278,10 @@ class AlgorithmSettings(Section):
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
     """The policy that ratios are taken to: a pass of its own, the behavior policy, or between, by
     log-probabilities or by probabilities."""
+    rescore_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the groups whose tokens are scored once more under the learner's own weights of the
+    version that sampled them, which tells engine mismatch from policy lag; 0 is off. The host's
+    memory then holds the trained weights of the last `buffer.max_staleness` versions."""
     router_replay: RouterReplay = "off"
     """Experts of a mixture-of-experts model: record those that the engine took for each token, and
     train with the recorded ones (replay) or with the learner's own (record, for the metrics)."""
@@ -338,6 +342,15 @@ class AlgorithmSettings(Section):
         if "loss" not in info.data:
             return LossSettings()
         return choose_record("loss", info.data["loss"], LOSS_SETTINGS, UserLossSettings, value)
+
+    @model_validator(mode="after")
+    def _has_ratios_to_split(self) -> Self:
+        if self.rescore_share and self.rollout_is.is_off:
+            raise ValueError(
+                f"rescore_share: was {self.rescore_share:g}, and rollout_is computes no ratio to "
+                "tell apart; set rollout_is: metrics_only, or another preset"
+            )
+        return self
 
     @property
     def needs_reference(self) -> bool:

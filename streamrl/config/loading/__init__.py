@@ -2,5 +2,3 @@
 
 from streamrl.config.loading.load import LoadedConfig, load_config
 from streamrl.config.loading.rendering import render, to_yaml
-
-__all__ = ["LoadedConfig", "load_config", "render", "to_yaml"]

@@ -1,8 +1,8 @@
 """The metrics of a daemon for Prometheus, at http://HOST:PORT/metrics.
 
-    families    from the names of StreamRL's metrics to those of Prometheus: one table
     readings    statuses and stats as metrics
-    exported    the newest readings of a daemon, for a registry of prometheus-client
+    exported    the newest readings of a daemon, for a registry of prometheus-client, by the names
+                of families.csv
     start       the server of prometheus-client, and the file by which Prometheus finds the daemon
 
 Invariant: a daemon hands over what it measures anyway, and waits for no scrape.
@@ -10,5 +10,3 @@ Invariant: a daemon hands over what it measures anyway, and waits for no scrape.
 
 from streamrl.tracking.prometheus.exported import Exported
 from streamrl.tracking.prometheus.start import exporting
-
-__all__ = ["Exported", "exporting"]

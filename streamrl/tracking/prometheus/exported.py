@@ -2,15 +2,23 @@
 
 Invariant: one thread of the daemon writes, any thread reads: a writer replaces whole mappings and
 changes none, so a reader sees the old one or the new one and nobody waits.
+
+The names of metrics.jsonl become those of Prometheus by families.csv, and all others by a rule:
+names begin with `streamrl_`, units are seconds, bytes and ratios, and counters end with `_total`. A
+name that no row matches keeps its words: `learner/grad_norm` is `streamrl_learner_grad_norm`.
 """
 
+import csv
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import resources
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from streamrl.metrics import STALENESS_BUCKETS, STALENESS_EDGES
-from streamrl.tracking.prometheus.families import Family, by_family, family_of
+from streamrl.interfaces import Tracker
+from streamrl.metrics import OWN, STALENESS_BUCKETS, STALENESS_EDGES, find
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -20,7 +28,68 @@ _BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
 _NUM_GROUPS = [f"buffer/staleness_{bucket}/num_groups" for bucket in STALENESS_BUCKETS]
 
 
-class Exported:
+Kind: TypeAlias = Literal["gauge", "counter", "sum", "histogram"]
+"""`counter`: a running total already; `sum`: of a step, added up; `histogram`: so by bucket."""
+
+
+class MetricRow(NamedTuple):
+    """`pattern` matches a metric's whole name; its named groups are labels, `{}` in `family` is its
+    one group without a name."""
+
+    pattern: str
+    kind: Kind
+    family: str
+    text: str
+
+
+class Family(NamedTuple):
+    """What a metric is to Prometheus; `name` lacks the prefix and, of a counter, `_total`."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def _rows() -> Iterator[MetricRow]:
+    file = resources.files("streamrl.tracking.prometheus") / "families.csv"
+    for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
+        yield MetricRow(**row)  # type: ignore[arg-type]
+
+
+ROWS = tuple(_rows())
+_PATTERNS = tuple((re.compile(row.pattern), row) for row in ROWS)
+_UNITS = (
+    ("_per_s", "_per_second"),
+    ("_s", "_seconds"),
+    ("_frac", "_ratio"),
+    ("_fraction", "_ratio"),
+)
+
+
+@lru_cache(maxsize=2**14)
+def family_of(metric: str) -> Family:
+    """Of a metric of metrics.jsonl, or of `streamrl.tracking.prometheus.readings`."""
+    for pattern, row in _PATTERNS:
+        if found := pattern.fullmatch(metric):
+            unnamed = set(range(1, pattern.groups + 1)) - set(pattern.groupindex.values())
+            name = row.family.format(*(found.group(number) for number in sorted(unnamed)))
+            labels = tuple(sorted(found.groupdict().items()))
+            return Family(_name(name), row.kind, row.text, labels)
+    known = find(metric)
+    text = f"{metric} of metrics.jsonl, of the last step." if known is OWN else known.meaning
+    return Family(_name(metric), "gauge", text)
+
+
+def _name(words: str) -> str:
+    name = re.sub(r"[^a-zA-Z0-9_]", "_", words)
+    for suffix, unit in _UNITS:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + unit
+    return name
+
+
+class Exported(Tracker):
     """What one daemon exports. `is_on` says whether anybody can read it.
 
     Families whose name begins with one of `left_out` are another daemon's.
@@ -36,8 +105,6 @@ class Exported:
         """A reading of this source replaces the one before; `metrics` is called if it is on."""
         if self.is_on:
             self._newest = {**self._newest, source: _numbers(metrics())}
-
-    # A `streamrl.interfaces.Tracker`:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """The line of a step; those of its metrics that count something are added up."""
@@ -58,22 +125,12 @@ class Exported:
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
         self.show("validation", lambda: metrics)
 
-    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """They are texts."""
-
-    def log_validation_samples(
-        self, samples: Sequence[Mapping[str, Any]], policy_version: int
-    ) -> None:
-        """They are texts."""
-
-    def close(self) -> None:
-        """The endpoint is closed by who opened it."""
-
     def collect(self) -> Iterator["Metric"]:
         """Families with their samples; what prometheus-client asks a collector for."""
         newest = {k: v for reading in self._newest.values() for k, v in reading.items()}
         families: dict[str, list[tuple[Family, float]]] = {}
-        for family, value in by_family({**newest, **self._sums}):
+        for metric, value in {**newest, **self._sums}.items():
+            family = family_of(metric)
             if not family.name.startswith(self._left_out or ("-",)):
                 families.setdefault(family.name, []).append((family, value))
         for name, found in families.items():

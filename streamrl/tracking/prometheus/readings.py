@@ -1,4 +1,4 @@
-"""Statuses and stats as metrics, under the names that `families` knows.
+"""Statuses and stats as metrics, under the names that families.csv knows.
 
 Pure. What a generator says of itself is `self/...`; what the buffer knows of it `generator/ID/...`.
 """
@@ -38,7 +38,7 @@ def of_learner(status: LearnerStatus, config: RunConfig) -> dict[str, float]:
         "learner/activity_s": status.activity_s,
         "learner/policy_version": status.policy_version,
         "learner/max_steps": config.run.max_steps,
-        "learner/max_staleness_versions": config.buffer.max_staleness,
+        "learner/max_staleness_versions": config.buffer.largest_staleness,
         "learner/stalls": status.num_stalls,
         "learner/cannot_save": bool(status.unsaved),
         "learner/checkpoint_every_steps": config.learner.checkpoint.every,

@@ -26,9 +26,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
@@ -36,7 +35,7 @@ from msgspec import Meta, Struct
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError, WeightTransferError
-from streamrl.extras import not_installed
+from streamrl.object_store import StoreFolder
 from streamrl.types import SharedEndpoint, TensorSpec, WeightUpdate
 from streamrl.types.ranges import Count, PolicyVersion
 from streamrl.weights.layout import Layout
@@ -55,8 +54,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 """Between two tries to write to a store that has refused."""
-MODULES = {"s3": "s3fs", "gs": "gcsfs"}
-"""What the stores of a scheme need, beside what is always installed."""
 _MANIFEST = "newest.json"
 _OBJECT = re.compile(r"[0-9A-Za-z_-]+-\d{8,}\.(whole|delta)\.safetensors")
 _FORMAT = 1
@@ -92,85 +89,28 @@ class StoreManifest(Struct, frozen=True, kw_only=True):
         return {self.name_of(stored) for stored in self.chain}
 
 
-class ObjectStore:
-    """The run's folder in `weights.store`. Each call waits for the store.
+class ObjectStore(StoreFolder):
+    """The run's folder in `weights.store`."""
 
-    Raises:
-        ConfigError: the package for such a store is not installed.
-        WeightTransferError: from each call: the store is unreachable, or refuses.
-    """
+    failure = WeightTransferError
 
     def __init__(self, url: str, run: str) -> None:
-        # Its libraries take a while; few runs have a store.
-        from fsspec.core import url_to_fs
-
-        self.url = f"{url.rstrip('/')}/{run}"
-        scheme = url.partition("://")[0]
-        self._is_folder = scheme == "file"
-        options = {"auto_mkdir": True} if self._is_folder else {}
-        try:
-            self._fs, self._path = url_to_fs(self.url, use_listings_cache=False, **options)
-        except ImportError as error:
-            module = MODULES.get(scheme, "fsspec")
-            raise not_installed(f"weights.store: {scheme}://", module, str(error)) from error
-
-    def put(self, file: Path, name: str) -> None:
-        """Under a name that nobody has been told of."""
-        self._do(lambda: self._fs.put_file(str(file), self._place(name)))
-
-    def get(self, name: str, file: Path) -> None:
-        try:
-            self._do(lambda: self._fs.get_file(self._place(name), str(file)))
-        except FileNotFoundError as error:
-            raise WeightTransferError(f"weights.store {self.url}: {name} is gone") from error
+        super().__init__("weights.store", f"{url.rstrip('/')}/{run}")
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
-        """A reader gets the one before or this one, and no part of either: an object store puts an
-        object as a whole, a folder has files renamed."""
-        place, content = self._place(_MANIFEST), msgspec.json.encode(manifest)
-        first = f"{place}.unfinished" if self._is_folder else place
-        self._do(lambda: self._fs.pipe_file(first, content))
-        if first != place:
-            self._do(lambda: self._fs.mv(first, place))
+        self.replace(_MANIFEST, msgspec.json.encode(manifest))
 
     def manifest(self) -> StoreManifest | None:
         """The newest; None if there is none yet."""
-        self._fs.invalidate_cache()
         try:
-            content = self._do(lambda: self._fs.cat_file(self._place(_MANIFEST)))
-            return msgspec.json.decode(content, type=StoreManifest)
-        except FileNotFoundError:
-            return None
+            content = self.read(_MANIFEST)
+            return None if content is None else msgspec.json.decode(content, type=StoreManifest)
         except msgspec.MsgspecError as error:
             raise WeightTransferError(f"{self.url}/{_MANIFEST} is not readable: {error}") from error
 
     def names(self) -> set[str]:
         """Of the versions that are there."""
-        try:
-            found = self._do(lambda: self._fs.ls(self._path, detail=False))
-        except FileNotFoundError:
-            return set()
-        names = {str(place).rpartition("/")[2] for place in found}
-        return {name for name in names if _OBJECT.fullmatch(name)}
-
-    def remove(self, name: str) -> None:
-        try:
-            self._do(lambda: self._fs.rm_file(self._place(name)))
-        except FileNotFoundError:
-            return
-
-    def _place(self, name: str) -> str:
-        return f"{self._path}/{name}"
-
-    def _do(self, call: Callable[[], Any]) -> Any:
-        """Each library has errors of its own."""
-        try:
-            return call()
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise WeightTransferError(f"weights.store {self.url}: {reason}") from error
+        return {name for name in super().names() if _OBJECT.fullmatch(name)}
 
 
 class StoreSender:

@@ -11,7 +11,6 @@ from streamrl.algorithms.kl import AdaptiveKL, kl_penalty
 from streamrl.algorithms.losses import (
     POLICY_LOSSES,
     BatchTotals,
-    LossConfig,
     LossInput,
     aggregate,
     value_loss,
@@ -30,6 +29,7 @@ from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rewards import RewardShapingSettings, SampleWeightSettings
 from streamrl.config.algorithm.settings import ValueSettings
+from tests.settings import LossConfig
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
 Pairs = dict[str, tuple[Any, Any]]

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput
-from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput
+from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.objective import proximal_logprobs
 from streamrl.algorithms.sequences import Sequences
+from tests.settings import LossConfig
 
 
 def tensor(*values: float) -> Tensor:

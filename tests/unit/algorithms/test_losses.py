@@ -14,7 +14,6 @@ from torch import Tensor
 from streamrl.algorithms.losses import (
     POLICY_LOSSES,
     BatchTotals,
-    LossConfig,
     LossInput,
     aggregate,
     policy_loss,
@@ -24,6 +23,7 @@ from streamrl.algorithms.losses import (
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.config.algorithm.settings import ValueSettings
+from tests.settings import LossConfig
 from tests.unit.algorithms.strategies import for_any
 
 MODES = (

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput
+from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.objective import policy_objective, proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm import AlgorithmSettings
+from tests.settings import LossConfig
 
 
 def test_the_objective_is_the_weighted_sum_of_its_terms() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput
+from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.rollout_is import (
     ROLLOUT_IS_PRESETS,
     RolloutISConfig,
@@ -17,6 +17,7 @@ from streamrl.algorithms.rollout_is import (
     rollout_is_weights,
 )
 from streamrl.algorithms.sequences import Sequences
+from tests.settings import LossConfig
 from tests.unit.algorithms.strategies import Batch, batches, configs, for_any
 
 PERCENTILES = ("_p25", "_p50", "_p75", "_p95", "_p99")

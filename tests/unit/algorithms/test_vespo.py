@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamrl.algorithms.losses import POLICY_LOSSES, LossConfig, LossInput
+from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import VespoSettings
+from tests.settings import LossConfig
 from tests.unit.algorithms.strategies import for_any
 
 LENGTHS = [4, 0, 2, 5]

@@ -676,7 +676,7 @@ from streamrl.cli.check import command
 from streamrl.cli.main import main
 command.ask_torch = lambda: 'not asked'
 assert main(["check", "run.yaml"]) == 1
-print([name for name in ("torch", "transformers", "redis", "matplotlib") if name in sys.modules])
+print([name for name in ("torch", "transformers", "redis") if name in sys.modules])
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(

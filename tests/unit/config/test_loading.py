@@ -108,10 +108,7 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("run", "--set run: must look like section.key=value"),
         ("run.name.first=x", "--set run.name.first: name is 'default' and has no keys below it"),
         ("data.source_kwargs=[1", "--set data.source_kwargs: '[1' is not YAML"),
-        (
-            "learner.dtype=fp16",
-            "learner.dtype: was 'fp16'; gradients leave its range without a loss",
-        ),
+        ("learner.dtype=fp16", "or 'float16'; verl's fp16 is float16 here"),
         ("learner.checkpoint.every=never", "a number above run.max_steps leaves that one alone"),
         (
             "learner.checkpoint.every=-1",
@@ -216,6 +213,38 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
 def test_a_contradiction_names_both_settings(tmp_path, overrides, names):
     told = refusal(tmp_path, MINIMAL, *overrides)
     assert all(name in told for name in names)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentences"),
+    [
+        ("{min: 3, max: 1}", ["buffer.max_staleness: was min 3 and max 1; min must be at most"]),
+        ("{min: 0, max: 4, ess: 1}", ["buffer.max_staleness.ess: was 1; input should be less"]),
+        ("{min: 0, max: 4, ess: 0}", ["buffer.max_staleness.ess: was 0; input should be great"]),
+        (
+            "{mn: 0, max: 4}",
+            [
+                "buffer.max_staleness.mn: unknown key; did you mean 'min'?",
+                "buffer.max_staleness.min: is required",
+            ],
+        ),
+        ("{min: -1, max: 4}", ["buffer.max_staleness.min: was -1; input should be greater"]),
+        ("few", ["buffer.max_staleness: was 'few'; input should be a valid integer"]),
+    ],
+)
+def test_a_range_of_staleness_that_is_none_is_refused(tmp_path, value, sentences):
+    told = refusal(tmp_path, MINIMAL, f"buffer.max_staleness={value}")
+    assert all(sentence in told for sentence in sentences), told
+
+
+def test_a_range_of_staleness_is_read_from_one_value_or_from_its_parts(tmp_path):
+    whole = load(tmp_path, MINIMAL, "buffer.max_staleness={min: 1, max: 4}").buffer
+    parts = ("buffer.max_staleness.min=1", "buffer.max_staleness.max=4")
+    assert load(tmp_path, MINIMAL, *parts).buffer.max_staleness == whole.max_staleness
+    assert (whole.smallest_staleness, whole.largest_staleness) == (1, 4)
+    # Weights are published more often while the bound is low.
+    load(tmp_path, MINIMAL, *parts, "weights.publish_every=5")
+    assert "would deadlock" in refusal(tmp_path, MINIMAL, *parts, "weights.publish_every=6")
 
 
 def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):

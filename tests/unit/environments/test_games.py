@@ -10,7 +10,7 @@ from actors.environments import make_environment
 from actors.environments.games.frozen_lake import ACTIONS
 from actors.environments.games.game import GameEnvironment, Outcome, find_action
 from actors.environments.games.gymnasium import plain
-from actors.environments.games.sokoban import Room, SokobanGame, draw_room
+from actors.environments.games.sokoban import Level, SokobanGame, draw_level
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
@@ -115,7 +115,7 @@ def test_the_action_named_last_is_taken(answer, action):
     assert find_action(answer, ACTIONS) == action
 
 
-def solution(room: Room) -> list[int] | None:
+def solution(room: Level) -> list[int] | None:
     """The shortest way to solve the room, by breadth-first search."""
     seen, edge = {(room.player, room.boxes)}, deque([(room, [])])
     while edge:
@@ -134,7 +134,7 @@ def solution(room: Room) -> list[int] | None:
 def test_every_room_can_be_solved_and_solving_it_gives_one(num_boxes):
     settings = {"size": 6, "num_boxes": num_boxes, "num_steps": 30}
     for seed in range(20):
-        path = solution(draw_room(seed, **settings))
+        path = solution(draw_level(seed, **settings))
         assert path
         game = SokobanGame(actions=list("UDLR"), separator="", **settings)
         game.reset(seed)
@@ -144,7 +144,7 @@ def test_every_room_can_be_solved_and_solving_it_gives_one(num_boxes):
 
 
 def test_a_box_is_pushed_and_not_through_a_wall():
-    room = Room(5, frozenset({(1, 4)}), frozenset({(3, 3)}), frozenset({(1, 2)}), (1, 1))
+    room = Level(5, frozenset({(1, 4)}), frozenset({(3, 3)}), frozenset({(1, 2)}), (1, 1))
     pushed = room.pushed(3)
     assert (pushed.player, pushed.boxes) == ((1, 2), {(1, 3)})
     assert pushed.pushed(3) is pushed

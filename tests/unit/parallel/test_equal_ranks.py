@@ -92,6 +92,15 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "teachers-parts": {"distillation": {"teachers": [{"path": "t"}]}},
+    "rescored": {
+        "rescore_share": 0.6,
+        "rollout_is": {"mode": "mask", "threshold": 9.0, "engine_threshold": 9, "lag_threshold": 2},
+    },
+    "updates-rescored": {
+        "learner": TWICE,
+        "rescore_share": 1.0,
+        "rollout_is": {"engine_threshold": 2.0, "batch_normalize": True},
+    },
     "not-finite": {},
     "not-finite-critic": {"advantage": "gae", "value": {"max_tokens_per_micro_batch": 40}},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},

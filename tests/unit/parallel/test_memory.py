@@ -31,10 +31,11 @@ def gradients(network: Network) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["here", "on the host"])
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluating"])
-def test_recomputed_layers_have_the_same_gradients(on_host, is_training):
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputed_layers_have_the_same_gradients(on_host, is_training, every):
     network = make_network()
     network.train(is_training)
-    checkpoint_layers(network, on_host=on_host)
+    checkpoint_layers(network, every, on_host=on_host)
     expected = gradients(make_network())
     for name, gradient in gradients(network).items():
         assert torch.equal(gradient, expected[name]), name
@@ -63,6 +64,16 @@ def test_a_recomputed_layer_keeps_its_input_alone():
     hidden = torch.Size((1, micro_batch.token_ids.shape[1], 32))
     kept = [shape for shape in saved_in_layers(recomputing) if shape == hidden]
     assert len(kept) == len(recomputing.model.get_decoder().layers)
+
+
+def test_every_second_layer_is_recomputed_where_it_is_asked_for():
+    kept = []
+    for every in (1, 2, None):
+        network = make_network()
+        if every:
+            checkpoint_layers(network, every)
+        kept.append(len(saved_in_layers(network)))
+    assert kept == sorted(set(kept))
 
 
 def test_inputs_of_recomputed_layers_go_to_the_host(monkeypatch):

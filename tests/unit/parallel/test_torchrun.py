@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.arguments.parser import parse
+from streamrl.cli.arguments.commands import parse
 from streamrl.cli.processes.torchrun import main
 from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorPipe
 from streamrl.errors import ConfigError, DivergedError, StreamRLError, TransportError

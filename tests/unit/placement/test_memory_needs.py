@@ -170,6 +170,14 @@ def test_settings_that_save_memory_are_in_the_estimate(folder, learner, gone, ch
     assert saving.num_bytes < plain.num_bytes
 
 
+def test_the_estimate_grows_with_the_layers_that_are_not_recomputed(folder):
+    shape = ModelShape.of_facts(EIGHT_B)
+    settings = [{"gradient_checkpointing": every} for every in (True, 1, 2, 4, False)]
+    configs = [with_model(folder, learner=learner) for learner in settings]
+    needs = [LearnerMemory(config, shape, 1).need().num_bytes for config in configs]
+    assert needs[0] == needs[1] < needs[2] < needs[3] < needs[4]
+
+
 def test_a_critic_of_another_size_is_counted_by_its_own(folder):
     shape = ModelShape.of_facts(EIGHT_B)
     small = ModelShape.of_facts({**EIGHT_B, "num_hidden_layers": 2})

@@ -7,11 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from learners.optimizer import LossScale
 from learners.policy.policy import Policy
 from learners.policy.sharding import compute_in, master_of
 from learners.trainer import Trainer
 from streamrl.algorithms import logprobs as logprobs_module
-from tests.training import make_batch, make_config, make_micro_batch, make_network
+from streamrl.errors import DivergedError
+from tests.training import make_batch, make_config, make_critic, make_micro_batch, make_network
 
 BF16 = torch.bfloat16
 VOCABULARY, LENGTHS = 2048, (60, 37, 100, 64)
@@ -178,3 +180,69 @@ def test_float32_computes_with_the_parameters_themselves() -> None:
     before = dict(network.named_parameters())
     compute_in(network, torch.float32)
     assert all(before[name] is p is master_of(p) for name, p in network.named_parameters())
+
+
+def trainer_in(dtype: str, **sections: Any) -> Trainer:
+    config = make_config(learner={"dtype": dtype}, **sections)
+    critic = make_critic(config) if config.algorithm.needs_values else None
+    return Trainer(config, Policy(make_network(dtype=getattr(torch, dtype))), critic=critic)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae"}])
+def test_a_step_in_float16_is_near_that_of_float32(algorithm: dict[str, Any]) -> None:
+    exact, narrow = (trainer_in(dtype, algorithm=algorithm) for dtype in ("float32", "float16"))
+    expected, found = exact.step(make_batch()), narrow.step(make_batch())
+    assert found["learner/loss_scale"] == 2**16
+    assert "learner/loss_scale" not in expected
+    for name in ("learner/grad_norm", "critic/grad_norm"):
+        assert found.get(name) == pytest.approx(expected.get(name), rel=0.02)
+
+
+def test_the_scale_keeps_gradients_that_float16_has_no_numbers_for() -> None:
+    losses = {"algorithm": {"rl_loss_coef": 1e-6}}
+    expected = trainer_in("float32", **losses).step(make_batch())["learner/grad_norm"]
+    trainer = trainer_in("float16", **losses)
+    assert trainer.step(make_batch())["learner/grad_norm"] == pytest.approx(expected, rel=0.05)
+    trainer = trainer_in("float16", **losses)
+    trainer._scale.value = 1.0
+    assert trainer.step(make_batch())["learner/grad_norm"] != pytest.approx(expected, rel=0.05)
+
+
+def test_an_overflow_halves_the_scale_and_changes_nothing_else() -> None:
+    trainer = trainer_in("float16", optimizer={"max_skipped_updates": 0})
+    trainer._scale.value = 2.0**40
+    before = [p.detach().clone() for p in trainer.policy.parameters().values()]
+    assert trainer.step(make_batch())["learner/skipped_update"] == 1
+    assert all(map(torch.equal, before, trainer.policy.parameters().values()))
+    assert trainer.state_dict() == {**trainer.credit.state_dict(), **scale_of(2.0**39, 0)}
+    while trainer.step(make_batch())["learner/skipped_update"]:
+        pass
+    assert 1 < trainer._scale.value < 2.0**39
+
+
+def test_the_scale_grows_after_finite_gradients_and_goes_on_where_it_was() -> None:
+    scale = LossScale("float16")
+    for _ in range(1999):
+        assert not scale.follow({"learner/skipped_update": 0.0})
+    other = LossScale("float16")
+    other.load_state_dict(scale.state_dict())
+    other.follow({"learner/skipped_update": 0.0})
+    assert (scale.value, other.value) == (2.0**16, 2.0**17)
+    other.load_state_dict({"kl_coef": 0.1})
+    assert other.state_dict() == scale_of(2.0**17, 0)
+    assert LossScale("bfloat16").state_dict() == {}
+
+
+def test_a_gradient_that_no_scale_makes_finite_ends_the_training() -> None:
+    trainer = trainer_in("float16", optimizer={"max_skipped_updates": 0})
+    with torch.no_grad():
+        trainer.policy.model.get_output_embeddings().weight[5, 0] = torch.nan
+        master_of(trainer.policy.model.get_output_embeddings().weight)[5, 0] = torch.nan
+    for _ in range(16):
+        assert trainer.step(make_batch())["learner/skipped_update"] == 1
+    with pytest.raises(DivergedError):
+        trainer.step(make_batch())
+
+
+def scale_of(value: float, num_finite: int) -> dict[str, float]:
+    return {"loss_scale": value, "num_finite": num_finite}

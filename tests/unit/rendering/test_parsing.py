@@ -164,9 +164,15 @@ class TestConventions:
         message = parse(make(MISTRAL), f"[TOOL_CALLS]{json.dumps(calls)}</s>")
         assert message["tool_calls"] == [call("add", a=1), call("add", a=2)]
 
-    def test_granite_3_writes_calls_that_its_template_leaves_out(self) -> None:
-        text = '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]'
+    @pytest.mark.parametrize("mark", ["<|tool_call|>", "<tool_call>", "<tool_call> "])
+    def test_granite_3_writes_calls_that_its_template_leaves_out(self, mark: str) -> None:
+        text = mark + '[{"name": "add", "arguments": {"a": 1}}]'
         assert parse(make(CHATML, "mistral"), text)["tool_calls"] == [call("add", a=1)]
+
+    def test_gemma_4_writes_null_as_none(self) -> None:
+        text = '<|tool_call>call:add{a:None,b:[1,None],c:<|"|>None, a<|"|>}<tool_call|>'
+        expected = call("add", a=None, b=[1, None], c="None, a")
+        assert parse(make(CHATML, "gemma4"), text)["tool_calls"] == [expected]
 
     def test_cohere_marks_thoughts_and_answers(self) -> None:
         renderer = make(TEMPLATES["cohere"])
@@ -184,7 +190,13 @@ class TestConventions:
             ("[add(a=1, b='x')]", {"a": 1, "b": "x"}),
             ("add(a=-1.5, b=(true, None))", {"a": -1.5, "b": [True, None]}),
             ("[add(a={'k': [null]})]", {"a": {"k": [None]}}),
+            ("[add(from='x', b = 1)]", {"from": "x", "b": 1}),
+            ('[add(a=\'it\'s\', b="a "b"")]', {"a": "it's", "b": 'a "b"'}),
+            ("[add(a='two\nlines', b='x=1, y')]", {"a": "two\nlines", "b": "x=1, y"}),
+            (r"[add(a='C:\Users', b='\u00e9\'')]", {"a": r"C:\Users", "b": "\u00e9'"}),
             ("[add(1)]", None),
+            ("[add(a='x]", None),
+            pytest.param("'" * 50_000, None, id="quotes"),
             ("[add(a={1, 2})]", None),
             ("[add(a=b'x')]", None),
             ("[add(a=open('x'))]", None),
@@ -211,6 +223,23 @@ class TestConventions:
             parse(renderer, text.rpartition("assistant\n")[2])["tool_calls"]
             == [call("add", a=3, b="<x>")] * 2
         )
+
+    @pytest.mark.parametrize(
+        ("value", "is_text", "argument"),
+        [
+            ("7", "true", "7"),
+            ("7", "false", 7),
+            ('{"k": [1]}', "false", {"k": [1]}),
+            ("x", "false", "x"),
+        ],
+    )
+    def test_deepseek_v3_2_says_what_is_text(self, value: str, is_text: str, argument: Any) -> None:
+        tag = "\N{FULLWIDTH VERTICAL LINE}DSML\N{FULLWIDTH VERTICAL LINE}"
+        text = (
+            f'<{tag}invoke name="add"><{tag}parameter name="b" string="{is_text}">{value}'
+            f"</{tag}parameter></{tag}invoke>"
+        )
+        assert parse(make(CHATML, "minimax_m2"), text)["tool_calls"] == [call("add", b=argument)]
 
     def test_the_tokenizers_own_template_comes_first(self) -> None:
         own = {

@@ -29,6 +29,7 @@ def stats(*generators: GeneratorStatus) -> BufferStats:
         policy_version=0,
         groups_per_step=1,
         max_staleness=1,
+        staleness_bound=1,
         overdue=OverduePolicy.WAIT,
         books=books,
         generators=generators,

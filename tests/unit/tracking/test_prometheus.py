@@ -19,7 +19,7 @@ from streamrl.config.tracking import PrometheusSettings
 from streamrl.errors import ConfigError
 from streamrl.metrics import staleness_metrics
 from streamrl.tracking.prometheus import Exported, exporting
-from streamrl.tracking.prometheus.families import ROWS, family_of
+from streamrl.tracking.prometheus.exported import ROWS, family_of
 from streamrl.tracking.prometheus.readings import of_buffer, of_generator, of_learner, of_validator
 from streamrl.tracking.prometheus.start import port_of
 from streamrl.types import (
@@ -51,6 +51,7 @@ STATS = BufferStats(
     policy_version=5,
     groups_per_step=4,
     max_staleness=2,
+    staleness_bound=2,
     overdue=OverduePolicy.WAIT,
     books=Books(granted=9, leased=2, acknowledged=4, dropped={DropReason.STALE: 3}),
     generators=(GENERATOR,),

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import socket
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -159,6 +160,7 @@ class Nodes:
         (folder / "launch.id").write_text(self._launch_id)
         self._homes: dict[str, str] = {}
         self.plan: Plan | None = None
+        self._is_fetched = False
 
     async def reach(self, group: Group) -> None:
         """Waits until the group is there, however long.
@@ -211,6 +213,25 @@ class Nodes:
         first: int = await place.actor.hold_ports.remote(place.found["address"])
         return first
 
+    async def fetch(self, place: Place, environment: Mapping[str, str]) -> None:
+        """Have the node take the run from its mirror, unless it sees the run's folder. Waits
+        `cluster.start_s` for a store that does not answer it.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        assert place.found is not None, "it is reached"
+        assert self.plan is not None, "the learner's nodes are there first"
+        if place.found["shares_folder"]:
+            return
+        config = self.plan.config
+        until_s = time.monotonic() + config.cluster.start_s
+        while why := await place.actor.fetch.remote(config, dict(environment)):
+            if time.monotonic() >= until_s:
+                raise ConfigError(f"node {place.found['address']}: {why}")
+            await asyncio.sleep(RETRY_S)
+        self._is_fetched = True
+
     async def prepare(self, place: Place) -> None:
         """Send what the node does not see.
 
@@ -221,7 +242,7 @@ class Nodes:
         assert self.plan is not None, "the learner's nodes are there first"
         if not (place.found["shares_folder"] and place.found["shares_directory"]):
             config, host = self.plan.config, place.bundle.name
-            is_new = host == "learner" and not place.found["shares_folder"]
+            is_new = host == "learner" and not place.found["shares_folder"] and not self._is_fetched
             sent = b"" if place.found["shares_directory"] else archive(config)
             absent = await place.actor.prepare.remote(
                 sent, private_files(self.plan, host), required(config), is_new=is_new

@@ -1,10 +1,13 @@
 """What nodes write where the driver does not see it: logs, and all of a run whose learner is there.
 
 Invariant: a copy has what its node has written by the last look, and a file that is rewritten is
-replaced as a whole. The journal of the buffer, which is one only when nobody writes it, comes last.
+replaced as a whole. History and records come before the checkpoints that need them, each manifest
+after its files; the journal of the buffer, which is one only when nobody writes it, at the end. A
+checkpoint that the node deletes goes here, too.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +49,12 @@ class Copies:
         pattern = "**/*" if is_learner else f"logs/{place.bundle.name}.log"
         known = self._known.get(place, {})
         now: Mapping[str, tuple[int, int]] = await place.actor.files.remote(pattern)
-        for path, (size, time_ns) in sorted(now.items()):
+        for path in known.keys() - now.keys():
+            if path.startswith("checkpoints/"):
+                (self._folder / path).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (self._folder / path).parent.rmdir()
+        for path, (size, time_ns) in sorted(now.items(), key=_turn):
             if path.partition("/")[0] in but or known.get(path) == (size, time_ns):
                 continue
             had = known.get(path, (0, 0))[0]
@@ -72,3 +80,8 @@ class Copies:
                 start += len(body)
         if part != target:
             os.replace(part, target)
+
+
+def _turn(item: tuple[str, tuple[int, int]]) -> tuple[bool, bool, str]:
+    path = item[0]
+    return path.startswith("checkpoints/step-"), path.endswith("/manifest.json"), path

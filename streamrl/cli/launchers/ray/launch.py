@@ -23,6 +23,7 @@ from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.command import sigterm_raises
 from streamrl.cli.processes.daemons import Ending, newest_step, supervise
+from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
 from streamrl.cli.processes.planned import planned_children
 from streamrl.cli.processes.restarts import RestartBudget, sentence_of
 from streamrl.cli.processes.run_commands import (
@@ -46,6 +47,7 @@ from streamrl.run_folder import resume_command
 try:
     from streamrl.cli.launchers.ray.child import LearnerLostError, RayChild
     from streamrl.cli.launchers.ray.cluster import (
+        RETRY_S,
         Group,
         LostError,
         Nodes,
@@ -84,13 +86,14 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _run_and_report(given: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
+    mirror = mirror_of(given, arguments, console)
     require_steps_to_launch(given, resume=arguments.resume, new=arguments.new)
     config = prepared(with_keys(given), arguments, binds=False)
     try:
-        with reported(config, arguments, console):
+        with mirrored(mirror), reported(config, arguments, console):
             make_missing_model(config, console)
             write_secrets(given)
-            stopped_by, lost = asyncio.run(_Run(config, arguments, console).to_its_end())
+            stopped_by, lost = asyncio.run(_Run(config, arguments, console, mirror).to_its_end())
             if stopped_by is not None:
                 raise Interrupted(stopped_by)
             if lost is not None:
@@ -105,8 +108,15 @@ def _run_and_report(given: RunConfig, arguments: argparse.Namespace, console: Co
 class _Run:
     """One run, of which the learner may have several homes one after the other."""
 
-    def __init__(self, config: RunConfig, arguments: argparse.Namespace, console: Console) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        arguments: argparse.Namespace,
+        console: Console,
+        mirror: Mirror | None = None,
+    ) -> None:
         self._config, self._arguments, self._resume = config, arguments, arguments.resume
+        self._mirror = mirror
         self._view = ProgressView(config, console, live=not arguments.no_view)
         self._learner = Group(learner_bundles(config, rooms()))
         self._engines = [Group([bundle]) for bundle in engine_bundles(config, rooms())]
@@ -158,6 +168,12 @@ class _Run:
             self._view.print(f"note: {note.sentence}")
         self._require_folder()
         self._nodes.plan = plan
+        if self._resume and self._mirror is not None:
+            while True:
+                if await asyncio.to_thread(self._mirror.is_brought_up_to_date):
+                    break
+                await asyncio.sleep(RETRY_S)
+            await self._nodes.fetch(self._learner.places[0], handed_on(plan.config))
         for place in self._learner.places:
             await self._nodes.prepare(place)
         for group in self._engines:
@@ -201,11 +217,14 @@ class _Run:
         """
         found = [place.found or {} for place in self._learner.places]
         apart = [one["address"] for one in found if not one.get("shares_folder")]
-        if apart and (self._resume or len(found) > 1):
-            why = "a run goes on" if self._resume else "ranks on several nodes work"
+        has_mirror = self._mirror is not None
+        if apart and (len(found) > 1 or (self._resume and not has_mirror)):
+            why, remedy = "ranks on several nodes work", ""
+            if len(found) == 1:
+                why, remedy = "a run goes on", ", or a store as run.folder_mirror"
             raise ConfigError(
                 f"run.folder: node {apart[0]} does not see {self._config.run.path} of this "
-                f"machine, and {why} only on storage that both have: name a folder there"
+                f"machine, and {why} only on storage that both have: name a folder there{remedy}"
             )
 
     @property

@@ -26,10 +26,13 @@ from typing import Any
 
 from streamrl import __version__
 from streamrl.cli.processes.child import launcher_line
+from streamrl.cli.processes.mirror import Mirror
 from streamrl.cli.processes.restarts import sentence_of
+from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.durable_files import write_file
 from streamrl.error_record import ErrorPipe, ErrorRecord
+from streamrl.errors import StreamRLError
 from streamrl.placement.hosts import facts_here
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import held_run, move_aside
@@ -99,6 +102,16 @@ class Supervisor:
             for one in held:
                 one.close()
         raise OSError(f"{host} has no {NUM_PORTS} free ports side by side")
+
+    async def fetch(self, config: RunConfig, environment: Mapping[str, str]) -> str:
+        """Take the run from its mirror where that has more of it than this node; why that cannot
+        be, or ""."""
+        os.environ.update(environment)
+        try:
+            await asyncio.to_thread(Mirror(config, print).fetch, is_right=True)
+        except StreamRLError as error:
+            return str(error)
+        return ""
 
     async def prepare(
         self, files: bytes, private: Mapping[str, bytes], required: Sequence[str], *, is_new: bool
@@ -213,13 +226,19 @@ def _plain(record: ErrorRecord | None) -> tuple[int, str, str] | None:
 
 
 def _files(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
+    """Sizes of after all were found, so that the records have the lines of each checkpoint."""
     found: dict[str, tuple[int, int]] = {}
-    for path in folder.glob(pattern):
+    for path in [path for path in folder.glob(pattern) if not _is_hidden(path, folder)]:
         with contextlib.suppress(OSError):
             status = path.stat()
             if path.is_file():
                 found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
     return found
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """As what is being written is."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _read(file: Path) -> str:

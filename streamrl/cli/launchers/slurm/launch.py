@@ -29,6 +29,7 @@ from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.cli.launchers.slurm.nodes import hosts_of_job
 from streamrl.cli.launchers.slurm.steps import StepChild, step_command
 from streamrl.cli.processes.daemons import supervise
+from streamrl.cli.processes.mirror import mirror_of, mirrored
 from streamrl.cli.processes.planned import planned_children
 from streamrl.cli.processes.run_commands import (
     evaluate_final,
@@ -86,11 +87,14 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
         return 0
     try:
         with sole_launch(config.run.path, wait_s=_LOST_LOCK_S):
+            mirror = mirror_of(config, arguments, console)
             require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
             config = prepared(config, arguments)
             if has_own_keys and not (config.run.path / "keys").exists():
                 make_keys(config.run.path / "keys")
-            _run_plan(make_plan(config, hosts, resume=arguments.resume), arguments, console, job)
+            plan = make_plan(config, hosts, resume=arguments.resume)
+            with mirrored(mirror):
+                _run_plan(plan, arguments, console, job)
     except KeyboardInterrupt:
         if not requeue.is_wanted:
             raise

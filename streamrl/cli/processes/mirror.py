@@ -1,0 +1,402 @@
+"""The run's folder in an object store as well: `run.folder_mirror`, of every launch.
+
+    MIRROR/NAME/    as runs/NAME, but for what is of one machine: weights/, keys/, the buffer's
+                    journal, and what is hidden
+
+Brought up to date with each complete checkpoint and at the end: history and records first, then the
+checkpoints, each manifest last, then all else; then checkpoints go that the folder has no more. A
+thread does it, from the disk, so no step waits; what fails is said and tried again, and never ends
+the run.
+
+Invariant: a checkpoint with a manifest there is complete, the lines of the steps up to it are
+there, and so is a history that contains it; whatever breaks off an upload costs the newest
+checkpoint at most. `Mirror.take` comes before a launch reads the folder: it fetches what that
+lacks, and refuses two that have gone on apart, since one of them would be lost.
+
+The journal is not there: what waited in the buffer is lost with the machine. A learner that
+attaches with the books of its checkpoint opens those prompts again, and each is trained once.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from streamrl.checkpoints.find import (
+    PREFIX,
+    STATE_FILE,
+    list_checkpoints,
+    newest,
+)
+from streamrl.checkpoints.history import HISTORY_FILE, History
+from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
+from streamrl.config import RunConfig
+from streamrl.durable_files import new_folder
+from streamrl.errors import ConfigError, DamagedCheckpointError, FencedError, TransportError
+from streamrl.object_store import StoreFolder
+from streamrl.run_folder import held_run, move_aside
+
+POLL_S, RETRY_S, END_S = 1.0, 5.0, 60.0
+"""Between two looks; between two tries; how long a launch that has ended tries."""
+_SETTING = "run.folder_mirror"
+_CHECKPOINTS, _ABANDONED = "checkpoints", "abandoned"
+_HISTORY = f"{_CHECKPOINTS}/{HISTORY_FILE}"
+_OF_A_MACHINE = frozenset({"weights", "keys", "buffer", "files", "launch.id"})
+_RECORDS = (".jsonl", ".json", ".yaml")
+
+
+class _Tip(NamedTuple):
+    """The newest checkpoint: the history that led to it, and its version."""
+
+    history: History
+    policy_version: int
+
+    def holds(self, other: "_Tip") -> bool:
+        """Whether the other one is on the way to this one, or this one."""
+        is_before = other.policy_version <= self.policy_version
+        return is_before and self.history.contains(other.history.learner_id, other.policy_version)
+
+
+class Mirror:
+    """Of one run; `say` gets sentences for a person. Methods wait for the store.
+
+    Raises:
+        ConfigError: the mirror cannot be used as it is named.
+    """
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+        base = str(config.run.folder_mirror).rstrip("/")
+        self._folder, self._say = config.run.path, say
+        self.url = f"{base}/{config.run.name}"
+        if base == (config.weights.store or "").rstrip("/"):
+            raise ConfigError(f"{_SETTING}: was {base}, as weights.store: name another folder")
+        if base.startswith("file://"):
+            _require_apart(Path(self.url.removeprefix("file://")), self._folder)
+        self._base = StoreFolder(_SETTING, base)
+        self._store = StoreFolder(_SETTING, self.url)
+        self._sent: dict[str, object] = {}
+        """What this launch has put there, by name: size and time, or the manifest."""
+        self._histories: set[bytes | None] = {None}
+        """What others than this launch have not written."""
+        self._lock = threading.Lock()
+        self._done: object = None
+        self._retry_s, self._failure, self._is_taken = 0.0, "", False
+
+    def require_writable(self) -> None:
+        """
+        Raises:
+            ConfigError: it is not.
+        """
+        self._base.require_writable()
+
+    def take(self, *, resume: bool, new: bool) -> None:
+        """Before a launch with these flags: fetch the run where the mirror has more of it, or set
+        it aside there.
+
+        Raises:
+            ConfigError: the mirror holds a run, and no flag says what to do with it, or one that
+                has gone another way than the folder's.
+            TransportError: the store does not answer.
+        """
+        names = self._store.names()
+        if "metrics.jsonl" in names:
+            if new:
+                aside = f"{self.url}.{time.strftime('%Y%m%d-%H%M%S')}"
+                self._store.move_to(aside)
+                self._say(f"the run that was in {self.url} is in {aside}")
+            elif not resume:
+                raise ConfigError(
+                    f"{_SETTING}: {self.url} holds a run already: --resume goes on with it, --new "
+                    "moves it aside, or choose another run.name"
+                )
+        if resume:
+            self.fetch(names)
+        self._histories = {self._store.read(_HISTORY)}
+
+    def fetch(self, names: set[str] | None = None, *, is_right: bool = False) -> None:
+        """Replace the folder, which is kept aside, by what is in the mirror, unless the folder has
+        all of it. `is_right`: a run that the mirror lacks is not this one.
+
+        Raises:
+            ConfigError: they have gone on apart, or the folder cannot be written.
+            TransportError: the store does not answer.
+        """
+        names = self._store.names() if names is None else names
+        theirs, ours = self._tip(names), _tip_of(self._folder)
+        if theirs is None:
+            if is_right and held_run(self._folder):
+                move_aside(self._folder)
+            return
+        if ours is not None and ours.holds(theirs):
+            return
+        if ours is not None and not (is_right or theirs.holds(ours)):
+            raise ConfigError(
+                f"{_SETTING}: {self._folder} is at step {ours.policy_version} and {self.url} at "
+                f"step {theirs.policy_version}, and neither goes on from the other: move the "
+                "folder aside to go on with the mirror, or name another mirror to go on with the "
+                "folder"
+            )
+        self._say(f"fetching the run at step {theirs.policy_version} from {self.url}")
+        try:
+            with new_folder(self._folder) as part:
+                for name in sorted(filter(_is_fetched(names), names)):
+                    (part / name).parent.mkdir(parents=True, exist_ok=True)
+                    self._store.get(name, part / name)
+                if self._folder.exists():
+                    move_aside(self._folder)
+        except OSError as error:
+            raise ConfigError(
+                f"run.folder: cannot write {self._folder}: {error.strerror or error}"
+            ) from error
+
+    def _tip(self, names: set[str]) -> _Tip | None:
+        """Of the checkpoints that are complete in the mirror and of its history."""
+        content = self._store.read(_HISTORY)
+        if content is None:
+            return None
+        try:
+            history = msgspec.json.decode(content, type=History)
+            for folder in sorted(_complete(names), key=lambda name: int(name[len(PREFIX) :]))[::-1]:
+                state = json.loads(self._store.read(f"{_CHECKPOINTS}/{folder}/{STATE_FILE}") or "")
+                tip = _Tip(msgspec.convert(state["history"], History), state["policy_version"])
+                if history.contains(tip.history.learner_id, tip.policy_version):
+                    return tip
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{_SETTING}: {self.url} cannot be read ({error}): name another mirror, or restore "
+                "what somebody has changed there"
+            ) from error
+        return None
+
+    def keep(self, stopping: threading.Event) -> None:
+        """Until it is set: bring the mirror up to date with each new checkpoint."""
+        while not stopping.wait(POLL_S) and not self._is_taken:
+            if time.monotonic() >= self._retry_s and self._state() != self._done:
+                self.is_brought_up_to_date()
+
+    def finish(self) -> None:
+        """Bring it up to date a last time. Waits END_S at most for a store that fails."""
+        until_s = time.monotonic() + END_S
+        while not self.is_brought_up_to_date() and time.monotonic() < until_s:
+            time.sleep(RETRY_S)
+        if self._failure:
+            self._say(f"{self.url} lacks the end of the run, which {self._folder} has")
+        elif self._sent and not self._is_taken:
+            self._say(f"{self.url} has the run's folder")
+
+    def is_brought_up_to_date(self) -> bool:
+        """Whether there is nothing left to try; a failure is said, once."""
+        with self._lock:
+            state = self._state()
+            try:
+                if not self._is_taken:
+                    self._bring_up_to_date()
+            except FencedError as error:
+                self._is_taken = True
+                self._say(str(error))
+            except (TransportError, OSError) as error:
+                self._retry_s = time.monotonic() + RETRY_S
+                if str(error) != self._failure:
+                    self._failure = str(error)
+                    self._say(f"{error}; the run goes on, and this is tried again")
+                return False
+            if self._failure and not self._is_taken:
+                self._say(f"{self.url} is up to date again")
+            self._failure, self._done = "", state
+            return True
+
+    def _state(self) -> object:
+        """What is another one when there is something new to bring."""
+        files = [path / MANIFEST_FILE for path in list_checkpoints(self._folder)]
+        return [(file, _stamp(file)) for file in (*files, self._folder / _HISTORY)]
+
+    def _bring_up_to_date(self) -> None:
+        there = self._store.read(_HISTORY)
+        if there not in self._histories:
+            raise FencedError(
+                f"{_SETTING}: another launch goes on with the run in {self.url}; the folder of "
+                "this one is not kept there any more"
+            )
+        if there is not None and not (self._folder / _HISTORY).exists():
+            return
+        # Those of before the records, which then have the lines of their steps.
+        found = list_checkpoints(self._folder)
+        self._put_records()
+        kept = [path for path in found if self._put_checkpoint(path)]
+        for file in self._files(self._folder):
+            if file.parent != self._folder or file.suffix not in _RECORDS:
+                self._put(file, may_change=True)
+        if kept:
+            self._remove_old({path.name for path in list_checkpoints(self._folder)})
+
+    def _put_records(self) -> None:
+        """Lines are cut only after a history is replaced, so these are of this history or later."""
+        while True:
+            history = _content(self._folder / _HISTORY)
+            stamps = {
+                file: (_stamp(file), _content(file))
+                for file in self._files(self._folder)
+                if file.parent == self._folder and file.suffix in _RECORDS
+                if _stamp(file) != self._sent.get(file.name)
+            }
+            if history == _content(self._folder / _HISTORY):
+                break
+        if history is not None and self._sent.get(_HISTORY) != history:
+            # Also where it then seems not to be written.
+            self._histories.add(history)
+            self._store.replace(_HISTORY, history)
+            self._sent[_HISTORY], self._histories = history, {history}
+        for file, (stamp, content) in stamps.items():
+            if content is not None:
+                self._store.replace(file.name, content)
+                self._sent[file.name] = stamp
+
+    def _put_checkpoint(self, path: Path) -> bool:
+        """Whether it is there; one that is deleted here meanwhile, or is not complete, is not."""
+        name = f"{_CHECKPOINTS}/{path.name}"
+        try:
+            verify(path, contents=False)
+            manifest = (path / MANIFEST_FILE).read_bytes()
+            if self._sent.get(name) == manifest:
+                return True
+            there = self._store.read(f"{name}/{MANIFEST_FILE}")
+            if there != manifest:
+                if there is not None:
+                    # Of another history that had come to this version.
+                    self._store.remove(f"{name}/{MANIFEST_FILE}")
+                for file in self._files(path):
+                    if file.name != MANIFEST_FILE:
+                        self._put(file)
+                self._store.replace(f"{name}/{MANIFEST_FILE}", manifest)
+        except (DamagedCheckpointError, FileNotFoundError):
+            return False
+        self._sent[name] = manifest
+        return True
+
+    def _put(self, file: Path, *, may_change: bool = False) -> None:
+        """Unless it is there; a copy of one that is written to, since libraries read its size
+        first."""
+        name, stamp = str(file.relative_to(self._folder)), _stamp(file)
+        if stamp is None or self._sent.get(name) == stamp:
+            return
+        if may_change:
+            with tempfile.TemporaryDirectory(prefix="streamrl-mirror-") as folder:
+                copy = Path(folder) / "copy"
+                try:
+                    shutil.copyfile(file, copy)
+                except FileNotFoundError:
+                    return
+                self._store.put(copy, name, is_read=True)
+        else:
+            self._store.put(file, name)
+        self._sent[name] = stamp
+
+    def _remove_old(self, kept: set[str]) -> None:
+        """The manifest first."""
+        for name in sorted(self._store.names(), key=lambda name: not name.endswith(MANIFEST_FILE)):
+            top, _, rest = name.partition("/")
+            folder = rest.partition("/")[0]
+            if top == _CHECKPOINTS and folder.startswith(PREFIX) and folder not in kept:
+                self._store.remove(name)
+
+    def _files(self, folder: Path) -> Iterator[Path]:
+        """Below a folder of the run; of the run's own, what is no checkpoint."""
+        for path in sorted(folder.rglob("*")):
+            parts = path.relative_to(self._folder).parts
+            is_left_out = parts[0] in _OF_A_MACHINE or any(p.startswith(".") for p in parts)
+            if folder == self._folder and parts[0] == _CHECKPOINTS:
+                continue
+            if not is_left_out and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def mirror_of(config: RunConfig, arguments: argparse.Namespace, console: Console) -> Mirror | None:
+    """That of a launch with these arguments, with which it agrees now; None without one.
+
+    Raises:
+        ConfigError, TransportError: see `Mirror.take`.
+    """
+    if config.run.folder_mirror is None:
+        return None
+    mirror = Mirror(config, lambda text: console.print(text, soft_wrap=True, highlight=False))
+    mirror.take(resume=arguments.resume, new=arguments.new)
+    return mirror
+
+
+@contextmanager
+def mirrored(mirror: Mirror | None) -> Iterator[None]:
+    """Around a launch whose folder is prepared. Waits at the end until all is there; an interrupt
+    leaves it as it is."""
+    if mirror is None:
+        yield
+        return
+    stopping = threading.Event()
+    thread = threading.Thread(target=mirror.keep, args=(stopping,), name="mirror", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+        mirror.finish()
+
+
+def _require_apart(mirror: Path, folder: Path) -> None:
+    one, other = mirror.resolve(), folder.resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise ConfigError(
+            f"{_SETTING}: {mirror} would be in the run's folder {folder}, or that in it: name a "
+            "folder elsewhere"
+        )
+
+
+def _tip_of(folder: Path) -> _Tip | None:
+    try:
+        checkpoint = newest(folder, contents=False).checkpoint
+    except ConfigError:
+        return None
+    return None if checkpoint is None else _Tip(checkpoint.history, checkpoint.policy_version)
+
+
+def _complete(names: set[str]) -> set[str]:
+    """The folders of checkpoints that have a manifest."""
+    paths = [name.split("/") for name in names if name.endswith(f"/{MANIFEST_FILE}")]
+    return {path[1] for path in paths if len(path) == 3 and path[0] == _CHECKPOINTS}
+
+
+def _is_fetched(names: set[str]) -> Callable[[str], bool]:
+    """All but checkpoints that are not complete, or abandoned."""
+    complete = _complete(names)
+
+    def decide(name: str) -> bool:
+        parts = name.split("/")
+        if parts[0] in _OF_A_MACHINE or any(part.startswith(".") for part in parts):
+            return False
+        step = next((part for part in parts if part.startswith(PREFIX)), None)
+        return step is None or (parts[0] == _CHECKPOINTS and step in complete)
+
+    return decide
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _content(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,128 @@
+"""A folder in an object store, by fsspec: s3://, gs://, hf:// and file://.
+
+Invariant: a library of a store is imported when the first folder in such a store is opened; its
+errors, which each has of its own, become one kind, with the setting that names the folder.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from streamrl.errors import ConfigError, TransportError
+from streamrl.extras import not_installed
+
+MODULES = {"s3": "s3fs", "gs": "gcsfs"}
+"""What the stores of a scheme need, beside what is always installed."""
+
+
+class StoreFolder:
+    """The folder `url`, which the setting names. Each call waits for the store.
+
+    Raises:
+        ConfigError: the package for such a store is not installed.
+        TransportError: from each call: the store is unreachable, or refuses; see `failure`.
+    """
+
+    failure: ClassVar[type[TransportError]] = TransportError
+
+    def __init__(self, setting: str, url: str) -> None:
+        # Its libraries take a while; few runs have a store.
+        from fsspec.core import url_to_fs
+
+        self.url, self._setting = url, setting
+        scheme = url.partition("://")[0]
+        self._is_folder = scheme == "file"
+        options = {"auto_mkdir": True} if self._is_folder else {}
+        try:
+            self._fs, self._path = url_to_fs(url, use_listings_cache=False, **options)
+        except ImportError as error:
+            module = MODULES.get(scheme, "fsspec")
+            raise not_installed(f"{setting}: {scheme}://", module, str(error)) from error
+
+    def put(self, file: Path, name: str, *, is_read: bool = False) -> None:
+        """Under a name that nobody has been told of; one that `is_read` is exchanged as a whole.
+
+        Raises:
+            FileNotFoundError: there is no such file here.
+        """
+        file.stat()
+        self._write(name, lambda place: self._fs.put_file(str(file), place), is_read=is_read)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """A reader gets what was there before or this, and no part of either."""
+        self._write(name, lambda place: self._fs.pipe_file(place, content), is_read=True)
+
+    def get(self, name: str, file: Path) -> None:
+        try:
+            self._do(lambda: self._fs.get_file(self._place(name), str(file)))
+        except FileNotFoundError as error:
+            raise self.failure(f"{self._setting} {self.url}: {name} is gone") from error
+
+    def read(self, name: str) -> bytes | None:
+        """The newest content; None if there is none."""
+        self._fs.invalidate_cache()
+        try:
+            content: bytes = self._do(lambda: self._fs.cat_file(self._place(name)))
+        except FileNotFoundError:
+            return None
+        return content
+
+    def names(self) -> set[str]:
+        """Of all that is in it, at any depth."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._do(lambda: self._fs.find(self._path))
+        except FileNotFoundError:
+            return set()
+        return {str(place).removeprefix(self._path).lstrip("/") for place in found}
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._do(lambda: self._fs.rm_file(self._place(name)))
+        if self._is_folder:
+            # Those of an object store are names alone.
+            with contextlib.suppress(OSError):
+                for folder in Path(name).parents[:-1]:
+                    Path(self._path, folder).rmdir()
+
+    def move_to(self, url: str) -> None:
+        """All of it, to a folder of the same store that is not there yet."""
+        target = self._fs._strip_protocol(url)
+        self._do(lambda: self._fs.mv(self._path, target, recursive=True))
+
+    def require_writable(self) -> None:
+        """Write a small object, and remove it again.
+
+        Raises:
+            ConfigError: that cannot be.
+        """
+        try:
+            self.replace(".writable", b"")
+            self.remove(".writable")
+        except TransportError as error:
+            raise ConfigError(f"{error}: it has to be writable from here") from error
+
+    def _write(self, name: str, write: Callable[[str], None], *, is_read: bool) -> None:
+        """An object store puts an object as a whole, a folder has files renamed."""
+        place = self._place(name)
+        first = f"{place}.unfinished" if is_read and self._is_folder else place
+        try:
+            self._do(lambda: write(first))
+            if first != place:
+                self._do(lambda: self._fs.mv(first, place))
+        except FileNotFoundError as error:
+            # Such as of a bucket that is not there.
+            raise self.failure(f"{self._setting} {self.url}: {error}") from error
+
+    def _place(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def _do(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise self.failure(f"{self._setting} {self.url}: {reason}") from error
