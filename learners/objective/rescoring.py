@@ -40,7 +40,7 @@ class Rescorer:
         limit = config.learner.max_tokens_per_forward_pass.proximal
         self._max_tokens = limit or config.learner.max_tokens_per_micro_batch
         self._share = config.algorithm.rescore_share
-        self._num_kept = config.buffer.max_staleness
+        self._num_kept = config.buffer.largest_staleness
         self._policy = policy
         self._ranks = ranks
         self._kept: dict[int, Mapping[str, torch.Tensor]] = {}

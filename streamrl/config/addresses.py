@@ -137,22 +137,25 @@ def _as_store(url: str) -> str:
         ValueError: it names no folder of a store, or has a password or a query in it.
     """
     scheme, separator, path = url.partition("://")
-    # A query may hold keys; a password is hidden by who shows the sentence.
-    was = f"was {url.partition('?')[0]!r}"
     if not (separator and scheme in STORES and path.strip("/")):
         close = STORES.get(nearest(scheme, STORES, likeness=0.5) or "") if separator else None
         if url.startswith("/"):
             close = f"file://{url}"
         hint = f"did you mean {close}?" if close else f"allowed: {', '.join(STORES.values())}"
-        raise ValueError(f"{was}; it must name a store and a folder in it; {hint}")
+        raise ValueError(f"was {_shown(url)}; it must name a store and a folder in it; {hint}")
     if scheme == "file" and not path.startswith("/"):
         raise ValueError(f"was {url!r}; a folder has three slashes: file:///{path}")
     if set(path) & set("@?#*"):
         raise ValueError(
-            f"{was}; it must be like {STORES[scheme]}, without a user, a password, ?, # and *: "
-            "keys come from the environment of the store's own library"
+            f"was {_shown(url)}; it must be like {STORES[scheme]}, without a user, a password, "
+            "?, # and *: keys come from the environment of the store's own library"
         )
     return url
+
+
+def _shown(url: str) -> str:
+    """Without its query, which may hold keys."""
+    return repr(url.partition("?")[0])
 
 
 StoreUrl: TypeAlias = Annotated[str, AfterValidator(_as_store)]

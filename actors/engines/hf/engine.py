@@ -78,7 +78,7 @@ def _use_float32_head(model: PreTrainedModel) -> None:
         bias = None if head.bias is None else head.bias.float()
         return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
-    head.forward = forward
+    head.forward = forward  # type: ignore[method-assign, assignment]
 
 
 log = logging.getLogger(__name__)
