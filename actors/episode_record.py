@@ -3,6 +3,7 @@
     EpisodeRecord   grows by one completion at a time
     Segment         one context of the episode; `rollout.py` makes a trajectory of it
     Span            consecutive tokens of a segment, observed or sampled
+    OpenTurn        where an episode stands that another generator may go on with
 
 Invariant: a segment holds the very ids that the engine read and sampled, in their order. A
 completion whose prompt begins with the tokens and media of a segment continues it; any other one
@@ -18,7 +19,14 @@ from functools import lru_cache
 import numpy as np
 from msgspec import Struct, structs
 
-from streamrl.interfaces import CompletionHandle, EnvironmentContext, Message, Observation, Sampler
+from streamrl.interfaces import (
+    CompletionHandle,
+    EnvironmentContext,
+    Message,
+    Observation,
+    Sampler,
+    ToolSchema,
+)
 from streamrl.types import (
     Completion,
     FinishReason,
@@ -77,6 +85,43 @@ class Segment(Struct, frozen=True):
         return tuple(token for span in self.spans for token in span.token_ids.tolist())
 
 
+class Context(Struct, frozen=True):
+    """What the policy has read, and what it has sampled since."""
+
+    token_ids: tuple[int, ...] = ()
+    media: tuple[Media, ...] = ()
+    sampled: tuple[int, ...] = ()
+
+    def followed_by(self, sampled: tuple[int, ...]) -> "Context":
+        return structs.replace(self, sampled=sampled)
+
+    def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
+        """With what the environment shows; the prompt's media belong to the prompt's tokens."""
+        renderer, messages, tools = start.renderer, observation.messages, observation.tools
+        new, media = tuple(observation.token_ids), observation.media
+        if start.media and not media and new == start.prompt_token_ids:
+            media = start.media
+        if messages:
+            media = (*media, *(renderer.media(messages) if has_media(messages) else ()))
+        if observation.is_new_context or not self.sampled:
+            shown = renderer.encode_messages(messages, tools) if messages else ()
+            return Context((*new, *shown), media)
+        known = (*self.sampled, *new)
+        reply = renderer.encode_reply(messages, known, tools) if messages else ()
+        return Context((*self.token_ids, *known, *reply), (*self.media, *media))
+
+
+class OpenTurn(Struct, frozen=True):
+    """The turn that an unfinished episode is in: what the policy reads before it, and what it has
+    sampled of it; as `FinishReason.ABORT` unless it is whole and the environment has to answer."""
+
+    context: Context
+    environment: bytes | None = None
+    """The environment's snapshot before it, as msgpack; None: it is the first turn."""
+    tools: tuple[ToolSchema, ...] = ()
+    sampled: Completion | None = None
+
+
 class Rollout(Struct, frozen=True):
     """One episode's tokens in order, before it has a reward."""
 
@@ -87,6 +132,8 @@ class Rollout(Struct, frozen=True):
     """The token ids that the policy sampled in its last turn."""
     messages: tuple[Message, ...] = ()
     """The whole conversation."""
+    open_turn: OpenTurn | None = None
+    """Of one that is not over; its `finish_reason` says nothing."""
 
     def with_messages(self, messages: tuple[Message, ...]) -> "Rollout":
         return structs.replace(self, messages=messages)
@@ -101,13 +148,17 @@ class Rollout(Struct, frozen=True):
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(turn.num_completion_tokens for turn in self.turns)
+        sampled = None if self.open_turn is None else self.open_turn.sampled
+        num_open = 0 if sampled is None else len(sampled.token_ids)
+        return sum(turn.num_completion_tokens for turn in self.turns) + num_open
 
     @property
     def oldest_version(self) -> int:
         """Of its sampled tokens."""
-        spans = (span for segment in self.segments for span in segment.spans)
-        sampled = (span.policy_versions[span.policy_versions >= 0] for span in spans)
+        columns = [span.policy_versions for part in self.segments for span in part.spans]
+        if self.open_turn is not None and self.open_turn.sampled is not None:
+            columns.append(self.open_turn.sampled.policy_versions)
+        sampled = (versions[versions >= 0] for versions in columns)
         return min((int(versions.min()) for versions in sampled if versions.size), default=0)
 
 
@@ -117,7 +168,7 @@ class EpisodeRecord:
     def __init__(self) -> None:
         self.segments: tuple[Segment, ...] = ()
         self._current = 0
-        self._last: Completion | None = None
+        self._last_response: tuple[int, ...] = ()
 
     @property
     def num_turns(self) -> int:
@@ -145,7 +196,7 @@ class EpisodeRecord:
         )
         spans = (*segment.spans, _observed(observed), Span.sampled(completion))
         self._current = len(self.segments) if known is None else known
-        self._last = completion
+        self._last_response = tuple(completion.token_ids.tolist())
         num_tokens = len(prompt_token_ids) + len(completion.token_ids)
         experts = RoutedExperts.continued(
             segment.routed_experts, completion.routed_experts, num_tokens
@@ -165,8 +216,11 @@ class EpisodeRecord:
         self._set(structs.replace(segment, spans=tuple(spans), turns=(*earlier, turn)))
 
     def rollout(self, finish_reason: FinishReason, metrics: Mapping[str, float]) -> Rollout:
-        last = () if self._last is None else tuple(self._last.token_ids.tolist())
-        return Rollout(self.segments, metrics, finish_reason, last)
+        return Rollout(self.segments, metrics, finish_reason, self._last_response)
+
+    def restore(self, rollout: Rollout) -> None:
+        """It goes on where this rollout ends."""
+        self.segments, self._last_response = rollout.segments, rollout.last_response
 
     def _continued(self, prompt_token_ids: tuple[int, ...], media: tuple[Media, ...]) -> int | None:
         """The longest segment that these tokens and media begin with."""
@@ -183,30 +237,49 @@ class EpisodeRecord:
         self.segments = (*self.segments[:i], segment, *self.segments[i + 1 :])
 
 
-class Context(Struct, frozen=True):
-    """What the policy has read, and what it has sampled since."""
+async def go_on(
+    engine: Sampler,
+    context: Context,
+    sampling: SamplingParams,
+    handle: CompletionHandle,
+    begun: Completion | None,
+    max_model_len: int,
+) -> Completion:
+    """The whole of a completion that was begun, which may be whole. Waits for the engine."""
+    if begun is None:
+        return await generate(engine, context.token_ids, sampling, handle, context.media)
+    if begun.finish_reason is not FinishReason.ABORT:
+        return begun
+    known = (*context.token_ids, *begun.token_ids.tolist())
+    num_begun = len(begun.token_ids)
+    if num_begun >= sampling.max_new_tokens or len(known) >= max_model_len:
+        # The limits may be others than they were.
+        return structs.replace(begun, finish_reason=FinishReason.LENGTH)
+    shorter = structs.replace(
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - num_begun,
+        min_new_tokens=max(0, sampling.min_new_tokens - num_begun),
+    )
+    return joined(begun, await generate(engine, known, shorter, handle, context.media))
 
-    token_ids: tuple[int, ...] = ()
-    media: tuple[Media, ...] = ()
-    sampled: tuple[int, ...] = ()
 
-    def followed_by(self, sampled: tuple[int, ...]) -> "Context":
-        return structs.replace(self, sampled=sampled)
-
-    def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
-        """With what the environment shows; the prompt's media belong to the prompt's tokens."""
-        renderer, messages, tools = start.renderer, observation.messages, observation.tools
-        new, media = tuple(observation.token_ids), observation.media
-        if start.media and not media and new == start.prompt_token_ids:
-            media = start.media
-        if messages:
-            media = (*media, *(renderer.media(messages) if has_media(messages) else ()))
-        if observation.is_new_context or not self.sampled:
-            shown = renderer.encode_messages(messages, tools) if messages else ()
-            return Context((*new, *shown), media)
-        known = (*self.sampled, *new)
-        reply = renderer.encode_reply(messages, known, tools) if messages else ()
-        return Context((*self.token_ids, *known, *reply), (*self.media, *media))
+def joined(begun: Completion | None, rest: Completion) -> Completion:
+    """A completion and what was sampled after it, as one."""
+    if begun is None:
+        return rest
+    parts, lengths = (begun, rest), (len(begun.token_ids), len(rest.token_ids))
+    experts = rest.routed_experts
+    if experts is not None:
+        experts = RoutedExperts.continued(begun.routed_experts, experts, len(experts))
+    return Completion(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        policy_versions=np.concatenate([part.policy_versions for part in parts]),
+        finish_reason=rest.finish_reason,
+        sampling_mask=TokenSets.joined([part.sampling_mask for part in parts], lengths),
+        top_logprobs=TopLogprobs.joined([part.top_logprobs for part in parts], lengths),
+        routed_experts=experts,
+    )
 
 
 async def generate(

@@ -3,7 +3,7 @@
     lease_groups      leases for all the engine has room for, once the weights are new enough
     one task a group  wait for the learner's weights, of the lease's version; generate, score, put
     heartbeats        renew the leases, report, handle lost leases, scheduling state and end
-    keep_siblings     put what is finished of groups that are not, so that it outlasts this process
+    keep_siblings     put what is sampled of groups, so that it outlasts this process
     receiver.run      load the announced updates (`streamrl.weights.receiver`)
 
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
@@ -14,6 +14,7 @@ here waits for the learner, only for admission.
 import asyncio
 import itertools
 import logging
+import math
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,7 +58,7 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
-KEEP_EVERY_S = 1.0
+KEEP_EVERY_S, ASK_S = 0.5, 0.1
 GOODBYE_S = 2.0
 Runner = MixedRunner | GroupRunner
 
@@ -163,8 +164,8 @@ class Generator:
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
             task = tasks.create_task(self._generate(lease))
-            size = max(1, self._runner.num_episodes_of(lease) - len(lease.finished_siblings))
-            progress = GroupProgress((), self._notify)
+            size = self._runner.num_episodes_of(lease)
+            progress = GroupProgress((), self._notify, is_kept=True)
             self._groups[lease.lease_id] = LeasedGroup.of(lease, task, size, progress)
 
     def _num_free(self) -> int:
@@ -184,7 +185,7 @@ class Generator:
             if leased.is_given_back:
                 await self._buffer.release(lease_id, DropReason.RELEASED)
                 return
-            if lease.finished_siblings:
+            if lease.kept_siblings:
                 await self._restore_siblings(leased)
             group = await self._runner.run(lease, leased.progress)
             if self._uniform_filter.leaves_out(group):
@@ -228,32 +229,41 @@ class Generator:
     async def _restore_siblings(self, leased: LeasedGroup) -> None:
         """What an earlier lease has left. Waits for the buffer."""
         lease, finished = leased.lease, leased.progress.finished
+        left: dict[int, Rollout] = {}
         payloads = await self._buffer.fetch_siblings(lease.lease_id)
-        for number, payload in zip(lease.finished_siblings, payloads, strict=False):
-            leased.kept.add(number)
+        for number, payload in zip(lease.kept_siblings, payloads, strict=False):
             try:
-                finished[number] = wire.decode(payload, Rollout, max_bytes=len(payload))
+                rollout = wire.decode(payload, Rollout, max_bytes=len(payload))
             except WireError as error:
                 log.warning("sibling %d of prompt %d: %s", number, lease.prompt_index, error)
-        log.info("prompt %d goes on with %d siblings", lease.prompt_index, len(finished))
+                continue
+            is_finished = rollout.open_turn is None
+            (finished if is_finished else left)[number] = rollout
+            leased.kept[number] = math.inf if is_finished else rollout.num_sampled_tokens
+        leased.progress.left = left
+        counts = (lease.prompt_index, len(finished), len(left))
+        log.info("prompt %d goes on with %d siblings, and %d unfinished ones", *counts)
 
     async def _keep_siblings(self) -> None:
-        """Put each sibling that was finished KEEP_EVERY_S ago in a group that is not; ends when
-        cancelled."""
+        """Put the siblings of unfinished groups every KEEP_EVERY_S; ends when cancelled."""
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
             await self._put_siblings(at_once=False)
 
     async def _put_siblings(self, *, at_once: bool) -> None:
-        """See `LeasedGroup.next_to_keep`. Waits for the buffer."""
+        """See `LeasedGroup.next_to_keep`. Waits for the engine's next token, and the buffer."""
+        for group in self._groups.values():
+            group.progress.ask()
+        await asyncio.sleep(ASK_S)
         groups = [(group, group.next_to_keep(at_once=at_once)) for group in self._groups.values()]
-        puts = [self._put_sibling(group, number) for group, due in groups for number in due]
+        puts = [self._put_sibling(group, *sibling) for group, due in groups for sibling in due]
         await asyncio.gather(*puts)
 
-    async def _put_sibling(self, group: LeasedGroup, number: int) -> None:
-        rollout, lease = group.progress.finished[number], group.lease
+    async def _put_sibling(self, group: LeasedGroup, number: int, rollout: Rollout) -> None:
+        lease, known = group.lease, group.kept.get(number, 0)
         # One that cannot be kept is lost with this process, as all were: its group goes on.
-        group.kept.add(number)
+        is_finished = rollout.open_turn is None
+        group.kept[number] = math.inf if is_finished else rollout.num_sampled_tokens
         try:
             payload = wire.encode(rollout)
             sibling = SiblingHeader(
@@ -267,8 +277,9 @@ class Generator:
         except (UnknownLeaseError, BufferFullError):
             # The buffer may have restarted, and learns of the lease with the next heartbeat; or a
             # checkpoint may free its memory.
-            group.kept.discard(number)
+            group.kept[number] = known
         except (WireError, TypeError, NotImplementedError) as error:
+            group.kept[number] = math.inf
             log.warning("prompt %d: a sibling is not kept: %s", lease.prompt_index, error)
 
     async def _load_weights(self, target: WeightTarget, update: WeightUpdate) -> LoadReport:
@@ -337,7 +348,7 @@ class Generator:
 
     async def _drain(self) -> None:
         """Wait `drain_s` for the groups, none if they are not needed; cancel the others, whose
-        finished siblings are kept.
+        siblings are kept.
 
         The leases of the others end with the last heartbeat.
         """

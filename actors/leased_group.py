@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from actors.episode_record import Rollout
 from actors.episodes.rollout import GroupProgress
 from streamrl.config.generator import GeneratorSettings
 from streamrl.types import Lease
+
+GROWTH = 1.25
 
 
 @dataclass(eq=False)
@@ -28,8 +31,9 @@ class LeasedGroup:
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it begins, or is given back."""
     is_given_back: bool = False
-    kept: set[int] = field(default_factory=set)
-    """The numbers of the finished siblings that the buffer has."""
+    kept: dict[int, float] = field(default_factory=dict)
+    """By the number of a sibling: the tokens that the buffer has of it; infinite if it needs no
+    more."""
     _finished_before: frozenset[int] = frozenset()
 
     @classmethod
@@ -58,13 +62,24 @@ class LeasedGroup:
     def has_begun(self) -> bool:
         return self.turn.is_set()
 
-    def next_to_keep(self, *, at_once: bool) -> list[int]:
-        """The numbers of the finished siblings that the buffer lacks; unless `at_once`, of those
-        that were finished at the last call, since a group that is put soon need not cost more."""
-        finished = frozenset(self.progress.finished)
-        due = (finished if at_once else self._finished_before) - self.kept
+    def next_to_keep(self, *, at_once: bool) -> list[tuple[int, Rollout]]:
+        """The siblings that the buffer lacks, by number: finished ones, unless `at_once` those that
+        were finished at the last call, since a group that is put soon need not cost more; and
+        unfinished ones that have GROWTH times the tokens it has."""
+        finished, standing = frozenset(self.progress.finished), self.progress.standing()
+        due = finished if at_once else self._finished_before
         self._finished_before = finished
-        return sorted(due)
+        return [
+            (number, rollout)
+            for number, rollout in sorted(standing.items())
+            for kept in (self.kept.get(number, 0),)
+            if (number in due and kept < math.inf)
+            or (number not in finished and self._has_grown(rollout, kept, at_once=at_once))
+        ]
+
+    def _has_grown(self, rollout: Rollout, kept: float, *, at_once: bool) -> bool:
+        growth = 1.0 if at_once else GROWTH
+        return rollout.num_sampled_tokens > kept * growth
 
     def on_learner_version(self, learner_version: int) -> None:
         """Give the lease back if the learner went back to a version that may not sample the group:

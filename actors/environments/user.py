@@ -6,11 +6,17 @@ An entry's arguments that the class does not take are refused.
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
-from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
+from streamrl.interfaces import (
+    Environment,
+    EnvironmentContext,
+    Observation,
+    RestorableEnvironment,
+    Transition,
+)
 from streamrl.types import Completion
 from streamrl.user_code import attributed_to, load_user_code
 
@@ -55,6 +61,9 @@ class UserEnvironment:
             _check_method(owner, self._environment, method, object())
         if getattr(self._environment, "close", None):
             _check_method(owner, self._environment, "close")
+        if any(getattr(self._environment, name, None) for name in ("snapshot", "restore")):
+            _check_method(owner, self._environment, "snapshot")
+            _check_method(owner, self._environment, "restore", object(), object())
 
     async def start(self, context: EnvironmentContext) -> Observation:
         with attributed_to(f"environment {self._name}", RolloutError):
@@ -63,6 +72,18 @@ class UserEnvironment:
     async def step(self, completion: Completion) -> Transition:
         with attributed_to(f"environment {self._name}", RolloutError):
             return await self._environment.step(completion)
+
+    async def snapshot(self) -> Any:
+        """Of the user's own; None if it makes none."""
+        if take := getattr(self._environment, "snapshot", None):
+            with attributed_to(f"environment {self._name}", RolloutError):
+                return await take()
+        return None
+
+    async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
+        """Calls the user's own."""
+        with attributed_to(f"environment {self._name}", RolloutError):
+            await cast(RestorableEnvironment, self._environment).restore(context, snapshot)
 
     async def close(self) -> None:
         """Calls the user's own `close`, which it need not have."""
@@ -75,7 +96,10 @@ def _check_method(owner: str, environment: object, name: str, *arguments: object
     """Whether `await environment.name(*arguments)` can work."""
     method = getattr(environment, name, None)
     if not callable(method):
-        raise ConfigError(f"{owner}: has no method {name!r}; start(context) and step(completion)")
+        raise ConfigError(
+            f"{owner}: has no method {name!r}; start(context) and step(completion), and snapshot() "
+            "with restore(context, snapshot) or neither"
+        )
     try:
         inspect.signature(method).bind(*arguments)
     except TypeError as error:

@@ -16,17 +16,28 @@ rewards alone; the ids that are trained are those of the record.
 """
 
 import asyncio
+import logging
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
+from msgspec import structs
 
 from actors.concurrency import ClosedAfter, Deadline, DeadlineError
 from actors.environments import SingleTurn
-from actors.episode_record import Context, EpisodeRecord, Rollout, generate
+from actors.episode_record import (
+    Context,
+    EpisodeRecord,
+    OpenTurn,
+    Rollout,
+    generate,
+    go_on,
+    joined,
+)
 from actors.gateway.agent import Agent, is_agent, play
 from actors.gateway.session import Session
 from streamrl.config.generator import EpisodeSettings
@@ -38,12 +49,17 @@ from streamrl.interfaces import (
     EnvironmentContext,
     Message,
     Observation,
+    RestorableEnvironment,
     ToolSchema,
     Transition,
 )
 from streamrl.types import INVALID_TURNS, Completion, FinishReason, Media, SamplingParams
 from streamrl.user_code import is_finite_number
 
+log = logging.getLogger(__name__)
+
+ABORT = FinishReason.ABORT
+_WAIT_S = "environment_wait_s"
 _INT_LIMIT = 2**31
 _PARTS: Mapping[str, tuple[type, str]] = {
     "media": (Media, "a Media"),
@@ -119,12 +135,12 @@ class Conversation:
         self._renderer = start.renderer
         self._prompt_token_ids = start.prompt_token_ids
         self._prompt_messages = start.prompt_messages
-        self._tools: Sequence[ToolSchema] = ()
+        self.tools: tuple[ToolSchema, ...] = ()
         self.messages: tuple[Message, ...] = ()
 
     def observe(self, observation: Observation) -> None:
         """What the policy reads next; token ids become the message of a user."""
-        self._tools = observation.tools or self._tools
+        self.tools = tuple(observation.tools) or self.tools
         if observation.token_ids == self._prompt_token_ids and not self.messages:
             self.messages = self._prompt_messages
         elif observation.token_ids:
@@ -134,7 +150,10 @@ class Conversation:
 
     def answer(self, token_ids: tuple[int, ...]) -> None:
         """A completion."""
-        self.messages = (*self.messages, self._renderer.parse(token_ids, self._tools))
+        self.messages = (*self.messages, self._renderer.parse(token_ids, self.tools))
+
+    def restore(self, messages: tuple[Message, ...], tools: Sequence[ToolSchema]) -> None:
+        self.messages, self.tools = messages, tuple(tools)
 
 
 Answer = TypeVar("Answer")
@@ -142,6 +161,10 @@ Answer = TypeVar("Answer")
 
 def _nobody() -> None:
     """Is told that a slot is free."""
+
+
+class _NotRestoredError(Exception):
+    """The environment cannot go on where its snapshot was taken."""
 
 
 class EpisodeRun:
@@ -156,11 +179,14 @@ class EpisodeRun:
         deadline_s: float,
         settings: EpisodeSettings | None = None,
         on_slot_free: Callable[[], None] = _nobody,
+        warnings: set[str] | None = None,
     ) -> None:
         """
         Args:
             settings: `generator.episode`.
             on_slot_free: called when the episode begins to wait for its environment, or ends.
+            warnings: what was said of other episodes and need not be said again; None: nobody goes
+                on with this one, so its environment is not asked for snapshots.
         """
         self._engine = engine
         self._make_environment = make_environment
@@ -179,19 +205,45 @@ class EpisodeRun:
         for its environment."""
         self._session: Session | None = None
         self._has_asked = False
+        self._warnings = warnings
+        self._left: Rollout | None = None
+        self._standing: Rollout | None = None
+        self._begun: Completion | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far, as far as the engine has reported them; -1 if it has not."""
         if self._session is not None:
             return self._session.num_tokens
+        if self._left is not None:
+            return self._left.num_sampled_tokens
         sampled, now = self._record.num_sampled_tokens, self._handle.num_tokens
-        return sampled + max(now, 0) if self._record.segments or now >= 0 else -1
+        is_open = self._begun is not None and self._begun.finish_reason is ABORT
+        begun = len(self._begun.token_ids) if self._begun is not None and is_open else 0
+        return sampled + begun + max(now, 0) if self._record.segments or begun or now >= 0 else -1
 
     def restore(self, rollout: Rollout) -> None:
-        """It is over as this rollout was, which an earlier lease left; `run` is not called."""
-        self._record.segments = rollout.segments
+        """An earlier lease has left this rollout: `run` goes on with it, or is not called if the
+        episode is over."""
+        if rollout.open_turn is not None:
+            self._left = rollout
+            return
+        self._record.restore(rollout)
         self.is_over, self.num_slots = True, 0
+
+    def ask(self) -> None:
+        """Ask the engine for what it has sampled of this turn."""
+        self._handle.is_asked = True
+
+    def standing(self) -> Rollout | None:
+        """What another process can go on with; None: nothing. Of the turn that is being sampled it
+        has the tokens that the engine has told when it was asked last."""
+        standing, begun, new = self._standing, self._begun, self._handle.sampled
+        if self.is_over or standing is None or standing.open_turn is None:
+            return self._left
+        sampled = begun if new is None else joined(begun, new)
+        turn = structs.replace(standing.open_turn, sampled=sampled)
+        return structs.replace(standing, open_turn=turn)
 
     async def run(self, start: EnvironmentContext, sampling: SamplingParams) -> Rollout:
         """The rollout. Waits for the engine and the environment; the deadline unblocks.
@@ -208,9 +260,13 @@ class EpisodeRun:
                 finish_reason = await self._run(playing)
             else:
                 environment = cast(Environment, player)
-                async with _closed_after(environment):
-                    turns = self._take_turns(environment, conversation, start, sampling)
-                    finish_reason = await self._run(turns)
+                try:
+                    finish_reason = await self._play(environment, conversation, start, sampling)
+                except _NotRestoredError as error:
+                    self._warn("an episode begins anew", error)
+                    self._left = None
+                    environment = cast(Environment, self._make_environment())
+                    finish_reason = await self._play(environment, conversation, start, sampling)
         except ConfigError as error:
             # What no episode could do without was checked at the start.
             raise RolloutError(str(error)) from error.__cause__
@@ -220,6 +276,17 @@ class EpisodeRun:
         record = self._record
         rollout = record.rollout(finish_reason, {**self._counts(), **self._metrics})
         return rollout.with_messages(conversation.messages)
+
+    async def _play(
+        self,
+        environment: Environment,
+        conversation: Conversation,
+        start: EnvironmentContext,
+        sampling: SamplingParams,
+    ) -> FinishReason:
+        async with _closed_after(environment):
+            turns = self._take_turns(environment, conversation, start, sampling)
+            return await self._run(turns)
 
     async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
         """Why the episode ended. Waits as `run` does."""
@@ -244,32 +311,113 @@ class EpisodeRun:
         sampling: SamplingParams,
     ) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
-        context = Context()
-        with self._turn():
-            observation = checked_observation(await self._ask(environment.start(start)))
-        while True:
+        context = await self._restored(environment, conversation, start)
+        if context is None:
+            with self._turn():
+                observation = checked_observation(await self._ask(environment.start(start)))
             conversation.observe(observation)
-            context = context.after(observation, start)
+            context = Context().after(observation, start)
+            self._begin_first(context, conversation, start)
+        while True:
             if len(context.token_ids) >= self._max_model_len and self._record.segments:
                 return FinishReason.LENGTH
             with self._turn():
-                completion = await self._sample(context, sampling)
+                completion = await go_on(
+                    self._engine, context, sampling, self._handle, self._begun, self._max_model_len
+                )
                 sampled = tuple(completion.token_ids.tolist())
                 if not sampled:
                     return _without_a_token(completion)
                 self._record.add(context.token_ids, completion, context.media)
                 context = context.followed_by(sampled)
-                self._handle = CompletionHandle(self._stop)
+                self._handle, self._begun = CompletionHandle(self._stop), completion
                 conversation.answer(sampled)
                 transition = checked_transition(await self._ask(environment.step(completion)))
             self._on_transition(transition)
-            observation = transition.observation
             if transition.done:
                 return completion.finish_reason
             if self._stop.is_set():
                 return FinishReason.DEADLINE
-            if self._record.num_turns == self._settings.max_turns:
+            most = self._settings.max_turns
+            if most is not None and self._record.num_turns >= most:
                 return FinishReason.MAX_TURNS
+            conversation.observe(transition.observation)
+            context = context.after(transition.observation, start)
+            await self._begin_next(environment, context, conversation)
+
+    async def _restored(
+        self, environment: Environment, conversation: Conversation, start: EnvironmentContext
+    ) -> Context | None:
+        """What the policy reads before the turn that an earlier lease has left; None: it has left
+        none, or the first, which `start` begins again. Waits for the environment.
+
+        Raises:
+            _NotRestoredError: the environment has raised, or hangs.
+        """
+        left = self._left
+        if left is None or left.open_turn is None or left.open_turn.environment is None:
+            return None
+        try:
+            state = msgspec.msgpack.decode(left.open_turn.environment)
+            with self._turn():
+                await self._ask(cast(RestorableEnvironment, environment).restore(start, state))
+        except Exception as error:
+            raise _NotRestoredError(f"restore: {error}") from error
+        self._record.restore(left)
+        conversation.restore(left.messages, left.open_turn.tools)
+        self._metrics = dict(left.metrics)
+        self._environment_wait_s += self._metrics.pop(_WAIT_S, 0.0)
+        self._left, self._standing, self._begun = None, left, left.open_turn.sampled
+        return left.open_turn.context
+
+    def _begin_first(
+        self, context: Context, conversation: Conversation, start: EnvironmentContext
+    ) -> None:
+        """Before the first turn: with what an earlier lease has sampled of it, if it is the same.
+
+        Of images and videos, which are large, only those of the prompt are the same by its number.
+        """
+        left, self._left = self._left, None
+        self._begun = None
+        if context.media == start.media:
+            context = structs.replace(context, media=())
+            if left is not None and left.open_turn is not None and not left.segments:
+                is_same = left.open_turn.context == context
+                self._begun = left.open_turn.sampled if is_same else None
+            self._stand(OpenTurn(context, tools=conversation.tools), conversation)
+
+    async def _begin_next(
+        self, environment: Environment, context: Context, conversation: Conversation
+    ) -> None:
+        """Before another turn. Waits for the environment's snapshot, if it makes one."""
+        snapshot = await self._snapshot(environment)
+        self._begun = self._standing = None
+        if snapshot is not None:
+            self._stand(OpenTurn(context, snapshot, conversation.tools), conversation)
+
+    def _stand(self, turn: OpenTurn, conversation: Conversation) -> None:
+        metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
+        rollout = self._record.rollout(ABORT, metrics)
+        standing = structs.replace(rollout, messages=conversation.messages, open_turn=turn)
+        self._standing = None if self._warnings is None else standing
+
+    async def _snapshot(self, environment: Environment) -> bytes | None:
+        take = getattr(environment, "snapshot", None)
+        if take is None or self._warnings is None:
+            return None
+        try:
+            with self._turn():
+                state = await self._ask(take())
+            return None if state is None else msgspec.msgpack.encode(state)
+        except Exception as error:
+            self._warn("the finished turns of an episode are not kept", error)
+            return None
+
+    def _warn(self, consequence: str, error: Exception) -> None:
+        """Once, not for each episode."""
+        if self._warnings is not None and consequence not in self._warnings:
+            self._warnings.add(consequence)
+            log.warning("%s: %s (%s)", consequence, error, type(error).__name__)
 
     async def _ask(self, answer: Awaitable[Answer]) -> Answer:
         """What the environment answers. Waits for it; meanwhile another episode has the slot."""
@@ -295,7 +443,7 @@ class EpisodeRun:
             "num_tool_calls": float(sum(turn.num_tool_calls for turn in turns)),
             "num_segments": float(len(self._record.segments)),
             "num_observation_tokens": float(sum(t.num_observation_tokens for t in turns)),
-            "environment_wait_s": self._environment_wait_s,
+            _WAIT_S: self._environment_wait_s,
         }
 
     async def generate(
@@ -341,10 +489,6 @@ class EpisodeRun:
         invalid = {INVALID_TURNS: float(session.num_invalid_turns)}
         self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
         return session.finish_reason
-
-    async def _sample(self, context: Context, sampling: SamplingParams) -> Completion:
-        token_ids, media = context.token_ids, context.media
-        return await generate(self._engine, token_ids, sampling, self._handle, media)
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(

@@ -78,6 +78,21 @@ class GroupProgress:
     finished: dict[int, Rollout] = field(default_factory=dict)
     """By the number of the episode. Those that are known before the group begins are not sampled
     again."""
+    left: Mapping[int, Rollout] = field(default_factory=dict)
+    """By number: the unfinished ones that an earlier lease has left, to go on with."""
+    is_kept: bool = False
+    """Whether somebody calls `standing`."""
+
+    def ask(self) -> None:
+        """Ask the engine for the tokens of unfinished turns, which `standing` has soon after."""
+        for episode in self.episodes:
+            episode.ask()
+
+    def standing(self) -> dict[int, Rollout]:
+        """By number: the finished episodes, and those that another process can go on with."""
+        now = {number: episode.standing() for number, episode in enumerate(self.episodes)}
+        begun = {number: rollout for number, rollout in now.items() if rollout is not None}
+        return {**begun, **self.finished}
 
     @property
     def num_tokens(self) -> int:
@@ -247,6 +262,8 @@ class GroupRunner:
     """Of `algorithm.distillation`; None where nothing is trained."""
     run_seed: int | None = 0
     """`run.seed`; None: the prompts are held out."""
+    warnings: set[str] = field(default_factory=set)
+    """What was said of an episode, and need not be said of each."""
 
     async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
         """The finished group of the lease's prompt; `progress` may be read meanwhile.
@@ -305,7 +322,7 @@ class GroupRunner:
         if self.with_greedy_reward:
             samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
         progress.episodes = [self._episode(progress) for _ in samplings]
-        for number, rollout in progress.finished.items():
+        for number, rollout in {**progress.left, **progress.finished}.items():
             if number < len(samplings):
                 progress.episodes[number].restore(rollout)
         running = [
@@ -329,6 +346,7 @@ class GroupRunner:
             deadline_s=self.deadline_s,
             settings=self.settings,
             on_slot_free=progress.on_slot_free,
+            warnings=self.warnings if progress.is_kept else None,
         )
 
     async def _scored_group(

@@ -56,6 +56,7 @@ class Calculator:
     """The source of its one session, which has no state."""
 
     schemas = (_SCHEMA,)
+    has_state = False
 
     def __init__(self, settings: ToolSettings, setting: str) -> None:
         if settings.kwargs:

@@ -6,6 +6,7 @@ last of these counts as an invalid turn. The reward judges the last turn, or the
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from actors.tools.toolset import EpisodeTools, Toolset
 from streamrl.interfaces import EnvironmentContext, Message, Observation, Transition
@@ -56,6 +57,16 @@ class ToolEnvironment:
             num_tool_calls=len(answers),
             metrics=self._tools.metrics,
         )
+
+    async def snapshot(self) -> Any:
+        """None where a session may know earlier calls."""
+        return None if self._tools is None else self._tools.snapshot()
+
+    async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
+        """Waits for the tools."""
+        await self.start(context)
+        assert self._tools is not None, "they were opened"
+        self._tools.restore(snapshot)
 
     async def close(self) -> None:
         if self._tools is not None:

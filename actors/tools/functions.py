@@ -106,12 +106,14 @@ class UserTool:
 
     async def open(self) -> ToolSession:
         if not self._is_class:
-            return _FunctionSession(self.schemas, self._loaded, None, self._threads)
+            # What a module of its own keeps is of all episodes.
+            return _FunctionSession(
+                self.schemas, self._loaded, None, self._threads, has_state=False
+            )
         with attributed_to(self._owner, RolloutError):
             made = self._loaded(**self._kwargs)
-        return _FunctionSession(
-            self.schemas, made.call, getattr(made, "close", None), self._threads
-        )
+        close = getattr(made, "close", None)
+        return _FunctionSession(self.schemas, made.call, close, self._threads, has_state=True)
 
     def _make_schema(self, settings: ToolSettings, setting: str) -> ToolSchema:
         if settings.function_schema is not None:
@@ -135,8 +137,11 @@ class _FunctionSession:
         function: Callable[..., Any],
         close: Callable[[], Any] | None,
         threads: Threads,
+        *,
+        has_state: bool,
     ) -> None:
         self.schemas = schemas
+        self.has_state = has_state
         self._function = function
         self._close = close
         self._threads = threads

@@ -135,6 +135,8 @@ class _McpSession:
         self, schemas: tuple[ToolSchema, ...], connection: McpConnection, is_shared: bool
     ) -> None:
         self.schemas = schemas
+        # Of what its server keeps nobody knows.
+        self.has_state = True
         self._connection = connection
         self._is_shared = is_shared
 

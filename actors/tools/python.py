@@ -36,6 +36,7 @@ class PythonTool:
     """
 
     schemas = (_SCHEMA,)
+    has_state = False
 
     def __init__(self, settings: ToolSettings, setting: str) -> None:
         # The sandbox ends a program at the limit and says what it printed until then.

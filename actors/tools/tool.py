@@ -18,6 +18,11 @@ class ToolSession(Protocol):
     @property
     def schemas(self) -> tuple[ToolSchema, ...]: ...
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a call may depend on earlier ones."""
+        ...
+
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The result of one of its tools; called by several at a time.
 

@@ -10,7 +10,7 @@ sentence that begins with "error:".
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -137,6 +137,18 @@ class EpisodeTools:
         """Number, errors and time of the calls so far, by tool."""
         known = {k: v for name, c in self._counts.items() for k, v in c.metrics(name).items()}
         return {**known, "tool/num_unknown": self._num_unknown}
+
+    def snapshot(self) -> Mapping[str, Any] | None:
+        """Of the calls so far; None if a session may know them."""
+        if any(session.has_state for session in self._sessions):
+            return None
+        counts = {name: astuple(count) for name, count in self._counts.items()}
+        return {"counts": counts, "num_unknown": self._num_unknown}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        counts = {name: ToolCounts(*count) for name, count in snapshot["counts"].items()}
+        self._counts = {**self._counts, **counts}
+        self._num_unknown = snapshot["num_unknown"]
 
     async def close(self) -> None:
         await _close(self._sessions)

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -57,6 +57,7 @@ EventRow = tuple[int, int, str, str, bytes | None]
 
 
 _Siblings = tuple[SiblingHeader, ...]
+Owner: TypeAlias = int | SiblingHeader
 
 
 class JournalContent(NamedTuple, Generic[Place]):
@@ -160,10 +161,10 @@ def read_entries(
 class _Stored(NamedTuple, Generic[Place]):
     """A payload that the storage names: whose it is, and its place if it is not lost.
 
-    A group's has the number of its lease, a sibling's the lease under which it was sampled.
+    A group's has the number of its lease, a sibling's what is known of it when it was put.
     """
 
-    owner: int | str
+    owner: Owner
     place: Place | None
 
 
@@ -282,19 +283,19 @@ class Journal(Generic[Place]):
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _owners(self, entry: Entry) -> dict[PayloadKey, int | str]:
+    def _owners(self, entry: Entry) -> dict[PayloadKey, Owner]:
         """The payloads that the entry has, and whose they are. See `_Stored`."""
         index = entry.prompt_index
         if entry.header is not None:
             return {(index, GROUP): self._numbers[entry.lease_id]}
-        return {(index, sibling.number): sibling.lease_id for sibling in entry.siblings}
+        return {(index, sibling.number): sibling for sibling in entry.siblings}
 
-    def _held(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, int | str]:
+    def _held(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, Owner]:
         """Those that these prompts have."""
         entries = (entry for entry in map(self._ledger.entry, prompt_indices) if entry is not None)
         return {key: owner for entry in entries for key, owner in self._owners(entry).items()}
 
-    def _stored_of(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, int | str]:
+    def _stored_of(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, Owner]:
         """Those of these prompts that the storage names."""
         return {
             (index, sibling): payload.owner
@@ -313,7 +314,7 @@ class Journal(Generic[Place]):
         for (index, sibling), payload in added.items():
             self._stored.setdefault(index, {})[sibling] = payload
 
-    def _stage(self, new: Mapping[PayloadKey, int | str]) -> dict[PayloadKey, _Stored[Place]]:
+    def _stage(self, new: Mapping[PayloadKey, Owner]) -> dict[PayloadKey, _Stored[Place]]:
         """Write these payloads, whose owners are given."""
         places = self._storage.stage([self._state.payload(key) for key in new])
         payloads = zip(new.items(), places, strict=True)

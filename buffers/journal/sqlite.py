@@ -7,7 +7,7 @@ change is one transaction, and a failed one changes nothing. The tables:
 
     settings  the format and the settings of the run (one row, JSON)
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
-    entry     every open prompt: its lease, state, header and finished siblings; or that it is free
+    entry     every open prompt: its lease, state, header and siblings; or that it is free
     payload   where the payload of every group that is held is (`buffers.journal.segments`), and of
               every sibling that is held before its group, by its number (a group's is -1)
     scheduling_state   of each generator that is not active

@@ -57,7 +57,7 @@ class Entry(Struct):
     """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
 
     `version` is the one it is lent for, or was trained at. `siblings` are those of a leased group
-    that are finished and kept, in the order in which they were put.
+    that are kept, in the order in which they were put last.
     """
 
     prompt_index: int
@@ -80,7 +80,7 @@ def lease_of(entry: Entry) -> Lease:
         prompt_index=entry.prompt_index,
         min_policy_version=entry.min_policy_version,
         expires_at_s=entry.expires_at_s,
-        finished_siblings=tuple(sibling.number for sibling in entry.siblings),
+        kept_siblings=tuple(sibling.number for sibling in entry.siblings),
     )
 
 
@@ -249,7 +249,7 @@ class Entries:
     """Open entries by prompt and by lease, the position in the prompt stream, and the counts.
 
     `vacant` are leases whose holder is gone, each with the reason, and whose entry keeps its place
-    and its finished siblings for another lease: it is LEASED and counts as such, and nobody finds
+    and its siblings for another lease: it is LEASED and counts as such, and nobody finds
     it by its lease.
     """
 
@@ -309,7 +309,8 @@ class Entries:
 
     def add_sibling(self, entry: Entry, sibling: SiblingHeader) -> None:
         self.revision += 1
-        entry.siblings = (*entry.siblings, sibling)
+        others = (known for known in entry.siblings if known.number != sibling.number)
+        entry.siblings = (*others, sibling)
 
     def vacate(self, entry: Entry, reason: DropReason) -> None:
         """The lease has no holder anymore; its entry waits for another lease."""
@@ -389,7 +390,7 @@ class Entries:
 
     def drop(self, entry: Entry, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         """`lengths` are those of a group's responses that are dropped instead of taken in; without
-        them its finished siblings are."""
+        them its siblings are."""
         lengths = lengths or [sibling.num_tokens for sibling in entry.siblings]
         self.responses.put(lengths)
         self.responses.drop(lengths or response_lengths(entry), reason)

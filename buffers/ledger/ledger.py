@@ -62,7 +62,7 @@ too old. Every transition keeps it:
 - lease: with u groups leased or buffered, `Admission.min_policy_version` makes it due at
   v + (u + B - r) // B or later. For every j from there on, r + (j - v) B >= u + 1 >= due(j).
 - put, release, expiry: due(j) does not grow. A prompt that is granted again has a new lease.
-- a lease that ends without its holder and has finished siblings stays leased, with nobody who
+- a lease that ends without its holder and has siblings stays leased, with nobody who
   holds it (it is vacant), and due when it was: its tokens are not older than its lease says. A new
   lease takes its place under the same `min_policy_version`. Neither changes due(j), r or v.
 - lend: the x oldest finished groups, with x <= r + (j - v) B - leased(j) for every j: each leased
@@ -474,7 +474,8 @@ class Ledger:
         return True
 
     def put_sibling(self, sibling: SiblingHeader, now_s: float) -> int | None:
-        """Keep a finished sibling of a group that is still sampled, until the group is put.
+        """Keep a sibling of a group that is still sampled, until the group is put; in the place of
+        what was kept of it under an earlier lease, or when it had fewer tokens.
 
         Returns the prompt for which its payload must be kept; None: repeated, or too late.
 
@@ -485,8 +486,8 @@ class Ledger:
         entry = self._entries.find(sibling.lease_id)
         if entry is None:
             raise UnknownLeaseError(f"lease {sibling.lease_id} is unknown here, or has expired")
-        known = (known.number for known in entry.siblings)
-        if entry.state is not State.LEASED or sibling.number in known:
+        known = next((known for known in entry.siblings if known.number == sibling.number), None)
+        if entry.state is not State.LEASED or (known is not None and not sibling.follows(known)):
             return None
         self._entries.add_sibling(entry, sibling)
         return entry.prompt_index
@@ -496,7 +497,7 @@ class Ledger:
         return self._entries.find(lease_id)
 
     def end_lease(self, lease_id: str, reason: DropReason) -> None:
-        """The holder of this lease is gone. With finished siblings its place is kept for another;
+        """The holder of this lease is gone. With siblings its place is kept for another;
         without, its prompt is granted again."""
         entry = self._entries.find(lease_id)
         if entry is not None and entry.state is State.LEASED:

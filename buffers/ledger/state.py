@@ -1,6 +1,6 @@
 """A buffer's whole state: the ledger, the payloads, and the generator registry.
 
-Invariant: a payload is held exactly while the ledger has its group, or its finished sibling. Only a
+Invariant: a payload is held exactly while the ledger has its group, or its sibling. Only a
 journal may have lost some: such siblings are sampled again; such groups are dropped and their
 prompts granted again, those that a learner has taken when they would be buffered again. Calls
 return at once and never wait; a backend (`buffers.memory`, `buffers.zmq.server`) waits and owns the
@@ -312,14 +312,14 @@ class BufferState(Generic[Payload]):
     def put_sibling(
         self, sibling: SiblingHeader, payload: bytes | memoryview, now_s: float
     ) -> None:
-        """A finished sibling of a leased group. See `Ledger.put_sibling`."""
+        """A sibling of a leased group. See `Ledger.put_sibling`."""
         prompt_index = self.ledger.put_sibling(sibling, now_s)
         if prompt_index is not None:
             self._hold_sibling(prompt_index, sibling, payload)
             self.on_sibling(prompt_index)
 
     def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
-        """The payloads of the lease's finished siblings, in the order in which it names them.
+        """The payloads of the lease's siblings, in the order in which it names them.
 
         Raises:
             UnknownLeaseError: the lease is not live.
@@ -582,9 +582,9 @@ class BufferState(Generic[Payload]):
     def _hold_sibling(
         self, prompt_index: int, sibling: SiblingHeader, payload: bytes | memoryview
     ) -> None:
-        held = (payload, sibling.num_bytes)
-        self._siblings.setdefault(prompt_index, {})[sibling.number] = held
-        self._num_bytes += sibling.num_bytes
+        held = self._siblings.setdefault(prompt_index, {})
+        self._num_bytes += sibling.num_bytes - held.get(sibling.number, (b"", 0))[1]
+        held[sibling.number] = (payload, sibling.num_bytes)
 
     def _keep_siblings(self, prompt_index: int) -> None:
         """Of the payloads of siblings only those that the entry has."""

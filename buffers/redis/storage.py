@@ -4,7 +4,7 @@ machine goes on from here on another one.
     fence          TERM:COMMIT, the name of the daemon that writes and the number of its last commit
     journal        hash: the format, the run's settings, the ledger's totals, the next lease's
                    number and the scheduling states
-    entries        hash by prompt: its lease, state, header and finished siblings; or that it is
+    entries        hash by prompt: its lease, state, header and siblings; or that it is
                    free
     payloads       hash by prompt and number: the key of the payload of every group that is held,
                    whose number is -1, and of every sibling that is held before its group

@@ -16,6 +16,7 @@ from streamrl.interfaces.episodes import (
     Prompt,
     PromptSource,
     Renderer,
+    RestorableEnvironment,
     Reward,
     Score,
     ToolSchema,

@@ -30,7 +30,7 @@ class GeneratorBuffer(Protocol):
         Waits until one is admitted; () if none is within `wait_s`. The caller chooses the ids; a
         repeated call with the same ids returns the same leases, and may add some. Where several
         generators report, a call grants at most this one's share of what is admitted, rounded up.
-        First come the prompts whose lease ended without its generator and has finished siblings: of
+        First come the prompts whose lease ended without its generator and has siblings: of
         these the new lease has the `min_policy_version` and the siblings.
         A generator that is not active is granted no new lease, nor one with weights of `learner_id`
         if another learner has attached; "" stands for those of the model's folder.
@@ -48,10 +48,10 @@ class GeneratorBuffer(Protocol):
         ...
 
     async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
-        """Store one finished sibling while the others of its group are sampled.
+        """Store one sibling while its group is sampled, as it is now, finished or not.
 
         It is kept until the group is put or its prompt is dropped. If the lease ends without its
-        generator, the next lease of the prompt has it. A number that is kept is not stored again.
+        generator, the next lease of the prompt has it. One with more tokens takes its place.
 
         Raises:
             UnknownLeaseError: expired or never granted; the sibling is not stored.
@@ -60,7 +60,7 @@ class GeneratorBuffer(Protocol):
         ...
 
     async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
-        """The payloads of the lease's `finished_siblings`, in the same order.
+        """The payloads of the lease's `kept_siblings`, in the same order.
 
         Raises:
             UnknownLeaseError: expired or never granted.

@@ -19,6 +19,11 @@ class CompletionHandle:
     """Set by the caller: the completion ends with the tokens that it has."""
     num_tokens: int = -1
     """Set by the engine: tokens sampled so far; stays -1 if it does not report them."""
+    is_asked: bool = False
+    """Set by the caller to ask for `sampled`, and back by the engine."""
+    sampled: Completion | None = None
+    """Set by an engine that was asked, at the next token: the unfinished completion, as
+    `FinishReason.ABORT`. Another one that reads it behind the prompt goes on with it."""
 
 
 class Sampler(Protocol):

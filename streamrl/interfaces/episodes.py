@@ -160,7 +160,7 @@ class Transition:
 
 
 class Environment(Protocol):
-    """One episode; used once."""
+    """One episode; used once. It may be a `RestorableEnvironment`, too."""
 
     async def start(self, context: EnvironmentContext) -> Observation:
         """What the policy reads first; usually `context.prompt_token_ids`."""
@@ -174,6 +174,23 @@ class Environment(Protocol):
         """Called once after the last step, also after an error, a limit or a cancellation.
 
         It has ten seconds.
+        """
+        ...
+
+
+class RestorableEnvironment(Environment, Protocol):
+    """One whose episode another generator can go on with, if its own is gone between two turns."""
+
+    async def snapshot(self) -> Any:
+        """Where the episode stands, of None, booleans, numbers, strings, bytes, lists and mappings;
+        None: it cannot be gone on with. Called after each `step` that another turn follows."""
+        ...
+
+    async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
+        """Called in the place of `start`, of a new environment: it stands where `snapshot` was
+        taken, and the next call is the `step` after it.
+
+        If it raises, the episode begins anew.
         """
         ...
 

@@ -52,15 +52,15 @@ class Lease(Struct, frozen=True, kw_only=True):
 
     `prompt_index` is its position in the seeded prompt stream. `min_policy_version` is the oldest
     version that may sample the group; from an older one it would be too stale when it is trained.
-    `expires_at_s` is on the buffer's clock. `finished_siblings` are the numbers of those that an
-    earlier lease has left; `fetch_siblings` returns them, and the others are to be sampled.
+    `expires_at_s` is on the buffer's clock. `kept_siblings` are the numbers of those that an
+    earlier lease has left, finished or not; `fetch_siblings` returns them.
     """
 
     lease_id: Name
     prompt_index: PromptIndex
     min_policy_version: PolicyVersion
     expires_at_s: Finite
-    finished_siblings: Annotated[tuple[SiblingNumber, ...], Meta(max_length=MAX_NAMES)] = ()
+    kept_siblings: Annotated[tuple[SiblingNumber, ...], Meta(max_length=MAX_NAMES)] = ()
 
 
 class TakenBatch(Struct, frozen=True, kw_only=True):

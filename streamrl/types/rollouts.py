@@ -280,7 +280,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
 
 
 class SiblingHeader(Struct, frozen=True, kw_only=True):
-    """The facts of a finished sibling that is put before its group, without payload.
+    """The facts of a sibling that is put before its group, finished or not, without payload.
 
     `number` is its place in the group, `lease_id` the lease under which it was sampled.
     `num_tokens` are those that the policy sampled, `oldest_version` is that of the oldest of them;
@@ -292,6 +292,11 @@ class SiblingHeader(Struct, frozen=True, kw_only=True):
     oldest_version: PolicyVersion
     num_tokens: Count
     num_bytes: Count = 0
+
+    def follows(self, known: "SiblingHeader") -> bool:
+        """Whether it takes the place of what is known of the same sibling."""
+        is_later = self.lease_id != known.lease_id or self.num_tokens >= known.num_tokens
+        return is_later and self != known
 
 
 def episode_indices(num_segments: Iterable[int]) -> tuple[int, ...]:

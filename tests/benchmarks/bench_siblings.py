@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,12 +37,13 @@ from buffers.zmq.client import ZmqBuffer
 from buffers.zmq.server import ZmqBufferServer
 from streamrl.config import RunConfig
 from streamrl.interfaces import CompletionHandle
-from streamrl.types import Completion, FinishReason, SamplingParams
+from streamrl.types import Completion, FinishReason, SamplingParams, replace
 from tests.unit.test_generator import FakeEngine, FakeRenderer, LengthReward, Prompts
 
 MEDIAN, LONGEST, SIGMA = 128, 8192, 1.3
 GROUP_SIZE, GROUPS_PER_STEP, NUM_SLOTS = 16, 4, 64
 STALENESS = 1_000
+MARK = 100_000
 
 
 class WaitingEngine(FakeEngine):
@@ -54,6 +55,7 @@ class WaitingEngine(FakeEngine):
         self._random = np.random.default_rng(os.getpid())
         self._slots = asyncio.Semaphore(NUM_SLOTS)
         self._running: dict[int, tuple[float, int]] = {}
+        self._asked: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count()
         self._num_finished = 0
 
@@ -67,14 +69,32 @@ class WaitingEngine(FakeEngine):
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
     ) -> Completion:
-        count = int(np.clip(MEDIAN * np.exp(SIGMA * self._random.normal()), 1, LONGEST))
+        drawn = int(np.clip(MEDIAN * np.exp(SIGMA * self._random.normal()), 1, LONGEST))
+        # Each token says how many there will be, so that one who goes on with a part knows it.
+        total = prompt[-1] - MARK if prompt[-1] > MARK else drawn
+        count = total - sum(token > MARK for token in prompt)
         async with self._slots:
-            number = next(self._numbers)
-            self._running[number] = (time.monotonic(), count)
+            number, begun_s = next(self._numbers), time.monotonic()
+            self._running[number] = (begun_s, count)
+
+            def answer() -> None:
+                sampled = min(count - 1, int((time.monotonic() - begun_s) * self._rate))
+                if handle.is_asked and sampled > 0:
+                    handle.sampled, handle.is_asked = self._part(total, sampled), False
+
+            self._asked[number] = answer
             await asyncio.sleep(count / self._rate)
-            del self._running[number]
+            del self._running[number], self._asked[number]
         self._num_finished += count
-        return self._completion(prompt, count, FinishReason.STOP)
+        return replace(self._part(total, count), finish_reason=FinishReason.STOP)
+
+    def answer_asked(self) -> None:
+        for answer in self._asked.values():
+            answer()
+
+    def _part(self, total: int, count: int) -> Completion:
+        known = self._completion((), count, FinishReason.ABORT)
+        return replace(known, token_ids=np.full(count, MARK + total, np.int32))
 
 
 async def generate(url: str, counted: Path, rate: float, keep_every_s: float) -> None:
@@ -101,13 +121,14 @@ async def generate(url: str, counted: Path, rate: float, keep_every_s: float) ->
         reward=LengthReward(),
         sampling=SamplingParams(max_new_tokens=LONGEST),
         group_size=GROUP_SIZE,
-        max_model_len=2 * LONGEST,
+        max_model_len=4 * LONGEST,
     )
     running = asyncio.create_task(Generator(config, "g", runner, ZmqBuffer(url)).run())
     # One write of one length: a process that is killed leaves the last one or the one before.
     file = os.open(counted, os.O_WRONLY | os.O_CREAT)
     while not running.done():
         os.pwrite(file, b"%12d" % engine.num_sampled, 0)
+        engine.answer_asked()
         await asyncio.sleep(0.05)
     await running
 

@@ -451,8 +451,10 @@ async def leave_siblings(generator: TrajectoryBuffer, lease_id: str, *numbers: i
             num_tokens=9,
             num_bytes=len(payload),
         )
-        for _ in range(2):
-            await generator.put_sibling(sibling, payload)
+        begun = msgspec.structs.replace(sibling, num_tokens=5, num_bytes=5)
+        # Unfinished, finished, and a late repetition of either.
+        for header, content in ((begun, b"begun"), *2 * ((sibling, payload), (begun, b"begun"))):
+            await generator.put_sibling(header, content)
     await generator.heartbeat(status(session, is_leaving=True))
     return lease
 
@@ -466,7 +468,7 @@ async def test_the_siblings_of_a_lease_that_ended_go_to_the_next_one(connect):
     lease = await lease_one(generator, "alive/1", "alive", 0.0)
     assert lease is not None
     assert (lease.prompt_index, lease.min_policy_version) == (left.prompt_index, 0)
-    assert lease.finished_siblings == (3, 0)
+    assert lease.kept_siblings == (3, 0)
     kept = await generator.fetch_siblings("alive/1")
     assert [bytes(payload) for payload in kept] == [b"dead/1 3", b"dead/1 0"]
     late = SiblingHeader(number=1, lease_id="dead/1", oldest_version=0, num_tokens=9)
@@ -520,7 +522,7 @@ async def test_siblings_that_no_version_may_go_on_with_are_dropped_and_counted(c
     assert stats.lengths.dropped[DropReason.RELEASED] == LengthHistogram.of([9, 9])
     again = await lease_one(generator, "alive/1", "alive", 0.0)
     assert again is not None
-    assert (again.prompt_index, again.finished_siblings) == (left.prompt_index, ())
+    assert (again.prompt_index, again.kept_siblings) == (left.prompt_index, ())
 
 
 async def test_after_the_end_nobody_waits_for_the_siblings_that_are_left(connect):

@@ -260,7 +260,7 @@ async def test_siblings_outlast_their_daemon_and_one_that_redis_lost_is_sampled_
     await generator.heartbeat(status("dead", is_leaving=True))
     lease = await lease_one(generator, "alive/1", "alive", 0.0)
     assert lease is not None
-    assert (lease.prompt_index, lease.finished_siblings) == (0, (1, 2))
+    assert (lease.prompt_index, lease.kept_siblings) == (0, (1, 2))
     assert await generator.fetch_siblings("alive/1") == (b"sibling 1", b"sibling 2")
     server.delete(server.hget("streamrl:{run}:payloads", "0:1"))
     assert await generator.fetch_siblings("alive/1") == (b"", b"sibling 2")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from redis import Redis
 
@@ -167,6 +168,77 @@ def num_kept_siblings(run: Path, url: str) -> int:
     with contextlib.suppress(ConfigError), open_to_read(journal_path(run)) as journal:
         return int(journal.execute("SELECT count(*) FROM payload WHERE sibling >= 0").fetchone()[0])
     return 0
+
+
+TURNS = """
+import asyncio
+import os
+from pathlib import Path
+
+from streamrl.interfaces import Observation, Transition
+
+FOLDER = Path({folder!r})
+
+
+class Turns:
+    async def start(self, context):
+        self.context, self.turn = context, 0
+        return Observation(token_ids=context.prompt_token_ids)
+
+    async def step(self, completion):
+        while self.turn and not (FOLDER / "go").exists():
+            await asyncio.sleep(0.05)
+        self.turn += 1
+        with (FOLDER / "steps").open("a") as file:
+            name = f"{{self.context.seed}} {{self.context.episode_index}}"
+            file.write(f"{{name}} {{self.turn}} {{os.getpid()}}\\n")
+        again = Observation(token_ids=self.context.prompt_token_ids)
+        return Transition(observation=again, done=self.turn == 3)
+
+    async def snapshot(self):
+        return {{"turn": self.turn}}
+
+    async def restore(self, context, snapshot):
+        self.context, self.turn = context, snapshot["turn"]
+"""
+
+
+def test_an_episode_of_a_generator_that_is_killed_goes_on_with_its_next_turn(
+    launch: Callable[..., Launched], tmp_path: Path
+):
+    """Each has finished its first turn, and waits for the answer to what it sampled of its second.
+
+    So all but the third was sampled by a process that is gone before the first group is trained.
+    """
+    file = tmp_path / "turns.py"
+    file.write_text(TURNS.format(folder=str(tmp_path)))
+    lengths = ("generator.max_new_tokens=4", "generator.min_new_tokens=4")
+    places = ("generator.max_model_len=64", "learner.max_tokens_per_micro_batch=256")
+    settings = ("run.max_steps=3", f"generator.environment={file}:Turns", *lengths, *places)
+    run = launch(*(word for setting in settings for word in ("--set", setting)), strict=False)
+    run.until(lambda: kept_tokens(run.folder) == [8] * 48)
+    run.child("generator-0").kill()
+    goes_on = "goes on with 0 siblings, and 4 unfinished ones"
+    run.until(lambda: run.log("generator-0").count(goes_on) == 12)
+    (tmp_path / "go").touch()
+    assert run.end() == 0, run.output
+    lines = [line.split() for line in (tmp_path / "steps").read_text().splitlines()]
+    steps = Counter((seed, index, turn) for seed, index, turn, _ in lines)
+    assert (len(steps), set(steps.values())) == (12 * 4 * 3, {1})
+    processes = {turn: {pid for *_, t, pid in lines if t == turn} for turn in "123"}
+    assert processes["1"].isdisjoint(processes["2"])
+    assert len(processes["1"]) == 1
+    assert run.books["dropped"] == {"expired": 12}
+    assert main(["buffer", "audit", str(run.folder)]) == 0
+
+
+def kept_tokens(run: Path) -> list[int]:
+    """Of each sibling that the journal has before its group."""
+    with contextlib.suppress(ConfigError), open_to_read(journal_path(run)) as journal:
+        packed = journal.execute("SELECT siblings FROM entry WHERE siblings IS NOT NULL").fetchall()
+        siblings = [msgspec.msgpack.decode(row[0]) for row in packed]
+        return [sibling["num_tokens"] for group in siblings for sibling in group]
+    return []
 
 
 def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):

@@ -12,6 +12,7 @@ from hypothesis import given
 from actors.engines.hf import engine as hf
 from actors.engines.hf.batch import HfRequest, RunningBatch
 from actors.engines.hf.cache import Compaction
+from actors.episode_record import joined
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import FinishReason, SamplingParams
@@ -39,6 +40,41 @@ def test_a_request_stopped_at_its_end_has_ended_by_itself(sampling, reason):
     ((left, completion),) = batch.leave()
     assert (left, request.handle.num_tokens, len(batch)) == (request, 1, 0)
     assert (completion.finish_reason, completion.policy_versions.tolist()) == (reason, [3])
+
+
+def test_what_is_told_of_a_completion_is_its_beginning_and_another_engine_goes_on_with_it():
+    whole = SamplingParams(max_new_tokens=8, temperature=0.0, num_top_logprobs=2)
+    batch, again = (
+        RunningBatch(
+            make_llama(0), num_slots=2, max_model_len=32, eos_token_ids=frozenset(), seed=0
+        )
+        for _ in range(2)
+    )
+    request = HfRequest((5, 6), whole)
+    batch.join([request, HfRequest((7,), whole)], 3)
+    told = []
+    while len(batch):
+        request.handle.is_asked = True
+        left = batch.leave()
+        told.append(request.handle.sampled)
+        if len(batch):
+            batch.step(3)
+    ((_, completion),) = [pair for pair in left if pair[0] is request]
+    assert [len(part.token_ids) for part in told] == [1, 2, 3, 4, 5, 6, 7, 7]
+    for part in told[:-1]:
+        count = len(part.token_ids)
+        assert part.finish_reason is FinishReason.ABORT
+        assert part.token_ids.tolist() == completion.token_ids[:count].tolist()
+        rest = SamplingParams(max_new_tokens=8 - count, temperature=0.0, num_top_logprobs=2)
+        again.join([HfRequest((5, 6, *part.token_ids.tolist()), rest)], 4)
+        while not (left := again.leave()):
+            again.step(4)
+        on = joined(part, left[0][1])
+        assert on.token_ids.tolist() == completion.token_ids.tolist()
+        np.testing.assert_allclose(on.logprobs, completion.logprobs, atol=1e-4)
+        assert on.policy_versions.tolist() == [3] * count + [4] * (8 - count)
+        assert on.top_logprobs.token_ids.tolist() == completion.top_logprobs.token_ids.tolist()
+        assert on.finish_reason is FinishReason.LENGTH
 
 
 @given(st.lists(st.booleans(), max_size=20))

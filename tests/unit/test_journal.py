@@ -72,15 +72,21 @@ def put(state: BufferState[bytes], lease: Lease, version: int, now_s: float = 0.
 
 
 def put_sibling(
-    state: BufferState[bytes], lease: Lease, number: int, now_s: float, age: int = 0
+    state: BufferState[bytes],
+    lease: Lease,
+    number: int,
+    now_s: float,
+    age: int = 0,
+    num_tokens: int = 3,
 ) -> None:
     sibling = SiblingHeader(
         number=number,
         lease_id=lease.lease_id,
         oldest_version=max(0, lease.min_policy_version - age),
-        num_tokens=3,
+        num_tokens=num_tokens,
     )
     payload = f"sibling {number} of {lease.lease_id}"
+    payload += f" with {num_tokens} tokens" * (num_tokens != 3)
     state.put_sibling(sibling, payload.encode(), now_s)
 
 
@@ -177,10 +183,10 @@ class JournalMachine(RuleBasedStateMachine):
             put(self.state, lease, max(0, self.state.ledger.version - age), self.now_s)
         self._die_and_come_back()
 
-    @rule(count=st.integers(1, 4), number=st.integers(0, 2))
-    def put_siblings(self, count: int, number: int) -> None:
+    @rule(count=st.integers(1, 4), number=st.integers(0, 2), num_tokens=st.integers(3, 5))
+    def put_siblings(self, count: int, number: int, num_tokens: int) -> None:
         for lease in self.held[:count]:
-            put_sibling(self.state, lease, number, self.now_s)
+            put_sibling(self.state, lease, number, self.now_s, num_tokens=num_tokens)
         self._die_and_come_back()
 
     @rule(number=st.integers(0, 2))
@@ -350,7 +356,7 @@ def test_the_siblings_of_a_lease_outlast_the_buffer_and_a_damaged_one_is_sampled
     state.expire(1000.0 + TTL_S)
     assert state.ledger.live_leases() == ()
     (again,) = state.lease(["b"], "h", 1000.0 + TTL_S)
-    assert (again.prompt_index, again.finished_siblings) == (0, (2, 1))
+    assert (again.prompt_index, again.kept_siblings) == (0, (2, 1))
     assert state.fetch_siblings("b") == (b"sibling 2 of a", b"sibling 1 of a")
     journal.commit()
     put(state, again, 0, 1000.0 + TTL_S)

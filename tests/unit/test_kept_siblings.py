@@ -1,4 +1,4 @@
-"""Finished siblings outlast their generator: the next one samples the others alone."""
+"""What is sampled outlasts its generator: the next one goes on with it."""
 
 import asyncio
 import dataclasses
@@ -14,7 +14,7 @@ from actors.generator import Generator
 from streamrl import wire
 from streamrl.config.generator import OversampleSettings
 from streamrl.errors import BufferFullError
-from streamrl.interfaces import CompletionHandle
+from streamrl.interfaces import CompletionHandle, EnvironmentContext
 from streamrl.types import (
     Completion,
     DropReason,
@@ -28,7 +28,13 @@ from streamrl.types import (
     replace,
 )
 from tests.records import lease_one
-from tests.unit.test_generator import LEASE_TTL_S, FakeEngine, Run, make_ledger
+from tests.unit.test_generator import (
+    LEASE_TTL_S,
+    CountingEnvironment,
+    FakeEngine,
+    Run,
+    make_ledger,
+)
 
 DEAD, ALIVE = 11, 22
 
@@ -59,6 +65,7 @@ class UnevenEngine(FakeEngine):
 @pytest.fixture(autouse=True)
 def kept_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "KEEP_EVERY_S", 0.02)
+    monkeypatch.setattr(generator, "ASK_S", 0.02)
 
 
 def make_run() -> Run:
@@ -209,3 +216,177 @@ def test_a_rollout_passes_the_wire_as_it_is():
     read_again = wire.decode(wire.encode(rollout), Rollout)
     assert repr(read_again) == repr(rollout)
     assert (read_again.oldest_version, read_again.num_sampled_tokens) == (3, 4)
+
+
+class HaltingEngine(FakeEngine):
+    """Samples half of each completion at once and tells of it when it is asked; the other half when
+    `open` is set. `mark` are its tokens."""
+
+    def __init__(self, mark: int, version: int = 0, *, is_open: bool = False) -> None:
+        super().__init__()
+        self._mark, self.policy_version, self.num_waiting = mark, version, 0
+        if not is_open:
+            self.open.clear()
+        self.read: list[tuple[int, ...]] = []
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
+    ) -> Completion:
+        self.read.append(tuple(prompt))
+        self.num_waiting += 1
+        half = sampling.max_new_tokens // 2
+        while not self.open.is_set():
+            if handle.is_asked:
+                handle.sampled = self._part(half, FinishReason.ABORT)
+                handle.is_asked = False
+            await asyncio.sleep(0.005)
+        return self._part(sampling.max_new_tokens, FinishReason.LENGTH)
+
+    def _part(self, count: int, reason: FinishReason) -> Completion:
+        known = self._completion((), count, reason)
+        return replace(known, token_ids=np.full(count, self._mark, np.int32))
+
+
+async def leave_unfinished(
+    run: Run, engine: FakeEngine, num_unfinished: int = 3, **changes: object
+) -> None:
+    """So many of each of four groups; their generator disappears without a word."""
+    await run.learner.attach(0, None)
+    running = asyncio.create_task(generator_of(run, engine, **changes).run())
+    await run.until(lambda: engine.num_waiting == 12 and num_kept(run) == [num_unfinished] * 4)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_an_unfinished_completion_is_gone_on_with():
+    run = make_run()
+    await leave_unfinished(run, HaltingEngine(DEAD))
+    held = run.state.stats(0.0).num_bytes
+    engine = HaltingEngine(ALIVE, is_open=True)
+    for group in await groups_of(run, engine):
+        for trajectory in group.trajectories:
+            assert trajectory.token_ids[-4:].tolist() == [DEAD, DEAD, ALIVE, ALIVE]
+            assert trajectory.response_mask.sum() == 4
+            assert trajectory.finish_reason is FinishReason.LENGTH
+            assert len(trajectory.turns) == 1
+    assert all(tokens[-2:] == (DEAD, DEAD) for tokens in engine.read)
+    stats = run.state.stats(0.0)
+    assert (stats.lengths.sampled.num_responses, stats.lengths.sampled.num_tokens) == (12, 48)
+    assert stats.books.balanced
+    assert held > 0
+
+
+async def test_an_unfinished_sibling_that_is_canceled_is_counted_once():
+    run = make_run()
+    oversample = OversampleSettings(num_siblings=2, keep="first_finished")
+    await run.learner.attach(0, None)
+    engine = HaltingEngine(DEAD)
+    running = asyncio.create_task(generator_of(run, engine, oversample=oversample).run())
+    await run.until(lambda: run.books.leased > 0 and set(num_kept(run)) == {5})
+    running.cancel()
+    await asyncio.wait([running])
+    alive = generator_of(run, HaltingEngine(ALIVE, is_open=True), oversample=oversample)
+    running = asyncio.create_task(alive.run())
+    await run.until(lambda: run.books.buffered >= 2)
+    alive.stop()
+    await running
+    (group,) = await run.learner.fetch([0])
+    assert len(group.trajectories) == 3
+    assert all(length in {2, 4} for length in group.discarded_lengths)
+    assert len(group.discarded_lengths) == 2
+
+
+async def test_the_oldest_token_of_an_unfinished_sibling_counts():
+    run = make_run()
+    await leave_unfinished(run, HaltingEngine(DEAD))
+    entry = run.state.ledger.entry(0)
+    assert entry is not None
+    assert [(s.oldest_version, s.num_tokens) for s in entry.siblings] == [(0, 2)] * 3
+
+
+class Counting(CountingEnvironment):
+    """Says which instance was restored where; `fails` in one of its methods."""
+
+    fails = ""
+    restored: list[int] = []  # noqa: RUF012
+
+    async def snapshot(self) -> object:
+        if self.fails == "snapshot":
+            raise ValueError("told to fail")
+        return object() if self.fails == "encoding" else {"turn": self._turn}
+
+    async def restore(self, context: EnvironmentContext, snapshot: dict[str, int]) -> None:
+        if self.fails == "restore":
+            raise ValueError("told to fail")
+        self._turn = snapshot["turn"]
+        self.restored.append(self._turn)
+
+
+class TurnByTurnEngine(FakeEngine):
+    """Answers with `mark` as many requests of each sibling as `num_turns` have been finished."""
+
+    def __init__(self, mark: int, num_turns: int) -> None:
+        super().__init__()
+        self._mark, self._num_turns, self.num_waiting = mark, num_turns, 0
+        self.read: list[tuple[int, ...]] = []
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
+    ) -> Completion:
+        self.read.append(tuple(prompt))
+        if prompt.count(9) >= self._num_turns:
+            self.num_waiting += 1
+            await asyncio.Event().wait()
+        known = self._completion((), 2, FinishReason.STOP)
+        return replace(known, token_ids=np.full(2, self._mark, np.int32))
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
+    monkeypatch.setattr(Counting, "restored", [])
+    return type("Own", (Counting,), {})
+
+
+async def test_the_finished_turns_of_an_episode_are_kept(counting: type[Counting]):
+    run = make_run()
+    await leave_unfinished(run, TurnByTurnEngine(DEAD, 2), make_environment=counting)
+    engine = TurnByTurnEngine(ALIVE, 3)
+    for group in await groups_of(run, engine, make_environment=counting):
+        for trajectory in group.trajectories:
+            sampled = trajectory.token_ids[trajectory.response_mask]
+            assert sampled.tolist() == [DEAD] * 4 + [ALIVE] * 2
+            assert [turn.num_tool_calls for turn in trajectory.turns] == [1, 1, 1]
+            assert trajectory.metrics["num_turns"] == 3.0
+    assert counting.restored == [2] * 12
+    assert len(engine.read) == 12
+    stats = run.state.stats(0.0)
+    assert (stats.lengths.sampled.num_responses, stats.lengths.sampled.num_tokens) == (12, 72)
+
+
+@pytest.mark.parametrize("fails", ["snapshot", "encoding", "restore"])
+async def test_a_snapshot_that_fails_costs_the_turns_and_is_said_once(
+    counting: type[Counting], fails: str, caplog: pytest.LogCaptureFixture
+):
+    run = make_run()
+    counting.fails = fails
+    num_unfinished = 3 if fails == "restore" else 0
+    await leave_unfinished(
+        run, TurnByTurnEngine(DEAD, 2), num_unfinished, make_environment=counting
+    )
+    engine = TurnByTurnEngine(ALIVE, 3)
+    for group in await groups_of(run, engine, make_environment=counting):
+        assert marks(group) == {ALIVE: 3}
+        assert [t.response_mask.sum() for t in group.trajectories] == [6] * 3
+    assert counting.restored == []
+    consequence = "begins anew" if fails == "restore" else "finished turns of an episode are not"
+    assert caplog.text.count(consequence) == 1
+
+
+async def test_an_environment_that_makes_no_snapshot_begins_anew():
+    run = make_run()
+    engine = TurnByTurnEngine(DEAD, 2)
+    await leave_unfinished(run, engine, 0, make_environment=CountingEnvironment)
+    engine = TurnByTurnEngine(ALIVE, 3)
+    groups = await groups_of(run, engine, make_environment=CountingEnvironment)
+    assert [marks(group) for group in groups] == [{ALIVE: 3}] * 4
+    assert len(engine.read) == 3 * 12

@@ -558,7 +558,7 @@ def keep_siblings(ledger: Ledger, lease_id: str, *numbers: int, version: int = 0
         assert ledger.put_sibling(sibling, 0.0) is not None
 
 
-def test_a_lease_that_ends_with_finished_siblings_keeps_its_place_and_its_version():
+def test_a_lease_that_ends_with_kept_siblings_keeps_its_place_and_its_version():
     ledger = make_ledger(groups_per_step=1, max_staleness=1)
     fill(ledger, "a")
     assert grant(ledger, "b").min_policy_version == 0
@@ -574,7 +574,7 @@ def test_a_lease_that_ends_with_finished_siblings_keeps_its_place_and_its_versio
         prompt_index=1,
         min_policy_version=0,
         expires_at_s=30.0,
-        finished_siblings=(1, 0),
+        kept_siblings=(1, 0),
     )
     books = ledger.books()
     assert (books.granted, books.leased, books.dropped) == (3, 1, {DropReason.EXPIRED: 1})
@@ -590,7 +590,7 @@ def test_siblings_older_than_the_first_lease_says_are_sampled_again_and_counted_
     keep_siblings(ledger, "a", 0, version=1)
     keep_siblings(ledger, "a", 1, version=2)
     ledger.end_lease("a", DropReason.RELEASED)
-    assert grant(ledger, "b").finished_siblings == (1,)
+    assert grant(ledger, "b").kept_siblings == (1,)
     lengths = ledger.responses.frozen()
     assert lengths.dropped[DropReason.RELEASED] == LengthHistogram.of([5])
     assert ledger.drain_freed()[-1] == 2
@@ -601,7 +601,7 @@ def test_a_lease_that_its_holder_gives_back_keeps_no_siblings():
     grant(ledger, "a")
     keep_siblings(ledger, "a", 0)
     ledger.release("a", DropReason.RELEASED)
-    assert grant(ledger, "b").finished_siblings == ()
+    assert grant(ledger, "b").kept_siblings == ()
     assert ledger.responses.frozen().dropped[DropReason.RELEASED].num_tokens == 5
 
 
@@ -613,7 +613,7 @@ def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is
     assert train_one_step(ledger) == [1]
     ledger.end_lease("long", DropReason.EXPIRED)
     again = grant(ledger, "c")
-    assert (again.prompt_index, again.finished_siblings) == (0, (0,))
+    assert (again.prompt_index, again.kept_siblings) == (0, (0,))
     fill(ledger, "d", version=1)
     assert ledger.take(1, 1, 1) == ()
     assert [entry.lease_id for entry in ledger.awaited()] == ["c"]

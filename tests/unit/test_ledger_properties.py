@@ -75,7 +75,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.prompt_index not in self.history
             assert lease.min_policy_version <= self.version
             assert first is None or _due_of(lease) == _due_of(first)
-            assert lease.finished_siblings == (first.finished_siblings if first else ())
+            assert lease.kept_siblings == (first.kept_siblings if first else ())
             self.vacant.pop(lease.prompt_index, None)
             self.held[lease.lease_id] = lease
 
@@ -112,21 +112,25 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.put(lease.lease_id, header, self.now_s)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), number=st.integers(0, 2))
-    def put_a_sibling(self, data: st.DataObject, number: int) -> None:
+    @rule(data=st.data(), number=st.integers(0, 2), num_more=st.integers(0, 2))
+    def put_a_sibling(self, data: st.DataObject, number: int, num_more: int) -> None:
         lease = self.held[data.draw(st.sampled_from(sorted(self.held)))]
         sibling = SiblingHeader(
             number=number,
             lease_id=lease.lease_id,
             oldest_version=lease.min_policy_version,
-            num_tokens=100 + number,
+            num_tokens=100 + num_more,
         )
-        is_new = number not in lease.finished_siblings
+        known = {s.number: s for s in self.ledger.find(lease.lease_id).siblings}
+        is_more = number not in known or (
+            sibling.lease_id != known[number].lease_id
+            or sibling.num_tokens > known[number].num_tokens
+        )
         kept = self.ledger.put_sibling(sibling, self.now_s)
-        assert kept == (lease.prompt_index if is_new else None)
-        if is_new:
-            numbers = (*lease.finished_siblings, number)
-            self.held[lease.lease_id] = structs.replace(lease, finished_siblings=numbers)
+        assert kept == (lease.prompt_index if is_more else None)
+        if is_more:
+            numbers = (*(n for n in lease.kept_siblings if n != number), number)
+            self.held[lease.lease_id] = structs.replace(lease, kept_siblings=numbers)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), reason=st.sampled_from((DropReason.EXPIRED, DropReason.RELEASED)))
@@ -136,7 +140,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self._vacate(self.held.pop(lease_id))
 
     def _vacate(self, lease: Lease) -> None:
-        if lease.finished_siblings and lease.min_policy_version <= self.version:
+        if lease.kept_siblings and lease.min_policy_version <= self.version:
             self.vacant[lease.prompt_index] = lease
 
     @precondition(lambda self: self.held)

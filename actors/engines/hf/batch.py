@@ -152,6 +152,10 @@ class RunningBatch:
             self._seeded.pop(request, None)
         if left:
             self._compact(Compaction.of(leaves))
+        for row, request in enumerate(self._rows):
+            if request.handle.is_asked:
+                request.handle.sampled = records.completion(row, FinishReason.ABORT)
+                request.handle.is_asked = False
         return left
 
     def _open(self, request: HfRequest, experts: Experts | None) -> None:

@@ -2,17 +2,19 @@
 
 A game knows nothing of tokens and templates; `GameEnvironment` makes one an environment.
 
-Invariant: the level is a pure function of the seed, which the siblings of a group share, and every
+Invariant: a game is a function of its seed, which the siblings of a group share, and of the answers
+so far, so that it is restored by playing it again, and every
 answer is a turn, also one that names no action. A game that raises, which may be a package's, costs
 its group (RolloutError).
 """
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Renderer, Transition
@@ -72,7 +74,8 @@ class GameEnvironment:
         self._attributed = partial(attributed_to, type(game).__name__, RolloutError)
         self._instructions = game.instructions if instructions is None else instructions
         self._max_moves = max_moves
-        self._num_moves = 0
+        self._answers: list[str] = []
+        self._states = hashlib.sha256()
         self._renderer: Renderer | None = None
 
     async def start(self, context: EnvironmentContext) -> Observation:
@@ -81,6 +84,7 @@ class GameEnvironment:
         with self._attributed():
             seed = int(context.prompt.row.get(SEED, context.seed))
             state = await asyncio.to_thread(self._game.reset, seed)
+        self._states.update(state.encode(errors="replace"))
         opening = f"{self._instructions}\n\n{state}" if self._instructions else state
         return said(context.renderer, opening)
 
@@ -89,17 +93,38 @@ class GameEnvironment:
         renderer = self._renderer
         assert renderer is not None, "start comes before step"
         answer = renderer.decode(completion.token_ids.tolist())
-        with self._attributed():
-            outcome = await asyncio.to_thread(self._game.step, answer)
-        self._num_moves += 1
-        is_last = outcome.done or self._num_moves == self._max_moves
+        outcome = await self._play(answer)
+        is_last = outcome.done or len(self._answers) == self._max_moves
         return Transition(
             observation=Observation() if is_last else said(renderer, self._next(outcome)),
             done=is_last,
             reward=outcome.reward,
             is_valid=outcome.is_valid,
-            metrics={**outcome.metrics, "num_moves": float(self._num_moves)},
+            metrics={**outcome.metrics, "num_moves": float(len(self._answers))},
         )
+
+    async def snapshot(self) -> Any:
+        """The answers so far, of which, and of the seed, the game is a function."""
+        return {"answers": self._answers, "states": self._states.hexdigest()}
+
+    async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
+        """Plays the game again. Waits for it.
+
+        Raises:
+            RolloutError: it went otherwise, since it is no function of its seed.
+        """
+        await self.start(context)
+        for answer in snapshot["answers"]:
+            await self._play(answer)
+        if self._states.hexdigest() != snapshot["states"]:
+            raise RolloutError("the game went otherwise when its answers were played again")
+
+    async def _play(self, answer: str) -> Outcome:
+        with self._attributed():
+            outcome = await asyncio.to_thread(self._game.step, answer)
+        self._answers.append(answer)
+        self._states.update(outcome.text.encode(errors="replace"))
+        return outcome
 
     async def close(self) -> None:
         with self._attributed():

@@ -37,14 +37,18 @@ class TextArenaGame:
         self._kwargs = kwargs
         with attributed_to(f"environment textarena:{env_id}"):
             self._env = textarena.make(self._id, **kwargs)
+        self._seed, self._num_moves = 0, 0
 
     def reset(self, seed: int) -> str:
+        self._seed, self._num_moves = seed, 0
         with _seeded(seed):
             self._env.reset(num_players=1, seed=seed)
         return self._said()
 
     def step(self, answer: str) -> Outcome:
-        done, _ = self._env.step(answer)
+        self._num_moves += 1
+        with _seeded(f"{self._seed} {self._num_moves}"):
+            done, _ = self._env.step(answer)
         state = self._env.state
         is_valid = not (state.error_count or state.game_info[0]["invalid_move"])
         reward = float((state.rewards or {}).get(0, 0.0)) if done else 0.0
@@ -62,7 +66,7 @@ class TextArenaGame:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int | str) -> Iterator[None]:
     """textarena draws from the process's generator, which has to go on as before."""
     with _RANDOM:
         state = random.getstate()
