@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from unittest import mock
 
 from rich.console import Console
 
@@ -82,8 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     _require_checkpoints(config, counts)
     # A hundred faults that this script causes are not a program that fails again and again.
-    restarts.LONGEST_DELAY_S = restarts.FIRST_DELAY_S
-    with sole_launch(config.run.path):
+    at_once = mock.patch.object(restarts, "LONGEST_DELAY_S", restarts.FIRST_DELAY_S)
+    with sole_launch(config.run.path), at_once:
         config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
         killer = Killer(config, counts, arguments, console)
         with forking() as fork_server:

@@ -200,7 +200,7 @@ async def test_waiting_for_a_validation_of_the_last_version(monkeypatch):
 
 
 async def test_a_buffer_that_does_not_answer_costs_no_step_without_a_signal_either():
-    async def refuse(policy_version: int) -> BufferStats:
+    async def refuse(policy_version: int, steered_bound: int = 0) -> BufferStats:
         raise TransportError("the buffer at zmq://x has not answered AdvanceRequest for 60 s")
 
     run = start("")
