@@ -11,7 +11,7 @@ OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/test_child_proces
   unit/test_deploy*.py unit/test_docs*.py unit/test_inert_settings.py unit/test_layout.py \
   unit/test_ledger*.py unit/test_segments.py unit/rewards/test_tests_of_code.py \
   unit/weights/test_slow_receivers.py unit/weights/test_strangers.py \
-  contract/test_buffer_limits.py contract/test_hostile_servers.py contract/test_redis_equals_ledger.py
+  contract/test_buffer_limits.py contract/test_hostile_servers.py
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 INSTALL := $(BIN)/python deploy/install.py
 ON_CORES := -n logical --maxprocesses 4 --dist worksteal -m "not long"

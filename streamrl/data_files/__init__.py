@@ -20,11 +20,11 @@ from typing import NamedTuple
 from streamrl.data_files.arrow import Parquet, count_parquet, is_data_set, open_data_set
 from streamrl.data_files.rows import (
     ConcatenatedRows,
-    Row,
-    RowSource,
-    as_json_values,
+    Row as Row,
+    RowSource as RowSource,
+    as_json_values as as_json_values,
     explained,
-    shown,
+    shown as shown,
 )
 from streamrl.data_files.text import COMPRESSED, JsonLines, count_lines, read_csv, read_json
 from streamrl.errors import ConfigError

@@ -10,7 +10,7 @@ of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
 
 from streamrl.diagnosis import presence
 from streamrl.diagnosis.causes import CAUSES, lasting_wait
-from streamrl.diagnosis.reading import Reading
+from streamrl.diagnosis.reading import Reading as Reading
 from streamrl.findings import Area, Finding
 
 

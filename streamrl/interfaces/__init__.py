@@ -5,21 +5,29 @@ without reading the daemons. An implementation keeps the promises stated here; `
 tests every implementation for them.
 """
 
-from streamrl.interfaces.buffer import GeneratorBuffer, LearnerBuffer, TrajectoryBuffer
-from streamrl.interfaces.engine import CompletionHandle, Engine, Sampler
-from streamrl.interfaces.episodes import (
-    Environment,
-    EnvironmentContext,
-    Episode,
-    Message,
-    Observation,
-    Prompt,
-    PromptSource,
-    Renderer,
-    RestorableEnvironment,
-    Reward,
-    Score,
-    ToolSchema,
-    Transition,
+from streamrl.interfaces.buffer import (
+    GeneratorBuffer as GeneratorBuffer,
+    LearnerBuffer as LearnerBuffer,
+    TrajectoryBuffer as TrajectoryBuffer,
 )
-from streamrl.interfaces.tracking import Tracker
+from streamrl.interfaces.engine import (
+    CompletionHandle as CompletionHandle,
+    Engine as Engine,
+    Sampler as Sampler,
+)
+from streamrl.interfaces.episodes import (
+    Environment as Environment,
+    EnvironmentContext as EnvironmentContext,
+    Episode as Episode,
+    Message as Message,
+    Observation as Observation,
+    Prompt as Prompt,
+    PromptSource as PromptSource,
+    Renderer as Renderer,
+    RestorableEnvironment as RestorableEnvironment,
+    Reward as Reward,
+    Score as Score,
+    ToolSchema as ToolSchema,
+    Transition as Transition,
+)
+from streamrl.interfaces.tracking import Tracker as Tracker

@@ -7,21 +7,21 @@ Invariant: a metric that StreamRL reports has a row; a name without one is of th
 """
 
 from streamrl.metrics.buffer import (
-    books_metrics,
-    buffer_metrics,
-    fairness_metrics,
-    reward_metrics,
-    sampling_metrics,
-    staleness_metrics,
+    books_metrics as books_metrics,
+    buffer_metrics as buffer_metrics,
+    fairness_metrics as fairness_metrics,
+    reward_metrics as reward_metrics,
+    sampling_metrics as sampling_metrics,
+    staleness_metrics as staleness_metrics,
 )
 from streamrl.metrics.metric import (
-    CATALOGUE,
-    OWN,
-    STALENESS_BUCKETS,
-    STALENESS_EDGES,
-    Merge,
-    Metric,
-    Writer,
-    find,
-    metric,
+    CATALOGUE as CATALOGUE,
+    OWN as OWN,
+    STALENESS_BUCKETS as STALENESS_BUCKETS,
+    STALENESS_EDGES as STALENESS_EDGES,
+    Merge as Merge,
+    Metric as Metric,
+    Writer as Writer,
+    find as find,
+    metric as metric,
 )

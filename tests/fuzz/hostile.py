@@ -15,8 +15,7 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import xxhash
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as with_seed
+from hypothesis import HealthCheck, Phase, given, seed as with_seed, settings
 
 from streamrl import wire
 

@@ -14,10 +14,8 @@ from streamrl.config import RunConfig, load_config
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_metrics
-from tests.research import ablate as ablation_script
-from tests.research import steer as steer_script
-from tests.research.exact_lag import LaggedRun
-from tests.research.exact_lag import main as exact_lag
+from tests.research import ablate as ablation_script, steer as steer_script
+from tests.research.exact_lag import LaggedRun, main as exact_lag
 from tests.research.lag import Lag
 from tests.research.script import run_script
 from tests.system.conftest import CONFIG, script

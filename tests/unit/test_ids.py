@@ -4,8 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from streamrl.cli.main import main
 from streamrl.types.ranges import check_id, named_after_host

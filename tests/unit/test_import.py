@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from streamrl.cli.check.command import refusals, run_findings
-from streamrl.cli.import_file import SYSTEMS as COMMANDS
-from streamrl.cli.import_file import _in_our_form, _problem
+from streamrl.cli.import_file import SYSTEMS as COMMANDS, _in_our_form, _problem
 from streamrl.cli.main import main
 from streamrl.config import load_config
 from streamrl.config.loading.foreign_names import SYSTEMS, foreign_names

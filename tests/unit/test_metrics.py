@@ -24,8 +24,7 @@ from streamrl.tracking.groups import GROUPS, OVERVIEW, label_of
 from streamrl.weights.locality import locality_of
 from tests.records import with_experts
 from tests.training import make_config, make_groups, make_trainer, with_metrics
-from tests.unit.test_learner import Run as LearnerRun
-from tests.unit.test_learner import configure
+from tests.unit.test_learner import Run as LearnerRun, configure
 from tests.unit.weights.update_run import run as weight_run
 from tests.waiting import until
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.server import Labels, ServedRequest, require_sound

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from actors.engines.served import open as attaching
-from actors.engines.served import replicas
+from actors.engines.served import open as attaching, replicas
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import BusyError, ConnectionLostError, Http
 from actors.engines.served.open import attach, labels_of_run, server_id

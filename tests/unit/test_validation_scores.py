@@ -4,8 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from actors.validation.scores import PromptResult, majority, pass_at, scores, sizes, vote
 from streamrl.types.validation import MAX_METRICS

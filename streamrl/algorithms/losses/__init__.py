@@ -13,16 +13,20 @@ its geo_mean counts them); in geo_mean a sequence of zero weights contributes 0,
 """
 
 from streamrl.algorithms.losses.aggregation import (
-    BatchTotals,
-    LossInput,
-    LossOutput,
-    aggregate,
-    denominator,
-    entropy_bonus,
-    kl_loss,
-    sft_loss,
-    token_mean,
-    value_loss,
+    BatchTotals as BatchTotals,
+    LossInput as LossInput,
+    LossOutput as LossOutput,
+    aggregate as aggregate,
+    denominator as denominator,
+    entropy_bonus as entropy_bonus,
+    kl_loss as kl_loss,
+    sft_loss as sft_loss,
+    token_mean as token_mean,
+    value_loss as value_loss,
 )
-from streamrl.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, policy_loss
-from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.algorithms.losses.policy import (
+    POLICY_LOSSES as POLICY_LOSSES,
+    PolicyLoss as PolicyLoss,
+    policy_loss as policy_loss,
+)
+from streamrl.config.algorithm.losses import LOSS_SETTINGS as LOSS_SETTINGS

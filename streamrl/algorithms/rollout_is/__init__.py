@@ -20,13 +20,19 @@ Different from verl on purpose:
 
 from pydantic import Field
 
-from streamrl.algorithms.rollout_is.statistics import SEQUENCE_ESS, RolloutISStatistics
-from streamrl.algorithms.rollout_is.weights import RolloutIS, rollout_is_weights
+from streamrl.algorithms.rollout_is.statistics import (
+    SEQUENCE_ESS as SEQUENCE_ESS,
+    RolloutISStatistics as RolloutISStatistics,
+)
+from streamrl.algorithms.rollout_is.weights import (
+    RolloutIS as RolloutIS,
+    rollout_is_weights as rollout_is_weights,
+)
 from streamrl.config.algorithm.rollout_is import (
-    ROLLOUT_IS_PRESETS,
-    RejectionRule,
+    ROLLOUT_IS_PRESETS as ROLLOUT_IS_PRESETS,
+    RejectionRule as RejectionRule,
     RolloutISSettings,
-    rollout_is_preset,
+    rollout_is_preset as rollout_is_preset,
 )
 
 

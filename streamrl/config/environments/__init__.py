@@ -1,3 +1,7 @@
 """`environments`: several in one run, or the one that `generator` names."""
 
-from streamrl.config.environments.entries import EnvironmentEntry, EnvironmentSettings, entries_of
+from streamrl.config.environments.entries import (
+    EnvironmentEntry as EnvironmentEntry,
+    EnvironmentSettings as EnvironmentSettings,
+    entries_of as entries_of,
+)

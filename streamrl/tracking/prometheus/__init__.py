@@ -8,5 +8,5 @@
 Invariant: a daemon hands over what it measures anyway, and waits for no scrape.
 """
 
-from streamrl.tracking.prometheus.exported import Exported
-from streamrl.tracking.prometheus.start import exporting
+from streamrl.tracking.prometheus.exported import Exported as Exported
+from streamrl.tracking.prometheus.start import exporting as exporting

@@ -32,8 +32,13 @@ import torch
 import torch.distributed as dist
 import zmq
 from msgspec import Struct
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
-from torch._C._distributed_c10d import Store as TorchStore
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    Store as TorchStore,
+    TCPStore,
+)
 
 from streamrl import wire
 from streamrl.config.addresses import family_of, port_of, url_host

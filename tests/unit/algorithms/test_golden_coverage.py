@@ -1,8 +1,10 @@
 """Every recorded case is compared, or left out for a stated reason."""
 
-from tests.unit.algorithms import test_golden_advantages as advantages
-from tests.unit.algorithms import test_golden_kl_and_rewards as kl_and_rewards
-from tests.unit.algorithms import test_golden_losses as losses
+from tests.unit.algorithms import (
+    test_golden_advantages as advantages,
+    test_golden_kl_and_rewards as kl_and_rewards,
+    test_golden_losses as losses,
+)
 from tests.unit.algorithms.golden import all_cases, cases
 
 

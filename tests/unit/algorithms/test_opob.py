@@ -1,8 +1,7 @@
 """The off-policy baseline of least variance: what it minimizes, and where it is the mean."""
 
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput
 from streamrl.algorithms.sequences import Sequences

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from streamrl.algorithms.sequences import Sequences
 from tests.unit.algorithms.strategies import for_any

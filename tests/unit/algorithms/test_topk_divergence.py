@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.candidates import Candidates, candidate_logprobs, masked_logprobs

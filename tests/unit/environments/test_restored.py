@@ -20,8 +20,7 @@ from streamrl.interfaces import EnvironmentContext, Prompt, RestorableEnvironmen
 from streamrl.types import Completion, FinishReason
 from tests.documents import write_files
 from tests.unit.environments.test_games import entry
-from tests.unit.tools.test_environment import call
-from tests.unit.tools.test_environment import renderer as chat_renderer
+from tests.unit.tools.test_environment import call, renderer as chat_renderer
 
 HANOI = ("[A C]", "[A B]", "A to C, please", "[C B]", "[A C]", "[B A]")
 GAMES: dict[str, tuple[dict[str, object], Sequence[str]]] = {

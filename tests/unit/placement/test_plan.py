@@ -3,8 +3,7 @@
 import shlex
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes import child

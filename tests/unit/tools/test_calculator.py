@@ -5,8 +5,7 @@ import operator
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from actors.tools.calculator import Calculator, evaluate
 from actors.tools.tool import ToolError

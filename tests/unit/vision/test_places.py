@@ -1,8 +1,7 @@
 """Where media stand among token ids, also where a policy sampled placeholder tokens."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from streamrl.errors import RolloutError
 from streamrl.vision.places import MediaPlace, Placeholders, Size

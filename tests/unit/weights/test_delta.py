@@ -4,8 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from streamrl.weights.transports import delta
 
