@@ -7,16 +7,19 @@ checkpoint that the node deletes goes here, too.
 """
 
 import asyncio
-import contextlib
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from streamrl.checkpoints.find import list_checkpoints, version_of
+from streamrl.checkpoints.manifest import MANIFEST_FILE
 from streamrl.cli.launchers.ray.cluster import LostError, Place
 
 POLL_S = 1.0
 CHUNK_BYTES = 8 * 2**20
 _APPENDED = (".log", ".jsonl")
+_COMPARED_BYTES = 1024
 # While the run goes on; weights/ is of the node alone.
 _LATER, _NEVER = ("buffer",), ("weights", "keys", "files")
 
@@ -49,19 +52,39 @@ class Copies:
         pattern = "**/*" if is_learner else f"logs/{place.bundle.name}.log"
         known = self._known.get(place, {})
         now: Mapping[str, tuple[int, int]] = await place.actor.files.remote(pattern)
-        for path in known.keys() - now.keys():
-            if path.startswith("checkpoints/"):
-                (self._folder / path).unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
-                    (self._folder / path).parent.rmdir()
+        if is_learner:
+            self._forget(set(now))
         for path, (size, time_ns) in sorted(now.items(), key=_turn):
             if path.partition("/")[0] in but or known.get(path) == (size, time_ns):
                 continue
             had = known.get(path, (0, 0))[0]
-            start = had if path.endswith(_APPENDED) and had <= size else 0
-            await self._copy(place, path, start, size)
+            goes_on = 0 < had <= size and await self._goes_on(place, path, had)
+            await self._copy(place, path, had if goes_on else 0, size)
             known = {**known, path: (size, time_ns)}
             self._known[place] = known
+
+    async def _goes_on(self, place: Place, path: str, had: int) -> bool:
+        """Whether the node's file goes on behind the bytes that are here; not one whose lines were
+        cut, as a learner that goes back does, and that has grown again since."""
+        if not path.endswith(_APPENDED):
+            return False
+        begin = max(0, had - _COMPARED_BYTES)
+        with (self._folder / path).open("rb") as file:
+            file.seek(begin)
+            ours = file.read(had - begin)
+        theirs: bytes = await place.actor.read.remote(path, begin, had - begin)
+        return ours == theirs
+
+    def _forget(self, there: set[str]) -> None:
+        """Checkpoints that the node, which has a newer one, has no more."""
+        ours = list_checkpoints(self._folder)
+        names = {path.name: f"checkpoints/{path.name}/{MANIFEST_FILE}" for path in ours}
+        complete = (Path(name).parent for name in there if _turn_of(name)[:2] == (True, True))
+        last = max(map(version_of, complete), default=-1)
+        for path in ours:
+            if names[path.name] not in there and version_of(path) < last:
+                (path / MANIFEST_FILE).unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
 
     async def _copy(self, place: Place, path: str, start: int, size: int) -> None:
         """The bytes from `start` to `size`, of a file that may be gone by now."""
@@ -83,5 +106,8 @@ class Copies:
 
 
 def _turn(item: tuple[str, tuple[int, int]]) -> tuple[bool, bool, str]:
-    path = item[0]
+    return _turn_of(item[0])
+
+
+def _turn_of(path: str) -> tuple[bool, bool, str]:
     return path.startswith("checkpoints/step-"), path.endswith("/manifest.json"), path
