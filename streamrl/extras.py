@@ -83,5 +83,5 @@ def require(needs: str, module: str) -> None:
     Raises:
         ConfigError: the module is not installed.
     """
-    if find_spec(module) is None:
+    if not is_installed(module):
         raise not_installed(needs, module)

@@ -196,8 +196,8 @@ def test_the_folder_that_has_more_is_kept_and_one_that_has_less_is_set_aside(mac
     assert newest(aside).checkpoint.policy_version == 3
 
 
-def test_two_that_have_gone_on_apart_are_refused_with_what_to_do(machine):
-    one, other = machine("one"), machine("other")
+def go_on_apart(one, other) -> None:
+    """Both from step 3: the one to step 6, unsent, and the other to step 4, which is sent."""
     one.begin(FIRST)
     one.save(3)
     assert one.bring()
@@ -206,6 +206,11 @@ def test_two_that_have_gone_on_apart_are_refused_with_what_to_do(machine):
     other.save(4, SECOND)
     assert other.bring()
     one.save(6)
+
+
+def test_two_that_have_gone_on_apart_are_refused_with_what_to_do(machine):
+    one, other = machine("one"), machine("other")
+    go_on_apart(one, other)
     with pytest.raises(ConfigError, match=r"step 6 and .* step 4, .*move the folder aside to go"):
         one.mirror.take(resume=True, new=False)
     assert one.step == 6
@@ -215,14 +220,7 @@ def test_two_that_have_gone_on_apart_are_refused_with_what_to_do(machine):
 
 def test_a_launch_that_was_overtaken_writes_no_more(machine):
     one, other = machine("one"), machine("other")
-    one.begin(FIRST)
-    one.save(3)
-    assert one.bring()
-    other.mirror.take(resume=True, new=False)
-    other.begin(SECOND)
-    other.save(4, SECOND)
-    assert other.bring()
-    one.save(6)
+    go_on_apart(one, other)
     assert one.bring()
     assert "another launch goes on with the run" in one.said[-1]
     assert not [name for name in one.mirror._store.names() if "step-00000006" in name]

@@ -23,7 +23,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from streamrl.checkpoints.find import (
     STATE_FILE,
     list_checkpoints,
     newest,
+    version_of,
 )
 from streamrl.checkpoints.history import HISTORY_FILE, History
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
@@ -165,7 +166,7 @@ class Mirror:
             return None
         try:
             history = msgspec.json.decode(content, type=History)
-            for folder in sorted(_complete(names), key=lambda name: int(name[len(PREFIX) :]))[::-1]:
+            for folder in sorted(complete_checkpoints(names), key=_version)[::-1]:
                 state = json.loads(self._store.read(f"{_CHECKPOINTS}/{folder}/{STATE_FILE}") or "")
                 tip = _Tip(msgspec.convert(state["history"], History), state["policy_version"])
                 if history.contains(tip.history.learner_id, tip.policy_version):
@@ -367,15 +368,19 @@ def _tip_of(folder: Path) -> _Tip | None:
     return None if checkpoint is None else _Tip(checkpoint.history, checkpoint.policy_version)
 
 
-def _complete(names: set[str]) -> set[str]:
-    """The folders of checkpoints that have a manifest."""
+def complete_checkpoints(names: Collection[str]) -> set[str]:
+    """The folders of checkpoints that have a manifest, of the names of a run's files."""
     paths = [name.split("/") for name in names if name.endswith(f"/{MANIFEST_FILE}")]
     return {path[1] for path in paths if len(path) == 3 and path[0] == _CHECKPOINTS}
 
 
+def _version(folder: str) -> int:
+    return version_of(Path(folder))
+
+
 def _is_fetched(names: set[str]) -> Callable[[str], bool]:
     """All but checkpoints that are not complete, or abandoned."""
-    complete = _complete(names)
+    complete = complete_checkpoints(names)
 
     def decide(name: str) -> bool:
         parts = name.split("/")

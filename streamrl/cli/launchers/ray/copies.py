@@ -9,12 +9,13 @@ checkpoint that the node deletes goes here, too.
 import asyncio
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from streamrl.checkpoints.find import list_checkpoints, version_of
 from streamrl.checkpoints.manifest import MANIFEST_FILE
 from streamrl.cli.launchers.ray.cluster import LostError, Place
+from streamrl.cli.processes.mirror import complete_checkpoints
 
 POLL_S = 1.0
 CHUNK_BYTES = 8 * 2**20
@@ -53,7 +54,7 @@ class Copies:
         known = self._known.get(place, {})
         now: Mapping[str, tuple[int, int]] = await place.actor.files.remote(pattern)
         if is_learner:
-            self._forget(set(now))
+            self._forget(now)
         for path, (size, time_ns) in sorted(now.items(), key=_turn):
             if path.partition("/")[0] in but or known.get(path) == (size, time_ns):
                 continue
@@ -75,14 +76,12 @@ class Copies:
         theirs: bytes = await place.actor.read.remote(path, begin, had - begin)
         return ours == theirs
 
-    def _forget(self, there: set[str]) -> None:
+    def _forget(self, there: Collection[str]) -> None:
         """Checkpoints that the node, which has a newer one, has no more."""
-        ours = list_checkpoints(self._folder)
-        names = {path.name: f"checkpoints/{path.name}/{MANIFEST_FILE}" for path in ours}
-        complete = (Path(name).parent for name in there if _turn_of(name)[:2] == (True, True))
-        last = max(map(version_of, complete), default=-1)
-        for path in ours:
-            if names[path.name] not in there and version_of(path) < last:
+        complete = complete_checkpoints(there)
+        last = max((version_of(Path(name)) for name in complete), default=-1)
+        for path in list_checkpoints(self._folder):
+            if path.name not in complete and version_of(path) < last:
                 (path / MANIFEST_FILE).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -106,8 +105,5 @@ class Copies:
 
 
 def _turn(item: tuple[str, tuple[int, int]]) -> tuple[bool, bool, str]:
-    return _turn_of(item[0])
-
-
-def _turn_of(path: str) -> tuple[bool, bool, str]:
+    path = item[0]
     return path.startswith("checkpoints/step-"), path.endswith("/manifest.json"), path
