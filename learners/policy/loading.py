@@ -49,8 +49,14 @@ from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from learners.policy.router_replay import RouterRecords
 from learners.policy.sequence_parallel import sequence_block
-from learners.policy.sharding import checkpoint_layers, is_sharded, layers, require_gpu, shard
-from learners.policy.tensor_parallel import split_matrices
+from learners.policy.sharding import (
+    checkpoint_layers,
+    is_sharded,
+    layers,
+    require_gpu,
+    shard,
+    split_matrices,
+)
 from streamrl.config import RunConfig
 from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings

@@ -20,8 +20,7 @@ from hypothesis import given
 
 from actors.environments.stream import open_stream
 from actors.prompts import num_held_out, open_held_out, open_prompts
-from actors.prompts.mixture import Mixture
-from actors.prompts.streams import Epochs, FirstPrompts
+from actors.prompts.streams import Epochs, FirstPrompts, Mixture
 from streamrl.api.start import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config

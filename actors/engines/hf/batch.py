@@ -15,11 +15,8 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from actors.engines.hf.cache import Compaction, SlotCache
-from actors.engines.hf.experts import Experts, ExpertWatch
-from actors.engines.hf.families import cache_argument, why_not_slots
-from actors.engines.hf.model_cache import ModelCache
-from actors.engines.hf.records import Records
+from actors.engines.hf.cache import Compaction, ModelCache, SlotCache, cache_argument, why_not_slots
+from actors.engines.hf.records import Experts, ExpertWatch, Records
 from actors.engines.hf.sampling import RowSampling, sample
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.limits import facts_of, require_decoding

@@ -20,8 +20,7 @@ from learners.parallel.mesh import Mesh, assign, full, make_mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.network import Network
 from learners.policy.sequence_parallel import sequence_block
-from learners.policy.sharding import shard
-from learners.policy.tensor_parallel import split_matrices
+from learners.policy.sharding import shard, split_matrices
 from learners.trainer import Trainer
 from streamrl.config.learner import MeshSettings
 from streamrl.types import GroupHeader
