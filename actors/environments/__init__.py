@@ -1,39 +1,39 @@
 """Environments: what answers the policy's completions.
 
-A built-in environment is a function in `BUILT_IN` that imports and returns what makes one, so that
-a package which is not installed is missed only where it is used. With a colon (`gymnasium:ID`) the
-rest of the name is its first argument. A user's own is a class in a file, named as PATH.py:CLASS.
-Either is made anew for each episode, with the entry's arguments.
+What makes a built-in one is named in `BUILT_IN` and imported where it is used, so that a package
+which is not installed is missed only there. With a colon (`gymnasium:ID`) the rest of the name is
+its first argument. A user's own is a class in a file, named as PATH.py:CLASS. Either is made anew
+for each episode, with the entry's arguments.
 
 Invariant: a user's own that fails costs its group (RolloutError, counted as `failed`), never the
 daemon. An entry's arguments that the class does not take are refused.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, cast
 
-from actors.tools.environment import TOOLS, ToolEnvironment
+from actors.tools.environment import TOOLS
 from actors.tools.toolset import Toolset
 from streamrl.config.environments import EnvironmentEntry
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.extras import missing
-from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
+from streamrl.interfaces import (
+    Environment,
+    EnvironmentContext,
+    Observation,
+    RestorableEnvironment,
+    Transition,
+)
 from streamrl.types import Completion
-from streamrl.user_code import is_user_code
+from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 if TYPE_CHECKING:
     from actors.gateway.agent import Agent
     from actors.rendering.renderer import ChatRenderer
-import inspect
-from typing import Any, cast
-
-from streamrl.errors import RolloutError
-from streamrl.interfaces import (
-    RestorableEnvironment,
-)
-from streamrl.user_code import attributed_to, load_user_code
 
 Make = Callable[..., "Environment | Agent"]
 
@@ -51,50 +51,19 @@ class SingleTurn:
         """There is nothing to close."""
 
 
-def _agent() -> Make:
-    from actors.gateway.agent import UnservedAgent
-
-    if find_spec("aiohttp") is None:
-        # The gateway's, which is imported once it serves.
-        raise ImportError("aiohttp", name="aiohttp")
-    return UnservedAgent
-
-
-def _frozen_lake() -> Make:
-    from actors.environments.games.frozen_lake import frozen_lake
-
-    return frozen_lake
-
-
-def _sokoban() -> Make:
-    from actors.environments.games.sokoban import sokoban
-
-    return sokoban
-
-
-def _gymnasium() -> Make:
-    from actors.environments.games.gymnasium import gymnasium_text
-
-    return gymnasium_text
-
-
-def _textarena() -> Make:
-    from actors.environments.games.textarena import textarena_game
-
-    return textarena_game
-
-
 _NO_TOOLS = Toolset()
-BUILT_IN: Mapping[str, Callable[[], Make]] = {
-    "single_turn": lambda: SingleTurn,
-    "agent": _agent,
-    TOOLS: lambda: ToolEnvironment,
-    "frozen_lake": _frozen_lake,
-    "sokoban": _sokoban,
+_GAMES = "actors.environments.games"
+BUILT_IN: Mapping[str, str] = {
+    "single_turn": "actors.environments:SingleTurn",
+    "agent": "actors.gateway.agent:UnservedAgent",
+    TOOLS: "actors.tools.environment:ToolEnvironment",
+    "frozen_lake": f"{_GAMES}.frozen_lake:frozen_lake",
+    "sokoban": f"{_GAMES}.sokoban:sokoban",
 }
-BY_ID: Mapping[str, Callable[[], Make]] = {
-    "gymnasium": _gymnasium,
-    "textarena": _textarena,
+"""MODULE:NAME of what makes one."""
+BY_ID: Mapping[str, str] = {
+    "gymnasium": f"{_GAMES}.gymnasium:gymnasium_text",
+    "textarena": f"{_GAMES}.textarena:textarena_game",
 }
 _IN_RECIPES = frozenset({"calculator", "file_search"})
 """Environments of earlier releases, each with a recipe of its name."""
@@ -155,7 +124,11 @@ def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
             f"{did_you_mean(entry.environment, known)}"
         )
     try:
-        return loads[kind]()
+        if kind == "agent" and find_spec("aiohttp") is None:
+            # The gateway's, which is imported once it serves.
+            raise ImportError("aiohttp", name="aiohttp")
+        make: Make = resolve_name(loads[kind])
+        return make
     except ImportError as error:
         raise missing(f"{entry.setting}: {entry.environment}", error) from error
 

@@ -7,7 +7,7 @@
 A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -53,7 +53,7 @@ def open_prompts(
 
 
 def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
-    """Held-out prompts, numbered from 0 to `num_held_out` - 1: of each source at most
+    """Held-out prompts, numbered from 0: of each source at most
     `data.num_eval_prompts`, the same ones whatever `run.seed` is, a file's from its first row on.
     What is made up has seeds that no training has, also where `data.eval_source` names it.
 
@@ -70,11 +70,6 @@ def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
     limit = data.num_eval_prompts
     sets = [part if isinstance(part, PromptRows) else FirstPrompts(part, limit) for part in parts]
     return ConcatenatedPrompts(sets, limit)
-
-
-def num_held_out(data: DataSettings, prompts: Sized) -> int:
-    """The prompts of `open_held_out`."""
-    return len(prompts)
 
 
 def _joined(

@@ -22,8 +22,8 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from typing import Any, Protocol
+from pkgutil import resolve_name
+from typing import Any
 
 from actors.concurrency import together
 from actors.rewards import builtin
@@ -47,18 +47,6 @@ SUPPRESSED = "suppressed_bytes"
 """Metric of what a reward printed beyond its limit, where there was any."""
 
 
-class Scorer(Protocol):
-    """What scores the siblings of one prompt: one of a run's rewards."""
-
-    async def score(self, episodes: Sequence[Episode]) -> Scores:
-        """One for each episode; None where the reward does not apply.
-
-        Raises:
-            RolloutError: the group cannot be scored.
-        """
-        ...
-
-
 class FunctionReward:
     """A function of one of the forms of `actors.rewards.forms`, async or not.
 
@@ -66,6 +54,8 @@ class FunctionReward:
         processes: where it runs, instead of threads.
         at_once: takes microseconds, and says what the function would, or None where it cannot.
             It is called here, since to call the function elsewhere takes longer.
+        label: under which its values are recorded.
+        data_sources: those of the rows that it scores; all if there is none.
     """
 
     def __init__(
@@ -75,7 +65,12 @@ class FunctionReward:
         output: OutputLimit | None = None,
         processes: Processes | None = None,
         at_once: AtOnce | None = None,
+        *,
+        label: str = "",
+        weight: float = 1.0,
+        data_sources: tuple[str, ...] = (),
     ) -> None:
+        self.label, self.weight, self.data_sources = label, weight, data_sources
         self._bound = bound
         self._at_once = at_once
         self._limits = limits or RewardLimits(bound.title)
@@ -84,11 +79,18 @@ class FunctionReward:
         self._threads = Threads(bound.title, "; with isolation: process they would be")
 
     async def score(self, episodes: Sequence[Episode]) -> Scores:
-        """Waits for the calls: one for the group, or one for each episode at the same time, unless
-        it is scored at once."""
+        """One for each episode; None where the reward does not apply. Waits for the calls: one for
+        the group, or one for each episode at the same time, unless it is scored at once.
+
+        Raises:
+            RewardError: the group cannot be scored.
+        """
         known = [None if self._at_once is None else self._at_once(e) for e in episodes]
         rest = [e for e, value in zip(episodes, known, strict=True) if value is None]
-        called = iter(await self._by_calls(rest) if rest else ())
+        try:
+            called = iter(await self._by_calls(rest) if rest else ())
+        except RolloutError as error:
+            raise RewardError(str(error), self.label) from error.__cause__
         return [next(called) if value is None else Score.of(value) for value in known]
 
     async def _by_calls(self, episodes: Sequence[Episode]) -> Scores:
@@ -135,30 +137,10 @@ def _with_suppressed(score: Score | None, num_bytes: float) -> Score | None:
 
 
 @dataclass(frozen=True)
-class WeightedReward:
-    """One reward; `data_sources` are those of the rows that it scores, all if there is none."""
-
-    label: str
-    scorer: Scorer
-    weight: float = 1.0
-    data_sources: tuple[str, ...] = ()
-
-    async def score(self, episodes: Sequence[Episode]) -> Scores:
-        """
-        Raises:
-            RewardError: the group cannot be scored.
-        """
-        try:
-            return await self.scorer.score(episodes)
-        except RolloutError as error:
-            raise RewardError(str(error), self.label) from error.__cause__
-
-
-@dataclass(frozen=True)
 class Rewards:
     """A `streamrl.interfaces.Reward`; `data_source_key` is the column of a row's data source."""
 
-    rewards: tuple[WeightedReward, ...]
+    rewards: tuple[FunctionReward, ...]
     data_source_key: str = "data_source"
 
     async def score(self, episodes: Sequence[Episode]) -> list[Score]:
@@ -172,7 +154,7 @@ class Rewards:
         scored = await together(reward.score(episodes) for reward in applying)
         return [self._sum(applying, scores) for scores in zip(*scored, strict=True)]
 
-    def _applying(self, episode: Episode) -> list[WeightedReward]:
+    def _applying(self, episode: Episode) -> list[FunctionReward]:
         source = str(episode.prompt.row.get(self.data_source_key, ""))
         found = [r for r in self.rewards if not r.data_sources or source in r.data_sources]
         if not found:
@@ -183,7 +165,7 @@ class Rewards:
             )
         return found
 
-    def _sum(self, rewards: Sequence[WeightedReward], scores: Sequence[Score | None]) -> Score:
+    def _sum(self, rewards: Sequence[FunctionReward], scores: Sequence[Score | None]) -> Score:
         known = [(r, s) for r, s in zip(rewards, scores, strict=True) if s is not None]
         if not known:
             names = " and ".join(reward.label for reward in rewards)
@@ -244,7 +226,7 @@ def make_reward(data: DataSettings) -> Reward:
     if not data.rewards:
         return make_reward_of(data.all_rewards[0], "data.reward", "data.reward_kwargs", key)
     made = (
-        _weighted(settings, f"data.rewards[{i}].reward", f"data.rewards[{i}].kwargs", key)
+        _made(settings, f"data.rewards[{i}].reward", f"data.rewards[{i}].kwargs", key)
         for i, settings in enumerate(data.rewards)
     )
     return Rewards(tuple(made), key)
@@ -263,7 +245,7 @@ def make_reward_of(
         kwargs_field: the one that has its arguments; `kwargs` of `field` where it is a section.
     """
     kwargs_field = kwargs_field or f"{field}.kwargs"
-    made = _weighted(settings, field, kwargs_field, data_source_key)
+    made = _made(settings, field, kwargs_field, data_source_key)
     return Rewards((made,), data_source_key)
 
 
@@ -279,7 +261,7 @@ def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
         return BUILT_IN[name]
     if name in ISOLATED:
         try:
-            function: Callable[..., Any] = _imported(ISOLATED[name])
+            function: Callable[..., Any] = resolve_name(ISOLATED[name])
         except ImportError as error:
             raise missing(f"{field}: {name}", error) from error
         return function
@@ -287,9 +269,9 @@ def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
     raise ConfigError(f"{field}: was {name!r}; PATH.py:FUNCTION or {hint}")
 
 
-def _weighted(
+def _made(
     settings: RewardSettings, field: str, kwargs_field: str, data_source_key: str
-) -> WeightedReward:
+) -> FunctionReward:
     function, kwargs = _function(settings, field, kwargs_field)
     name = f"{settings.name} ({settings.reward})" if settings.name else settings.reward
     bound = BoundFunction(function, kwargs, name, data_source_key)
@@ -302,8 +284,16 @@ def _weighted(
     if settings.reward in QUICK and "pattern" not in kwargs and not is_isolated:
         at_once = bound.score_one
     limits = _limits(settings, bound, is_isolated)
-    scorer = FunctionReward(bound, limits, output, processes, at_once)
-    return WeightedReward(settings.label, scorer, settings.weight, settings.data_source)
+    return FunctionReward(
+        bound,
+        limits,
+        output,
+        processes,
+        at_once,
+        label=settings.label,
+        weight=settings.weight,
+        data_sources=settings.data_source,
+    )
 
 
 def _function(
@@ -312,7 +302,7 @@ def _function(
     """What scores, with the arguments of a call."""
     name, kwargs = settings.reward, settings.kwargs
     if name in STATEFUL:
-        made = _imported(STATEFUL[name])
+        made = resolve_name(STATEFUL[name])
         settings_of_it = checked(kwargs_field, made.Settings, kwargs)
         with prefixed(kwargs_field):
             return made(settings_of_it).score, {}
@@ -322,11 +312,6 @@ def _function(
     else:
         check_kwargs(kwargs_field, name, function, kwargs)
     return function, kwargs
-
-
-def _imported(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
 
 
 def _is_isolated(settings: RewardSettings, bound: BoundFunction, field: str) -> bool:
