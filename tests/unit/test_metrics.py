@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.validation.validator import PromptResult, _length_metrics, scores
+from actors.validation import PromptResult, _length_metrics, scores
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling

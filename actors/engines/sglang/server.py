@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.candidates import candidates, keeps_mask, top_of
-from actors.engines.experts import from_int32, recorded
+from actors.engines.reported import candidates, from_int32, keeps_mask, recorded, top_of
 from actors.engines.served.http import Http, Names, RefusedError, readings
 from actors.engines.served.open import (
     host_of,

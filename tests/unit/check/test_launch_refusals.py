@@ -218,7 +218,7 @@ SAID: Mapping[str, str] = {
         actors/rendering/chat_template actors/rendering/parsing actors/rendering/renderer
         actors/rewards/__init__ actors/rewards/checks actors/rewards/remote/http
         actors/rewards/remote/judge actors/rewards/reward_model actors/sandbox/isolation
-        actors/tools/calculator actors/tools/functions actors/tools/python actors/tools/toolset
+        actors/tools/builtin actors/tools/functions actors/tools/toolset
         buffers/connect buffers/redis/connection buffers/redis/memory_limit buffers/redis/topology
     """,
     "check looks at the same itself: `REFUSED`, and the traps of test_check.py": """
@@ -230,7 +230,7 @@ SAID: Mapping[str, str] = {
 }
 LATER: Mapping[str, str] = {
     "of a command, or of a daemon that is started by hand": """
-        actors/evaluation actors/parity actors/validation/daemon buffers/daemon
+        actors/evaluation actors/parity actors/validation buffers/daemon
         learners/checkpoints/export learners/daemon learners/executor/place learners/replay
     """,
     "what an engine, its server or vLLM's platform says of its arguments": """
