@@ -222,8 +222,9 @@ class HfEngine(UpdatableEngine):
         self._thread.start()
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, seed: int) -> Self:
-        """The engine a run's configuration describes, with the weights of `model.path`.
+    def from_config(cls, config: RunConfig, *, seed: int, is_shared: bool = False) -> Self:
+        """The engine a run's configuration describes, with the weights of `model.path`; no other
+        generator shares it.
 
         Raises:
             ConfigError: there is no such model, or it cannot be made with `engine_kwargs`.

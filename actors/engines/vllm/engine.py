@@ -251,8 +251,9 @@ class VllmEngine(UpdatableEngine):
         self.is_closed = False
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, seed: int) -> "VllmEngine":
-        """The engine a run's configuration describes, with the weights of `model.path`."""
+    def from_config(cls, config: RunConfig, *, seed: int, is_shared: bool = False) -> "VllmEngine":
+        """The engine a run's configuration describes, with the weights of `model.path`; no other
+        generator shares it."""
         facts = ModelFacts.of(config.model)
         processes = VllmProcesses(config.run.path / "logs")
         vision = VllmVision.of(config.model, facts)

@@ -255,8 +255,9 @@ class HttpVerbs:
 _LOAD_FOLDER_S = 600.0
 
 
-def open_vllm(config: RunConfig, *, is_shared: bool = False) -> Engine:
-    """An engine on the servers of `generator.vllm.url`; raises as `open_urls` does.
+def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> Engine:
+    """An engine on the servers of `generator.vllm.url`, which have their own seed; raises as
+    `open_urls` does.
 
     Raises:
         ConfigError: the server runs on this machine's CPU, which cannot serve the model.
