@@ -240,7 +240,7 @@ LATER: Mapping[str, str] = {
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
         learners/checkpoints/contents learners/policy/decoding learners/policy/packing_check
-        learners/policy/router_replay learners/policy/sequence_parallel
+        learners/policy/router_replay
     """,
     "what other processes or an earlier run left, or send": """
         buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger
