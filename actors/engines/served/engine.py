@@ -11,9 +11,6 @@ that this engine loaded (`Labels`) ends the generator as well.
 
 Prompts of two engines share no prefixes.
 
-`Readings`: the last gauges of a server. The total of tokens never falls, and that they cannot be
-read is logged once.
-
 `ServerWeights`: what an engine knows of its server's weights; it loads them, or another generator
 does. With labels of a run, other generators use the server, too. The learner has one of them load
 each version; the others learn of it by a `HeldEndpoint`, or earlier from an answer, whose tokens
@@ -208,24 +205,6 @@ class ServerWeights:
 log = logging.getLogger(__name__)
 
 
-class Readings:
-    """Of the server `name`; what cannot be read is 0."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.is_readable = True
-        self.last: Mapping[str, float] = {}
-
-    def on_readings(self, readings: Mapping[str, float], error: str = "") -> None:
-        """`error` is why there are none."""
-        if self.is_readable and error:
-            log.warning("%s's gauges cannot be read: %s", self._name, error)
-        elif not (self.is_readable or error):
-            log.info("%s's gauges can be read again", self._name)
-        total = max(readings.get("num_tokens", 0.0), self.last.get("num_tokens", 0.0))
-        self.last, self.is_readable = {**readings, "num_tokens": total}, not error
-
-
 _READINGS_S, _READINGS_PER_LABEL = 0.25, 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -264,7 +243,9 @@ class ServedEngine(UpdatableEngine):
         self._numbers = itertools.count()
         self._requests = InFlightRequests[Completion](self._raise_if_over)
         self._aborts: set[asyncio.Task[None]] = set()
-        self._readings = Readings(server.name)
+        self._readings: Mapping[str, float] = {}
+        self.is_readable = True
+        """Whether the server has told its gauges when it was asked last."""
         self._num_failed = 0
         self._failure: TransportError | None = None
         self._has_failed = asyncio.Event()
@@ -305,14 +286,9 @@ class ServedEngine(UpdatableEngine):
 
     def gauges(self) -> Mapping[str, float]:
         """The server's last readings, and the requests that wait on this side."""
-        readings = {"num_active": 0.0, "num_waiting": 0.0, "num_tokens": 0.0, **self._readings.last}
+        readings = {"num_active": 0.0, "num_waiting": 0.0, "num_tokens": 0.0, **self._readings}
         waiting = readings["num_waiting"] + len(self._requests) - self._num_sent
         return {**readings, "num_waiting": waiting, "pause_s": self._pause_s}
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether the server has told its gauges when it was asked last."""
-        return self._readings.is_readable
 
     def fail(self, error: TransportError) -> None:
         """From now on every request fails with this error."""
@@ -437,16 +413,26 @@ class ServedEngine(UpdatableEngine):
         for number in itertools.count():
             try:
                 readings = await retry_lost(self._read, self._retry_timeout_s)
-                self._readings.on_readings(readings)
+                self._on_readings(readings)
                 if number % _READINGS_PER_LABEL == 0 and self._weights.is_shared:
                     await retry_lost(self._weights.require_own, self._retry_timeout_s)
             except (RefusedError, BrokenAnswerError, SlowAnswerError) as error:
-                self._readings.on_readings({}, str(error))
+                self._on_readings({}, str(error))
             except TransportError as error:
                 self.fail(error)
                 await self._requests.cancel_all()
                 return
             await asyncio.sleep(_READINGS_S)
+
+    def _on_readings(self, readings: Mapping[str, float], error: str = "") -> None:
+        """The last gauges; `error` is why there are none. The total of tokens never falls, and that
+        gauges cannot be read is logged once."""
+        if self.is_readable and error:
+            log.warning("%s's gauges cannot be read: %s", self._server.name, error)
+        elif not (self.is_readable or error):
+            log.info("%s's gauges can be read again", self._server.name)
+        total = max(readings.get("num_tokens", 0.0), self._readings.get("num_tokens", 0.0))
+        self._readings, self.is_readable = {**readings, "num_tokens": total}, not error
 
     async def _read(self) -> Mapping[str, float]:
         if self._process is not None:
