@@ -17,10 +17,9 @@ from typing import Any
 
 from streamrl.checkpoints.find import newest
 from streamrl.cli.processes.command import executable
-from streamrl.cli.processes.restarts import sentence_of
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
-from streamrl.error_record import ErrorPipe
+from streamrl.error_record import ErrorPipe, sentence_of
 from streamrl.errors import error_of
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import METRICS_FILE, read_metrics

@@ -10,31 +10,27 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.check.before_launch import require_startable
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import chosen, launcher, starts_here
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
-from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
+from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.daemons import BackgroundTask, make_children, supervise
 from streamrl.cli.processes.fork_server import ForkServer
-from streamrl.cli.processes.mirror import mirror_of, mirrored
 from streamrl.cli.processes.run_commands import (
     evaluate_final,
+    launching,
     make_missing_model,
-    prepared,
     require_books,
 )
-from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.report import reported
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
 from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
-from streamrl.placement.devices import is_rocm, usable_devices
-from streamrl.placement.hosts import this_machine
+from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import resume_command
 
 
@@ -73,18 +69,14 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     resume, new = arguments.resume, arguments.new
     live, strict = not arguments.no_view, arguments.strict
     mode = LaunchMode(resume, new, live, strict, fork_server)
-    with sole_launch(loaded.config.run.path):
-        return _launch(loaded.config, arguments, mode)
+    return _launch(loaded.config, arguments, mode)
 
 
 def _launch(config: RunConfig, arguments: argparse.Namespace, mode: LaunchMode) -> int:
     console = Console()
-    mirror = mirror_of(config, arguments, console)
-    require_steps_to_launch(config, resume=mode.resume, new=mode.new)
-    config = prepared(config, arguments)
     remedy = ""
     try:
-        with mirrored(mirror), reported(config, arguments, console):
+        with launching(config, arguments, console) as (config, _):
             lost = run_here(config, console, mode)
             remedy = f"streamrl evaluate {config.run.path / RESOLVED_FILE}"
             evaluate_final(config, mode.fork_server)
@@ -116,14 +108,15 @@ def run_here(
         require_parity(config, console)
     view = ProgressView(config, console, live=mode.live)
     plan = make_plan(config, [this_machine()], resume=mode.resume)
+    forked = {"fork_server": mode.fork_server}
     stopped_by, lost = asyncio.run(
-        run_daemons(
-            plan,
+        supervise(
+            make_children(Child, plan, view.print, lambda _: forked),
             view=view.run,
             notify=view.print,
             background=background,
+            stop_s=config.stop_within_s,
             strict=mode.strict,
-            fork_server=mode.fork_server,
         )
     )
     if stopped_by is not None:

@@ -116,7 +116,7 @@ def test_a_launch_requires_parity_before_it_starts_a_daemon(
 ):
     monkeypatch.setattr(run_commands, "call", compare.call)
     config = load_config(config_file, ["parity.max_gap=1e-9", "buffer.url=zmq://127.0.0.1:1"])
-    monkeypatch.setattr(launch, "run_daemons", no_daemons)
+    monkeypatch.setattr(launch, "supervise", no_daemons)
     launch_config = config.config
     launch_config.run.path.mkdir()
     (launch_config.run.path / "config.yaml").write_text(Path(config_file).read_text())

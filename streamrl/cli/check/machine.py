@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from actors.sandbox.isolation import KINDS, Isolation, why_not
 from streamrl.findings import MACHINE, Finding
-from streamrl.placement.devices import num_cores
+from streamrl.placement.hosts import num_cores
 
 _NUM_TIMEX_BYTES, _TIME_ERROR = 208, 5
 _BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})

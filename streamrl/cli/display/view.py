@@ -37,8 +37,7 @@ from streamrl.cli.display.summary import held_out_rows, validation_text
 from streamrl.cli.processes.child import Child
 from streamrl.cli.samples import rendered
 from streamrl.config import RunConfig
-from streamrl.diagnosis.outcome import age
-from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, age
 from streamrl.run_folder import is_launched_since, read_learner
 from streamrl.samples.files import newest_first
 from streamrl.samples.record import printable

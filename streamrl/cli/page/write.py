@@ -1,31 +1,40 @@
 """Writes `report.html`: what a run is, its result and its charts, what happened, and samples.
 
+Settings that are places of a machine (addresses, the folder of runs) are left out: the page is sent
+to others. What happened is read from the daemons' logs: starts, ends, kills, warnings.
+
 Invariant: all that a model or a user wrote is data in a JSON block, in which no `<` occurs, and the
-script puts it into the page as text. The page runs its own script alone and loads nothing.
+script puts it into the page as text. The page runs its own script alone and loads nothing. Files
+are read a line at a time, and what is kept does not grow with them: at most NUM_EVENTS, the faults
+first; where there are too many points of metrics, two neighbors become one.
 """
 
 import base64
 import hashlib
 import json
+import os
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from html import escape
 from importlib import resources
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import streamrl
+from streamrl.cli.display.numbers import books_rows
 from streamrl.cli.display.summary import summary_rows, validation_text
-from streamrl.cli.page.about import about, checks
-from streamrl.cli.page.events import read_events
-from streamrl.cli.page.series import as_series, read_points
 from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.run_folder import PAGE_FILE
+from streamrl.run_folder import PAGE_FILE, read_books
 from streamrl.samples.files import newest_first, side_by_side
 from streamrl.samples.record import Message, Sample, cut, printable, without_markup
 from streamrl.tracking.groups import OVERVIEW, Chart, groups_of, label_of
-from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE
+from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE, read_lines
 
 NUM_SAMPLES, NUM_PROMPTS, NUM_VERSIONS = 24, 8, 4
 _LONGEST = 8000
@@ -188,3 +197,266 @@ def _filled(line: str, fields: Mapping[str, str]) -> str:
 
 def _asset(name: str) -> str:
     return (resources.files("streamrl.cli.page") / "assets" / name).read_text(encoding="utf-8")
+
+
+NUM_POINTS = 200
+
+
+@dataclass
+class Point:
+    """Consecutive lines as one: the last one's step and time, and sums of each metric."""
+
+    step: int
+    time_s: float
+    num_lines: int = 1
+    sums: dict[str, tuple[float, int, float, float]] = field(default_factory=dict)
+    """Sum, count, smallest, largest."""
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> "Point":
+        sums = {
+            name: (value, 1, value, value)
+            for name, value in line.items()
+            if "/" in name and isinstance(value, int | float)
+        }
+        return cls(line["step"], line.get("time_s") or 0.0, sums=sums)
+
+    def add(self, later: "Point") -> None:
+        for name, (total, count, low, high) in later.sums.items():
+            mine = self.sums.get(name, (0.0, 0, low, high))
+            both = (mine[0] + total, mine[1] + count, min(mine[2], low), max(mine[3], high))
+            self.sums[name] = both
+        self.step, self.time_s = later.step, later.time_s
+        self.num_lines += later.num_lines
+
+
+def read_points(path: Path) -> list[Point]:
+    """At most 2 NUM_POINTS, each of as many lines but for the last one."""
+    points: list[Point] = []
+    every = 1
+    for line in read_lines(path):
+        if points and points[-1].num_lines < every:
+            points[-1].add(Point.of(line))
+            continue
+        if len(points) == 2 * NUM_POINTS:
+            for i in range(0, len(points), 2):
+                points[i].add(points[i + 1])
+            points, every = points[::2], 2 * every
+        points.append(Point.of(line))
+    return points
+
+
+def as_series(points: list[Point]) -> dict[str, Any]:
+    """Steps and times of the points, and of each metric the means, with the smallest and largest
+    values where a point stands for several lines; null where it was not measured."""
+    names = dict.fromkeys(name for point in points for name in point.sums)
+    is_band = any(point.num_lines > 1 for point in points)
+    return {
+        "step": [point.step for point in points],
+        "time": [round(point.time_s, 1) for point in points],
+        "metrics": {name: _values(points, name, is_band) for name in names},
+    }
+
+
+def _values(points: list[Point], name: str, is_band: bool) -> dict[str, list[float | None]]:
+    found = [point.sums.get(name) for point in points]
+    means = [None if f is None else _short(f[0] / f[1]) for f in found]
+    if not is_band:
+        return {"mean": means}
+    low = [None if f is None else _short(f[2]) for f in found]
+    high = [None if f is None else _short(f[3]) for f in found]
+    return {"mean": means} if low == high else {"mean": means, "low": low, "high": high}
+
+
+def _short(value: float) -> float:
+    """Four digits are more than a chart shows."""
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
+
+
+_PLACES = ("run.name", "run.folder", "model.path", "buffer.url", "weights.address", "cluster.")
+_SHOWN_ABOVE = ("data.source", "data.eval_source", "data.reward", "algorithm.preset")
+_SENTENCES = ("launch failed", "learning", "failures", "scaling", "restarts")
+_OF_INTEGRITY = ("groups", "")
+_OF_STATE = ("steps", "time of the steps")
+
+
+def about(config: RunConfig, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The run and its settings, and the rows of its summary: numbers as tiles, sentences below."""
+    known = dict(rows)
+    took = f" in {known['time of the steps']}" if "time of the steps" in known else ""
+    numbers = [r for r in rows if not r[0].startswith(_SENTENCES)]
+    return {
+        "state": f"{int(known['steps']):,} of {config.run.max_steps:,} steps{took}",
+        "about": [(name, printable(value)) for name, value in _facts(config)],
+        "settings": list(_changed(config.model_dump(mode="json", exclude_defaults=True))),
+        "tiles": [_tile(*row) for row in numbers if row[0] not in (*_OF_INTEGRITY, *_OF_STATE)],
+        "notes": [(n, printable(value)) for n, value in rows if n.startswith(_SENTENCES)],
+    }
+
+
+def _facts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    entries, algorithm = config.entries, config.algorithm
+    sources = [source.path for entry in entries for source in entry.data.sources]
+    held_out = [source.path for entry in entries for source in entry.data.eval_sources]
+    rewards = [reward.label for entry in entries for reward in entry.data.all_rewards]
+    choice = f"advantage {algorithm.advantage}, loss {algorithm.loss}"
+    yield "model", _model(config)
+    yield "data", ", ".join(dict.fromkeys(sources))
+    if held_out:
+        yield "held-out data", ", ".join(dict.fromkeys(held_out))
+    yield "reward", ", ".join(dict.fromkeys(rewards))
+    yield "algorithm", f"{algorithm.preset} ({choice})" if algorithm.preset else choice
+    size = f"{config.learner.groups_per_step} groups of {config.max_group_size} a step"
+    yield "batch", f"{size}, staleness at most {config.buffer.largest_staleness}"
+    yield "generators", f"{config.generator.count} with {config.generator.engine}"
+
+
+def _model(config: RunConfig) -> str:
+    """Its hub name, or its folder's own name."""
+    path, recipe = Path(config.model.path), config.model.recipe
+    if recipe is None:
+        return path.name if path.is_absolute() else config.model.path
+    return f"{path.name} ({recipe.num_layers} layers of width {recipe.hidden_size})"
+
+
+def _changed(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings by dotted name, but for those that stand above."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _changed(value, f"{name}.")
+        elif not name.startswith(_PLACES) and name not in _SHOWN_ABOVE:
+            yield name, printable(str(value))
+
+
+def _tile(name: str, text: str) -> dict[str, Any]:
+    value, _, detail = text.replace("->", "\u2192").partition(" (")
+    is_first = "reward" in name or name == "validation"
+    return {
+        "name": name,
+        "value": value,
+        "detail": detail.replace(")", "", 1),
+        "is_first": is_first,
+    }
+
+
+def checks(config: RunConfig, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """What a run promises, whether it held, and the page of the documentation that explains it."""
+    return [
+        {"holds": holds, "text": text, "page": f"docs/{page}", "href": _link(page, config.run.path)}
+        for holds, text, page in _checks(config, points)
+    ]
+
+
+def _checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, str, str]]:
+    if (books := read_books(config.run.path)) is not None:
+        equation = books_rows(books)[0][1]
+        yield books.balanced, f"every group is accounted for: {equation}", "buffer.md#promises"
+    oldest, bound = _largest(points, "buffer/staleness_max"), config.buffer.largest_staleness
+    if oldest is not None and config.buffer.overdue != "train":
+        text = f"staleness stayed within its bound: {oldest:g} at most, {bound} allowed"
+        yield oldest <= bound, text, "asynchrony.md#versions-and-staleness"
+    for name, promise, page in (
+        ("learner/skipped_update", "every gradient was finite", "troubleshooting.md"),
+        ("weights/num_failed_loads", "every weight update was loaded", "weights.md#metrics"),
+    ):
+        if (number := _largest(points, name)) is not None:
+            yield not number, promise, page
+
+
+def _largest(points: Sequence[Point], name: str) -> float | None:
+    return max((point.sums[name][3] for point in points if name in point.sums), default=None)
+
+
+def _link(page: str, run: Path) -> str:
+    """From the run's folder to the page, of the package or of a checkout."""
+    package = Path(streamrl.__file__).parent
+    own = package / "docs"
+    docs = own if own.exists() else package.parent / "docs"
+    return os.path.relpath(docs / page, run)
+
+
+NUM_EVENTS = 400
+_LONGEST_EVENT = 300
+Kind: TypeAlias = Literal["fault", "warning", "start", "stop"]
+_ORDER: tuple[Kind, ...] = ("fault", "start", "stop", "warning")
+_LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(?P<ms>\d{3}))? (?P<who>\S+) (?P<rest>.*)"
+)
+_RECORD = re.compile(r"(?P<level>[DIWEC]) (?P<logger>\S+): (?P<text>.*)")
+_LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
+_STARTS = re.compile(r"serving at |\S+ serves |attached at version |starting from ")
+_STOPS = re.compile(r".*: draining|.*: done$|the run is over|drained")
+
+
+@dataclass(frozen=True)
+class PageEvent:
+    """At a Unix time, of the daemon whose log has it."""
+
+    time_s: float
+    role: str
+    kind: Kind
+    text: str
+
+
+class _Record(NamedTuple):
+    time_s: float
+    level: str
+    text: str
+
+
+def read_events(run: Path) -> list[PageEvent]:
+    """In the order of their times."""
+    found = [event for log in sorted((run / "logs").glob("*.log")) for event in _events(log)]
+    kept = sorted(found, key=lambda event: (_ORDER.index(event.kind), -event.time_s))[:NUM_EVENTS]
+    return sorted(kept, key=lambda event: event.time_s)
+
+
+def _events(log: Path) -> Iterator[PageEvent]:
+    with log.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = _of_json(line) if line.startswith("{") else _of_text(line)
+            if record is not None and (kind := _kind(record)):
+                yield PageEvent(record.time_s, log.stem, kind, record.text[:_LONGEST_EVENT])
+
+
+def _of_text(line: str) -> _Record | None:
+    found = _LINE.match(line)
+    if found is None:
+        return None
+    try:
+        time_s = _time_s(found["time"]) + int(found["ms"] or 0) / 1000
+    except (ValueError, OverflowError):
+        # Somebody's code has printed it.
+        return None
+    if found["who"] == "launcher:":
+        return _Record(time_s, "error", found["rest"])
+    record = _RECORD.match(found["rest"])
+    return record and _Record(time_s, _LEVELS[record["level"]], record["text"])
+
+
+def _of_json(line: str) -> _Record | None:
+    """A line of `streamrl.log_lines`."""
+    try:
+        fields = json.loads(line)
+        time_s = datetime.fromisoformat(fields["time"]).timestamp()
+        return _Record(time_s, fields["level"], str(fields["message"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _kind(record: _Record) -> Kind | None:
+    match record.level:
+        case "error" | "critical":
+            return "fault"
+        case "warning":
+            return "warning"
+    if _STARTS.match(record.text):
+        return "start"
+    return "stop" if _STOPS.match(record.text) else None
+
+
+def _time_s(text: str) -> float:
+    """Logs have the local time of the machine."""
+    return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))

@@ -13,8 +13,7 @@ from types import FrameType
 
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
-from streamrl.cli.processes.restarts import sentence_of
-from streamrl.error_record import ErrorPipe
+from streamrl.error_record import ErrorPipe, sentence_of
 from streamrl.errors import Interrupted, StreamRLError, error_of
 
 GRACE_PERIOD_S = 10.0

@@ -1,4 +1,4 @@
-"""The commands of `streamrl` that every launch runs once, before and after the daemons of a run.
+"""What every launch does before and after the daemons of a run, and the commands that it runs once.
 
 Invariant: they get the run's configuration as it was resolved, in the run's folder. Called by
 `streamrl.cli.launch` and by the launchers.
@@ -15,9 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from buffers.journal.sqlite import journal_path, open_to_read, read_snapshot
-from streamrl.checkpoints.find import newest
+from streamrl.checkpoints.find import newest, require_steps_to_launch
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.fork_server import ForkServer
+from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
+from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.report import reported
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import write_file
@@ -55,15 +58,32 @@ def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
         call_for(config, "buffer books", option)
 
 
-def prepared(config: RunConfig, arguments: argparse.Namespace, *, binds: bool = True) -> RunConfig:
-    """See `prepare`; `arguments` are those of a launch."""
-    return prepare(
-        config,
-        resume=arguments.resume,
-        new=arguments.new,
-        binds=binds,
-        next_prompt_index=_next_prompt_index,
-    )
+@contextlib.contextmanager
+def launching(
+    config: RunConfig,
+    arguments: argparse.Namespace,
+    console: Console,
+    *,
+    binds: bool = True,
+    wait_s: float = 0.0,
+) -> Iterator[tuple[RunConfig, Mirror | None]]:
+    """Around every launch: the configuration with the run's folder prepared, and its mirror.
+
+    `binds` and `wait_s` are those of `prepare` and `sole_launch`.
+    """
+    resume, new = arguments.resume, arguments.new
+    with sole_launch(config.run.path, wait_s):
+        mirror = mirror_of(config, arguments, console)
+        require_steps_to_launch(config, resume=resume, new=new)
+        config = prepare(
+            config,
+            resume=resume,
+            new=new,
+            binds=binds,
+            next_prompt_index=_next_prompt_index,
+        )
+        with mirrored(mirror), reported(config, arguments, console):
+            yield config, mirror
 
 
 def _next_prompt_index(folder: Path) -> int:

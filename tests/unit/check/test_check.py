@@ -432,7 +432,7 @@ BFLOAT16 = ["learner.dtype=bfloat16", "generator.dtype=bfloat16"]
 )
 def test_bfloat16_is_warned_of_where_the_cpu_lacks_it(folder, monkeypatch, flags, warned):
     here = Machine(cpu_flags=frozenset(flags))
-    monkeypatch.setattr("streamrl.cli.check.devices.read_machine", lambda: here)
+    monkeypatch.setattr("streamrl.cli.check.settings.read_machine", lambda: here)
     assert dtypes_in(report(folder, *BFLOAT16).warnings) == warned
     assert not dtypes_in(report(folder).warnings)
 

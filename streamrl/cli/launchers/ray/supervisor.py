@@ -27,11 +27,10 @@ from typing import Any
 from streamrl import __version__
 from streamrl.cli.processes.child import launcher_line
 from streamrl.cli.processes.mirror import Mirror
-from streamrl.cli.processes.restarts import sentence_of
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorPipe, ErrorRecord
+from streamrl.error_record import ErrorPipe, ErrorRecord, sentence_of
 from streamrl.errors import StreamRLError
 from streamrl.placement.hosts import facts_here
 from streamrl.process_environment import processes_with

@@ -26,19 +26,14 @@ from rich.console import Console
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import JOB_VARIABLE
-from streamrl.cli.launchers.slurm.nodes import hosts_of_job
-from streamrl.cli.launchers.slurm.steps import StepChild, step_command
-from streamrl.cli.processes.daemons import supervise
-from streamrl.cli.processes.mirror import mirror_of, mirrored
-from streamrl.cli.processes.planned import planned_children
+from streamrl.cli.launchers.slurm.steps import StepChild, hosts_of_job, step_command
+from streamrl.cli.processes.daemons import make_children, supervise
 from streamrl.cli.processes.run_commands import (
     evaluate_final,
+    launching,
     make_missing_model,
-    prepared,
     require_books,
 )
-from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.report import reported
 from streamrl.config import RunConfig, to_yaml
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
@@ -86,28 +81,18 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
         _print(make_plan(config, hosts, resume=arguments.resume))
         return 0
     try:
-        with sole_launch(config.run.path, wait_s=_LOST_LOCK_S):
-            mirror = mirror_of(config, arguments, console)
-            require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-            config = prepared(config, arguments)
+        with launching(config, arguments, console, wait_s=_LOST_LOCK_S) as (config, _):
             if has_own_keys and not (config.run.path / "keys").exists():
                 make_keys(config.run.path / "keys")
             plan = make_plan(config, hosts, resume=arguments.resume)
-            with mirrored(mirror):
-                _run_plan(plan, arguments, console, job)
+            write_file(plan.config_file, to_yaml(plan.config))
+            _run(plan, arguments, console, job)
     except KeyboardInterrupt:
         if not requeue.is_wanted:
             raise
         console.print(f"job {job} goes on when it is its turn again")
         subprocess.run(["scontrol", "requeue", job], check=False)
     return 0
-
-
-def _run_plan(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
-    """The run, from the plan's configuration to the report."""
-    write_file(plan.config_file, to_yaml(plan.config))
-    with reported(plan.config, arguments, console):
-        _run(plan, arguments, console, job)
 
 
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
@@ -148,7 +133,7 @@ def _children(plan: Plan, view: ProgressView, job: str) -> list[StepChild]:
     def own(process: PlannedProcess) -> Mapping[str, Any]:
         return {"node": process.host, "job": job, "may_be_lost": process.host in may_be_lost}
 
-    return planned_children(StepChild, plan, view.print, own, {})
+    return make_children(StepChild, plan, view.print, own)
 
 
 def _print(plan: Plan) -> None:

@@ -1,4 +1,5 @@
-"""A process of the plan as a step of the job: started by srun, stopped by scancel.
+"""The nodes of a job as the hosts of its plan, and a process of the plan as a step of the job: srun
+starts it, scancel stops it.
 
 srun ends its step without grace when it is signaled itself, and forwards nothing, so signals go
 through Slurm to the step. When Slurm ends the whole job (scancel, preemption, the time limit, a
@@ -6,22 +7,30 @@ requeue), every step gets SIGTERM from Slurm; a second signal would end the daem
 is sent then.
 
 Invariant: a step is one process of the plan; what it prints goes to logs/NAME.log in the run's
-folder, written on its node.
+folder, written on its node. Every node is asked on the node, within a step as those of the run, so
+its GPUs are those that a step sees.
 """
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from streamrl.cli.processes.planned import PlannedChild
+from streamrl.cli.processes.daemons import PlannedChild
 from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord, read_record
-from streamrl.errors import StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.placement.hosts import facts_here
+from streamrl.placement.plan import Device, Host
 from streamrl.process_environment import PARENT_VARIABLE
 
 # All cores, memory and GPUs of the node that the job has, shared by its steps.
@@ -85,10 +94,11 @@ class StepChild(PlannedChild):
         """Exit code and record of a step that is started here. Waits for its end."""
         record = self.log_file.with_name(f".{self.role}.error")
         record.unlink(missing_ok=True)
-        command = self.restart_arguments if self.num_restarts else self.arguments
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.process = await asyncio.create_subprocess_exec(
-            *step_command(self.role, self.node, command, self.environment, self.log_file),
+            *step_command(
+                self.role, self.node, self._next_command, self.environment, self.log_file
+            ),
             stdin=DEVNULL,
             start_new_session=True,
             env=_launcher_environment(record),
@@ -144,3 +154,57 @@ async def _output(*command: str) -> str:
     """Standard output of one of Slurm's commands, "" if it fails. Waits for it."""
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     return (await process.communicate())[0].decode()
+
+
+def hosts_of_job() -> tuple[Host, ...]:
+    """In Slurm's order; the first one is where the launcher runs.
+
+    Raises:
+        ConfigError: there is no Slurm here.
+        StreamRLError: Slurm does not answer, or a node does not.
+    """
+    names = _said("scontrol", "show", "hostnames").split()
+    answers = _ask_all(names)
+    return tuple(_host(answers[name]) for name in names)
+
+
+def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    """What this module prints on each node, by name. Waits for all of them."""
+    step = ["srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
+    said = _said(*step, *ON_NODES, sys.executable, "-P", "-m", __name__)
+    answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    facts = {answer["name"]: answer for answer in answers}
+    if missing := sorted(set(names) - set(facts)):
+        raise StreamRLError(f"node {missing[0]} of the job did not answer")
+    return facts
+
+
+def _host(answer: Mapping[str, Any]) -> Host:
+    devices = tuple(Device(**device) for device in answer["devices"])
+    return Host(**{**answer, "devices": devices})
+
+
+def _said(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ConfigError(f"--slurm: there is no `{command[0]}` here") from None
+    if done.returncode != 0:
+        raise StreamRLError(f"{command[0]}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def main() -> None:
+    """On a node: its name, its address, and what it has, as a line of JSON."""
+    name = os.environ["SLURMD_NODENAME"]
+    shown = _said("scontrol", "show", "--oneliner", "node", name)
+    found = re.search(r"NodeAddr=(\S+)", shown)
+    address = found.group(1) if found else name
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(address)
+    facts = asdict(facts_here(address))
+    print(json.dumps({"name": name, "address": address, **facts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
