@@ -6,7 +6,6 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 
 import argparse
 import asyncio
-from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -34,19 +33,6 @@ from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import resume_command
 
 
-@dataclass(frozen=True)
-class LaunchMode:
-    """How a run is started here: `resume` goes on with the one in its folder, `new` moves that
-    aside; `live` shows it as a screen; under `strict` no daemon is started again; they are
-    forked from the `fork_server`."""
-
-    resume: bool = False
-    new: bool = False
-    live: bool = False
-    strict: bool = False
-    fork_server: ForkServer | None = None
-
-
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """On this machine, or wherever the options say; the exit code."""
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
@@ -66,20 +52,27 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     if arguments.dry_run:
         print_plan(make_plan(loaded.config, [this_machine()], resume=arguments.resume))
         return 0
-    resume, new = arguments.resume, arguments.new
-    live, strict = not arguments.no_view, arguments.strict
-    mode = LaunchMode(resume, new, live, strict, fork_server)
-    return _launch(loaded.config, arguments, mode)
+    return _launch(loaded.config, arguments, fork_server)
 
 
-def _launch(config: RunConfig, arguments: argparse.Namespace, mode: LaunchMode) -> int:
+def _launch(
+    config: RunConfig, arguments: argparse.Namespace, fork_server: ForkServer | None
+) -> int:
     console = Console()
     remedy = ""
     try:
         with launching(config, arguments, console) as (config, _):
-            lost = run_here(config, console, mode)
+            lost = run_here(
+                config,
+                console,
+                resume=arguments.resume,
+                new=arguments.new,
+                live=not arguments.no_view,
+                strict=arguments.strict,
+                fork_server=fork_server,
+            )
             remedy = f"streamrl evaluate {config.run.path / RESOLVED_FILE}"
-            evaluate_final(config, mode.fork_server)
+            evaluate_final(config, fork_server)
             if lost is not None:
                 raise lost
     except KeyboardInterrupt:
@@ -92,23 +85,29 @@ def _launch(config: RunConfig, arguments: argparse.Namespace, mode: LaunchMode) 
 def run_here(
     config: RunConfig,
     console: Console,
-    mode: LaunchMode,
+    *,
+    resume: bool = False,
+    new: bool = False,
+    live: bool = False,
+    strict: bool = False,
+    fork_server: ForkServer | None = None,
     background: BackgroundTask | None = None,
 ) -> StreamRLError | None:
     """The whole run, from the missing model to the last books; the failure of a validator without
-    which it went on.
+    which it went on. `resume` goes on with the run in its folder, `new` starts one; `live` shows it
+    as a screen; under `strict` no daemon is started again; they are forked from the `fork_server`.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
         StreamRLError: a process failed and is not started again.
     """
-    require_books(config, resume=mode.resume, new=mode.new)
-    make_missing_model(config, console, mode.fork_server)
+    require_books(config, resume=resume, new=new)
+    make_missing_model(config, console, fork_server)
     if config.parity.is_required:
         require_parity(config, console)
-    view = ProgressView(config, console, live=mode.live)
-    plan = make_plan(config, [this_machine()], resume=mode.resume)
-    forked = {"fork_server": mode.fork_server}
+    view = ProgressView(config, console, live=live)
+    plan = make_plan(config, [this_machine()], resume=resume)
+    forked = {"fork_server": fork_server}
     stopped_by, lost = asyncio.run(
         supervise(
             make_children(Child, plan, view.print, lambda _: forked),
@@ -116,7 +115,7 @@ def run_here(
             notify=view.print,
             background=background,
             stop_s=config.stop_within_s,
-            strict=mode.strict,
+            strict=strict,
         )
     )
     if stopped_by is not None:

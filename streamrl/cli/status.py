@@ -38,22 +38,25 @@ from streamrl.cli.display.numbers import (
     Lines,
     balance,
     books_rows,
+    held_out_curve,
+    held_out_rows,
     numbers_of,
     remaining,
     remaining_texts,
     reward_text,
     training_reward,
+    validation_text,
     wait_shares,
 )
-from streamrl.cli.display.summary import held_out_curve, held_out_rows, validation_text
 from streamrl.cli.display.view import REFRESH_S, LinePrinter, screen
+from streamrl.cli.processes.command import unless_signaled
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose, pending
 from streamrl.diagnosis.causes import failed_groups, lasting_wait, may_move
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, RunState, age, outcome, state_of
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
-from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import find_config, find_run, is_launched_since, read_books, resume_command
 from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import METRICS_FILE, FollowedMetrics, read_newest
@@ -293,7 +296,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.lines or not sys.stdout.isatty():
         _require_folder(arguments.target, "--follow in lines")
         return _print_lines(arguments.target)
-    asyncio.run(_follow(_Followed(arguments.target), arguments.interval))
+    following = _follow(_Followed(arguments.target), arguments.interval)
+    asyncio.run(unless_signaled(following, _ENDING))
     return 0
 
 
@@ -335,32 +339,13 @@ def _print_lines(target: str) -> int:
 
 
 async def _follow(followed: "_Followed", interval_s: float) -> None:
-    """Waits for the end of the run; the last screen stays.
-
-    Raises:
-        Interrupted: a signal ended it.
-    """
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None, "a coroutine runs in a task"
-    got: list[signal.Signals] = []
-
-    def end(number: signal.Signals) -> None:
-        got.append(number)
-        task.cancel()
-
-    for number in _ENDING:
-        loop.add_signal_handler(number, end, number)
-    try:
-        with Live(console=Console(highlight=False), auto_refresh=False) as live:
-            while True:
-                live.update(await followed.draw(live.console.width), refresh=True)
-                if followed.has_ended:
-                    return
-                await asyncio.sleep(interval_s)
-    except asyncio.CancelledError:
-        if got:
-            raise Interrupted(got[0]) from None
-        raise
+    """Waits for the end of the run; the last screen stays."""
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            live.update(await followed.draw(live.console.width), refresh=True)
+            if followed.has_ended:
+                return
+            await asyncio.sleep(interval_s)
 
 
 class _Followed:

@@ -34,12 +34,10 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     """The configuration with addresses that all of the seats can use.
 
     Raises:
-        ConfigError: the seats are on several hosts, and there are no keys, or a Redis that only
-            one of them reaches.
+        ConfigError: the seats are on several hosts, and only one of them reaches Redis.
     """
     used = {seat.host.name: seat.host for seat in seats}
     if len(used) > 1:
-        _require_keys(config, len(used))
         _require_reachable_redis(config)
     if len(used) == 1:
         return config
@@ -66,15 +64,6 @@ def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat])
 
 def _first(role: HostRole, seats: Sequence[Seat]) -> Host:
     return next(seat.host for seat in seats if seat.role == role)
-
-
-def _require_keys(config: RunConfig, num_hosts: int) -> None:
-    if config.buffer.curve is None:
-        raise ConfigError(
-            f"buffer.curve: is not set, and the {num_hosts} hosts of the run need keys for what "
-            "they send each other: make them with `streamrl keys new FOLDER` and set buffer.curve "
-            "to FOLDER"
-        )
 
 
 def _require_reachable_redis(config: RunConfig) -> None:

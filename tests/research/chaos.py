@@ -26,11 +26,11 @@ from rich.console import Console
 
 from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import audit_run
-from streamrl.cli.launch import LaunchMode, run_here
+from streamrl.cli.launch import run_here
 from streamrl.cli.processes import child as children
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.fork_server import forking
-from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration
 from streamrl.durable_files import write_file
@@ -88,8 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
         killer = Killer(config, counts, arguments, console)
         with forking() as fork_server:
-            mode = LaunchMode(new=True, fork_server=fork_server)
-            run_here(config, console, mode, killer.run)
+            run_here(config, console, new=True, fork_server=fork_server, background=killer.run)
     audit = audit_run(config.run.path, complete=config)
     faults = [*killer.wrong, *audit.faults]
     injected = [asdict(fault) for fault in killer.injected]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.display.summary import summary_rows
+from streamrl.cli.display.numbers import summary_rows
 from streamrl.cli.processes import child, daemons
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import make_children, supervise

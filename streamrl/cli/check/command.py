@@ -43,11 +43,11 @@ from streamrl.cli.check.packages import (
     needed_packages,
 )
 from streamrl.cli.check.settings import (
+    check_deadlines,
     check_devices,
     check_effects,
     check_folder,
     check_host_memory,
-    check_limits,
     check_sizes,
 )
 from streamrl.config import LoadedConfig, RunConfig, render
@@ -69,7 +69,7 @@ _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_addresses,
     check_servers,
     check_sizes,
-    check_limits,
+    check_deadlines,
     check_host_memory,
 )
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}

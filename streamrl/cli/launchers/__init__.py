@@ -22,7 +22,7 @@ JOB_VARIABLE = "SLURM_JOB_ID"
 LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
         "ray": "streamrl.cli.launchers.ray.launch:launch",
-        "slurm": "streamrl.cli.launchers.slurm.launch:launch",
+        "slurm": "streamrl.cli.launchers.slurm:launch",
     }
 )
 

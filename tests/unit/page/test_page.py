@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.page.write import (
+from streamrl.cli.report import (
     NUM_EVENTS,
     NUM_POINTS,
     as_data_block,

@@ -14,10 +14,10 @@ from the checkpoint.
 import argparse
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +25,7 @@ from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers.ray.bundles import engine_bundles, host_of, learner_bundles
 from streamrl.cli.launchers.ray.cluster import (
     RETRY_S,
+    Copies,
     Group,
     LostError,
     Nodes,
@@ -33,11 +34,10 @@ from streamrl.cli.launchers.ray.cluster import (
     no_room,
     rooms,
 )
-from streamrl.cli.launchers.ray.copies import Copies
 from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.child import Child, RestartBudget
-from streamrl.cli.processes.command import sigterm_raises
+from streamrl.cli.processes.command import sigterm_raises, unless_signaled
 from streamrl.cli.processes.daemons import (
     Ending,
     PlannedChild,
@@ -60,9 +60,6 @@ from streamrl.errors import EXIT_UNREACHABLE, ConfigError, Interrupted, StreamRL
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.run_folder import resume_command
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-T = TypeVar("T")
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
@@ -123,7 +120,7 @@ class _Run:
                 group.open()
             while True:
                 try:
-                    return await self._supervised(await _unless_signaled(self._begin()))
+                    return await self._supervised(await unless_signaled(self._begin()))
                 except (LearnerLostError, LostError) as lost:
                     error = LearnerLostError("the learner's node is lost")
                     if self._arguments.strict:
@@ -133,7 +130,7 @@ class _Run:
                     self._view.print(f"{error}; the run goes on from its newest checkpoint")
                     self._learner.close()
                     self._learner = Group(learner_bundles(self._config, rooms()))
-                    await _unless_signaled(asyncio.sleep(delay_s))
+                    await unless_signaled(asyncio.sleep(delay_s))
                     self._resume = True
         finally:
             for group in (self._learner, *self._engines):
@@ -271,12 +268,11 @@ class _Run:
             command.split()[-1], words, environment, plan.config.run.log_format
         )
         try:
-            code, record = await _unless_signaled(running)
+            code, record = await unless_signaled(running)
         except LostError:
             raise StreamRLError(f"{command}: the learner's node is lost") from None
         if code != 0:
-            sentence = sentence_of(code, None if record is None else ErrorRecord(*record))
-            raise error_of(code, f"{command}: {sentence}")
+            raise error_of(code, f"{command}: {sentence_of(code, record)}")
 
 
 def _with_absolute_folder(config: RunConfig) -> RunConfig:
@@ -286,28 +282,6 @@ def _with_absolute_folder(config: RunConfig) -> RunConfig:
     base = Path.home() if "runtime_resources" in here.parts else here
     run = config.run.model_copy(update={"folder": base / folder})
     return config.model_copy(update={"run": run})
-
-
-async def _unless_signaled(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; a signal cancels it."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    signaled: list[signal.Signals] = []
-
-    def on_signal(number: signal.Signals) -> None:
-        signaled.append(number)
-        task.cancel()
-
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if signaled:
-            raise Interrupted(signaled[0]) from None
-        raise
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 ABORT_S = 3.0
@@ -358,10 +332,7 @@ class RayChild(PlannedChild):
             self.budget.on_start()
             self.state, self.was_reached = "running", True
             try:
-                code, record = await self.place.run(
-                    self.role, command, environment, self.log_format
-                )
-                return code, None if record is None else ErrorRecord(*record)
+                return await self.place.run(self.role, command, environment, self.log_format)
             except LostError:
                 self.state = WAITS
                 if self.stopping.is_set():
