@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.validation.scores import PromptResult, scores
-from actors.validation.validator import _length_metrics
+from actors.validation import PromptResult, _length_metrics, scores
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling
