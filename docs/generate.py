@@ -20,7 +20,8 @@ from streamrl.metrics.metric import CLOSED, OPEN
 from streamrl.tracking.groups import groups_of
 
 FOLDER = Path(__file__).parent
-_SETTING = re.compile(r"\b[a-z]+(?:\.\w+)+\b")
+_PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
+_SETTING = re.compile(r"\b[a-z]+(?:\.(?!md\b)\w+)+\b")
 FORMATS: Mapping[str, Any] = {
     path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
     for path in sorted((FOLDER.parent / "tests" / "data" / "formats").glob("*.yaml"))
@@ -149,48 +150,52 @@ def _migration() -> str:
     introduction = """# Names from verl, ROLL, TRL and prime-rl
 
 What settings and features of other systems are here. A configuration that uses one of these names
-is refused with the name that it has here, and a value of theirs with ours: `streamrl check FILE`
-names all at once. Names of metrics are shared: what verl logs under `mismatch/` has the
-[same name](importance-sampling.md#metrics).
+or values is refused with ours: `streamrl check FILE` names all at once. Metrics share
+[verl's names](importance-sampling.md#metrics).
 
     streamrl import FILE --from verl --output run.yaml
 
 writes a configuration from a YAML file of verl, ROLL or TRL (`--from verl`, `roll`, `trl`), with
 the files that its `defaults` name and what `${...}` stands for, or from a shell script (.sh) that
-starts a trainer; options before `-m MODULE` or SCRIPT.py are the launcher's. A Python script is not
-read: write the arguments of its `GRPOConfig` as a YAML file, one `name: value` a line, or give the
-shell script that starts it. Behind each setting stands the name that it had; what the file leaves
-out is set where that system's default is not ours. At the end, as comments, stands each key that
-has no setting in the file, with the reason, and each setting that `streamrl check` would refuse
-beside the others; the command says how many, and which names are not known. Environment variables
-are not read, and no key of a service is written.
+starts a trainer; options before `-m MODULE` or SCRIPT.py are the launcher's. Of a Python script,
+write the arguments of `GRPOConfig` as YAML, or give the shell script that starts it. Behind each
+setting stands the name that it had; what the file leaves out is set where that system's default is
+not ours. At the end, as comments, stands what has no setting, with the reason, and what
+`streamrl check` would refuse beside the others. Neither environment variables nor keys of services
+are copied.
 
-Rewards that the file names are ours where we have the same. Any other is a function in a file:
-`rewards.reward_len` of TRL is `rewards.py:reward_len`, and a name without a module
-`PATH.py:reward_len`. `streamrl check` refuses what is not there: copy the function and name its
-file; it [may keep verl's or TRL's form](extending/reward.md). TRL's `dataset_name` is
-`datasets:NAME` with its `subset` and `split` where it is neither a file nor a folder here.
+Rewards are ours where we have the same. Any other is a function in a file: `rewards.reward_len` of
+TRL is `rewards.py:reward_len`, and a name without a module `PATH.py:reward_len`; copy the function
+and name its file, [in verl's or TRL's form](extending/reward.md). TRL's `dataset_name` is
+`datasets:NAME` where it is neither a file nor a folder here.
 
-Batches are counted in groups of siblings here, and behind `learner.groups_per_step` and
-`learner.updates_per_batch` stands how they come about:
+Batches are counted in groups of siblings here, and a comment says how they come about:
 
     learner:
       groups_per_step: 4  # per_device_train_batch_size 8 * gradient_accumulation_steps 4
                           # * num_processes 1 (a default) / num_generations 8
 
 A file of TRL does not say how many processes `accelerate launch` starts: add `num_processes: 8` to
-it, or import the shell script with the option. verl's `data.train_batch_size` counts prompts, as
+it, or import the shell script. verl's `data.train_batch_size` counts prompts, as
 `learner.groups_per_step` does.
 
 """
-    found = [entry._replace(here=_here(entry.here)) for entry in coverage.entries()]
-    parts = (part for system in SYSTEMS for part in coverage.tables(system, found))
+    found = [
+        entry._replace(here=_here(entry.here), note=_linked(entry.note))
+        for entry in coverage.entries()
+    ]
+    parts = (part for system in SYSTEMS for part in coverage.parts(system, found))
     return _NOTICE + introduction + coverage.counts(found) + "\n" + "\n".join(parts)
 
 
+def _linked(text: str) -> str:
+    """The text with its pages as links."""
+    return _PAGE.sub(r"[\1](\1.md)", text)
+
+
 def _here(text: str) -> str:
-    """The text with its settings in code."""
-    return _SETTING.sub(lambda found: f"`{found[0]}`", text)
+    """The text with its settings in code, too."""
+    return _SETTING.sub(lambda found: f"`{found[0]}`", _linked(text))
 
 
 if __name__ == "__main__":
