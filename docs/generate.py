@@ -74,36 +74,33 @@ def _shown_value(value: Any) -> str:
 def _configuration() -> str:
     introduction = """# Configuration
 
-One YAML file describes a run, with one section per owner. Every daemon of the run reads the same
-file. A value is taken from the first of these that has it:
+One YAML file, which every daemon reads, describes a run. A value is taken from the first of these
+that has it:
 
 1. `--set learner.optimizer.lr=3e-6` on the command line;
 2. the environment, `STREAMRL__LEARNER__OPTIMIZER__LR=3e-6`;
 3. the file;
 4. the default in the tables below.
 
-What is allowed stands behind a default in parentheses, but for what the default shows: `1` is an
-integer, `1.0` any number.
+In parentheses behind a default stands what is allowed, but for what the default shows: `1` is an
+integer, `1.0` any number. A section below a section has a heading of its own.
 
 `streamrl check FILE` prints what was set and where, `--all` every value. An unknown key, a value
-out of range and two settings that contradict each other are refused in a sentence that names the
+out of range and settings that contradict each other are refused in a sentence that names the
 setting, the value and what is allowed; so is what
-[cannot start on this machine](operating.md#before-a-run).
-Values are read by the rules of YAML 1.2: `3e-6` is a number and `on` is text.
+[cannot start on this machine](operating.md#before-a-run). YAML is that of version 1.2: `3e-6` is a
+number and `on` is text.
 
 """
     return _NOTICE + introduction + "\n".join((*reference.sections(RunConfig), _extras()))
 
 
 def _extras() -> str:
-    rows = (
-        f"| `{name}` | {extra.needed_by} | `pip install 'streamrl[{name}]'` |\n"
-        for name, extra in EXTRAS.items()
-    )
+    rows = (f"| `{name}` | {extra.needed_by} |\n" for name, extra in EXTRAS.items())
     return (
-        "## Extras\n\nPackages that a part of StreamRL alone needs; where one is missed, the "
-        "sentence has the command. Several: `pip install 'streamrl[vllm,math]'`.\n\n"
-        "| extra | needed by | command |\n|---|---|---|\n" + "".join(rows)
+        "## Extras\n\nPackages that a part of StreamRL alone needs, such as "
+        "`pip install 'streamrl[vllm,math]'`.\n\n"
+        "| extra | needed by |\n|---|---|\n" + "".join(rows)
     )
 
 

@@ -10,13 +10,12 @@ HostRole: TypeAlias = Literal["buffer", "learner", "generator", "validator"]
 
 
 class ClusterSettings(Section):
-    """The machines of a run, where it has several."""
+    """The machines of a run with several."""
 
     on_host_failure: Literal["stop", "continue"] = "continue"
-    """When a host fails that has only generators: end the run, or go on with the others. A host
-    with the learner or the buffer always ends it."""
+    """Where a host with generators alone fails: end the run, or go on. One with the learner or the
+    buffer always ends it."""
     start_s: Seconds = 300.0
-    """Longest wait until the machines that a run needs have answered and its processes have
-    started."""
+    """Longest wait for machines to answer and processes to start."""
     first_port: Annotated[int, Field(ge=1024, le=65_000)] = 29_600
-    """Ports that the plan gives to buffer, weights and ranks are counted from here."""
+    """First of the planned ports of buffer, weights and ranks."""

@@ -34,31 +34,18 @@ class RunConfig(Section):
     """One section per owner; only `data.source` and `model.path` have no default."""
 
     run: RunSettings = RunSettings()
-    """The run as a whole."""
     model: ModelSettings
-    """The model that is trained."""
     data: DataSettings
-    """Prompts and rewards."""
     generator: GeneratorSettings = GeneratorSettings()
-    """Sampling."""
     environments: tuple[EnvironmentSettings, ...] = ()
-    """Several environments, mixed by weight; empty: the one of `generator`."""
     buffer: BufferSettings = BufferSettings()
-    """Where trajectory groups wait."""
     learner: LearnerSettings = LearnerSettings()
-    """Training."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    """Everything between trajectories and the gradient."""
     weights: WeightSettings = WeightSettings()
-    """How weights reach the generators."""
     parity: ParitySettings = ParitySettings()
-    """How far engine and learner may disagree."""
     validation: ValidationSettings = ValidationSettings()
-    """Held-out prompts that are scored while the run trains."""
     tracking: TrackingSettings = TrackingSettings()
-    """Where metrics go."""
     cluster: ClusterSettings = ClusterSettings()
-    """The machines of the run."""
 
     @property
     def max_model_len(self) -> int:

@@ -22,16 +22,15 @@ AggregationMode = Literal[
 
 
 class LossSettings(Section):
-    """What every loss has: how numbers per token become one. Losses without other numbers add
-    nothing to it."""
+    """Numbers of the loss: how those per token become one, and its own below."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """How per-token losses become one number; gspo, luspo, sapo and geo_mean take a mean over
-    sequences instead and leave this to the other terms (KL, entropy, SFT)."""
+    """gspo, luspo, sapo and geo_mean take a mean over sequences and leave this to the other terms
+    (KL, entropy, SFT)."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
-    """Constant that seq-mean-token-sum-norm divides by; null means `generator.max_new_tokens`."""
+    """What seq-mean-token-sum-norm divides by; null: `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
-    """Whether seq-mean-token-sum-norm also divides by the number of sequences."""
+    """Whether it divides by the number of sequences, too."""
 
 
 class ClipRangeSettings(LossSettings):
@@ -47,7 +46,7 @@ class PpoSettings(ClipRangeSettings):
     """ppo: the clipped surrogate with dual clip."""
 
     clip_ratio_c: float | None = Field(default=3.0, gt=1)
-    """Dual clip: largest ratio counted where the advantage is negative; null switches it off."""
+    """Dual clip: largest ratio counted where the advantage is negative; null: off."""
 
 
 class GspoSettings(ClipRangeSettings):
@@ -79,18 +78,18 @@ class ClipCovSettings(ClipRangeSettings):
     """clip_cov: drops the loss of random tokens of high covariance."""
 
     clip_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the tokens whose loss is dropped."""
+    """Share of tokens whose loss is dropped."""
     clip_cov_lb: float = 1.0
-    """Only tokens whose covariance is above this are dropped."""
+    """Only above this covariance."""
     clip_cov_ub: float = 5.0
-    """Only tokens whose covariance is below this are dropped."""
+    """Only below this covariance."""
 
 
 class KlCovSettings(LossSettings):
     """kl_cov: penalizes the tokens of highest covariance."""
 
     kl_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the tokens, by covariance, that get the penalty."""
+    """Share of tokens with the penalty."""
     kl_cov_coef: float = Field(default=0.1, ge=0)
     """Weight of the penalty."""
 
@@ -103,21 +102,21 @@ class DppoSettings(LossSettings):
     clip_ratio_high: float = Field(default=0.2, ge=0)
     """Divergence allowed where a token becomes likelier."""
     clip_ratio_c: float | None = Field(default=3.0, gt=1)
-    """Largest weight of a token, its ratio to the proximal policy; null for no bound."""
+    """Largest weight of a token, its ratio to the proximal policy; null: no bound."""
     divergence_topk: int = Field(default=0, ge=0)
-    """Likeliest tokens of the behavior policy that are compared one by one, beside the sampled one;
-    all others count as one token."""
+    """Likeliest tokens of the behavior policy compared one by one beside the sampled one; all
+    others count as one."""
     log_ratio_coef: float = Field(default=0.0, ge=0)
-    """Weight of the squared log-ratio, on the tokens outside the region too; 0.001 is usual."""
+    """Of the squared log-ratio, outside the region too; 0.001 is usual."""
 
 
 class VespoSettings(LossSettings):
     """vespo: a soft weight of whole sequences, w^k exp(lambda (1 - w)), that is 1 at w = 1."""
 
     k_pos: float = Field(default=2.0, ge=0)
-    """k where the advantage is not negative: how fast the weight falls below w = 1."""
+    """k where the advantage is not negative: how fast the weight falls below 1."""
     lambda_pos: float = Field(default=3.0, ge=0)
-    """lambda where the advantage is not negative: how fast the weight falls above it."""
+    """lambda there: how fast it falls above 1."""
     k_neg: float = Field(default=3.0, ge=0)
     """k elsewhere."""
     lambda_neg: float = Field(default=2.0, ge=0)
@@ -128,9 +127,9 @@ class ToprSettings(LossSettings):
     """topr: positive trajectories as in SFT, negative ones tapered."""
 
     topr_positive_weight: float = Field(default=1.0, ge=0)
-    """Weight of the trajectories with a positive reward."""
+    """Of trajectories with a positive reward."""
     topr_negative_weight: float = Field(default=1.0, ge=0)
-    """Weight of the others."""
+    """Of the others."""
 
 
 class DroSettings(LossSettings):

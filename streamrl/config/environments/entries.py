@@ -17,27 +17,27 @@ from streamrl.errors import did_you_mean
 
 
 class EnvironmentSettings(Section):
-    """One environment of several, its share of the prompts and its reward."""
+    """One of several environments, mixed by weight, instead of the one of `generator`."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Its tag in metrics, samples and reward normalization; no two entries share one."""
+    """Its tag in metrics, samples and reward normalization."""
     environment: str
-    """As generator.environment: a built-in one, or PATH.py:CLASS."""
+    """As `generator.environment`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment."""
+    """Its arguments."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the prompts that it plays, relative to the other entries."""
+    """Share of the prompts, relative to the other entries."""
     group_size: Positive | None = None
-    """Episodes per prompt; unset: generator.group_size."""
+    """Episodes per prompt; null: `generator.group_size`."""
     max_trajectories: Positive | None = None
-    """Most episodes of it among learner.groups_per_step consecutive prompts; the other entries play
-    the rest. Unset: no limit."""
+    """Most episodes of it among `learner.groups_per_step` consecutive prompts; the other entries
+    play the rest."""
     reward: str | None = None
-    """Its reward; unset: data.reward."""
+    """Null: `data.reward`."""
     reward_kwargs: dict[str, Any] | None = None
-    """Arguments of its reward; unset: none, or data.reward_kwargs where reward is unset, too."""
+    """Null: none, or `data.reward_kwargs` where reward is null, too."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """Settings of its prompts that differ from those of `data`: source, source_kwargs, ..."""
+    """Settings of its prompts other than those of `data`: source, source_kwargs, ..."""
 
 
 if TYPE_CHECKING:
