@@ -1,12 +1,11 @@
 """`data`: prompts, how they are rendered, and the reward of a response."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from streamrl.config.section import NotNegative, Positive, Seconds, Section
+from streamrl.config.section import NotNegative, Positive, Probability, Seconds, Section, twice
 from streamrl.user_code import is_user_code
 
 
@@ -17,7 +16,7 @@ class CurriculumSettings(Section):
     """Column of a number; a dot reaches into a record."""
     order: Literal["ascending", "descending"] = "ascending"
     """Small numbers first, or large ones."""
-    window: Annotated[float, Field(ge=0, le=1)] = 0.1
+    window: Probability = 0.1
     """How far chance moves a row, in parts of all; 0 sorts strictly."""
     num_epochs: Positive = 1
     """Epochs in this order; later ones follow `data.shuffle`."""
@@ -29,6 +28,8 @@ _TAKEN = frozenset({"mean", "std", "min", "max", "groups_alike_frac"})
 
 class RewardSettings(Section):
     """One of several rewards; a string is its `reward` alone."""
+
+    short_for = "reward"
 
     reward: str
     """A built-in one, or PATH.py:NAME."""
@@ -50,29 +51,11 @@ class RewardSettings(Section):
     """Where a function that is not async runs. A process can be ended when it hangs, and needs rows
     of plain data. Null: `process` for `math`, else `thread`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _may_be_a_name(cls, value: Any) -> Any:
-        return {"reward": value} if isinstance(value, str) else value
-
     @property
     def label(self) -> str:
         """What it is called in metrics and errors."""
         derived = self.reward.rpartition(":")[2] if is_user_code(self.reward) else self.reward
         return self.name or derived
-
-
-def check_labels(rewards: Sequence[RewardSettings]) -> None:
-    """
-    Raises:
-        ValueError: two rewards have the same label, or one has that of another metric.
-    """
-    labels = [reward.label for reward in rewards]
-    for i, label in enumerate(labels):
-        if label in labels[:i]:
-            raise ValueError(f"rewards: two are called {label!r}; give one of them another name")
-        if label in _TAKEN:
-            raise ValueError(f"rewards: reward/{label} is another metric; choose another name")
 
 
 class MessageTemplate(Section):
@@ -100,6 +83,8 @@ _WEIGHT = Annotated[float, Field(gt=0, le=1e6)]
 class SourceSettings(Section):
     """One of several sources of prompts; a string is its `path` alone."""
 
+    short_for = "path"
+
     path: str
     """What `data.source` names as text."""
     weight: _WEIGHT | None = None
@@ -122,14 +107,10 @@ class SourceSettings(Section):
 
 
 def _as_list(value: Any) -> Any:
-    """One record is a list of one; a text in a list is a record."""
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        return value
-    if not value:
+    """One record is a list of one."""
+    if isinstance(value, list | tuple) and not value:
         raise ValueError("is an empty list; name at least one source")
-    return [{"path": entry} if isinstance(entry, str) else entry for entry in value]
+    return [value] if isinstance(value, dict) else value
 
 
 Sources = Annotated[
@@ -235,5 +216,9 @@ class DataSettings(Section):
         default = type(self).model_fields["reward"].default
         if self.rewards and (self.reward != default or self.reward_kwargs):
             raise ValueError("reward: has no effect beside data.rewards; list it there")
-        check_labels(self.all_rewards)
+        labels = [reward.label for reward in self.all_rewards]
+        if label := twice(labels):
+            raise ValueError(f"rewards: two are called {label!r}; give one of them another name")
+        if taken := [label for label in labels if label in _TAKEN]:
+            raise ValueError(f"rewards: reward/{taken[0]} is another metric; choose another name")
         return self

@@ -12,7 +12,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from streamrl.config.addresses import LARGEST_PORT
-from streamrl.config.section import Device, Dtype, NotNegative, Positive, Seconds, Section
+from streamrl.config.section import (
+    Device,
+    Dtype,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+    twice,
+)
 from streamrl.errors import ConfigError
 from streamrl.user_code import check_user_code
 
@@ -41,9 +51,8 @@ class ServerSettings(Section):
                 raise ValueError("holds a password; the server's key belongs into api_key_variable")
         if url == ():
             raise ValueError("was an empty list; name a server, or leave it out")
-        places = [one.rstrip("/") for one in _urls(url)]
-        if twice := [place for place in places if places.count(place) > 1]:
-            raise ValueError(f"{twice[0]} stands there twice")
+        if place := twice(one.rstrip("/") for one in _urls(url)):
+            raise ValueError(f"{place} stands there twice")
         return url
 
     @property
@@ -154,7 +163,7 @@ class VllmSettings(ServerSettings):
 
     section: ClassVar[str] = "generator.vllm"
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    gpu_memory_utilization: Share | None = None
     """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU, else
     vLLM's default."""
     tensor_parallel_size: Positive = 1
@@ -304,17 +313,14 @@ class CallLimits(Section):
 class ToolSettings(CallLimits):
     """A tool; a string is its `tool` alone."""
 
+    short_for = "tool"
+
     tool: str
     """calculator, python (code in a sandbox), or PATH.py:NAME, a function or a class."""
     function_schema: dict[str, Any] | Path | None = None
     """OpenAI schema, or a YAML or JSON file with one; null: of signature and docstring."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class, made anew for each episode, or limits and isolation of python."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_alone(cls, value: Any) -> Any:
-        return {"tool": value} if isinstance(value, str) else value
 
 
 class McpServerSettings(CallLimits):
@@ -371,9 +377,9 @@ class GeneratorSettings(Section):
     """Longest completion, in tokens."""
     min_new_tokens: NotNegative = 0
     """Tokens before a completion may end."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: NotNegativeNumber = 1.0
     """0 is greedy, which training refuses."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Share = 1.0
     """Nucleus mass; 1 is unrestricted."""
     top_k: NotNegative = 0
     """Likeliest tokens to sample among; 0 is unrestricted."""
@@ -461,9 +467,8 @@ class GeneratorSettings(Section):
 
     @model_validator(mode="after")
     def _has_each_tool_once(self) -> "GeneratorSettings":
-        names = [tool.tool for tool in self.tools]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"tools: {twice[0]} stands there twice")
+        if name := twice(tool.tool for tool in self.tools):
+            raise ValueError(f"tools: {name} stands there twice")
         return self
 
     @property

@@ -4,7 +4,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.section import (
     Decay,
     Device,
@@ -12,10 +11,13 @@ from streamrl.config.section import (
     LearningRate,
     LearningRateOrZero,
     NotNegative,
+    NotNegativeNumber,
     Positive,
+    PositiveNumber,
     Probability,
     Seconds,
     Section,
+    Share,
 )
 from streamrl.errors import ConfigError
 from streamrl.types.ranges import MAX_GROUPS
@@ -81,7 +83,7 @@ class LoraSettings(Section):
 
     rank: Positive = 16
     """Columns of A and B."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: PositiveNumber = 32.0
     """The product is scaled by alpha / rank."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Last parts of the names of linear layers, such as [q_proj, v_proj]."""
@@ -179,7 +181,7 @@ class OptimizerGroup(Section):
     """Pattern of their names, such as "*.mlp.*"; `*` is any text."""
     lr: LearningRateOrZero | None = None
     """Peak, under the same schedule; 0 freezes them; null: as the rest."""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: NotNegativeNumber | None = None
     """Of all of them, vectors too; null: as the rest."""
 
 
@@ -190,14 +192,14 @@ class OptimizerSettings(Section):
     """Its peak."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the two moments."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: PositiveNumber = 1e-8
     """Added to the denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: NotNegativeNumber = 0.01
     """Decoupled; vectors (norms, biases) are exempt."""
     groups: tuple[OptimizerGroup, ...] = ()
     """Parameters with a rate or decay of their own, by the first pattern that matches; the critic
     has none."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    max_grad_norm: PositiveNumber | None = 1.0
     """Global norm that gradients are clipped to; null: off."""
     max_skipped_updates: NotNegative = 3
     """Updates in a row skipped for a gradient that is not finite; the next one ends the run."""
@@ -209,9 +211,9 @@ class OptimizerSettings(Section):
     """The same in parts of `run.max_steps`; give one of the two."""
     min_lr_ratio: Probability = 0.0
     """The schedule's floor, in parts of `lr`."""
-    num_cycles: Annotated[float, Field(gt=0)] = 0.5
+    num_cycles: PositiveNumber = 0.5
     """Waves of schedule cosine; 0.5 falls once."""
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    decay_ratio: Share = 0.2
     """Last part of `run.max_steps`, in which warmup_stable_decay falls."""
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """How it falls."""
@@ -313,7 +315,7 @@ class LearnerSettings(Section):
     num_threads: NotNegative = 0
     """CPU threads; 0 is torch's choice."""
     profiler: ProfilerSettings = ProfilerSettings()
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    peak_tflops: PositiveNumber | None = None
     """Most that a device computes in `dtype`, in 10^12 operations/s, for `learner/mfu`; null: known
     for common GPUs."""
     sum_each_micro_batch: bool = True
@@ -360,37 +362,3 @@ class LearnerSettings(Section):
                 f"{replicate * shard} ranks that each train groups of their own: start fewer, or "
                 "raise it"
             )
-
-
-def setting_without_pass(
-    learner: LearnerSettings, algorithm: AlgorithmSettings, needs_policy_pass: bool
-) -> str | None:
-    """What is wrong with the first setting that is for a pass which is not made; None if each acts.
-
-    `needs_policy_pass` is `RunConfig.needs_policy_pass`.
-    """
-    limits = learner.max_tokens_per_forward_pass
-    if limits.proximal is not None and not needs_policy_pass:
-        return (
-            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
-            "these settings the training pass yields the proximal log-probabilities; "
-            "learner.updates_per_batch or learner.epochs > 1 makes one"
-        )
-    if limits.values is not None and not algorithm.needs_values:
-        return (
-            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
-            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
-        )
-    has_pass = algorithm.needs_reference_logprobs or algorithm.has_teachers
-    if limits.reference is not None and not has_pass:
-        return (
-            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
-            "reference policy or a teacher: algorithm.kl_loss.coef (but for kind full) or "
-            "algorithm.kl_reward.coef > 0 makes one, and a path in algorithm.distillation.teachers"
-        )
-    if learner.offload.reference and not (algorithm.needs_reference or algorithm.has_teachers):
-        return (
-            "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
-            "algorithm.kl_reward.coef are 0, and no teacher of algorithm.distillation has a path"
-        )
-    return None

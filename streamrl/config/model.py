@@ -2,9 +2,16 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from streamrl.config.section import LearningRate, NotNegative, Positive, Probability, Section
+from streamrl.config.section import (
+    LearningRate,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+    Probability,
+    Section,
+)
 from streamrl.user_code import check_user_code, is_user_code
 
 LLAMA = "llama"
@@ -41,7 +48,7 @@ class RecipeSettings(Section):
     """Most supervised steps; 0 leaves the model random."""
     warm_start_accuracy: Probability = 0.3
     """Sampled exact match that ends them."""
-    initializer_range: Annotated[float, Field(gt=0)] = 0.06
+    initializer_range: PositiveNumber = 0.06
     """Standard deviation of random weights; narrow models learn faster from wider ones."""
     batch_size: Positive = 128
     """Examples of a supervised step."""

@@ -1,16 +1,27 @@
 """`run`: the name of a run, its folder, its length and its seed.
 
-`parity` is how far engine and learner may disagree.
+`parity` is how far engine and learner may disagree, and `cluster` what the machines of a run have
+in common; which these are, Ray or Slurm says.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
 from streamrl.config.addresses import StoreUrl
-from streamrl.config.section import NotNegative, Positive, Probability, Seconds, Section
+from streamrl.config.section import (
+    NotNegative,
+    Positive,
+    PositiveNumber,
+    Probability,
+    Seconds,
+    Section,
+    Share,
+)
 from streamrl.types.ranges import ID_PATTERN
+
+HostRole: TypeAlias = Literal["buffer", "learner", "generator", "validator"]
 
 # What other systems call their ways to resume, and no path.
 _NO_PATHS = ("disable", "resume_path", "none")
@@ -21,12 +32,12 @@ class SignSettings(Section):
 
     steps: NotNegative = 10
     """Over which a sign has to hold; 0 looks for none."""
-    max_reward_fall: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_reward_fall: Share = 0.5
     """Part of the best mean reward that may be lost."""
-    max_held_out_fall: Annotated[float, Field(gt=0, le=1)] = 0.2
+    max_held_out_fall: Share = 0.2
     """Part of the best held-out reward that the last two validations may both have lost; more with
     few prompts."""
-    max_passes: Annotated[float, Field(gt=0)] = 16.0
+    max_passes: PositiveNumber = 16.0
     """Passes over the prompts without a rise of the held-out reward."""
     min_entropy_frac: Probability = 0.05
     """Part of the first steps' entropy, unless the prompts are solved."""
@@ -34,7 +45,7 @@ class SignSettings(Section):
     """Effective sample size, in parts of the batch."""
     max_clip_ratio: Probability = 0.5
     """Responses that a limit may cut, in parts."""
-    max_kl: Annotated[float, Field(gt=0)] = 1.0
+    max_kl: PositiveNumber = 1.0
     """To the reference, in nats a token."""
 
 
@@ -51,7 +62,7 @@ class RunSettings(Section):
     file:///FOLDER."""
     max_steps: Positive = 100
     """Steps until the run ends."""
-    total_epochs: Annotated[float, Field(gt=0)] | None = None
+    total_epochs: PositiveNumber | None = None
     """Passes over the rows of `data.source`, files; beside `max_steps` the smaller one ends the
     run."""
     seed: NotNegative = 0
@@ -93,10 +104,10 @@ class RunSettings(Section):
 class ParitySettings(Section):
     """How far engine and learner may disagree on the same tokens before training."""
 
-    max_mean_gap: Annotated[float, Field(gt=0)] | None = None
+    max_mean_gap: PositiveNumber | None = None
     """Largest mean |log-probability of learner - engine|, in nats, with which a launch starts; null
     does not ask."""
-    max_gap: Annotated[float, Field(gt=0)] | None = None
+    max_gap: PositiveNumber | None = None
     """The same of the worst token."""
     num_prompts: Positive = 16
     """Prompts compared, one response each."""
@@ -104,3 +115,15 @@ class ParitySettings(Section):
     @property
     def is_required(self) -> bool:
         return self.max_mean_gap is not None or self.max_gap is not None
+
+
+class ClusterSettings(Section):
+    """The machines of a run with several."""
+
+    on_host_failure: Literal["stop", "continue"] = "continue"
+    """Where a host with generators alone fails: end the run, or go on. One with the learner or the
+    buffer always ends it."""
+    start_s: Seconds = 300.0
+    """Longest wait for machines to answer and processes to start."""
+    first_port: Annotated[int, Field(ge=1024, le=65_000)] = 29_600
+    """First of the planned ports of buffer, weights and ranks."""

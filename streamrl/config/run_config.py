@@ -11,14 +11,13 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.inert import refusals
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
-from streamrl.config.cluster import ClusterSettings
 from streamrl.config.contradictions import contradictions
 from streamrl.config.data import DataSettings
 from streamrl.config.environments import EnvironmentEntry, EnvironmentSettings, entries_of
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LearnerSettings, OptimizerSettings
 from streamrl.config.model import ModelSettings
-from streamrl.config.run import ParitySettings, RunSettings
+from streamrl.config.run import ClusterSettings, ParitySettings, RunSettings
 from streamrl.config.section import Section
 from streamrl.config.tracking import TrackingSettings
 from streamrl.config.validation import ValidationSettings

@@ -1,11 +1,18 @@
 """`validation`: when a version is validated, how it is sampled, and what the run does by it."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from streamrl.config.generator import GeneratorSettings
-from streamrl.config.section import NotNegative, Positive, Seconds, Section
+from streamrl.config.section import (
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+)
 
 MAX_COST_FRAC = 0.05
 """Of the time, at most, that `validation.every: auto` validates."""
@@ -17,7 +24,7 @@ class EarlyStopSettings(Section):
 
     patience: NotNegative = 0
     """Validations in a row without a better one; 0: never."""
-    min_improvement: Annotated[float, Field(ge=0)] = 0.0
+    min_improvement: NotNegativeNumber = 0.0
     """What a better one must exceed the best by."""
 
 
@@ -39,9 +46,9 @@ class ValidationSettings(Section):
     """Responses to a prompt: the k of mean@k, pass@k and majority@k."""
     num_prompts: Positive | None = None
     """The first held-out ones; null: `data.num_eval_prompts`."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: NotNegativeNumber = 0.0
     """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Share = 1.0
     """As of `generator`."""
     top_k: NotNegative = 0
     """As of `generator`."""

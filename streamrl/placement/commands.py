@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_any, is_loopback, places_of, port_of, url_host
-from streamrl.config.cluster import HostRole
+from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.placement.memory import Fit
 from streamrl.placement.plan import Host, PlannedProcess

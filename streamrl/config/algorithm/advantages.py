@@ -7,9 +7,9 @@ Invariant: `ADVANTAGE_SETTINGS` names the record of every estimator; `ADVANTAGES
 
 from collections.abc import Mapping
 
-from pydantic import ConfigDict, Field, FiniteFloat
+from pydantic import ConfigDict, FiniteFloat
 
-from streamrl.config.section import Probability, Section
+from streamrl.config.section import PositiveNumber, Probability, Section
 
 
 class AdvantageSettings(Section):
@@ -19,7 +19,7 @@ class AdvantageSettings(Section):
     whiten: bool | None = None
     """Standardize over the batch. Null: where the estimator is defined so (gae,
     reinforce_plus_plus, reinforce_plus_plus_baseline)."""
-    clip: float | None = Field(default=None, gt=0)
+    clip: PositiveNumber | None = None
     """Bound on the magnitude, after whitening."""
 
 
@@ -57,14 +57,14 @@ class GigpoSettings(GroupNormSettings):
 
     turn_gamma: Probability = 0.95
     """Discount per turn."""
-    step_weight: float = Field(default=1.0, gt=0)
+    step_weight: PositiveNumber = 1.0
     """Of turns beside episodes."""
 
 
 class GpgAdvantageSettings(AdvantageSettings):
     """gpg: the group policy gradient."""
 
-    f_norm: float = Field(default=1.0, gt=0)
+    f_norm: PositiveNumber = 1.0
     """Divisor of the advantages."""
 
 

@@ -6,12 +6,19 @@ which the generators ask once a group is sampled.
 Invariant: teachers have names of their own, and each is in one place.
 """
 
-from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from streamrl.config.section import NotNegative, Positive, Seconds, Section
+from streamrl.config.section import (
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    PositiveNumber,
+    Seconds,
+    Section,
+    twice,
+)
 
 
 class TeacherSettings(Section):
@@ -29,7 +36,7 @@ class TeacherSettings(Section):
     """As `url` names it; null: the one that it serves."""
     api_key_env: str | None = None
     """Environment variable with the key of `url`."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: PositiveNumber = 1.0
     """Share among the teachers of a prompt, scaled to a sum of 1."""
 
     @model_validator(mode="after")
@@ -60,9 +67,9 @@ class DistillationSettings(Section):
     """Jinja of what teachers read instead of the prompt, or of its last user message, with the
     row's columns, `prompt` and `answer`; null: what the policy reads. A model can so teach
     itself."""
-    coef: float = Field(default=1.0, gt=0)
+    coef: PositiveNumber = 1.0
     """Factor of the difference."""
-    reward_coef: float = Field(default=0.0, ge=0)
+    reward_coef: NotNegativeNumber = 0.0
     """Factor of the reward's advantage, which is added; 0: teachers alone."""
     student: Literal["behavior", "proximal"] = "proximal"
     """Whose log-probability is subtracted: that of the policy at the start of the step, by a pass,
@@ -76,12 +83,10 @@ class DistillationSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = Counter(teacher.name for teacher in self.teachers)
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
+        names = [teacher.name for teacher in self.teachers]
+        if name := twice(names):
             raise ValueError(
-                f"teachers: {names[twice[0]]} have the name {twice[0]!r}; give each a name of its "
-                "own"
+                f"teachers: {names.count(name)} have the name {name!r}; give each a name of its own"
             )
         if self.column is not None and len(self.teachers) == 1:
             raise ValueError(

@@ -5,9 +5,9 @@ The order is fixed and stands in `streamrl.algorithms.rewards`.
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegativeNumber, Positive, PositiveNumber, Section
 
 NormScope = Literal["batch", "group", "running"]
 
@@ -24,11 +24,11 @@ class AgenticNormalizationSettings(Section):
 class LengthRewardSettings(Section):
     """Soft punishment of overlong responses (DAPO, eq. 13)."""
 
-    max_length: int = Field(gt=0)
+    max_length: Positive
     """Response tokens with the full penalty."""
-    buffer: int = Field(gt=0)
+    buffer: Positive
     """Tokens before that over which it grows from 0."""
-    penalty: float = Field(default=1.0, gt=0)
+    penalty: PositiveNumber = 1.0
     """Subtracted from the reward."""
 
     @model_validator(mode="after")
@@ -44,12 +44,12 @@ class LengthRewardSettings(Section):
 class RewardShapingSettings(Section):
     """Shaping of rewards, in the order of the fields."""
 
-    format_penalty: float = Field(default=0.0, ge=0)
+    format_penalty: NotNegativeNumber = 0.0
     """Subtracted per turn that the environment could not parse."""
     truncated: Literal["train", "mask", "penalize"] = "train"
     """Trajectories that a limit cut: train them, mask them in the loss (siblings' advantages still
     count them), or penalize them."""
-    truncated_penalty: float | None = Field(default=None, gt=0)
+    truncated_penalty: PositiveNumber | None = None
     """Subtracted by penalize."""
     agentic: AgenticNormalizationSettings | None = None
     """For agentic tasks; null: norm_mean and norm_std."""
@@ -57,7 +57,7 @@ class RewardShapingSettings(Section):
     """Scope of the mean that is subtracted; null: none."""
     norm_std: NormScope | None = None
     """Scope of the standard deviation that divides; null: none."""
-    clip: float | None = Field(default=None, gt=0)
+    clip: PositiveNumber | None = None
     """Bound on the magnitude."""
     length: LengthRewardSettings | None = None
     """Null for none."""
@@ -102,5 +102,5 @@ class PfPpoSettings(Section):
 
     method: Literal["pow", "max_min", "max_random"] = "pow"
     """Chances: |reward|^weight_pow; only best and worst; best 0.4, others 0.1."""
-    weight_pow: float = Field(default=2.0, ge=0)
+    weight_pow: NotNegativeNumber = 2.0
     """Exponent of method pow."""

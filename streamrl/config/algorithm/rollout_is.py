@@ -3,11 +3,11 @@
 Invariant: a record that exists has 0 < lower < upper wherever bounds are in force.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from streamrl.config.section import Section
+from streamrl.config.section import PositiveNumber, Section, twice
 from streamrl.errors import did_you_mean
 
 REJECTION_STATISTICS = tuple(
@@ -22,9 +22,9 @@ class RejectionRule(Section):
 
     statistic: str
     """`token | seq_sum | seq_mean | seq_max`, then `_k1 | _k2 | _k3`, such as `seq_mean_k3`."""
-    upper: float = Field(gt=0)
+    upper: PositiveNumber
     """Largest value kept; for k1 the largest behavior/train ratio kept."""
-    lower: float | None = Field(default=None, gt=0)
+    lower: PositiveNumber | None = None
     """Smallest behavior/train ratio kept, k1 only; null: 1 / upper."""
 
     @model_validator(mode="before")
@@ -65,15 +65,15 @@ class RolloutISSettings(Section):
     behavior) is made, bounded and applied. A preset's name, or a record of what differs from preset
     token_is."""
 
-    threshold: float | None = Field(default=2.0, gt=0)
+    threshold: PositiveNumber | None = 2.0
     """Upper bound U of a weight; null: no weights; "lo_up" zeroes outside (IcePop)."""
-    threshold_lower: float | None = Field(default=None, gt=0)
+    threshold_lower: PositiveNumber | None = None
     """Lower bound L; null: 1 / threshold."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """A ratio per token, their product per sequence, or their geometric mean."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """`truncate` caps at U, `clip` (or `mask`) zeroes outside [L, U]."""
-    veto_threshold: float | None = Field(default=None, gt=0, lt=1)
+    veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A sequence with a token whose ratio is below this weighs 0; 1e-4 is usual, null: off."""
     apply: bool = True
     """False: metrics alone."""
@@ -83,13 +83,13 @@ class RolloutISSettings(Section):
     """Divide by the mean weight after bounding."""
     rejection: tuple[RejectionRule, ...] = ()
     """Tests that a token must pass to stay in the loss, whatever its weight."""
-    second_moment: float | None = Field(default=None, gt=0)
+    second_moment: PositiveNumber | None = None
     """Mask harmful tokens with the largest log-ratios until the mean square of the others' is at
     most this (M2PO); 0.04 is usual, null: off."""
-    engine_threshold: float | None = Field(default=None, gt=1)
+    engine_threshold: Annotated[float, Field(gt=1)] | None = None
     """Upper bound U of a token's factor of engine mismatch, found by `algorithm.rescore_share`:
     `truncate` caps it, `clip` takes the token out outside [1 / U, U]; null: off."""
-    lag_threshold: float | None = Field(default=None, gt=1)
+    lag_threshold: Annotated[float, Field(gt=1)] | None = None
     """The same for policy lag."""
     scale_lr: bool = False
     """Multiply an update's learning rate by sqrt(ESS / B), by the ratios of its B sequences
@@ -118,10 +118,8 @@ class RolloutISSettings(Section):
                 f"threshold_lower: is {self.lower:g} (null means 1 / threshold);"
                 f" it must be below threshold, which is {self.threshold:g}"
             )
-        names = [rule.statistic for rule in self.rejection]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"rejection: {twice} stands twice; give one rule per statistic")
+        if name := twice(rule.statistic for rule in self.rejection):
+            raise ValueError(f"rejection: {name} stands twice; give one rule per statistic")
         return self
 
     @property

@@ -1,7 +1,8 @@
 """The `algorithm:` section: which advantage, which loss, which correction, and their numbers.
 
 Invariant: every name in it is a name that `streamrl.algorithms` knows, checked without importing
-torch.
+torch. What is given beside a preset goes before it, so a preset and its settings written out are
+one configuration; one beside which all of it is given otherwise is refused.
 
 The record of the loss, or of the advantage, is that of the choice, so a number that the choice does
 not read is refused. A published algorithm is an advantage and a loss with their numbers: GRPO names
@@ -9,7 +10,7 @@ the advantage, and its loss is PPO's.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -36,7 +37,6 @@ from streamrl.config.algorithm.losses import (
     LossSettings,
     UserLossSettings,
 )
-from streamrl.config.algorithm.presets import DEFAULT_PRESET, with_preset
 from streamrl.config.algorithm.rewards import (
     PfPpoSettings,
     RewardShapingSettings,
@@ -47,7 +47,16 @@ from streamrl.config.algorithm.rollout_is import (
     RolloutISSettings,
     rollout_is_preset,
 )
-from streamrl.config.section import Decay, LearningRate, Section
+from streamrl.config.section import (
+    Decay,
+    LearningRate,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    PositiveNumber,
+    Probability,
+    Section,
+)
 from streamrl.errors import did_you_mean, nearest
 from streamrl.user_code import check_user_code, is_user_code
 
@@ -133,7 +142,7 @@ KlKind = Annotated[str, AfterValidator(_known_kl)]
 class KlLossSettings(Section):
     """KL to the reference policy in the loss."""
 
-    coef: float = Field(default=0.0, ge=0)
+    coef: NotNegativeNumber = 0.0
     """0 is off; 0.001 is usual."""
     kind: KlKind = "low_var_kl"
     """Estimator; a trailing + takes the gradient of k2."""
@@ -146,15 +155,15 @@ class KlLossSettings(Section):
 class KlRewardSettings(Section):
     """KL to the reference policy, subtracted from each token's reward."""
 
-    coef: float = Field(default=0.0, ge=0)
+    coef: NotNegativeNumber = 0.0
     """0 is off; with the adaptive controller the first value."""
     kind: KlKind = "kl"
     """Estimator; not `full`."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """Whether `coef` follows the measured KL."""
-    target: float = Field(default=0.1, gt=0)
+    target: PositiveNumber = 0.1
     """adaptive: the KL aimed for."""
-    horizon: int = Field(default=10_000, gt=0)
+    horizon: Positive = 10_000
     """adaptive: trajectories over which `coef` may change by a fifth."""
 
     @field_validator("kind")
@@ -173,11 +182,11 @@ class ValueSettings(Section):
     model_path: str | None = None
     """Folder or hub name that it begins as, of any size and architecture, with the policy's
     tokenizer."""
-    max_tokens_per_micro_batch: int | None = Field(default=None, gt=0)
+    max_tokens_per_micro_batch: Positive | None = None
     """Tokens of a forward and backward pass."""
-    clip_range: float | None = Field(default=0.5, gt=0)
+    clip_range: PositiveNumber | None = 0.5
     """How far a value may move before its loss stops falling; null: no limit."""
-    coef: float = Field(default=1.0, ge=0)
+    coef: NotNegativeNumber = 1.0
     """Weight of its loss."""
     loss_agg_mode: AggregationMode = "token-mean"
     """As of the policy's loss."""
@@ -185,13 +194,13 @@ class ValueSettings(Section):
     """Learning rate."""
     betas: tuple[Decay, Decay] | None = None
     """Decay of the two moments."""
-    eps: float | None = Field(default=None, gt=0)
+    eps: PositiveNumber | None = None
     """Added to the denominator."""
-    weight_decay: float | None = Field(default=None, ge=0)
+    weight_decay: NotNegativeNumber | None = None
     """Decoupled."""
-    max_grad_norm: float | None = Field(default=None, gt=0)
+    max_grad_norm: PositiveNumber | None = None
     """Global norm that its gradients are clipped to."""
-    critic_warmup: int = Field(default=0, ge=0)
+    critic_warmup: NotNegative = 0
     """First steps that train it alone."""
 
 
@@ -201,7 +210,7 @@ class DynamicSamplingSettings(Section):
 
     metric: str = "reward"
     """What must differ: reward, before shaping, or a metric that the environment records."""
-    max_refills: float = Field(default=9.0, gt=0)
+    max_refills: PositiveNumber = 9.0
     """Most groups left out for each one kept; beyond that they are trained."""
 
 
@@ -246,6 +255,57 @@ NOT_ADVANTAGES = _PUBLISHED | {
 """By name, what to set instead."""
 
 
+ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
+    "stream": {
+        "advantage": "opob",
+        "loss": "vespo",
+        "proximal": "behavior",
+        "rollout_is": {"scale_lr": True},
+    }
+}
+"""By name, fields of the section `algorithm`; docs/importance-sampling.md has what they keep."""
+DEFAULT_PRESET: Final = "stream"
+CHOICES: Final = ("advantage", "advantage_config", "loss", "loss_config", "proximal", "rollout_is")
+"""What a preset stands for."""
+
+
+def _over_preset(section: object) -> object:
+    """The fields of a section with those of its preset under them.
+
+    Without one it is the default, unless one of CHOICES is given.
+
+    Raises:
+        ValueError: nothing of the preset is left.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    preset = section.get("preset", DEFAULT_PRESET)
+    if not isinstance(preset, str) or preset not in ALGORITHM_PRESETS:
+        return section
+    if "preset" not in section and any(name in section for name in CHOICES):
+        return {"preset": None, **section}
+    ours = ALGORITHM_PRESETS[preset]
+    if all(name in section and _is_replaced(ours[name], section[name]) for name in ours):
+        raise ValueError(
+            f"algorithm.preset: was {preset}, and {', '.join(ours)} are all set to something else, "
+            "so it cannot act; leave them out, or set it to null"
+        )
+    return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
+
+
+def _within(ours: Any, given: Any) -> Any:
+    """What is given for a setting; of a record, with the preset's other keys."""
+    both = isinstance(ours, Mapping) and isinstance(given, Mapping)
+    return {**ours, **given} if both else given
+
+
+def _is_replaced(ours: Any, given: Any) -> bool:
+    """Whether nothing of the preset's value is left beside what is given."""
+    if isinstance(ours, Mapping) and isinstance(given, Mapping):
+        return all(key in given and given[key] != value for key, value in ours.items())
+    return bool(given != ours)
+
+
 def _preset_or_record(value: object) -> object:
     return rollout_is_preset(value) if isinstance(value, str) else value
 
@@ -272,18 +332,18 @@ class AlgorithmSettings(Section):
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
     """The policy that ratios are taken to: of a pass of its own, the behavior policy, or between,
     by log-probabilities or by probabilities."""
-    rescore_share: float = Field(default=0.0, ge=0, le=1)
+    rescore_share: Probability = 0.0
     """Share of the groups scored once more under the learner's weights of their sampling version,
     which tells engine mismatch from policy lag. The host then holds the trained weights of the last
     `buffer.max_staleness` versions."""
     router_replay: RouterReplay = "off"
     """Record which experts of a mixture the engine took for each token, and train with these
     (replay) or with the learner's own (record, for metrics)."""
-    rl_loss_coef: float = Field(default=1.0, ge=0)
+    rl_loss_coef: NotNegativeNumber = 1.0
     """Weight of the policy loss."""
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: NotNegativeNumber = 0.0
     """Weight of the entropy bonus."""
-    sft_coef: float = Field(default=0.0, ge=0)
+    sft_coef: NotNegativeNumber = 0.0
     """Weight of the negative log-likelihood of trajectories with a positive reward."""
     kl_loss: KlLossSettings = KlLossSettings()
     kl_reward: KlRewardSettings = KlRewardSettings()
@@ -305,7 +365,7 @@ class AlgorithmSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, section: object) -> object:
-        return with_preset(section)
+        return _over_preset(section)
 
     @field_validator("advantage")
     @classmethod
