@@ -5,7 +5,7 @@ Invariant: a section is frozen and refuses keys that it does not know.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -71,3 +71,19 @@ def _device(name: str) -> str:
 
 Device = Annotated[str, AfterValidator(_device)]
 """A device as torch names it, or auto."""
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values below, by their dotted names; an empty section or a list is one value."""
+    if isinstance(value, Mapping) and (value or not path):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def overlaid(below: Any, above: Any) -> Any:
+    """The settings of both; those above win, section by section."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: overlaid(below.get(key), item) for key, item in above.items()}}

@@ -12,6 +12,7 @@ from streamrl.config.section import (
     Seconds,
     Section,
     Share,
+    overlaid,
 )
 
 MAX_COST_FRAC = 0.05
@@ -92,7 +93,7 @@ class ValidationSettings(Section):
         Raises:
             ValidationError: `validation.generator` names no setting of it, or one with a bad value.
         """
-        given = _merged(generator.model_dump(exclude_unset=True), self.generator)
+        given = overlaid(generator.model_dump(exclude_unset=True), self.generator)
         sampling = {
             "group_size": self.num_samples,
             "temperature": self.temperature,
@@ -107,11 +108,3 @@ class ValidationSettings(Section):
     def sampling_in_generator(self) -> tuple[str, ...]:
         """Settings of this section that stand in `validation.generator`, where they do nothing."""
         return tuple(name for name in (*_SAMPLING, "group_size") if name in self.generator)
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """The settings of both; those above win, section by section."""
-    both = {**below, **above}
-    shared = [name for name in above if isinstance(below.get(name), dict)]
-    inner = {n: _merged(below[n], above[n]) for n in shared if isinstance(above[n], dict)}
-    return {**both, **inner}
