@@ -81,7 +81,7 @@ class BufferSettings(Section):
     """A generator without a heartbeat for so long (at least 1 s) loses its leases. It sends four in
     this time, and at least one a second."""
     max_group_bytes: Positive = 64 * 2**20
-    """Redis takes 512 MiB at most, unless its proto-max-bulk-len says more."""
+    """Largest group; Redis takes 512 MiB at most, unless its proto-max-bulk-len says more."""
     deadline_s: Seconds = 60.0
     """How long a client retries a call before it fails."""
     journal: bool = True

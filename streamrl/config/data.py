@@ -99,11 +99,11 @@ class SourceSettings(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """As `data.source_kwargs`."""
     prompt_key: str | None = None
-    """As that of `data`, also where null."""
+    """Null: that of `data`."""
     answer_key: str | None = None
-    """As that of `data`, also where null."""
+    """Null: that of `data`."""
     prompt_template: PromptTemplate | None = None
-    """As that of `data`, also where null."""
+    """Null: that of `data`."""
 
 
 def _as_list(value: Any) -> Any:
@@ -161,7 +161,7 @@ class DataSettings(Section):
     system_prompt: str | None = None
     """Before prompts that are text."""
     max_prompt_length: Positive = 1024
-    """In tokens."""
+    """Longest prompt, in tokens."""
     truncation: Literal["error", "left", "right", "drop", "filter"] = "error"
     """Longer prompts: refuse, cut that side, drop when their turn comes, or filter the rows of
     files at the start."""

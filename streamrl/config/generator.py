@@ -225,7 +225,7 @@ class AgentSettings(Section):
     request_sampling: Literal["override", "refuse"] = "override"
     """A request with another temperature, top_p or top_k is sampled with the run's, or refused."""
     max_request_bytes: Positive = 16 * 2**20
-    """Of a request's body."""
+    """Largest body of a request."""
 
     @field_validator("function")
     @classmethod
@@ -378,7 +378,7 @@ class GeneratorSettings(Section):
     min_new_tokens: NotNegative = 0
     """Tokens before a completion may end."""
     temperature: NotNegativeNumber = 1.0
-    """0 is greedy, which training refuses."""
+    """Sampling temperature; 0 is greedy, which training refuses."""
     top_p: Share = 1.0
     """Nucleus mass; 1 is unrestricted."""
     top_k: NotNegative = 0

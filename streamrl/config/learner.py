@@ -189,7 +189,7 @@ class OptimizerSettings(Section):
     """AdamW and its learning rate."""
 
     lr: LearningRate = 1e-6
-    """Its peak."""
+    """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the two moments."""
     eps: PositiveNumber = 1e-8

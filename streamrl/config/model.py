@@ -53,7 +53,7 @@ class RecipeSettings(Section):
     batch_size: Positive = 128
     """Examples of a supervised step."""
     lr: LearningRate = 2e-3
-    """Its learning rate."""
+    """Learning rate of the supervised steps."""
 
 
 class ModelSettings(Section):

@@ -44,7 +44,7 @@ class SignSettings(Section):
     min_eff_sample_size: Probability = 0.3
     """Effective sample size, in parts of the batch."""
     max_clip_ratio: Probability = 0.5
-    """Responses that a limit may cut, in parts."""
+    """Share of responses that a limit may cut."""
     max_kl: PositiveNumber = 1.0
     """To the reference, in nats a token."""
 
@@ -53,7 +53,7 @@ class RunSettings(Section):
     """The run as a whole."""
 
     name: Annotated[str, Field(pattern=ID_PATTERN)] = "default"
-    """Of the run and of its folder."""
+    """Name of the run and of its folder."""
     folder: Path = Path("runs")
     """Where run folders are made."""
     folder_mirror: StoreUrl | None = None
@@ -63,8 +63,7 @@ class RunSettings(Section):
     max_steps: Positive = 100
     """Steps until the run ends."""
     total_epochs: PositiveNumber | None = None
-    """Passes over the rows of `data.source`, files; beside `max_steps` the smaller one ends the
-    run."""
+    """Passes over the rows of `data.source`; beside `max_steps` the smaller one ends the run."""
     seed: NotNegative = 0
     """Of prompts, sampling and initialization."""
     resume: Literal["never", "auto"] | Path = "never"
@@ -76,7 +75,8 @@ class RunSettings(Section):
     """A step that waits or computes longer is reported with its cause."""
     signs: SignSettings = SignSettings()
     max_restarts: NotNegative = 5
-    """Times that a launch starts a failed process again within `restart_window_s`."""
+    """Times that a launch starts a failed process again within `restart_window_s`; the next failure
+    ends the run."""
     restart_window_s: Seconds = 600.0
     """Older restarts do not count, unless the run has made no step since."""
     stop_s: Annotated[float, Field(ge=10)] = 20.0

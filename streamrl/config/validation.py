@@ -31,7 +31,7 @@ class EarlyStopSettings(Section):
 
 class ValidationSettings(Section):
     """The validator, a process of its own, scores versions of the policy on held-out prompts
-    (`data.eval_source`); nobody waits for it."""
+    (`data.eval_source`) while the run goes on."""
 
     every: NotNegative | Literal["auto"] | None = None
     """Versions between validations; 0: none. `auto`: at most 5 % of the time, so 190 s of rest
