@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.addresses import bound_socket, host_of, port_of, url_host
-from streamrl.config.environments.stream import SourceRows, first_difference, rows_of
+from streamrl.config.environments import SourceRows, first_difference, rows_of
 from streamrl.config.loading.explain import RESOLVED_FILE, similar_run
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
