@@ -339,10 +339,12 @@ class Learner:
 
 
 def _free_cores(config: RunConfig, num_ranks: int) -> float:
-    """Of this machine, beside a core for each process of the launch that computes; not a number
-    where GPUs do."""
-    num_generators = config.generator.max_count if config.generator.url is None else 0
-    return math.nan if usable_devices() else max(0, num_cores() - num_ranks - num_generators)
+    """Of this machine, beside those of the processes of the launch that compute: as many as it has
+    threads by a setting, else one. Not a number where GPUs compute."""
+    generator, learner = config.generator, config.learner
+    num_generators = generator.max_count if generator.url is None else 0
+    used = num_ranks * max(1, learner.num_threads) + num_generators * max(1, generator.num_threads)
+    return math.nan if usable_devices() else max(0, num_cores() - used)
 
 
 def _rows(config: RunConfig) -> Rows:
