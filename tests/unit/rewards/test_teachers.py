@@ -30,12 +30,17 @@ def renderer() -> ChatRenderer:
     return ChatRenderer(make_tokenizer(), DataSettings(source="addition", max_prompt_length=10))
 
 
+def all_logprobs_of(token_ids: list[int]) -> torch.Tensor:
+    """[N, V] of what follows each token, under the tiny model."""
+    with torch.no_grad():
+        logits = make_llama().eval()(input_ids=torch.tensor([token_ids])).logits[0]
+    return logits.log_softmax(-1)
+
+
 def logprobs_of(token_ids: list[int]) -> list[float]:
     """Of each token but the first, under the tiny model."""
     ids = torch.tensor(token_ids)
-    with torch.no_grad():
-        logits = make_llama().eval()(input_ids=ids[None]).logits[0]
-    return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+    return all_logprobs_of(token_ids)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
 
 
 def detokenized(body: dict[str, Any], name: str) -> tuple[int, Any]:
@@ -46,10 +51,15 @@ def vllm(body: dict[str, Any]) -> tuple[int, Any]:
     """As vLLM 0.26: `prompt_logprobs` 0 has the token itself alone, with its rank."""
     if "tokens" in body:
         return detokenized(body, "prompt")
-    assert (body["max_tokens"], body["prompt_logprobs"]) == (1, 0)
+    assert body["max_tokens"] == 1
+    top_k, whole = body["prompt_logprobs"], all_logprobs_of(body["prompt"])
+    pairs = zip(body["prompt"][1:], whole, strict=False)
     rows = [
-        {str(own): {"logprob": logprob, "rank": 3, "decoded_token": "x"}}
-        for own, logprob in zip(body["prompt"][1:], logprobs_of(body["prompt"]), strict=True)
+        {
+            str(i): {"logprob": float(row[i]), "rank": 3, "decoded_token": "x"}
+            for i in dict.fromkeys([own, *row.topk(top_k).indices.tolist()])
+        }
+        for own, row in pairs
     ]
     choice = {"index": 0, "text": "x", "prompt_logprobs": [None, *rows], "finish_reason": "length"}
     return 200, {"id": "cmpl-1", "choices": [choice], "usage": {"prompt_tokens": len(rows) + 1}}
@@ -63,7 +73,12 @@ def sglang(body: dict[str, Any]) -> tuple[int, Any]:
     first, ids = body["logprob_start_len"], body["input_ids"]
     logprobs = [None, *logprobs_of(ids)[first:]]
     rows = [[logprob, own, None] for logprob, own in zip(logprobs, ids[first:], strict=True)]
-    return 200, {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": rows}}
+    meta = {"input_token_logprobs": rows}
+    if top_k := body["top_logprobs_num"]:
+        tops = [row.topk(top_k) for row in all_logprobs_of(ids)[first:-1]]
+        pairs = [zip(top.values.tolist(), top.indices.tolist(), strict=True) for top in tops]
+        meta["input_top_logprobs"] = [None, *([[*one, None] for one in row] for row in pairs)]
+    return 200, {"text": "", "output_ids": [], "meta_info": meta}
 
 
 def teachers(*urls: str, engine: str = "vllm", **settings: Any) -> RemoteTeachers:
@@ -93,6 +108,20 @@ def test_each_sampled_token_has_the_log_probability_that_the_engine_answers(
         assert t.teacher_logprobs is not None
         assert t.teacher_logprobs.dtype == np.float32
         np.testing.assert_allclose(t.teacher_logprobs, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("answer", "engine"), [(vllm, "vllm"), (sglang, "sglang")])
+def test_the_likeliest_at_each_place_are_those_that_the_engine_answers(answer: Answer, engine: str):
+    group = asyncio.run(scored(answer, engine=engine, top_k=3))
+    for t, wanted in zip(group.trajectories, wanted_of(GROUP), strict=True):
+        np.testing.assert_allclose(t.teacher_logprobs, wanted, atol=1e-5)
+        top = t.teacher_top_logprobs
+        assert top is not None
+        assert (top.counts == np.where(t.response_mask, 3, 0)).all()
+        places = np.flatnonzero(t.response_mask)
+        rows = all_logprobs_of(t.token_ids.tolist())[places - 1].topk(3)
+        np.testing.assert_allclose(top.logprobs.reshape(-1, 3), rows.values, atol=1e-5)
+        assert top.token_ids.reshape(-1, 3).tolist() == rows.indices.tolist()
 
 
 def test_an_engine_reads_what_stands_in_the_place_of_the_prompt():
@@ -152,6 +181,17 @@ def changed(change: Callable[[list[Any]], Any]) -> Answer:
             changed(lambda rows: rows.__setitem__(-1, {"99999": {"logprob": -1.0}})),
             "without a log-probability of token",
         ),
+        # vLLM's minus infinity, and a probability where its logarithm was asked for.
+        (
+            changed(lambda rows: [row.update(logprob=-9999) for row in rows[-1].values()]),
+            "without a log-probability of token",
+        ),
+        (
+            changed(lambda rows: [row.update(logprob=0.9) for row in rows[-1].values()]),
+            "without a log-probability of token",
+        ),
+        (changed(lambda rows: rows.__setitem__(-1, {"x": {"logprob": -1.0}})), "unexpected answer"),
+        (changed(lambda rows: rows.__setitem__(-1, {"-1": {"logprob": -1.0}})), "unexpected ans"),
         (lambda body: (500, {"error": "broken"}), "answered with 500: broken"),
         (lambda body: (200, {"choices": []}), "answered with 0 log-probabilities"),
         (lambda body: (200, {"choices": "none"}), "unexpected answer"),
