@@ -244,7 +244,8 @@ class Gradient:
         """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
         whether its sequences are finite."""
         taught = targets.taught
-        current = self._passes.training(micro_batch, taught and taught.candidates())
+        candidates = None if taught is None else taught.candidates()
+        current = self._passes.training(micro_batch, candidates)
         assert current.logprobs is not None, "they are asked for by default"
         teacher_kl = self._teacher_kl(current.taught_logprobs, taught)
         computed = (current.logprobs, current.entropy, current.kl, teacher_kl)

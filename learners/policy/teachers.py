@@ -137,9 +137,12 @@ def _take_recorded(batch: TrainingBatch, members: Sequence[int], top: Likeliest)
     lengths = [t.num_tokens for t in trajectories]
     sets = TopLogprobs.joined([t.teacher_top_logprobs for t in trajectories], lengths)
     is_response = np.concatenate([t.response_mask for t in trajectories])
-    counts = np.zeros(0, np.int32) if sets is None else sets.counts[is_response]
     top_k = top.token_ids.shape[1]
-    if sets is None or not counts.all() or (counts > top_k).any():
+    if not is_response.any():
+        return
+    # A place has fewer where the teacher gives some of its likeliest tokens no probability.
+    counts = np.zeros(1, np.int32) if sets is None else sets.counts[is_response]
+    if sets is None or counts.max() != top_k:
         raise ConfigError(
             f"algorithm.distillation.top_k: was {top_k}, and groups came with other candidates of "
             "the teachers by url: start every daemon of a run with one configuration"

@@ -179,6 +179,39 @@ def test_candidates_of_another_number_are_refused():
             teachers.score(batch_of(groups))
 
 
+def test_a_place_may_have_fewer_candidates_and_a_trajectory_no_place():
+    """A teacher gives some of its likeliest tokens no probability; a context holds prompt alone."""
+    far = {"url": "http://127.0.0.1:1"}
+    teachers = teachers_of(configure(teachers=[far], top_k=4))
+    group = with_likeliest(make_groups()[0], 4)
+    first, second, *others = group.trajectories
+    sets = first.teacher_top_logprobs
+    assert sets is not None
+    last = int(np.flatnonzero(sets.counts)[-1])
+    counts = np.where(np.arange(len(sets)) == last, 1, sets.counts).astype(np.int32)
+    fewer = TopLogprobs(counts, sets.token_ids[:-3], sets.logprobs[:-3])
+    nothing = np.zeros(second.num_tokens, np.bool_)
+    silent = structs.replace(
+        second,
+        response_mask=nothing,
+        behavior_logprobs=nothing.astype(np.float32),
+        policy_versions=np.full(len(nothing), -1, np.int32),
+        teacher_logprobs=nothing.astype(np.float32),
+        teacher_top_logprobs=TopLogprobs.empty(len(nothing)),
+    )
+    first = structs.replace(first, teacher_top_logprobs=fewer)
+    batch = batch_of([structs.replace(group, trajectories=(first, silent, *others))])
+    _, top = teachers.score(batch)
+    assert top is not None
+    is_there = (top.logprobs > -torch.inf).sum(1)
+    wanted = [4] * batch.sequences.num_tokens
+    wanted[first.num_response_tokens - 1] = 1
+    assert is_there.tolist() == wanted
+    alone = structs.replace(group, trajectories=(first, silent))
+    metrics = make_trainer(configure(teachers=[far], top_k=4)).step(batch_of([alone]))
+    assert metrics["learner/num_nonfinite_sequences"] == 0
+
+
 def test_a_group_keeps_the_candidates_and_its_bytes_are_counted():
     group = with_likeliest(make_groups()[0], 4)
     encoded = wire.encode(pack(group))

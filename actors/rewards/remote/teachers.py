@@ -21,6 +21,7 @@ cannot be asked, which is logged.
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from actors.concurrency import together
+from actors.engines.served.http import MAX_ANSWER_BYTES
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards.calls.limits import FinalError, RewardLimits
 from actors.rewards.remote.http import Service, ServiceSettings
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 
 SETTING = "algorithm.distillation.teachers"
 _MINUS_INFINITY, _ABOVE_ROUNDING = -9999.0, 0.1
+"""The first is vLLM's for minus infinity, which JSON has not."""
+_LOGPROB_BYTES = 256
+"""Of an answer's JSON, at most: vLLM says the text of each token, too."""
 NUM_COMPARED = 512
 """Token ids of the policy, evenly over its vocabulary, that an engine decodes."""
 
@@ -158,7 +163,9 @@ class RemoteTeacher:
             "temperature": 0.0,
             "prompt_logprobs": self._top_k,
         }
-        answer = await self._service.post("/v1/completions", body, VllmAnswer)
+        answer = await self._service.post(
+            "/v1/completions", body, VllmAnswer, self._bytes(token_ids)
+        )
         rows = (answer.choices[0].prompt_logprobs or []) if answer.choices else []
         _require_length(len(rows), len(token_ids))
         pairs = enumerate(zip(rows, token_ids, strict=True))
@@ -177,7 +184,7 @@ class RemoteTeacher:
             "logprob_start_len": first,
             "top_logprobs_num": self._top_k,
         }
-        answer = await self._service.post("/generate", body, SglangAnswer)
+        answer = await self._service.post("/generate", body, SglangAnswer, self._bytes(token_ids))
         rows = answer.meta_info.input_token_logprobs
         _require_length(len(rows), len(token_ids) - first)
         top = answer.meta_info.input_top_logprobs or [None] * len(rows)
@@ -187,6 +194,10 @@ class RemoteTeacher:
             for i, ((logprob, own, _), others) in enumerate(zip(rows, top, strict=True))
             if own == token_ids[first + i]
         }
+
+    def _bytes(self, token_ids: list[int]) -> int:
+        """Of an answer, at most."""
+        return MAX_ANSWER_BYTES + _LOGPROB_BYTES * (1 + self._top_k) * len(token_ids)
 
     async def _compared(self) -> None:
         """Waits for the one comparison of the tokenizers, which is made again if it failed."""
@@ -231,18 +242,13 @@ def _shown(text: str | None, wanted: str) -> str:
     return f"{found[start : start + 20]!r} where the policy has {wanted[start : start + 20]!r}"
 
 
-def _is_number(logprob: float) -> bool:
-    """vLLM writes -9999 for minus infinity, which JSON has not; rounding may exceed 0."""
-    return _MINUS_INFINITY < logprob < _ABOVE_ROUNDING
-
-
 def _require_length(found: int, wanted: int) -> None:
     if found != wanted:
         raise RolloutError(f"answered with {found} log-probabilities for {wanted} tokens")
 
 
 def _finite(logprob: float | None, place: int, token_id: int) -> float:
-    if logprob is None or not _is_number(logprob):
+    if logprob is None or not _MINUS_INFINITY < logprob < _ABOVE_ROUNDING:
         raise RolloutError(
             f"answered without a log-probability of token {token_id}, the one at {place}"
         )
@@ -257,13 +263,14 @@ def _likeliest(rows: Sequence[Mapping[int, float]], top_k: int) -> TopLogprobs:
             f"answered with {few[0]} of the likeliest tokens where algorithm.distillation.top_k "
             f"is {top_k}"
         )
-    kept = [
-        [i for i in sorted(row, key=row.__getitem__, reverse=True)[:top_k] if _is_number(row[i])]
-        for row in rows
-    ]
-    ids = [np.array(one, np.int32) for one in kept]
-    pairs = zip(rows, kept, strict=True)
-    return TopLogprobs.of(ids, [np.array([row[i] for i in one], np.float32) for row, one in pairs])
+    wrong = [value for row in rows for value in row.values() if not value < _ABOVE_ROUNDING]
+    if wrong:
+        raise RolloutError(f"answered with a log-probability of {wrong[0]:g}")
+    best = [sorted(row.items(), key=itemgetter(1), reverse=True)[:top_k] for row in rows]
+    # What is impossible is among the others.
+    kept = [[(i, value) for i, value in row if value > _MINUS_INFINITY] for row in best]
+    ids = [np.array([i for i, _ in row], np.int32) for row in kept]
+    return TopLogprobs.of(ids, [np.array([value for _, value in row], np.float32) for row in kept])
 
 
 class RemoteTeachers:

@@ -124,6 +124,66 @@ def test_the_likeliest_at_each_place_are_those_that_the_engine_answers(answer: A
         assert top.token_ids.reshape(-1, 3).tolist() == rows.indices.tolist()
 
 
+def likeliest(change: Callable[[dict[str, Any]], Any]) -> Answer:
+    """vLLM whose likeliest tokens at the last place are other ones."""
+    return changed(lambda rows: change(rows[-1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda row: [row.pop(key) for key in list(row)[1:]], "with 1 of the likeliest tokens wh"),
+        (lambda row: [value.update(logprob=3.5) for value in list(row.values())[1:]], "of 3.5"),
+        (lambda row: row.update({str(2**40): {"logprob": -1.0}}), "unexpected answer"),
+    ],
+)
+def test_likeliest_tokens_that_are_none_fail_the_group(change: Any, sentence: str):
+    with pytest.raises(RolloutError, match=sentence):
+        asyncio.run(scored(likeliest(change), top_k=3))
+
+
+def test_a_likeliest_token_without_a_probability_is_left_to_the_others():
+    def change(row: dict[str, Any]) -> None:
+        for value in list(row.values())[2:]:
+            value["logprob"] = -9999.0
+
+    group = asyncio.run(scored(likeliest(change), top_k=3))
+    for t in group.trajectories:
+        assert t.teacher_top_logprobs is not None
+        counts = t.teacher_top_logprobs.counts[t.response_mask]
+        assert counts[:-1].tolist() == [3] * (len(counts) - 1)
+        assert counts[-1] in (1, 2)
+
+
+def test_an_answer_may_be_as_long_as_its_candidates_make_it():
+    """33 candidates of 9,000 tokens, in vLLM's words, are more than other answers may have."""
+    num_tokens, word = 9000, "x" * 40
+    mask = np.arange(num_tokens) > 3
+    t = structs.replace(
+        GROUP.trajectories[0],
+        token_ids=np.full(num_tokens, 5, np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -1, 0).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+    )
+    group = structs.replace(GROUP, trajectories=(t,), episode_indices=())
+    ids = (5, *range(100, 132))
+    row = {str(i): {"logprob": -1.25, "rank": i, "decoded_token": word} for i in ids}
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        if "tokens" in body:
+            return detokenized(body, "prompt")
+        return 200, {"choices": [{"prompt_logprobs": [None, *[row] * (num_tokens - 1)]}]}
+
+    async def run() -> TrajectoryGroup:
+        async with serving(answer) as service:
+            return await teachers(service.url, top_k=32).score(group)
+
+    top = asyncio.run(run()).trajectories[0].teacher_top_logprobs
+    assert top is not None
+    assert len(top.token_ids) == 32 * mask.sum()
+
+
 def test_an_engine_reads_what_stands_in_the_place_of_the_prompt():
     async def run() -> tuple[TrajectoryGroup, list[list[int]]]:
         async with serving(vllm) as service:
@@ -306,6 +366,10 @@ def test_a_template_makes_what_teachers_read_of_the_row(content: Any, shown: Any
     [
         ("{{ hnit }}", "7", "distillation.template: 'hnit' is undefined"),
         ("{{ hint", "7", "distillation.template: unexpected end of template"),
+        ("{{ '{}{}'.format(1) }}", "7", "distillation.template: IndexError"),
+        ("{{ '{a}'.format(1) }}", "7", "distillation.template: KeyError"),
+        ("{{ prompt.encode('x') }}", "7", "distillation.template: LookupError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "7", "template: RecursionError"),
         ("{{ hint }}", ({"role": "system", "content": "x"},), "has no message of the user"),
     ],
 )
