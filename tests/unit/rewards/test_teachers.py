@@ -1,6 +1,7 @@
 """Teachers by url: what engines answer, in the formats of their releases, and what is no answer."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,11 @@ from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Prompt
 from streamrl.types import TrajectoryGroup
+from tests.records import lease_one
 from tests.tiny_model import make_llama, make_tokenizer
 from tests.training import make_groups
 from tests.unit.rewards.services import Service, serving
+from tests.unit.test_generator import Run
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 TOKENIZER = make_tokenizer()
@@ -331,6 +334,30 @@ def test_a_row_that_names_no_teacher_fails_its_group():
         both.named_by({"who": "t2"})
     with pytest.raises(RolloutError, match="column who of the row names teacher None"):
         both.named_by({})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"template": "{% if answer == '' %}x{% endif %}"}, "template: renders nothing"),
+        ({"template": "{{ hint }}"}, "template: 'hint' is undefined"),
+        ({"column": "who"}, "column who of the row names teacher None"),
+    ],
+)
+def test_a_prompt_that_cannot_be_taught_is_not_sampled(settings: dict[str, Any], sentence: str):
+    async def run() -> None:
+        of_run = Run()
+        runner = dataclasses.replace(
+            of_run.runner,
+            renderer=renderer(),
+            teachers=teachers("http://127.0.0.1:1", "http://127.0.0.1:2", **settings),
+        )
+        await of_run.learner.attach(0, None)
+        with pytest.raises(RolloutError, match=sentence):
+            await runner.run(await lease_one(of_run.learner, "a", "g", 0.0))
+        assert not of_run.engine.begun
+
+    asyncio.run(run())
 
 
 def test_a_key_that_is_not_there_is_refused():
