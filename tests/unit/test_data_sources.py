@@ -366,6 +366,8 @@ def test_a_template_makes_the_prompt_from_columns(tmp_path):
     assert prompt.content == (messages[0], {"role": "user", "content": "2+2? One of 3, 4.\n"})
     with pytest.raises(ConfigError, match=r"render line 1 of rows.jsonl: 'querstion' is undefined"):
         open_prompts(settings(source=source, prompt_template="{{ querstion }}"), 0)
+    with pytest.raises(ConfigError, match=r"prompt_template: it cannot render .*IndexError"):
+        open_prompts(settings(source=source, prompt_template="{{ '{} {}'.format(1) }}"), 0)
     with pytest.raises(ConfigError, match=r"prompt_template: it cannot render .*unexpected"):
         open_prompts(settings(source=source, prompt_template="{{ question "), 0)
     with pytest.raises(ConfigError, match="unsafe"):
