@@ -51,8 +51,7 @@ from streamrl.interfaces import Prompt, TrajectoryBuffer
 from streamrl.samples.files import validation_file, write_validation
 from streamrl.samples.record import Decoder, Sample, open_decoder, sample_of
 from streamrl.shutdown import Shutdown
-from streamrl.tracking.prometheus import exporting
-from streamrl.tracking.prometheus.readings import of_validator
+from streamrl.tracking.prometheus import exporting, of_validator
 from streamrl.types import (
     LoadReport,
     Trajectory,

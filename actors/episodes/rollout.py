@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -50,6 +50,7 @@ from streamrl.types import (
     GREEDY_REWARD,
     BoolArray,
     GroupFacts,
+    Int32Array,
     Lease,
     PackedGroup,
     RoutedExperts,
@@ -202,6 +203,14 @@ def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | N
     return mask
 
 
+class Lesson(NamedTuple):
+    """Who teaches a prompt: the one that its row names, "" for all, and what they read in its
+    place; None: what the policy reads."""
+
+    teacher: str = ""
+    prompt: Int32Array | None = None
+
+
 class TruncatedGroupError(Exception):
     """Limits cut too many siblings, and `generator.episode.truncated` is `drop`."""
 
@@ -278,6 +287,7 @@ class GroupRunner:
 
     async def _group(self, lease: Lease, progress: GroupProgress) -> TrajectoryGroup:
         context = await self._context(lease)
+        lesson = self._lesson(context.prompt)
         async with self.open_group(context) as shared:
             finished = await self._rollouts(replace(context, shared=shared), progress)
         canceled = [
@@ -286,7 +296,24 @@ class GroupRunner:
             if rollout is None
         ]
         rollouts = [rollout for rollout in finished if rollout is not None]
-        return await self._scored_group(lease, context.prompt, rollouts, canceled)
+        group = await self._scored_group(lease, context.prompt, rollouts, canceled)
+        return await self._taught(group, context.prompt, lesson)
+
+    def _lesson(self, prompt: Prompt) -> Lesson:
+        """Before anything is sampled.
+
+        Raises:
+            RolloutError: the row names no teacher, or there is nothing that teachers would read.
+        """
+        if self.teachers is None:
+            return Lesson()
+        teacher, template = self.teachers.named_by(prompt.row), self.teachers.template
+        if not template:
+            return Lesson(teacher)
+        shown = self.renderer.token_ids_of(for_teachers(template, prompt))
+        if not shown:
+            raise RolloutError("algorithm.distillation.template: renders nothing for this prompt")
+        return Lesson(teacher, np.array(shown, np.int32))
 
     async def _context(self, lease: Lease) -> EnvironmentContext:
         """What the siblings start from. Waits for a thread that reads the prompt's media."""
@@ -369,30 +396,22 @@ class GroupRunner:
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         try:
-            group = assembled(
+            return assembled(
                 scored,
                 group_id=f"{lease.prompt_index}:{lease.lease_id}",
                 prompt_index=lease.prompt_index,
                 environment=self.environment,
                 discarded_lengths=(*discarded, *canceled, *cut),
                 answer=shown_gold(prompt),
-                teacher="" if self.teachers is None else self.teachers.named_by(prompt.row),
             )
         except ValueError as error:
             raise RolloutError(f"what was sampled cannot be recorded: {error}") from error
-        if self.teachers is None:
-            return group
-        if template := self.teachers.template:
-            group = self._with_teacher_prompt(group, prompt, template)
-        return await self._taught(group, self.teachers)
 
-    def _with_teacher_prompt(
-        self, group: TrajectoryGroup, prompt: Prompt, template: str
-    ) -> TrajectoryGroup:
-        """With what teachers read before the first response token of each trajectory.
-
+    def _require_prompt_alone(self, group: TrajectoryGroup, prompt: Prompt) -> None:
+        """
         Raises:
-            RolloutError: there is more, or something else, than the prompt before it.
+            RolloutError: there is more, or something else, than the prompt before the first
+                response token of a trajectory.
         """
         before = {
             tuple(t.token_ids[: t.response_mask.argmax()].tolist())
@@ -404,12 +423,17 @@ class GroupRunner:
                 "algorithm.distillation.template: an episode does not begin with the text of the "
                 "prompt alone, in whose place teachers would read another one; leave it out"
             )
-        shown = self.renderer.token_ids_of(for_teachers(template, prompt))
-        return structs.replace(group, teacher_prompt=np.array(shown, np.int32))
 
-    async def _taught(self, group: TrajectoryGroup, teachers: RemoteTeachers) -> TrajectoryGroup:
+    async def _taught(
+        self, group: TrajectoryGroup, prompt: Prompt, lesson: Lesson
+    ) -> TrajectoryGroup:
         """With the log-probabilities of its teachers by url. Waits for them, at most as long as
         the episodes had."""
+        if (teachers := self.teachers) is None:
+            return group
+        if lesson.prompt is not None:
+            self._require_prompt_alone(group, prompt)
+        group = structs.replace(group, teacher=lesson.teacher, teacher_prompt=lesson.prompt)
         try:
             async with asyncio.timeout(self.deadline_s) as limit:
                 return await teachers.score(group)

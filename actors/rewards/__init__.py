@@ -37,7 +37,7 @@ from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, RewardError, RolloutError, did_you_mean
 from streamrl.extras import missing
 from streamrl.interfaces import Episode, Reward, Score
-from streamrl.placement.devices import num_cores
+from streamrl.placement.hosts import num_cores
 from streamrl.samples.record import shortened_answer
 from streamrl.user_code import is_user_code, load_user_code
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from actors.environments.stream import open_stream
 from actors.prompts import open_held_out, open_prompts
 from actors.prompts.streams import Epochs, FirstPrompts, Mixture
-from streamrl.api.start import dataset_setting
+from streamrl.api import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml
@@ -366,6 +366,8 @@ def test_a_template_makes_the_prompt_from_columns(tmp_path):
     assert prompt.content == (messages[0], {"role": "user", "content": "2+2? One of 3, 4.\n"})
     with pytest.raises(ConfigError, match=r"render line 1 of rows.jsonl: 'querstion' is undefined"):
         open_prompts(settings(source=source, prompt_template="{{ querstion }}"), 0)
+    with pytest.raises(ConfigError, match=r"prompt_template: it cannot render .*IndexError"):
+        open_prompts(settings(source=source, prompt_template="{{ '{} {}'.format(1) }}"), 0)
     with pytest.raises(ConfigError, match=r"prompt_template: it cannot render .*unexpected"):
         open_prompts(settings(source=source, prompt_template="{{ question "), 0)
     with pytest.raises(ConfigError, match="unsafe"):

@@ -69,7 +69,7 @@ from streamrl.config.addresses import bound_socket
 from streamrl.config.generator import SGLANG_OURS
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine
-from streamrl.placement.devices import visible_alone
+from streamrl.placement.hosts import visible_alone
 from streamrl.types import Completion, RoutedExperts, SamplingParams, TokenSets, TopLogprobs
 from streamrl.weights.transports.groups import address_towards
 

@@ -37,7 +37,7 @@ from actors.sandbox.sandbox import Sandbox
 from streamrl.config.section import Positive, Seconds, Section
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt
-from streamrl.placement.devices import num_cores
+from streamrl.placement.hosts import num_cores
 
 PRELUDE = (
     "import bisect, collections, functools, heapq, itertools, json, math, operator, random, re, "
