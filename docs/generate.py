@@ -15,8 +15,7 @@ from docs import coverage, reference
 from streamrl.config import RunConfig
 from streamrl.config.loading.foreign_names import SYSTEMS
 from streamrl.extras import EXTRAS
-from streamrl.metrics import CATALOGUE, OWN, Merge, Metric, Writer
-from streamrl.metrics.metric import CLOSED, OPEN
+from streamrl.metrics import CATALOGUE, CLOSED, OPEN, OWN, Merge, Metric, Writer
 from streamrl.tracking.groups import groups_of
 
 FOLDER = Path(__file__).parent

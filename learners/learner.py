@@ -32,7 +32,7 @@ from streamrl.config import RunConfig
 from streamrl.diagnosis.learning import Signs
 from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
-from streamrl.placement.devices import num_cores, usable_devices
+from streamrl.placement.hosts import num_cores, usable_devices
 from streamrl.run_folder import Rows, read_rows
 from streamrl.types import BufferStats, LearnerActivity, TakenBatch, replace
 from streamrl.weights.sender import WeightSender

@@ -25,7 +25,7 @@ from streamrl.config.data import DataSettings, RewardSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.extras import missing
 from streamrl.interfaces import Reward
-from streamrl.placement.devices import num_cores
+from streamrl.placement.hosts import num_cores
 from streamrl.user_code import is_user_code, load_user_code
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {

@@ -25,8 +25,7 @@ from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.samples.record import open_decoder
 from streamrl.shutdown import Shutdown
-from streamrl.tracking.prometheus import exporting
-from streamrl.tracking.prometheus.readings import of_validator
+from streamrl.tracking.prometheus import exporting, of_validator
 
 log = logging.getLogger(__name__)
 

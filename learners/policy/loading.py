@@ -56,7 +56,7 @@ from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError
 from streamrl.model_folder import require_same_tokens
-from streamrl.placement.devices import has_compiler
+from streamrl.placement.hosts import has_compiler
 from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader

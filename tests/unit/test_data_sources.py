@@ -22,7 +22,7 @@ from actors.environments.stream import open_stream
 from actors.prompts import num_held_out, open_held_out, open_prompts
 from actors.prompts.mixture import Mixture
 from actors.prompts.streams import Epochs, FirstPrompts
-from streamrl.api.start import dataset_setting
+from streamrl.api import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml

@@ -18,8 +18,7 @@ from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import REJECTION_STATISTICS
-from streamrl.metrics import CATALOGUE, OWN, Merge, Metric, Writer, find, metric
-from streamrl.metrics.metric import OPEN
+from streamrl.metrics import CATALOGUE, OPEN, OWN, Merge, Metric, Writer, find, metric
 from streamrl.tracking.groups import GROUPS, OVERVIEW, label_of
 from streamrl.weights.locality import locality_of
 from tests.records import with_experts
@@ -30,7 +29,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("streamrl", "actors", "learners", "buffers")
-READINGS = ROOT / "streamrl/tracking/prometheus"
+READINGS = ROOT / "streamrl/tracking/prometheus.py"
 """Its further names are those of statuses, for Prometheus alone."""
 
 STEP: dict[str, Any] = {

@@ -20,7 +20,7 @@ from actors.engines.sglang.messages import GenerateMetaInfo, GenerateReqInput, S
 from streamrl.config import RunConfig
 from streamrl.config.generator import SGLANG_OURS
 from streamrl.errors import RolloutError
-from streamrl.placement.devices import visible_alone
+from streamrl.placement.hosts import visible_alone
 from streamrl.types import SamplingParams, TokenSets, TopLogprobs
 
 

@@ -68,10 +68,10 @@ from streamrl.config.generator import VllmSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
-from streamrl.placement.devices import visible_alone
+from streamrl.placement.hosts import visible_alone
 from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
+from streamrl.vision.parts import decode
 from streamrl.vision.patches import PatchReader
-from streamrl.vision.pixels import decode
 from streamrl.vision.places import Placeholders
 
 

@@ -29,7 +29,7 @@ from actors.sandbox.sandbox import Sandbox
 from streamrl.config.section import Positive, Seconds, Section
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt
-from streamrl.placement.devices import num_cores
+from streamrl.placement.hosts import num_cores
 
 Run = Callable[[Sequence[Program]], AsyncGenerator[str | None, None]]
 """What each of these programs printed, which have one code; None unless it ended with success."""

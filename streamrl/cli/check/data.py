@@ -525,8 +525,7 @@ def _size(prompts: PromptSource) -> int | None:
 
 
 def _shown(prompt: Prompt) -> str:
-    text = repr(prompt.content)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shown(prompt.content)
 
 
 _HELD = {
