@@ -144,6 +144,12 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             f"it to {wanted[others[0]]:g}, or name a model folder in "
             "algorithm.distillation.teachers"
         )
+    if algorithm.num_taught and generator.keep_sampling_mask:
+        yield (
+            f"algorithm.distillation.top_k {algorithm.num_taught} compares the likeliest tokens of "
+            "the vocabulary, and generator.keep_sampling_mask leaves the policy some of them: set "
+            "one of them off"
+        )
     if algorithm.loss == "topr" and not algorithm.reads_rewards:
         yield (
             "algorithm.loss topr tells trajectories apart by their rewards, and with "

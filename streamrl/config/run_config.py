@@ -159,6 +159,8 @@ class RunConfig(Section):
             per_token += 1 + expert_bytes
         if self.algorithm.distillation is not None and self.algorithm.distillation.by_url:
             per_token += _LOGPROB_BYTES
+            if top_k := self.algorithm.num_taught:
+                per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * top_k
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")

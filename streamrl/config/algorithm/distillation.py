@@ -57,7 +57,8 @@ class TeacherSettings(Section):
 
 class DistillationSettings(Section):
     """On-policy distillation: log pi_T - log pi of each sampled token as its advantage, alone or
-    beside the reward's (Thinking Machines, 2025)."""
+    beside the reward's (Thinking Machines, 2025); with `top_k` the KL over a teacher's likeliest
+    tokens, a term of the loss."""
 
     teachers: Annotated[tuple[TeacherSettings, ...], Field(min_length=1)]
     """With names of their own."""
@@ -68,9 +69,15 @@ class DistillationSettings(Section):
     row's columns, `prompt` and `answer`; null: what the policy reads. A model can so teach
     itself."""
     coef: PositiveNumber = 1.0
-    """Factor of the difference."""
+    """Factor of the difference, or of the KL."""
     reward_coef: NotNegativeNumber = 0.0
     """Factor of the reward's advantage, which is added; 0: teachers alone."""
+    top_k: NotNegative = 0
+    """Likeliest tokens of the teacher over which the KL is taken, all others being one more; 0:
+    the sampled token alone, by the advantage."""
+    divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
+    """Of `top_k`: KL(pi, pi_T), which stays where the teacher is likely, or KL(pi_T, pi), which
+    covers all that it may say."""
     student: Literal["behavior", "proximal"] = "proximal"
     """Whose log-probability is subtracted: that of the policy at the start of the step, by a pass,
     or of the one that sampled, which at lag pushes away from that, too."""
@@ -93,7 +100,31 @@ class DistillationSettings(Section):
                 f"column: was {self.column!r}, and there is one teacher, so it cannot act; leave "
                 "it out"
             )
+        self._check_candidates()
         return self
+
+    def _check_candidates(self) -> None:
+        if not self.top_k and self.divergence != "reverse_kl":
+            raise ValueError(
+                f"divergence: was {self.divergence}, and top_k 0 compares the sampled token alone, "
+                "which is the reverse KL; set top_k, such as 32"
+            )
+        if self.top_k and self.student != "proximal":
+            raise ValueError(
+                f"student: was {self.student}, and the KL of top_k is that of the policy as it is "
+                "trained; leave it out"
+            )
+        if self.top_k and len(self.teachers) > 1 and self.column is None:
+            raise ValueError(
+                f"top_k: was {self.top_k}, and a token has the candidates of one teacher; name "
+                f"that of each prompt by column, or give one teacher ({len(self.teachers)} are "
+                "given)"
+            )
+
+    @property
+    def compares_proximal(self) -> bool:
+        """Whether an advantage is made of the log-probabilities at the start of the step."""
+        return self.student == "proximal" and not self.top_k
 
     @property
     def in_learner(self) -> tuple[TeacherSettings, ...]:

@@ -427,6 +427,16 @@ class AlgorithmSettings(Section):
         return self.distillation is not None and bool(self.distillation.in_learner)
 
     @property
+    def has_other_terms(self) -> bool:
+        """Whether the loss has more terms than that of the policy."""
+        return bool(self.kl_loss.coef or self.entropy_coef or self.sft_coef or self.num_taught)
+
+    @property
+    def num_taught(self) -> int:
+        """Candidates of a teacher that the loss compares with, of each token."""
+        return 0 if self.distillation is None else self.distillation.top_k
+
+    @property
     def needs_values(self) -> bool:
         return self.advantage == "gae" and self.reads_rewards
 
@@ -434,7 +444,7 @@ class AlgorithmSettings(Section):
     def needs_ratios(self) -> bool:
         """Whether the advantage is made of the policy's log-probabilities, which must be known
         before: it weighs trajectories by their ratios, or teachers are compared with them."""
-        is_compared = self.distillation is not None and self.distillation.student == "proximal"
+        is_compared = self.distillation is not None and self.distillation.compares_proximal
         return is_compared or (self.advantage in ("opob", "otb") and self.reads_rewards)
 
     @property
