@@ -43,7 +43,7 @@ from streamrl.cli.launchers import options_of
 from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorRecord
+from streamrl.errors import ErrorRecord
 from streamrl.run_folder import PAGE_FILE, Launch, find_run, note_launch, read_books
 from streamrl.samples.files import newest_first, side_by_side
 from streamrl.samples.record import Message, Sample, cut, printable, without_markup

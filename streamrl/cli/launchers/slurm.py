@@ -51,8 +51,14 @@ from streamrl.cli.processes.run_commands import (
 from streamrl.config import RunConfig, to_yaml
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
-from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord, read_record
-from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.errors import (
+    ERROR_FILE_VARIABLE,
+    ConfigError,
+    ErrorRecord,
+    Interrupted,
+    StreamRLError,
+    read_record,
+)
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import facts_here
 from streamrl.placement.plan import Device, Host, Plan, PlannedProcess

@@ -55,8 +55,15 @@ from streamrl.cli.processes.run_commands import (
 )
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorRecord, sentence_of
-from streamrl.errors import EXIT_UNREACHABLE, ConfigError, Interrupted, StreamRLError, error_of
+from streamrl.errors import (
+    EXIT_UNREACHABLE,
+    ConfigError,
+    ErrorRecord,
+    Interrupted,
+    StreamRLError,
+    error_of,
+    sentence_of,
+)
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.run_folder import resume_command

@@ -30,8 +30,7 @@ from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorPipe, ErrorRecord, sentence_of
-from streamrl.errors import StreamRLError
+from streamrl.errors import ErrorPipe, ErrorRecord, StreamRLError, sentence_of
 from streamrl.placement.hosts import facts_here
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import held_run, move_aside
