@@ -43,14 +43,20 @@ from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
 from learners.policy import attention
+from learners.policy.decoding import sequence_block
 from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from learners.policy.router_replay import RouterRecords
-from learners.policy.sequence_parallel import sequence_block
-from learners.policy.sharding import checkpoint_layers, is_sharded, layers, require_gpu, shard
-from learners.policy.tensor_parallel import split_matrices
+from learners.policy.sharding import (
+    checkpoint_layers,
+    is_sharded,
+    layers,
+    require_gpu,
+    shard,
+    split_matrices,
+)
 from streamrl.config import RunConfig
 from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings

@@ -57,7 +57,14 @@ from streamrl.diagnosis.causes import failed_groups, lasting_wait, may_move
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, RunState, age, outcome, state_of
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.run_folder import find_config, find_run, is_launched_since, read_books, resume_command
+from streamrl.run_folder import (
+    find_config,
+    find_run,
+    is_launched_since,
+    read_books,
+    read_mirror,
+    resume_command,
+)
 from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import METRICS_FILE, FollowedMetrics, read_newest
 from streamrl.types import Books, BufferStats, LearnerStatus
@@ -206,6 +213,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         config = status.config
         for name, held_out in held_out_rows(config.run.path, validation_text(config)):
             yield "held-out", f"{name.removeprefix('held-out ')} {held_out}"
+        if config.run.folder_mirror:
+            yield "mirror", _mirror_row(config)
     waiting = waits_for(status.reading)
     if waiting and not status.reading.is_stalled:
         yield "waiting", waiting
@@ -217,7 +226,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 def as_json(status: RunStatus) -> dict[str, Any]:
     """The same for programs; `buffer` and `learner` are null if nothing is known of them."""
-    reading = status.reading
+    reading, config = status.reading, status.config
     findings = diagnose(reading)
     return {
         "run": status.name,
@@ -230,7 +239,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "failures": failures_of(reading),
         "learning": [] if reading.learner is None else list(reading.learner.signs),
         "training_reward": training_reward(status.lines),
-        "held_out": {} if status.config is None else held_out_curve(status.config),
+        "held_out": {} if config is None else held_out_curve(config),
         "remaining_s": status.remaining,
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,
@@ -238,6 +247,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "stall_s": reading.stall_s,
         "buffer": msgspec.to_builtins(reading.stats, str_keys=True),
         "learner": msgspec.to_builtins(reading.learner, str_keys=True),
+        "mirror": msgspec.to_builtins(None if config is None else read_mirror(config.run.path)),
         "scaling": msgspec.to_builtins(status.scaling),
     }
 
@@ -262,6 +272,15 @@ def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
         return f"{learner.activity}, {age(reading.learner_age_s)} ago"
     shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
     return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
+
+
+def _mirror_row(config: RunConfig) -> str:
+    mirror = read_mirror(config.run.path)
+    if mirror is None:
+        return f"{config.run.folder_mirror} has nothing of the run yet"
+    since_s = None if mirror.whole_s is None else time.time() - mirror.whole_s
+    whole = "not whole yet" if since_s is None else f"whole {age(since_s)} ago"
+    return f"{mirror.url} {whole}" + (f"; {mirror.failure}" if mirror.failure else "")
 
 
 def failures_of(reading: Reading) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_any, is_loopback, places_of, port_of, url_host
-from streamrl.config.cluster import HostRole
+from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.findings import CONFIGURATION, Finding
 from streamrl.placement.memory import Fit, ModelShape

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from streamrl.config import RunConfig
 from streamrl.config.addresses import host_of, is_any, is_loopback
-from streamrl.config.cluster import HostRole
 from streamrl.config.generator import GeneratorSettings
+from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Host
 

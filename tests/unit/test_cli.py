@@ -28,7 +28,7 @@ from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.cli.report import write_page
 from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import family_of, host_of, port_of
-from streamrl.config.environments.stream import SourceRows
+from streamrl.config.environments import SourceRows
 from streamrl.errors import (
     ConfigError,
     FencedError,

@@ -20,7 +20,7 @@ MIN_FILE_LINES = 60
 SHORT = {
     "a command": "cli/new",
     "a section of the configuration, or what all sections are made of": (
-        "config/algorithm/presets config/cluster config/section config/tracking"
+        "config/section config/tracking"
     ),
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation tools/tool"

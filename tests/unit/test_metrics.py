@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.validation.scores import PromptResult, scores
-from actors.validation.validator import _length_metrics
+from actors.validation import PromptResult, _length_metrics, scores
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling
@@ -76,7 +75,11 @@ def written_by(*writers: Writer) -> list[Metric]:
 def test_a_step_reports_what_the_catalogue_has_of_it():
     made = map(with_experts, make_groups(num_groups=4))
     groups = [with_metrics(g, success=1.0, num_turns=2.0) for g in made]
-    metrics = make_trainer(make_config(**STEP)).step(TrainingBatch.of(groups, 4))
+    taught = {"distillation": {"teachers": [{"path": "t"}], "top_k": 2}}
+    metrics: dict[str, float] = {}
+    for sections in (STEP, {"algorithm": taught}):
+        trainer = make_trainer(make_config(**sections))
+        metrics |= trainer.step(TrainingBatch.of(groups, 4))
     assert not unknown(metrics)
     assert not unreported(written_by(Writer.BATCH, Writer.POLICY, Writer.CRITIC), metrics)
     assert find("episode/test/success").name == "episode/{environment}/{name}"
