@@ -60,7 +60,7 @@ from streamrl.errors import (
     read_record,
 )
 from streamrl.placement.assign import make_plan
-from streamrl.placement.hosts import facts_here
+from streamrl.placement.hosts import this_machine
 from streamrl.placement.plan import Device, Host, Plan, PlannedProcess
 from streamrl.process_environment import PARENT_VARIABLE
 
@@ -320,7 +320,7 @@ def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
 
 def _host(answer: Mapping[str, Any]) -> Host:
     devices = tuple(Device(**device) for device in answer["devices"])
-    return Host(**{**answer, "devices": devices})
+    return Host(**{**answer, "devices": devices, "roles": tuple(answer["roles"])})
 
 
 def _said(*command: str) -> str:
@@ -341,8 +341,7 @@ def main() -> None:
     address = found.group(1) if found else name
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(address)
-    facts = asdict(facts_here(address))
-    print(json.dumps({"name": name, "address": address, **facts}), flush=True)
+    print(json.dumps(asdict(this_machine(name, address))), flush=True)
 
 
 if __name__ == "__main__":
