@@ -71,11 +71,6 @@ from streamrl.run_folder import resume_command
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Exit code of the run; with `--dry-run`, of making the plan."""
-    if config.parity.is_required:
-        raise ConfigError(
-            "parity: is compared on one machine, and this run has several: run `streamrl parity` "
-            "on one of them first, and leave its limits out here"
-        )
     config, console = _with_absolute_folder(config), Console()
     with connected(arguments.ray), sigterm_raises():
         if arguments.dry_run:
