@@ -101,7 +101,7 @@ bench-peers: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.peers.run
 
 clean:
-	rm -rf .venv-peers $(VENV) $(VLLM) $(SGLANG) $(LOWEST) .venv-verifiers site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv-peers $(VENV) $(VLLM) $(SGLANG) $(LOWEST) .venv-verifiers .venv-stores site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:

@@ -6,6 +6,7 @@ errors, which each has of its own, become one kind, with the setting that names 
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,7 +90,12 @@ class StoreFolder:
     def move_to(self, url: str) -> None:
         """All of it, to a folder of the same store that is not there yet."""
         target = self._fs._strip_protocol(url)
-        self._do(lambda: self._fs.mv(self._path, target, recursive=True))
+        if self._is_folder:
+            self._do(lambda: self._fs.mv(self._path, target, recursive=True))
+            return
+        # s3fs would move the folder as an object of its own, which S3 does not have.
+        for name in sorted(self.names()):
+            self._do(partial(self._fs.mv, self._place(name), f"{target}/{name}"))
 
     def require_writable(self) -> None:
         """Write a small object, and remove it again.

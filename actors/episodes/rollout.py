@@ -151,49 +151,41 @@ def first_of_each(rewards: Sequence[float], count: int) -> list[int]:
     return sorted(place for _, place in sorted(rounds)[:count])
 
 
-class ScoredRollout(NamedTuple):
-    """`metrics` stand beside the rollout's own."""
-
-    rollout: Rollout
-    reward: float
-    metrics: Mapping[str, float]
-    extracted: str | None = None
-
-    def facts(self, segment: Segment) -> GroupFacts:
-        rollout = self.rollout
-        return GroupFacts(
-            num_tokens=sum(len(span.token_ids) for span in segment.spans),
-            reward=self.reward,
-            finish_reason=rollout.finish_reason,
-            turns=segment.turns,
-            metrics={**self.metrics, **rollout.metrics},
-            media=tuple(medium.id for medium in segment.media),
-            extracted=self.extracted,
-        )
+def _facts(rollout: Rollout, score: Score, segment: Segment) -> GroupFacts:
+    return GroupFacts(
+        num_tokens=sum(len(span.token_ids) for span in segment.spans),
+        reward=score.reward,
+        finish_reason=rollout.finish_reason,
+        turns=segment.turns,
+        metrics={**score.metrics, **rollout.metrics},
+        media=tuple(medium.id for medium in segment.media),
+        extracted=score.extracted,
+    )
 
 
-def assembled(siblings: Sequence[ScoredRollout], **fields: Any) -> TrajectoryGroup:
+def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> TrajectoryGroup:
     """The group of these siblings; `fields` are its further ones.
 
     Raises:
         ValueError: an engine or an environment has recorded what no trajectory may hold.
     """
-    spans = [span for s in siblings for part in s.rollout.segments for span in part.spans]
+    segments = [segment for rollout, _ in siblings for segment in rollout.segments]
+    spans = [span for segment in segments for span in segment.spans]
     lengths = [len(span.token_ids) for span in spans]
     policy_versions = np.concatenate([span.policy_versions for span in spans])
     response_mask = policy_versions >= 0
     packed = PackedGroup(
-        facts=tuple(s.facts(segment) for s in siblings for segment in s.rollout.segments),
+        facts=tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments),
         token_ids=np.concatenate([span.token_ids for span in spans]),
         response_mask=response_mask,
         behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
         policy_versions=policy_versions,
         loss_mask=_loss_mask(spans, response_mask),
-        episode_indices=episode_indices(len(s.rollout.segments) for s in siblings),
-        media=distinct(medium for s in siblings for medium in s.rollout.media),
+        episode_indices=episode_indices(len(rollout.segments) for rollout, _ in siblings),
+        media=distinct(medium for rollout, _ in siblings for medium in rollout.media),
         sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
         top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
-        routed_experts=_routed_experts([p for s in siblings for p in s.rollout.segments]),
+        routed_experts=_routed_experts(segments),
         **fields,
     )
     return packed.group()
@@ -400,9 +392,8 @@ class GroupRunner:
             ) from error
         kept = first_of_each([score.reward for score in scores], self.group_size)
         scored = [
-            ScoredRollout(siblings[i], score.reward, {**metrics, **score.metrics}, score.extracted)
+            (siblings[i], replace(scores[i], metrics={**metrics, **scores[i].metrics}))
             for i in kept
-            for score in (scores[i],)
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         try:

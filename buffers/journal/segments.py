@@ -13,8 +13,9 @@ files are about as large as what waits, and SEGMENT_BYTES.
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -61,11 +62,10 @@ class Segments:
             StorageError: a segment is there and cannot be read.
         """
         numbers = {int(path.stem) for path in self._folder.glob("*.segment")}
-        payloads = {
-            key: payload
-            for key, place in places.items()
-            if (payload := self._read(place)) is not None
-        }
+        payloads: dict[Key, bytes] = {}
+        in_order = sorted(places.items(), key=lambda item: item[1][:2])
+        for number, of_one in groupby(in_order, key=lambda item: item[1].segment):
+            payloads.update(self._read(number, of_one))
         self._num_live = Counter(places[key].segment for key in payloads)
         self._number = max([0, *numbers, *(place.segment for place in places.values())])
         for number in numbers - self._num_live.keys():
@@ -143,17 +143,21 @@ class Segments:
                 rest = rest[num_written:]
         return places
 
-    def _read(self, place: PayloadPlace) -> bytes | None:
-        """The payload, or None if it is not what was written."""
-        path = self._path(place.segment)
+    def _read(
+        self, number: int, places: Iterable[tuple[Key, PayloadPlace]]
+    ) -> Iterator[tuple[Key, bytes]]:
+        """Those of one segment that are what was written."""
+        path = self._path(number)
         try:
             with path.open("rb") as file:
-                payload = os.pread(file.fileno(), place.num_bytes, place.position)
+                for key, place in places:
+                    payload = os.pread(file.fileno(), place.num_bytes, place.position)
+                    if xxhash.xxh3_64_digest(payload) == place.checksum:
+                        yield key, payload
         except FileNotFoundError:
-            return None
+            return
         except OSError as error:
             raise StorageError(f"the journal {path} cannot be read: {error}") from error
-        return payload if xxhash.xxh3_64_digest(payload) == place.checksum else None
 
     def _close_file(self) -> None:
         if self._file is not None:

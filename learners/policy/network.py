@@ -22,9 +22,15 @@ from transformers import PreTrainedModel
 
 from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.policy import attention
-from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
+from learners.policy.decoding import (
+    SequenceBlock,
+    TokenSlice,
+    decode,
+    is_attention_only,
+    may_share_prompts,
+    own_attention,
+)
 from learners.policy.router_replay import RouterRecords
-from learners.policy.sequence_parallel import SequenceBlock, TokenSlice
 from streamrl.algorithms.candidates import (
     Candidates,
     Likeliest,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -22,13 +23,22 @@ from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import Command, RedisConnection
 from buffers.redis.leadership import Leadership, served_at
 from buffers.redis.storage import RedisStorage
-from streamrl.errors import HandedOverError, LedgerError, LostMemoryError, StorageError
+from learners.session import LearnerSession, LearnerState
+from streamrl.errors import (
+    HandedOverError,
+    LedgerError,
+    LostMemoryError,
+    StorageError,
+    UnknownLeaseError,
+)
 from streamrl.types import DropReason, GroupHeader, SiblingHeader
 from tests.contract.conftest import Connect, fill
 from tests.contract.test_buffers import make_ledger, status
 from tests.records import lease_one, make_group
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, redis_server
+from tests.training import make_config
+from tests.unit.test_session import Reporter
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 DEADLINE_S = 40.0
@@ -489,3 +499,110 @@ def test_a_daemon_writes_nothing_once_another_has_the_run(redis: RedisServer):
     for one in (journal, successor):
         with contextlib.suppress(HandedOverError):
             one.close()
+
+
+class Failover:
+    """A primary, its replica and a sentinel that promotes it within a few seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.primary = RedisServer(folder / "primary")
+        self.primary.start()
+        self.replica = RedisServer(folder / "replica", f"replicaof 127.0.0.1 {self.primary.port}")
+        self.replica.start()
+        self._sentinel = RedisServer(folder / "sentinel")
+        self._sentinel.start_sentinel(
+            f"sentinel monitor ours 127.0.0.1 {self.primary.port} 1\n"
+            "sentinel down-after-milliseconds ours 500\n"
+            "sentinel failover-timeout ours 3000"
+        )
+        self.url = f"redis+sentinel://127.0.0.1:{self._sentinel.port}/ours"
+
+    async def until_watched(self) -> None:
+        """Until the sentinel knows the replica, which has all that the primary has."""
+        sentinel = Redis(port=self._sentinel.port, decode_responses=True)
+        replica = Redis(port=self.replica.port)
+        async with asyncio.timeout(DEADLINE_S):
+            while sentinel.sentinel_masters()["ours"]["num-slaves"] < 1:
+                await asyncio.sleep(0.1)
+            while replica.info("replication")["master_link_status"] != "up":
+                await asyncio.sleep(0.1)
+
+    def cut(self) -> None:
+        """From here on the replica gets nothing: it has a password that the primary refuses."""
+        replica = Redis(port=self.replica.port)
+        replica.config_set("masterauth", "another")
+        replica.client_kill_filter(_type="master")
+
+    def stop(self) -> None:
+        for server in (self._sentinel, self.replica, self.primary):
+            server.kill()
+
+
+@pytest.fixture
+def failover(tmp_path: Path) -> Iterator[Failover]:
+    servers = Failover(tmp_path)
+    yield servers
+    servers.stop()
+
+
+async def sample(buffer: RedisBuffer, name: str, sampled: list[str]) -> None:
+    """As a generator does, until the run is over."""
+    for number in itertools.count():
+        newest = await buffer.heartbeat(status(name))
+        if newest.finished:
+            break
+        lease = await lease_one(buffer, f"{name}/{number}", name, 1.0)
+        if lease is None:
+            continue
+        group = make_group(
+            lease.prompt_index,
+            lease_id=lease.lease_id,
+            num_response=2_000,
+            version=max(lease.min_policy_version, newest.policy_version),
+        )
+        sampled.append(group.group_id)
+        with contextlib.suppress(UnknownLeaseError):
+            await buffer.put(lease.lease_id, group)
+    await buffer.heartbeat(status(name, is_leaving=True))
+
+
+async def waited() -> None:
+    """Of a learner that has waited for groups."""
+
+
+async def test_a_failover_in_mid_put_loses_nothing_and_trains_nothing_twice(
+    failover: Failover, redis_client: Connect
+):
+    """What the replica lacks is sampled anew: groups whose put was answered, steps that used them,
+    and payloads whose put is under way."""
+    num_steps, groups_per_step = 30, 4
+    ledger = {"groups_per_step": groups_per_step, "max_staleness": 2, "final_version": num_steps}
+    await failover.until_watched()
+    clients = [redis_client(failover.url, retry_s=0.5, **ledger) for _ in range(5)]
+    learner = {"groups_per_step": groups_per_step}
+    config = make_config(learner=learner, buffer={"max_staleness": 2})
+    session = LearnerSession(config, clients[0], Reporter(), LearnerState())
+    await session.attach()
+    sampled: list[str] = []
+    trained: list[int] = []
+    async with asyncio.TaskGroup() as generators:
+        for number, client in enumerate(clients[1:]):
+            generators.create_task(sample(client, f"generator-{number}", sampled))
+        for version in range(1, num_steps + 1):
+            batch = await session.take(asyncio.Event(), waited)
+            assert batch is not None
+            assert len(batch.groups) == groups_per_step
+            trained += (group.prompt_index for group in batch.groups)
+            await session.advance(version, batch)
+            if version % 3 == 0:
+                await session.acknowledge(version)
+            if version == 10:
+                failover.cut()
+            if version == 13:
+                failover.primary.kill()
+        await session.finish()
+    assert Redis(port=failover.replica.port).info("replication")["role"] == "master"
+    assert sorted(trained) == list(range(num_steps * groups_per_step))
+    assert len(sampled) > len(trained)
+    assert (await clients[0].stats()).books.balanced
+    assert (await audit_redis(failover.url, "run")).faults == ()

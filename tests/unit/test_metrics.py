@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from actors.validation.scores import PromptResult, scores
-from actors.validation.validator import _length_metrics
+from actors.validation import PromptResult, _length_metrics, scores
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import REJECTION_STATISTICS
-from streamrl.metrics import CATALOGUE, OWN, Merge, Metric, Writer, find, metric
-from streamrl.metrics.metric import OPEN
+from streamrl.metrics import CATALOGUE, OPEN, OWN, Merge, Metric, Writer, find, metric
 from streamrl.tracking.groups import GROUPS, OVERVIEW, label_of
 from streamrl.weights.locality import locality_of
 from tests.records import with_experts
@@ -30,7 +28,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("streamrl", "actors", "learners", "buffers")
-READINGS = ROOT / "streamrl/tracking/prometheus"
+READINGS = ROOT / "streamrl/tracking/prometheus.py"
 """Its further names are those of statuses, for Prometheus alone."""
 
 STEP: dict[str, Any] = {

@@ -72,6 +72,17 @@ def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
     assert "2 steps trained 4 prompts; of 6 granted 1 are open and 1 dropped" in finding
 
 
+def test_what_an_abandoned_history_has_dropped_and_a_step_has_trained_since_is_not_dropped(
+    tmp_path,
+):
+    dropped = {DropReason.STALE: 3, DropReason.EXPIRED: 2}
+    books = msgspec.structs.replace(
+        BOOKS, dropped=dropped, granted=BOOKS.granted + 2, learner_term=2
+    )
+    (finding,) = audit(make_run(tmp_path, TRAINED, books)).findings[1:]
+    assert "of 6 granted 1 are open and 1 dropped for good" in finding
+
+
 def test_a_run_is_audited_once_it_has_a_checkpoint(tmp_path, capsys):
     run = make_run(tmp_path, [[0, 2], [2, 3]], BOOKS).run.path
     assert main(["buffer", "audit", str(run)]) == 1

@@ -197,7 +197,7 @@ def _prompt_faults(
 ) -> Iterator[str]:
     """Where the trained prompts and the books of the newest checkpoint do not fit."""
     books, version = checkpoint.books, checkpoint.policy_version
-    before = set(members(checkpoint.history.finished_before))
+    before = checkpoint.history.finished_before
     inside = {p for step, prompts in steps.items() if step <= version for p in prompts}
     beyond = {p for step, prompts in steps.items() if step > version for p in prompts}
     if not books.balanced:
@@ -209,7 +209,7 @@ def _prompt_faults(
         yield f"trained, yet never granted by the last checkpoint's books: {unknown}"
     if again := sorted(beyond & set(members(finished(books)))):
         yield f"trained after version {version}, yet finished in its checkpoint: {again}"
-    ended = set(range(books.next_prompt_index)) - inside - still_open - before
+    ended = _ended_untrained(steps, checkpoint)
     if len(ended) > (dropped := _dropped_for_good(books)):
         yield (
             f"prompts are lost: neither trained nor open: {sorted(ended)}; the books count "
@@ -235,7 +235,16 @@ def _may_count_twice(books: Books, events: EventAudit | None) -> bool:
     return bool(events.num_reopened)
 
 
+def _ended_untrained(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint) -> set[int]:
+    """The prompts that are neither open in the checkpoint nor trained by the steps to it."""
+    books, version = checkpoint.books, checkpoint.policy_version
+    trained = {p for step, prompts in steps.items() if step <= version for p in prompts}
+    ended = trained.union(books.open_prompt_indices, members(checkpoint.history.finished_before))
+    return set(range(books.next_prompt_index)) - ended
+
+
 def _dropped_for_good(books: Books) -> int:
+    """Also those that an abandoned history has dropped, and that were granted again since."""
     return sum(count for reason, count in books.dropped.items() if not reason.returns_prompt)
 
 
@@ -244,12 +253,12 @@ def _finding(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint | None) 
     if checkpoint is None:
         yield f"{trained}; there is no checkpoint"
         return
-    books = checkpoint.books
+    books, version = checkpoint.books, checkpoint.policy_version
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(books.dropped.items()))
+    num_open, num_dropped = len(books.open_prompt_indices), len(_ended_untrained(steps, checkpoint))
     yield (
-        f"{trained}; of {books.next_prompt_index} granted "
-        f"{len(books.open_prompt_indices)} are open and {_dropped_for_good(books)} dropped for "
-        f"good, by the checkpoint of version {checkpoint.policy_version} ({books.granted} leases; "
+        f"{trained}; of {books.next_prompt_index} granted {num_open} are open and {num_dropped} "
+        f"dropped for good, by the checkpoint of version {version} ({books.granted} leases; "
         f"dropped: {reasons or 'none'})"
     )
 

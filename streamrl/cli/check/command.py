@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.text import Text
 
 from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
-from streamrl.cli.check.devices import check_devices, check_host_memory
 from streamrl.cli.check.machine import (
     CHECKS,
     ask_sandbox,
@@ -43,7 +42,14 @@ from streamrl.cli.check.packages import (
     driver_gpus,
     needed_packages,
 )
-from streamrl.cli.check.settings import check_effects, check_folder, check_limits, check_sizes
+from streamrl.cli.check.settings import (
+    check_deadlines,
+    check_devices,
+    check_effects,
+    check_folder,
+    check_host_memory,
+    check_sizes,
+)
 from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.loading.load import config_file, configuration, load_usable
 from streamrl.config.run import RunSettings
@@ -63,7 +69,7 @@ _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_addresses,
     check_servers,
     check_sizes,
-    check_limits,
+    check_deadlines,
     check_host_memory,
 )
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
