@@ -19,9 +19,7 @@ MAX_FILES = 15
 MIN_FILE_LINES = 60
 SHORT = {
     "a command": "cli/new",
-    "a section of the configuration, or what all sections are made of": (
-        "config/section config/tracking"
-    ),
+    "a section of the configuration": "config/tracking",
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation tools/tool"
     ),

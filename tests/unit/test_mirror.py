@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
-from streamrl.cli.display.run_status import RunStatus, as_json, rows
 
 from streamrl.checkpoints.find import FORMAT, STATE_FILE, list_checkpoints, newest, path_of
 from streamrl.checkpoints.history import History, HistorySegment, write_history
@@ -22,6 +21,7 @@ from streamrl.checkpoints.manifest import record_files, write_manifest
 from streamrl.cli.check.settings import check_folder
 from streamrl.cli.processes import mirror as mirror_module
 from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
+from streamrl.cli.status import RunStatus, as_json, rows
 from streamrl.config import RunConfig
 from streamrl.diagnosis import Reading
 from streamrl.errors import ConfigError, TransportError

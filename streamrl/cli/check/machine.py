@@ -39,6 +39,7 @@ class Machine:
     max_files: int | None = None
     hard_max_files: int | None = None
     max_locked: int | None = None
+    has_infiniband: bool = False
     max_processes: int | None = None
     threads_max: int | None = None
     cpu_flags: frozenset[str] = frozenset()
@@ -67,6 +68,7 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         max_files=_limit("RLIMIT_NOFILE", 0),
         hard_max_files=_limit("RLIMIT_NOFILE", 1),
         max_locked=_limit("RLIMIT_MEMLOCK", 0),
+        has_infiniband=any((root / "sys/class/infiniband").glob("*")),
         max_processes=_limit("RLIMIT_NPROC", 0),
         threads_max=_number(root / "sys/fs/cgroup/pids.max"),
         cpu_flags=_cpu_flags(root),
@@ -179,13 +181,14 @@ def check_open_files(machine: Machine) -> Iterator[Finding]:
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
+    """Memory that InfiniBand writes into is locked; nothing else locks much."""
     limit = machine.max_locked
-    if limit is None or limit >= _FEW_LOCKED:
+    if not machine.has_infiniband or limit is None or limit >= _FEW_LOCKED:
         yield MACHINE.ok(f"{_mib(limit)} can be locked", cause="locked memory")
         return
     yield MACHINE.warning(
-        f"{_mib(limit)} of memory can be locked, which InfiniBand and pinned buffers need more of",
-        "ulimit -l unlimited, or --ulimit memlock=-1 for a container; Ethernet needs none",
+        f"{_mib(limit)} of memory can be locked, and InfiniBand needs more",
+        "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
         cause="locked memory",
     )
 

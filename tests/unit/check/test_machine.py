@@ -77,7 +77,12 @@ def test_a_healthy_machine_has_nothing_to_mend():
         ({"max_files": 1024}, "warning", "open files", "1024 open files"),
         ({"max_processes": 1000}, "warning", "processes", "1000 processes"),
         ({"threads_max": 512}, "warning", "processes", "512 processes"),
-        ({"max_locked": 65_536}, "warning", "locked memory", "0.0625 MiB"),
+        (
+            {"max_locked": 65_536, "has_infiniband": True},
+            "warning",
+            "locked memory",
+            "0.0625 MiB",
+        ),
         ({"is_clock_synchronized": False}, "warning", "clock", "not synchronized"),
     ],
 )
@@ -87,6 +92,19 @@ def test_each_limit_of_a_machine_is_found(
     finding = the_one(of_machine(replace(HEALTHY, **change)))
     assert (str(finding.severity), finding.cause) == (severity, cause)
     assert part in finding.sentence
+
+
+def test_little_locked_memory_is_enough_without_infiniband():
+    assert bad(of_machine(replace(HEALTHY, max_locked=65_536))) == []
+
+
+@pytest.mark.parametrize(("is_alone", "causes"), [(True, []), (False, ["clock"])])
+def test_a_run_of_one_machine_needs_no_clock_that_others_share(is_alone, causes, monkeypatch):
+    monkeypatch.setattr(
+        command, "read_machine", lambda: replace(HEALTHY, is_clock_synchronized=False)
+    )
+    found = command.machine_findings(ROOT, is_alone=is_alone)
+    assert [finding.cause for finding in bad(found) if finding.cause == "clock"] == causes
 
 
 def test_a_hard_limit_is_the_most_that_ulimit_is_told():
@@ -110,9 +128,11 @@ def test_the_facts_are_those_of_the_kernels_files(tmp_path):
             "sys/fs/cgroup/pids.max": "max\n",
             "proc/meminfo": "MemTotal:       8388608 kB\nMemFree: 1 kB\n",
             "proc/cpuinfo": "processor: 0\nflags\t\t: fpu avx2 amx_bf16\n",
+            "sys/class/infiniband/mlx5_0/fw_ver": "20.31\n",
         },
     )
     found = read_machine(root, {})
+    assert found.has_infiniband
     assert (found.cpu_quota, found.memory_limit, found.memory) == (1.5, GIB, 8 * GIB)
     assert found.threads_max is None
     assert found.cpu_flags == {"fpu", "avx2", "amx_bf16"}
@@ -128,7 +148,7 @@ def test_the_first_control_groups_are_read_too(tmp_path):
         },
     )
     found = read_machine(root, {})
-    assert (found.cpu_quota, found.memory_limit) == (2.0, 4096)
+    assert (found.cpu_quota, found.memory_limit, found.has_infiniband) == (2.0, 4096, False)
 
 
 def test_a_machine_that_says_nothing_is_no_crash(tmp_path):
