@@ -31,8 +31,7 @@ from actors.gateway.agent import Agent
 from actors.prompts.rows import for_teachers
 from actors.prompts.seeds import seed_of
 from actors.rendering.messages import is_prefill
-from actors.rendering.renderer import ChatRenderer
-from actors.rendering.vision import load_media, sees_media
+from actors.rendering.renderer import ChatRenderer, load_media, sees_media
 from actors.rewards.forms import shown_gold
 from actors.rewards.remote.teachers import RemoteTeachers
 from streamrl.config.generator import EpisodeSettings, OversampleSettings
