@@ -4,28 +4,19 @@ import asyncio
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-import torch
-from msgspec import structs
 
 from actors.engines.served.process import ServerProcess
 from actors.engines.vllm.arguments import IN_ONE_PROCESS
-from actors.rendering.renderer import ChatRenderer
 from actors.rewards.remote.http import Service, ServiceSettings
-from actors.rewards.remote.teachers import RemoteTeachers
-from streamrl.config.algorithm.distillation import DistillationSettings
-from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.types import TrajectoryGroup
 from tests.engines import ENVIRONMENT, make_model
 from tests.ports import free_port
+from tests.teaching import TOP_K, require_likeliest_of_model, require_logprobs_of_model, scored
 from tests.tiny_model import make_tokenizer
-from tests.training import make_groups
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 START_S = 400.0
-GROUP = structs.replace(make_groups(num_groups=1, group_size=3)[0], teacher="", teacher_prompt=None)
 
 
 @pytest.fixture(scope="module")
@@ -59,25 +50,12 @@ async def _until_served(url: str) -> None:
                 return
 
 
-def scored(url: str, renderer: ChatRenderer) -> TrajectoryGroup:
-    settings = DistillationSettings.model_validate({"teachers": [{"url": url}], "retries": 0})
-    return asyncio.run(RemoteTeachers(settings, renderer).score(GROUP))
-
-
-def renderer_of(tokenizer: object) -> ChatRenderer:
-    return ChatRenderer(tokenizer, DataSettings(source="addition", max_prompt_length=10))
-
-
 def test_what_vllm_answers_is_what_its_model_computes(url: str):
-    model = make_model()
-    group = scored(url, renderer_of(make_tokenizer()))
-    for t in group.trajectories:
-        ids = torch.from_numpy(t.token_ids).long()
-        with torch.no_grad():
-            logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-        own = np.array([0.0, *logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()])
-        assert t.teacher_logprobs is not None
-        np.testing.assert_allclose(t.teacher_logprobs, own * t.response_mask, atol=2e-4)
+    require_logprobs_of_model(scored(make_tokenizer(), url=url))
+
+
+def test_the_likeliest_that_vllm_answers_are_those_of_its_model(url: str):
+    require_likeliest_of_model(scored(make_tokenizer(), TOP_K, url=url))
 
 
 def test_its_tokenizer_is_told_from_another_one(url: str):
@@ -85,6 +63,6 @@ def test_its_tokenizer_is_told_from_another_one(url: str):
     vocabulary = other.backend_tokenizer.to_str().replace('"w7"', '"x7"')
     other._tokenizer = type(other.backend_tokenizer).from_str(vocabulary)
     with pytest.raises(ExceptionGroup) as caught:
-        scored(url, renderer_of(other))
+        scored(other, url=url)
     assert isinstance(caught.value.exceptions[0], ConfigError)
     assert "has another tokenizer than the policy" in str(caught.value.exceptions[0])
