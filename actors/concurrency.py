@@ -2,20 +2,19 @@
 
 `together`: several at once, all of whose results are needed. None is left running.
 
-`Deadline`: of an episode, of a turn or of a close. What it limits is stopped, then canceled.
+`deadline`: of an episode, of a turn or of a close. What it limits is stopped, then canceled.
 Invariant: `stop` is set at the deadline and not before; a block that ends in time leaves no timer,
-and a cancellation from elsewhere stays one. There are several for every episode, so each is one
-timer, without the coroutines of `asyncio.timeout`.
+and a cancellation from elsewhere stays one.
 
-`ClosedAfter`: what is opened for an episode or a group is closed however it ends. A close that
+`closed_after`: what is opened for an episode or a group is closed however it ends. A close that
 fails hides no earlier error and no cancellation, and one that hangs holds nobody up for longer than
 CLOSE_S.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from streamrl.errors import RolloutError
@@ -45,7 +44,8 @@ class DeadlineError(Exception):
     """The deadline, or the grace after it, is over."""
 
 
-class Deadline:
+@asynccontextmanager
+async def deadline(limit_s: float, stop: asyncio.Event | None = None) -> AsyncIterator[None]:
     """Around what it limits, in a task.
 
     Args:
@@ -54,41 +54,18 @@ class Deadline:
     Raises:
         DeadlineError: the block was canceled.
     """
-
-    def __init__(self, deadline_s: float, stop: asyncio.Event | None = None) -> None:
-        self._deadline_s = deadline_s
-        self._stop = stop
-        self._is_over = False
-
-    def __enter__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        task = asyncio.current_task(self._loop)
-        assert task is not None, "a deadline is entered in a task"
-        self._task, self._num_cancellations = task, task.cancelling()
-        self._timer = self._loop.call_later(self._deadline_s, self._on_deadline)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        if self._is_over:
-            is_own = self._task.uncancel() <= self._num_cancellations
-            if is_own and kind is asyncio.CancelledError:
-                raise DeadlineError from error
-
-    def _on_deadline(self) -> None:
-        if self._stop is None:
-            self._cancel()
-        else:
-            self._stop.set()
-            self._timer = self._loop.call_later(min(_GRACE_S, self._deadline_s), self._cancel)
-
-    def _cancel(self) -> None:
-        self._is_over = True
-        self._task.cancel()
+    timer = None if stop is None else asyncio.get_running_loop().call_later(limit_s, stop.set)
+    grace_s = 0.0 if stop is None else min(_GRACE_S, limit_s)
+    try:
+        async with asyncio.timeout(limit_s + grace_s) as limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineError from error
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 log = logging.getLogger(__name__)
@@ -97,36 +74,28 @@ log = logging.getLogger(__name__)
 CLOSE_S = 10.0
 
 
-class ClosedAfter:
+@asynccontextmanager
+async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Calls `close` once after the block, also if the block was canceled.
 
     Raises:
         RolloutError: `close` failed, and the block did not.
     """
-
-    def __init__(self, close: Callable[[], Awaitable[None]]) -> None:
-        self._close = close
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    try:
+        yield
+    except BaseException:
         try:
-            await self._close_in_time()
+            await _close_in_time(close)
         except RolloutError as failure:
-            if error is None:
-                raise
             log.warning("%s", failure)
+        raise
+    await _close_in_time(close)
 
-    async def _close_in_time(self) -> None:
-        """Waits for `close`; the limit unblocks."""
-        try:
-            with Deadline(CLOSE_S):
-                await self._close()
-        except DeadlineError:
-            log.warning("close of an environment is given up after %g s", CLOSE_S)
+
+async def _close_in_time(close: Callable[[], Awaitable[None]]) -> None:
+    """Waits for `close`; the limit unblocks."""
+    try:
+        async with deadline(CLOSE_S):
+            await close()
+    except DeadlineError:
+        log.warning("close of an environment is given up after %g s", CLOSE_S)

@@ -18,7 +18,7 @@ from actors.engines import make_engine
 from actors.environments import make_environment, require_rendering
 from actors.environments.stream import open_stream
 from actors.episodes.runner import make_runner
-from actors.gateway.start import serving_agents
+from actors.gateway.agent import serving_agents
 from actors.generator import Generator
 from actors.rendering.renderer import ChatRenderer
 from buffers.connect import connect
@@ -26,8 +26,7 @@ from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.shutdown import Shutdown
-from streamrl.tracking.prometheus import Exported, exporting
-from streamrl.tracking.prometheus.readings import of_generator
+from streamrl.tracking.prometheus import Exported, exporting, of_generator
 from streamrl.types.ranges import check_id, named_after_host
 
 # Objects of Python that are new before a collection looks at them. Those of running episodes, some

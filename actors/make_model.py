@@ -25,8 +25,7 @@ from transformers import (
 )
 
 from actors.prompts import open_prompts
-from actors.rendering.renderer import ChatRenderer
-from actors.rendering.vision import PromptVision, load_media
+from actors.rendering.renderer import ChatRenderer, PromptVision, load_media
 from streamrl.config import RunConfig
 from streamrl.config.model import LLAMA, ModelSettings, RecipeSettings
 from streamrl.durable_files import new_folder

@@ -35,8 +35,7 @@ from streamrl.errors import ConfigError, HandedOverError, StorageError, StreamRL
 from streamrl.extras import require
 from streamrl.run_folder import write_books
 from streamrl.shutdown import Shutdown
-from streamrl.tracking.prometheus import Exported, exporting
-from streamrl.tracking.prometheus.readings import of_buffer
+from streamrl.tracking.prometheus import Exported, exporting, of_buffer
 from streamrl.types import BufferStats, OverduePolicy
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 Invariant: what `streamrl check` says of a name and what the page says of it are one text.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
@@ -16,7 +17,9 @@ STATUSES: Mapping[str, str] = {
     "not applicable": "nothing here that it could set",
 }
 """By name, what it means."""
-_PREFIXES = {"fixed": "no setting: ", "missing": "**missing**: ", "not applicable": "none: "}
+_LISTS = {"fixed": "Always so", "missing": "Missing", "not applicable": "Nothing to set"}
+"""The headings of those without a setting."""
+_MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
 
 
 def entries() -> tuple[ForeignName, ...]:
@@ -43,24 +46,47 @@ def counts(found: Iterable[ForeignName]) -> str:
     return header + "".join(rows)
 
 
-def tables(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
-    """The sections of one system in Markdown; names that are one thing here share a row."""
-    yield f"## {system}\n"
+def parts(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
+    """One system in Markdown: a table for each section of what is a setting here, and a list for
+    each status that has none; names that are one thing here are in one line."""
     own = [entry for entry in found if entry.system == system]
-    for section, members in groupby(own, lambda entry: entry.section):
-        names: dict[tuple[str, str, str], list[str]] = {}
-        for entry in members:
-            names.setdefault((entry.status, entry.here, entry.note), []).append(entry.name)
-        rows = "".join(_row(shared, *what) for what, shared in names.items())
+    set_here = [entry for entry in own if entry.status not in _LISTS]
+    often = Counter(note for _, _, note in _same(set_here) if note)
+    marks = dict(zip((note for note, count in often.items() if count > 2), _MARKS, strict=False))
+    legend = "".join(f"{mark} {note[:1].upper()}{note[1:]}.  \n" for note, mark in marks.items())
+    yield f"## {system}\n" + (f"\n{legend}" if legend else "")
+    for section, members in groupby(set_here, lambda entry: entry.section):
+        rows = "".join(
+            f"| {_names(names)} | {here}{_limits(note, marks)} |\n"
+            for (_, here, note), names in _same(members).items()
+        )
         yield f"### {section} ({system})\n\n| in {system} | here |\n|---|---|\n{rows}"
+    for status, title in _LISTS.items():
+        without = _same(entry for entry in own if entry.status == status)
+        lines = "".join(
+            f"- {_names(names)}: {here.removeprefix('(').removesuffix(')')}{_limits(note, {})}\n"
+            for (_, here, note), names in without.items()
+        )
+        if lines:
+            yield f"### {title} ({system})\n\n{lines}"
+
+
+def _same(members: Iterable[ForeignName]) -> dict[tuple[str, str, str], list[str]]:
+    """The names of what is one thing here: by whether in part, setting and note."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for entry in members:
+        note = "in part: " * (entry.status == "partly") + entry.note
+        names.setdefault((entry.status, entry.here, note), []).append(entry.name)
+    return names
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(name if " " in name else f"`{name}`" for name in names)
+
+
+def _limits(note: str, marks: Mapping[str, str]) -> str:
+    return marks.get(note) or (f"; {note}" if note else "")
 
 
 def _count(found: Iterable[ForeignName], system: str, status: str) -> int:
     return sum(entry.system == system and entry.status == status for entry in found)
-
-
-def _row(names: list[str], status: str, here: str, note: str) -> str:
-    shown = ", ".join(name if " " in name else f"`{name}`" for name in names)
-    what = _PREFIXES.get(status, "") + here.strip("()")
-    limits = f"; {'in part: ' * (status == 'partly')}{note}" if note else ""
-    return f"| {shown} | {what}{limits} |\n"

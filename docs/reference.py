@@ -3,6 +3,7 @@
 Invariant: every field of every section stands in it, with its default, what is allowed, and its
 meaning; those of a section in two places stand at the first, and the second names it. Below a
 section whose record another setting chooses, such as `loss_config`, stands what each record adds.
+A section that says nothing of itself where it is a field has no row there, but its heading.
 """
 
 import types
@@ -102,7 +103,11 @@ def _choices(model: type[BaseModel]) -> str:
 
 def _section(model: type[BaseModel], path: str, fields: Mapping[str, FieldInfo]) -> str:
     summary = _summary(model)
-    rows = "".join(_row(name, field) for name, field in fields.items())
+    rows = "".join(
+        _row(name, field)
+        for name, field in fields.items()
+        if field.description or not list(_models(field.annotation))
+    )
     return "\n\n".join([_heading(path), *([summary] if summary else []), _TITLES + _RULE + rows])
 
 
@@ -121,11 +126,7 @@ def _anchor(path: str) -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    nested = list(_models(field.annotation))
-    meaning = _cell(field.description or "")
-    if nested and not meaning:
-        meaning = _cell((nested[0].__doc__ or "").split("\n\n")[0]) or "A section of its own."
-    return f"| `{name}` | {_default(field)}{_values(field)} | {meaning} |\n"
+    return f"| `{name}` | {_default(field)}{_values(field)} | {_cell(field.description or '')} |\n"
 
 
 def _values(field: FieldInfo) -> str:
@@ -179,7 +180,7 @@ def _ranges(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[str]:
     for item in (*metadata, *getattr(annotation, "__metadata__", ())):
         if type(item) in _BOUNDS:
             attribute, sign = _BOUNDS[type(item)]
-            yield f"{sign} {getattr(item, attribute):g}"
+            yield f"{sign}{getattr(item, attribute):g}"
         elif isinstance(item, FieldInfo):
             yield from _ranges(None, tuple(item.metadata))
         elif pattern := getattr(item, "pattern", None):
@@ -191,8 +192,6 @@ def _ranges(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[str]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
-    if list(_models(field.annotation)) and not isinstance(field.default, int | None):
-        return "see below"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Path):
         value = str(value)

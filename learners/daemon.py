@@ -39,8 +39,7 @@ from streamrl.errors import ConfigError, UnreachableBufferError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.shutdown import Shutdown
 from streamrl.tracking import CLOSE_S
-from streamrl.tracking.prometheus import Exported, exporting
-from streamrl.tracking.prometheus.readings import of_learner
+from streamrl.tracking.prometheus import Exported, exporting, of_learner
 from streamrl.weights.layout import layout_of
 from streamrl.weights.sender import WeightSender
 

@@ -12,6 +12,7 @@ is computed is a command, which every rank executes in a thread of its own, so t
 channel, status and signals work meanwhile; this loop is that of the first rank.
 """
 
+import asyncio
 import logging
 import math
 import time
@@ -32,8 +33,9 @@ from streamrl.config import RunConfig
 from streamrl.diagnosis.learning import Signs
 from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
 from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
-from streamrl.placement.devices import num_cores, usable_devices
+from streamrl.placement.hosts import num_cores, usable_devices
 from streamrl.run_folder import Rows, read_rows
+from streamrl.tracking.jsonl import METRICS_FILE, read_lines
 from streamrl.types import BufferStats, LearnerActivity, TakenBatch, replace
 from streamrl.weights.sender import WeightSender
 
@@ -94,6 +96,8 @@ class Learner:
         self._fairness = FairnessWindow(self._stats, self._config.mean_group_size)
         if not await self._begin():
             return
+        done = read_lines(self._config.run.path / METRICS_FILE)
+        await asyncio.to_thread(self._signs.go_on, done)
         self._validations.begin()
         await self._publish()
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
@@ -335,10 +339,12 @@ class Learner:
 
 
 def _free_cores(config: RunConfig, num_ranks: int) -> float:
-    """Of this machine, beside a core for each process of the launch that computes; not a number
-    where GPUs do."""
-    num_generators = config.generator.max_count if config.generator.url is None else 0
-    return math.nan if usable_devices() else max(0, num_cores() - num_ranks - num_generators)
+    """Of this machine, beside those of the processes of the launch that compute: as many as it has
+    threads by a setting, else one. Not a number where GPUs compute."""
+    generator, learner = config.generator, config.learner
+    num_generators = generator.max_count if generator.url is None else 0
+    used = num_ranks * max(1, learner.num_threads) + num_generators * max(1, generator.num_threads)
+    return math.nan if usable_devices() else max(0, num_cores() - used)
 
 
 def _rows(config: RunConfig) -> Rows:

@@ -83,20 +83,15 @@ def _complete(paths: Iterable[Path]) -> Iterator[Checkpoint]:
 _LOG_BOUND = 20.0
 
 
-class RewardEstimate(Struct, frozen=True):
-    """Of the policy before the step, from the batch that others sampled."""
-
-    reward: float
-    """sum(w R) / sum(w) over the episodes, w the ratio of a whole episode."""
-    ess: float
-    """(sum w)^2 / sum w^2 / episodes: how far to trust it."""
-
-
 class ReplayedStep(Struct, frozen=True):
     """`update` is what was added to the parameters [P]."""
 
     metrics: Mapping[str, float]
-    estimate: RewardEstimate
+    estimated_reward: float
+    """Of the policy before the step, from the batch that others sampled: sum(w R) / sum(w) over the
+    episodes, w the ratio of a whole episode."""
+    ess: float
+    """(sum w)^2 / sum w^2 / episodes: how far to trust it."""
     update: torch.Tensor
 
 
@@ -119,14 +114,14 @@ class Replayed:
         """Train the next recorded step."""
         restore_random_state([self._random], 0, 1)
         whole = [_joined(parts)]
-        estimate = self._estimate(self._batch(whole[0]))
+        reward, ess = self._estimated_reward(self._batch(whole[0]))
         before = self.parameters()
         for part in parts if self._takes_parts else whole:
             self._trainer.accumulate(self._batch(part))
         metrics = self._trainer.update()
         self.policy_version += 1
         self._random = random_state()
-        return ReplayedStep(metrics, estimate, self.parameters() - before)
+        return ReplayedStep(metrics, reward, ess, self.parameters() - before)
 
     def parameters(self) -> torch.Tensor:
         """[P] a copy, in host memory."""
@@ -156,18 +151,16 @@ class Replayed:
     def _batch(self, part: ReplayPart) -> TrainingBatch:
         return TrainingBatch.shared(part.headers, part.groups, self.policy_version, Ranks())
 
-    def _estimate(self, batch: TrainingBatch) -> RewardEstimate:
-        """By self-normalized importance sampling."""
+    def _estimated_reward(self, batch: TrainingBatch) -> tuple[float, float]:
+        """By self-normalized importance sampling, with its effective sample size."""
         log_ratios = self._trainer.logprobs(batch) - batch.behavior_logprobs
         episodes = batch.episodes
         sums = episodes.sequences.sum(log_ratios.double())
         weights = sums.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
         rewards = episodes.each(batch.rewards).double()
         total = weights.sum()
-        return RewardEstimate(
-            reward=float((weights * rewards).sum() / total),
-            ess=float(total.square() / weights.square().sum() / len(weights)),
-        )
+        ess = total.square() / weights.square().sum() / len(weights)
+        return float((weights * rewards).sum() / total), float(ess)
 
 
 def _joined(parts: Sequence[ReplayPart]) -> ReplayPart:
@@ -214,8 +207,7 @@ class Measured(Struct, frozen=True):
             for name, metric in MEASURES.items()
             if metric in step.metrics
         }
-        estimate = step.estimate
-        return cls(metrics, estimate.reward, estimate.ess, float(step.update.norm()))
+        return cls(metrics, step.estimated_reward, step.ess, float(step.update.norm()))
 
 
 class ComparedStep(Struct, frozen=True):

@@ -36,8 +36,8 @@ from streamrl.checkpoints.find import checkpoints_of
 from streamrl.checkpoints.history import History, survives
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.learner import ProfilerSettings
-from streamrl.config.loading.changed import with_overrides
 from streamrl.config.loading.explain import RESOLVED_FILE
+from streamrl.config.loading.load import with_overrides
 from streamrl.config.loading.rendering import values_of
 from streamrl.durable_files import sync, write_file
 from streamrl.errors import ConfigError, WireError

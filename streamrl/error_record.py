@@ -8,6 +8,7 @@ Invariant: only a direct child of the process that made the file writes to it.
 
 import contextlib
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -97,3 +98,14 @@ def _place(traceback: TracebackType | None) -> str:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return f"{Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno}"
+
+
+def sentence_of(exit_code: int, record: ErrorRecord | None) -> str:
+    """Why a process ended: its own sentence, else what its exit code tells."""
+    if record is not None:
+        return record.sentence
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    hint = ", as when memory runs out" if exit_code == -signal.SIGKILL else ""
+    return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}{hint}"

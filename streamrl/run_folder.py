@@ -1,8 +1,9 @@
 """A run's folder: prepared by a launch, read by every command.
 
 runs/NAME/  config.yaml  data.json  metrics.jsonl  trained.jsonl  books.json  learner.json
-            parity.json  launch.json  restarts.jsonl  evaluation.json  report.html  checkpoints/
-            abandoned/  buffer/  logs/ROLE.log  weights/  parity/  quarantine/  record/  replay/
+            parity.json  launch.json  mirror.json  restarts.jsonl  evaluation.json  report.html
+            checkpoints/  abandoned/  buffer/  logs/ROLE.log  weights/  parity/  quarantine/
+            record/  replay/
 
 buffer/     journal.sqlite  payloads/
 """
@@ -25,7 +26,7 @@ from msgspec import Struct
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.addresses import bound_socket, host_of, port_of, url_host
-from streamrl.config.environments.stream import SourceRows, first_difference, rows_of
+from streamrl.config.environments import SourceRows, first_difference, rows_of
 from streamrl.config.loading.explain import RESOLVED_FILE, similar_run
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
@@ -38,6 +39,7 @@ BOOKS_FILE = "books.json"
 RESTARTS_FILE = "restarts.jsonl"
 DATA_FILE = "data.json"
 LAUNCH_FILE = "launch.json"
+MIRROR_FILE = "mirror.json"
 PAGE_FILE = "report.html"
 _TARGETS = ".prometheus"
 # What a launch that made no step leaves to go on with.
@@ -62,6 +64,15 @@ class Launch(Struct, frozen=True):
 
     options: tuple[str, ...] = ()
     ended_s: float | None = None
+    failure: str = ""
+
+
+class MirrorStatus(Struct, frozen=True):
+    """When all of the run was last brought to its mirror (Unix time, None for never), and what the
+    last try failed for."""
+
+    url: str
+    whole_s: float | None = None
     failure: str = ""
 
 
@@ -223,6 +234,14 @@ def note_launch(folder: Path, launch: Launch) -> None:
     """Keep it for whoever reads the run later."""
     with suppress(OSError):
         write_file(folder / LAUNCH_FILE, msgspec.json.encode(launch).decode() + "\n")
+
+
+def read_mirror(folder: Path) -> MirrorStatus | None:
+    """None of a run that has brought nothing to a mirror."""
+    try:
+        return msgspec.convert(read_json(folder / MIRROR_FILE), MirrorStatus)
+    except msgspec.ValidationError:
+        return None
 
 
 def read_launch(folder: Path) -> Launch:

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
-from actors.engines.sglang.arguments import launch_command
+from actors.engines.sglang.server import launch_command
 from actors.engines.vllm.server import serve_options
 from streamrl.config import RunConfig
 from streamrl.interfaces import Engine

@@ -24,12 +24,13 @@ def rows() -> Iterator[str]:
     for family, settings in FAMILIES.items():
         network, gap = measure(make_model(family))
         how = "packed" if network.is_packed else "unpacked"
-        families[how].append(f"{family} `{settings['model_type']}`")
+        variant = "".join(family.partition(" with ")[1:])
+        families[how].append(f"`{settings['model_type']}`{variant}")
         gaps[how] = max(gaps[how], gap)
-    yield "| runs | largest difference, nats | families, with their `model_type` |"
+    yield "| runs | largest difference, nats | families, by `model_type` |"
     yield "|---|---|---|"
     for how, members in families.items():
-        yield f"| {how} | {gaps[how]:.0e} | {'; '.join(members)} |"
+        yield f"| {how} | {gaps[how]:.0e} | {', '.join(members)} |"
 
 
 @torch.no_grad()

@@ -4,15 +4,13 @@ A new engine implements `streamrl.interfaces.Engine` (`UpdatableEngine` takes th
 that are common), passes `tests/contract/test_engines.py`, and gets a case in `find_engine`.
 """
 
-from collections.abc import Callable
 from importlib.util import find_spec
+from pkgutil import resolve_name
 
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Engine
-
-MakeEngine = Callable[[RunConfig, int, bool], Engine]
 
 
 def make_engine(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:
@@ -22,56 +20,34 @@ def make_engine(config: RunConfig, *, seed: int, is_shared: bool = False) -> Eng
     engine on servers elsewhere shares them with other generators of the run, and has no weights
     before the learner has sent some.
     """
-    return find_engine(config.generator)(config, seed, is_shared)
+    make = resolve_name(find_engine(config.generator))
+    engine: Engine = make(config, seed=seed, is_shared=is_shared)
+    return engine
 
 
-def find_engine(generator: GeneratorSettings) -> MakeEngine:
-    """What makes the engine that `generator.engine` names; nothing is imported before it is called.
+def find_engine(generator: GeneratorSettings) -> str:
+    """MODULE:NAME of what makes the engine that `generator.engine` names; nothing is imported.
 
     Raises:
         ConfigError: there is no such engine, it is not installed, or its server's key is missing.
     """
     match generator.engine:
         case "hf":
-            return _make_hf
+            return "actors.engines.hf.engine:HfEngine.from_config"
         case "sglang":
             if generator.sglang.url is None:
                 _require_sglang()
             _ = generator.sglang.api_key
-            return _make_sglang
+            return "actors.engines.sglang.server:open_sglang"
         case "vllm" if generator.vllm.url:
             _ = generator.vllm.api_key
-            return _open_vllm
+            return "actors.engines.vllm.server:open_vllm"
         case "vllm":
             _require_vllm()
-            return _make_vllm
+            return "actors.engines.vllm.engine:VllmEngine.from_config"
         case name:
             allowed = ["hf", "sglang", "vllm"]
             raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, allowed)}")
-
-
-def _make_hf(config: RunConfig, seed: int, is_shared: bool) -> Engine:
-    from actors.engines.hf.engine import HfEngine
-
-    return HfEngine.from_config(config, seed=seed)
-
-
-def _make_sglang(config: RunConfig, seed: int, is_shared: bool) -> Engine:
-    from actors.engines.sglang.server import open_sglang
-
-    return open_sglang(config, seed=seed, is_shared=is_shared)
-
-
-def _open_vllm(config: RunConfig, seed: int, is_shared: bool) -> Engine:
-    from actors.engines.vllm.server import open_vllm
-
-    return open_vllm(config, is_shared=is_shared)
-
-
-def _make_vllm(config: RunConfig, seed: int, is_shared: bool) -> Engine:
-    from actors.engines.vllm.engine import VllmEngine
-
-    return VllmEngine.from_config(config, seed=seed)
 
 
 def _require_vllm() -> None:

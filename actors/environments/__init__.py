@@ -1,25 +1,35 @@
 """Environments: what answers the policy's completions.
 
-A built-in environment is a function in `BUILT_IN` that imports and returns what makes one, so that
-a package which is not installed is missed only where it is used. With a colon (`gymnasium:ID`) the
-rest of the name is its first argument. A user's own is a class in a file, named as PATH.py:CLASS.
-Either is made anew for each episode, with the entry's arguments.
+What makes a built-in one is named in `BUILT_IN` and imported where it is used, so that a package
+which is not installed is missed only there. With a colon (`gymnasium:ID`) the rest of the name is
+its first argument. A user's own is a class in a file, named as PATH.py:CLASS. Either is made anew
+for each episode, with the entry's arguments.
+
+Invariant: a user's own that fails costs its group (RolloutError, counted as `failed`), never the
+daemon. An entry's arguments that the class does not take are refused.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, cast
 
-from actors.environments.user import UserEnvironment, check_arguments
-from actors.tools.environment import TOOLS, ToolEnvironment
+from actors.tools.environment import TOOLS
 from actors.tools.toolset import Toolset
 from streamrl.config.environments import EnvironmentEntry
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.extras import missing
-from streamrl.interfaces import Environment, EnvironmentContext, Observation, Transition
+from streamrl.interfaces import (
+    Environment,
+    EnvironmentContext,
+    Observation,
+    RestorableEnvironment,
+    Transition,
+)
 from streamrl.types import Completion
-from streamrl.user_code import is_user_code
+from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 if TYPE_CHECKING:
     from actors.gateway.agent import Agent
@@ -41,50 +51,19 @@ class SingleTurn:
         """There is nothing to close."""
 
 
-def _agent() -> Make:
-    from actors.gateway.start import UnservedAgent
-
-    if find_spec("aiohttp") is None:
-        # The gateway's, which is imported once it serves.
-        raise ImportError("aiohttp", name="aiohttp")
-    return UnservedAgent
-
-
-def _frozen_lake() -> Make:
-    from actors.environments.games.frozen_lake import frozen_lake
-
-    return frozen_lake
-
-
-def _sokoban() -> Make:
-    from actors.environments.games.sokoban import sokoban
-
-    return sokoban
-
-
-def _gymnasium() -> Make:
-    from actors.environments.games.gymnasium import gymnasium_text
-
-    return gymnasium_text
-
-
-def _textarena() -> Make:
-    from actors.environments.games.textarena import textarena_game
-
-    return textarena_game
-
-
 _NO_TOOLS = Toolset()
-BUILT_IN: Mapping[str, Callable[[], Make]] = {
-    "single_turn": lambda: SingleTurn,
-    "agent": _agent,
-    TOOLS: lambda: ToolEnvironment,
-    "frozen_lake": _frozen_lake,
-    "sokoban": _sokoban,
+_GAMES = "actors.environments.games"
+BUILT_IN: Mapping[str, str] = {
+    "single_turn": "actors.environments:SingleTurn",
+    "agent": "actors.gateway.agent:UnservedAgent",
+    TOOLS: "actors.tools.environment:ToolEnvironment",
+    "frozen_lake": f"{_GAMES}.frozen_lake:frozen_lake",
+    "sokoban": f"{_GAMES}.sokoban:sokoban",
 }
-BY_ID: Mapping[str, Callable[[], Make]] = {
-    "gymnasium": _gymnasium,
-    "textarena": _textarena,
+"""MODULE:NAME of what makes one."""
+BY_ID: Mapping[str, str] = {
+    "gymnasium": f"{_GAMES}.gymnasium:gymnasium_text",
+    "textarena": f"{_GAMES}.textarena:textarena_game",
 }
 _IN_RECIPES = frozenset({"calculator", "file_search"})
 """Environments of earlier releases, each with a recipe of its name."""
@@ -145,7 +124,11 @@ def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
             f"{did_you_mean(entry.environment, known)}"
         )
     try:
-        return loads[kind]()
+        if kind == "agent" and find_spec("aiohttp") is None:
+            # The gateway's, which is imported once it serves.
+            raise ImportError("aiohttp", name="aiohttp")
+        make: Make = resolve_name(loads[kind])
+        return make
     except ImportError as error:
         raise missing(f"{entry.setting}: {entry.environment}", error) from error
 
@@ -155,3 +138,93 @@ def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":
         return make(**entry.kwargs)
     except ValueError as error:
         raise ConfigError(f"{entry.kwargs_setting}: {entry.environment}: {error}") from error
+
+
+def check_arguments(entry: EnvironmentEntry, make: Callable[..., Any]) -> None:
+    """
+    Raises:
+        ConfigError: an argument is unknown, or one that has no default is missing.
+    """
+    parameters = inspect.signature(make).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    allowed = [p.name for p in named]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in entry.kwargs:
+        if key not in allowed and not takes_any:
+            hint = did_you_mean(key, allowed) if allowed else "it takes none"
+            raise ConfigError(
+                f"{entry.kwargs_setting}: {entry.environment} takes no {key!r}; {hint}"
+            )
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in entry.kwargs:
+            raise ConfigError(
+                f"{entry.kwargs_setting}: {entry.environment} needs {parameter.name!r}"
+            )
+
+
+class UserEnvironment:
+    """A user's own, whose errors become those of its rollout.
+
+    Raises:
+        ConfigError: it cannot be made with the entry's arguments, or lacks a method.
+    """
+
+    def __init__(self, entry: EnvironmentEntry) -> None:
+        self._name = entry.environment
+        make = load_user_code(entry.setting, self._name)
+        check_arguments(entry, make)
+        owner = f"{entry.setting}: {self._name}"
+        with attributed_to(owner):
+            self._environment: Environment = make(**entry.kwargs)
+        for method in ("start", "step"):
+            _check_method(owner, self._environment, method, object())
+        if getattr(self._environment, "close", None):
+            _check_method(owner, self._environment, "close")
+        if any(getattr(self._environment, name, None) for name in ("snapshot", "restore")):
+            _check_method(owner, self._environment, "snapshot")
+            _check_method(owner, self._environment, "restore", object(), object())
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        with attributed_to(f"environment {self._name}", RolloutError):
+            return await self._environment.start(context)
+
+    async def step(self, completion: Completion) -> Transition:
+        with attributed_to(f"environment {self._name}", RolloutError):
+            return await self._environment.step(completion)
+
+    async def snapshot(self) -> Any:
+        """Of the user's own; None if it makes none."""
+        if take := getattr(self._environment, "snapshot", None):
+            with attributed_to(f"environment {self._name}", RolloutError):
+                return await take()
+        return None
+
+    async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
+        """Calls the user's own."""
+        with attributed_to(f"environment {self._name}", RolloutError):
+            await cast(RestorableEnvironment, self._environment).restore(context, snapshot)
+
+    async def close(self) -> None:
+        """Calls the user's own `close`, which it need not have."""
+        if close := getattr(self._environment, "close", None):
+            with attributed_to(f"environment {self._name}", RolloutError):
+                await close()
+
+
+def _check_method(owner: str, environment: object, name: str, *arguments: object) -> None:
+    """Whether `await environment.name(*arguments)` can work."""
+    method = getattr(environment, name, None)
+    if not callable(method):
+        raise ConfigError(
+            f"{owner}: has no method {name!r}; start(context) and step(completion), and snapshot() "
+            "with restore(context, snapshot) or neither"
+        )
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{owner}: {name} takes {inspect.signature(method)}, but is called with "
+            f"{len(arguments) or 'no'} argument: {error}"
+        ) from error
+    if inspect.ismethod(method) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+        raise ConfigError(f"{owner}: {name} is not `async def`, and it is awaited")

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from actors.prompts import num_held_out, open_held_out, open_prompts
-from actors.prompts.mixture import NUM_BATCHES, Mixture
+from actors.prompts import open_held_out, open_prompts
+from actors.prompts.rows import ConcatenatedPrompts
+from actors.prompts.streams import NUM_BATCHES, Mixture
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError
@@ -46,11 +47,10 @@ class HeldOutStream:
     """The held-out prompts of one entry after those of another."""
 
     entries: Sequence[EnvironmentEntry]
-    sources: Sequence[PromptSource]
-    sizes: Sequence[int]
+    sources: Sequence[ConcatenatedPrompts]
 
     def __len__(self) -> int:
-        return sum(self.sizes)
+        return sum(map(len, self.sources))
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         entry, own_index = self._place(prompt_index)
@@ -61,10 +61,10 @@ class HeldOutStream:
 
     def _place(self, prompt_index: int) -> tuple[int, int]:
         first = 0
-        for entry, size in enumerate(self.sizes):
-            if prompt_index < first + size:
+        for entry, source in enumerate(self.sources):
+            if prompt_index < first + len(source):
                 return entry, prompt_index - first
-            first += size
+            first += len(source)
         raise IndexError(f"there are {first} held-out prompts, and not one numbered {prompt_index}")
 
 
@@ -120,9 +120,4 @@ def open_held_out_stream(config: RunConfig) -> HeldOutStream:
     Raises:
         ConfigError: an entry has no held-out prompts.
     """
-    entries = config.entries
-    sources = [open_held_out(entry.data) for entry in entries]
-    sizes = [
-        num_held_out(entry.data, source) for entry, source in zip(entries, sources, strict=True)
-    ]
-    return HeldOutStream(entries, sources, sizes)
+    return HeldOutStream(config.entries, [open_held_out(entry.data) for entry in config.entries])

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from actors.concurrency import ClosedAfter, Deadline, DeadlineError
+from actors.concurrency import DeadlineError, closed_after, deadline
 from actors.environments import SingleTurn
 from actors.episode_record import (
     Context,
@@ -251,48 +251,37 @@ class EpisodeRun:
         Raises:
             RolloutError: the engine or the environment failed, or not a token was sampled in time.
         """
-        conversation = Conversation(start)
+        self._start, self._sampling = start, sampling
+        self._conversation = Conversation(start)
         try:
             player = self._make_environment()
             if is_agent(type(player)):
-                agent = cast(Agent, player)
-                playing = self._attend(agent, conversation, start, sampling)
-                finish_reason = await self._run(playing)
+                finish_reason = await self._run(self._attend(cast(Agent, player)))
             else:
-                environment = cast(Environment, player)
                 try:
-                    finish_reason = await self._play(environment, conversation, start, sampling)
+                    finish_reason = await self._play(cast(Environment, player))
                 except _NotRestoredError as error:
                     self._warn("an episode begins anew", error)
                     self._left = None
-                    environment = cast(Environment, self._make_environment())
-                    finish_reason = await self._play(environment, conversation, start, sampling)
+                    finish_reason = await self._play(cast(Environment, self._make_environment()))
         except ConfigError as error:
             # What no episode could do without was checked at the start.
             raise RolloutError(str(error)) from error.__cause__
         finally:
             self.is_over, self.num_slots = True, 0
         self._on_slot_free()
-        record = self._record
-        rollout = record.rollout(finish_reason, {**self._counts(), **self._metrics})
-        return rollout.with_messages(conversation.messages)
+        rollout = self._record.rollout(finish_reason, {**self._counts(), **self._metrics})
+        return rollout.with_messages(self._conversation.messages)
 
-    async def _play(
-        self,
-        environment: Environment,
-        conversation: Conversation,
-        start: EnvironmentContext,
-        sampling: SamplingParams,
-    ) -> FinishReason:
+    async def _play(self, environment: Environment) -> FinishReason:
         async with _closed_after(environment):
-            turns = self._take_turns(environment, conversation, start, sampling)
-            return await self._run(turns)
+            return await self._run(self._take_turns(environment))
 
     async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
         """Why the episode ended. Waits as `run` does."""
         began_s = perf_counter()
         try:
-            with Deadline(self._deadline_s, self._stop):
+            async with deadline(self._deadline_s, self._stop):
                 finish_reason = await playing
         except DeadlineError:
             finish_reason = FinishReason.DEADLINE
@@ -303,27 +292,27 @@ class EpisodeRun:
             name, limit_s = "group_deadline_s", self._deadline_s
         raise RolloutError(f"no token was sampled within generator.{name}, which is {limit_s:g} s")
 
-    async def _take_turns(
-        self,
-        environment: Environment,
-        conversation: Conversation,
-        start: EnvironmentContext,
-        sampling: SamplingParams,
-    ) -> FinishReason:
+    async def _take_turns(self, environment: Environment) -> FinishReason:
         """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
-        context = await self._restored(environment, conversation, start)
+        start, conversation = self._start, self._conversation
+        context = await self._restored(environment)
         if context is None:
-            with self._turn():
+            async with self._turn():
                 observation = checked_observation(await self._ask(environment.start(start)))
             conversation.observe(observation)
             context = Context().after(observation, start)
-            self._begin_first(context, conversation, start)
+            self._begin_first(context)
         while True:
             if len(context.token_ids) >= self._max_model_len and self._record.segments:
                 return FinishReason.LENGTH
-            with self._turn():
+            async with self._turn():
                 completion = await go_on(
-                    self._engine, context, sampling, self._handle, self._begun, self._max_model_len
+                    self._engine,
+                    context,
+                    self._sampling,
+                    self._handle,
+                    self._begun,
+                    self._max_model_len,
                 )
                 sampled = tuple(completion.token_ids.tolist())
                 if not sampled:
@@ -343,11 +332,9 @@ class EpisodeRun:
                 return FinishReason.MAX_TURNS
             conversation.observe(transition.observation)
             context = context.after(transition.observation, start)
-            await self._begin_next(environment, context, conversation)
+            await self._begin_next(environment, context)
 
-    async def _restored(
-        self, environment: Environment, conversation: Conversation, start: EnvironmentContext
-    ) -> Context | None:
+    async def _restored(self, environment: Environment) -> Context | None:
         """What the policy reads before the turn that an earlier lease has left; None: it has left
         none, or the first, which `start` begins again. Waits for the environment.
 
@@ -359,46 +346,43 @@ class EpisodeRun:
             return None
         try:
             state = msgspec.msgpack.decode(left.open_turn.environment)
-            with self._turn():
-                await self._ask(cast(RestorableEnvironment, environment).restore(start, state))
+            async with self._turn():
+                restorable = cast(RestorableEnvironment, environment)
+                await self._ask(restorable.restore(self._start, state))
         except Exception as error:
             raise _NotRestoredError(f"restore: {error}") from error
         self._record.restore(left)
-        conversation.restore(left.messages, left.open_turn.tools)
+        self._conversation.restore(left.messages, left.open_turn.tools)
         self._metrics = dict(left.metrics)
         self._environment_wait_s += self._metrics.pop(_WAIT_S, 0.0)
         self._left, self._standing, self._begun = None, left, left.open_turn.sampled
         return left.open_turn.context
 
-    def _begin_first(
-        self, context: Context, conversation: Conversation, start: EnvironmentContext
-    ) -> None:
+    def _begin_first(self, context: Context) -> None:
         """Before the first turn: with what an earlier lease has sampled of it, if it is the same.
 
         Of images and videos, which are large, only those of the prompt are the same by its number.
         """
         left, self._left = self._left, None
         self._begun = None
-        if context.media == start.media:
+        if context.media == self._start.media:
             context = structs.replace(context, media=())
             if left is not None and left.open_turn is not None and not left.segments:
                 is_same = left.open_turn.context == context
                 self._begun = left.open_turn.sampled if is_same else None
-            self._stand(OpenTurn(context, tools=conversation.tools), conversation)
+            self._stand(OpenTurn(context, tools=self._conversation.tools))
 
-    async def _begin_next(
-        self, environment: Environment, context: Context, conversation: Conversation
-    ) -> None:
+    async def _begin_next(self, environment: Environment, context: Context) -> None:
         """Before another turn. Waits for the environment's snapshot, if it makes one."""
         snapshot = await self._snapshot(environment)
         self._begun = self._standing = None
         if snapshot is not None:
-            self._stand(OpenTurn(context, snapshot, conversation.tools), conversation)
+            self._stand(OpenTurn(context, snapshot, self._conversation.tools))
 
-    def _stand(self, turn: OpenTurn, conversation: Conversation) -> None:
+    def _stand(self, turn: OpenTurn) -> None:
         metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
         rollout = self._record.rollout(ABORT, metrics)
-        standing = structs.replace(rollout, messages=conversation.messages, open_turn=turn)
+        standing = structs.replace(rollout, messages=self._conversation.messages, open_turn=turn)
         self._standing = None if self._warnings is None else standing
 
     async def _snapshot(self, environment: Environment) -> bytes | None:
@@ -406,7 +390,7 @@ class EpisodeRun:
         if take is None or self._warnings is None:
             return None
         try:
-            with self._turn():
+            async with self._turn():
                 state = await self._ask(take())
             return None if state is None else msgspec.msgpack.encode(state)
         except Exception as error:
@@ -430,10 +414,10 @@ class EpisodeRun:
             self.num_slots = 1
             self._environment_wait_s += perf_counter() - began_s
 
-    def _turn(self) -> AbstractContextManager[object]:
+    def _turn(self) -> AbstractAsyncContextManager[object]:
         """Around a turn, or the start of the environment."""
         turn_s = self._settings.turn_deadline_s
-        return nullcontext() if turn_s is None else Deadline(turn_s, self._stop)
+        return nullcontext() if turn_s is None else deadline(turn_s, self._stop)
 
     def _counts(self) -> dict[str, float]:
         """What is recorded of every episode."""
@@ -464,27 +448,21 @@ class EpisodeRun:
             self.num_slots = max(0, self.num_slots - 1)
             self._on_slot_free()
 
-    async def _attend(
-        self,
-        agent: Agent,
-        conversation: Conversation,
-        start: EnvironmentContext,
-        sampling: SamplingParams,
-    ) -> FinishReason:
+    async def _attend(self, agent: Agent) -> FinishReason:
         """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
         self._session = session = Session(
             self,
-            start.renderer,
-            sampling,
+            self._start.renderer,
+            self._sampling,
             max_model_len=self._max_model_len,
             max_turns=self._settings.max_turns,
             record=self._record,
             stop=self._stop,
         )
         try:
-            result = await play(agent, session, start)
+            result = await play(agent, session, self._start)
         finally:
-            conversation.messages = session.messages or conversation.messages
+            self._conversation.messages = session.messages or self._conversation.messages
             self._environment_wait_s = session.idle_s
         invalid = {INVALID_TURNS: float(session.num_invalid_turns)}
         self._metrics = {**result.metrics, **(invalid if session.num_invalid_turns else {})}
@@ -506,7 +484,7 @@ class EpisodeRun:
 def _closed_after(environment: Environment) -> AbstractAsyncContextManager[object]:
     # Most episodes are of one turn, and their close does nothing: without a timer.
     is_plain = type(environment) is SingleTurn
-    return nullcontext() if is_plain else ClosedAfter(environment.close)
+    return nullcontext() if is_plain else closed_after(environment.close)
 
 
 def _without_a_token(completion: Completion) -> FinishReason:

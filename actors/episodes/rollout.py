@@ -31,8 +31,7 @@ from actors.gateway.agent import Agent
 from actors.prompts.rows import for_teachers
 from actors.prompts.seeds import seed_of
 from actors.rendering.messages import is_prefill
-from actors.rendering.renderer import ChatRenderer
-from actors.rendering.vision import load_media, sees_media
+from actors.rendering.renderer import ChatRenderer, load_media, sees_media
 from actors.rewards.forms import shown_gold
 from actors.rewards.remote.teachers import RemoteTeachers
 from streamrl.config.generator import EpisodeSettings, OversampleSettings
@@ -51,6 +50,7 @@ from streamrl.types import (
     GREEDY_REWARD,
     BoolArray,
     GroupFacts,
+    Int32Array,
     Lease,
     PackedGroup,
     RoutedExperts,
@@ -150,49 +150,41 @@ def first_of_each(rewards: Sequence[float], count: int) -> list[int]:
     return sorted(place for _, place in sorted(rounds)[:count])
 
 
-class ScoredRollout(NamedTuple):
-    """`metrics` stand beside the rollout's own."""
-
-    rollout: Rollout
-    reward: float
-    metrics: Mapping[str, float]
-    extracted: str | None = None
-
-    def facts(self, segment: Segment) -> GroupFacts:
-        rollout = self.rollout
-        return GroupFacts(
-            num_tokens=sum(len(span.token_ids) for span in segment.spans),
-            reward=self.reward,
-            finish_reason=rollout.finish_reason,
-            turns=segment.turns,
-            metrics={**self.metrics, **rollout.metrics},
-            media=tuple(medium.id for medium in segment.media),
-            extracted=self.extracted,
-        )
+def _facts(rollout: Rollout, score: Score, segment: Segment) -> GroupFacts:
+    return GroupFacts(
+        num_tokens=sum(len(span.token_ids) for span in segment.spans),
+        reward=score.reward,
+        finish_reason=rollout.finish_reason,
+        turns=segment.turns,
+        metrics={**score.metrics, **rollout.metrics},
+        media=tuple(medium.id for medium in segment.media),
+        extracted=score.extracted,
+    )
 
 
-def assembled(siblings: Sequence[ScoredRollout], **fields: Any) -> TrajectoryGroup:
+def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> TrajectoryGroup:
     """The group of these siblings; `fields` are its further ones.
 
     Raises:
         ValueError: an engine or an environment has recorded what no trajectory may hold.
     """
-    spans = [span for s in siblings for part in s.rollout.segments for span in part.spans]
+    segments = [segment for rollout, _ in siblings for segment in rollout.segments]
+    spans = [span for segment in segments for span in segment.spans]
     lengths = [len(span.token_ids) for span in spans]
     policy_versions = np.concatenate([span.policy_versions for span in spans])
     response_mask = policy_versions >= 0
     packed = PackedGroup(
-        facts=tuple(s.facts(segment) for s in siblings for segment in s.rollout.segments),
+        facts=tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments),
         token_ids=np.concatenate([span.token_ids for span in spans]),
         response_mask=response_mask,
         behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
         policy_versions=policy_versions,
         loss_mask=_loss_mask(spans, response_mask),
-        episode_indices=episode_indices(len(s.rollout.segments) for s in siblings),
-        media=distinct(medium for s in siblings for medium in s.rollout.media),
+        episode_indices=episode_indices(len(rollout.segments) for rollout, _ in siblings),
+        media=distinct(medium for rollout, _ in siblings for medium in rollout.media),
         sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
         top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
-        routed_experts=_routed_experts([p for s in siblings for p in s.rollout.segments]),
+        routed_experts=_routed_experts(segments),
         **fields,
     )
     return packed.group()
@@ -209,6 +201,14 @@ def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | N
     in_loss = [np.full(len(span.token_ids), span.in_loss) for span in spans]
     mask: BoolArray = response_mask & np.concatenate(in_loss)
     return mask
+
+
+class Lesson(NamedTuple):
+    """Who teaches a prompt: the one that its row names, "" for all, and what they read in its
+    place; None: what the policy reads."""
+
+    teacher: str = ""
+    prompt: Int32Array | None = None
 
 
 class TruncatedGroupError(Exception):
@@ -287,6 +287,7 @@ class GroupRunner:
 
     async def _group(self, lease: Lease, progress: GroupProgress) -> TrajectoryGroup:
         context = await self._context(lease)
+        lesson = self._lesson(context.prompt)
         async with self.open_group(context) as shared:
             finished = await self._rollouts(replace(context, shared=shared), progress)
         canceled = [
@@ -295,7 +296,24 @@ class GroupRunner:
             if rollout is None
         ]
         rollouts = [rollout for rollout in finished if rollout is not None]
-        return await self._scored_group(lease, context.prompt, rollouts, canceled)
+        group = await self._scored_group(lease, context.prompt, rollouts, canceled)
+        return await self._taught(group, context.prompt, lesson)
+
+    def _lesson(self, prompt: Prompt) -> Lesson:
+        """Before anything is sampled.
+
+        Raises:
+            RolloutError: the row names no teacher, or there is nothing that teachers would read.
+        """
+        if self.teachers is None:
+            return Lesson()
+        teacher, template = self.teachers.named_by(prompt.row), self.teachers.template
+        if not template:
+            return Lesson(teacher)
+        shown = self.renderer.token_ids_of(for_teachers(template, prompt))
+        if not shown:
+            raise RolloutError("algorithm.distillation.template: renders nothing for this prompt")
+        return Lesson(teacher, np.array(shown, np.int32))
 
     async def _context(self, lease: Lease) -> EnvironmentContext:
         """What the siblings start from. Waits for a thread that reads the prompt's media."""
@@ -373,36 +391,27 @@ class GroupRunner:
             ) from error
         kept = first_of_each([score.reward for score in scores], self.group_size)
         scored = [
-            ScoredRollout(siblings[i], score.reward, {**metrics, **score.metrics}, score.extracted)
+            (siblings[i], replace(scores[i], metrics={**metrics, **scores[i].metrics}))
             for i in kept
-            for score in (scores[i],)
         ]
         discarded = [siblings[i].num_sampled_tokens for i in set(range(len(siblings))) - {*kept}]
         try:
-            group = assembled(
+            return assembled(
                 scored,
                 group_id=f"{lease.prompt_index}:{lease.lease_id}",
                 prompt_index=lease.prompt_index,
                 environment=self.environment,
                 discarded_lengths=(*discarded, *canceled, *cut),
                 answer=shown_gold(prompt),
-                teacher="" if self.teachers is None else self.teachers.named_by(prompt.row),
             )
         except ValueError as error:
             raise RolloutError(f"what was sampled cannot be recorded: {error}") from error
-        if self.teachers is None:
-            return group
-        if template := self.teachers.template:
-            group = self._with_teacher_prompt(group, prompt, template)
-        return await self._taught(group, self.teachers)
 
-    def _with_teacher_prompt(
-        self, group: TrajectoryGroup, prompt: Prompt, template: str
-    ) -> TrajectoryGroup:
-        """With what teachers read before the first response token of each trajectory.
-
+    def _require_prompt_alone(self, group: TrajectoryGroup, prompt: Prompt) -> None:
+        """
         Raises:
-            RolloutError: there is more, or something else, than the prompt before it.
+            RolloutError: there is more, or something else, than the prompt before the first
+                response token of a trajectory.
         """
         before = {
             tuple(t.token_ids[: t.response_mask.argmax()].tolist())
@@ -414,12 +423,17 @@ class GroupRunner:
                 "algorithm.distillation.template: an episode does not begin with the text of the "
                 "prompt alone, in whose place teachers would read another one; leave it out"
             )
-        shown = self.renderer.token_ids_of(for_teachers(template, prompt))
-        return structs.replace(group, teacher_prompt=np.array(shown, np.int32))
 
-    async def _taught(self, group: TrajectoryGroup, teachers: RemoteTeachers) -> TrajectoryGroup:
+    async def _taught(
+        self, group: TrajectoryGroup, prompt: Prompt, lesson: Lesson
+    ) -> TrajectoryGroup:
         """With the log-probabilities of its teachers by url. Waits for them, at most as long as
         the episodes had."""
+        if (teachers := self.teachers) is None:
+            return group
+        if lesson.prompt is not None:
+            self._require_prompt_alone(group, prompt)
+        group = structs.replace(group, teacher=lesson.teacher, teacher_prompt=lesson.prompt)
         try:
             async with asyncio.timeout(self.deadline_s) as limit:
                 return await teachers.score(group)

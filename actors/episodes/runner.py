@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from actors.concurrency import ClosedAfter, Deadline, DeadlineError
+from actors.concurrency import DeadlineError, closed_after, deadline
 from actors.environments import environment_maker
 from actors.environments.stream import HeldOutStream, Stream
 from actors.episodes.rollout import GroupProgress, GroupRunner, unbuffered_lease
@@ -52,9 +52,10 @@ async def open_group(
         return
     attributed = partial(attributed_to, f"environment {name}: open_group", RolloutError)
     try:
-        with Deadline(deadline_s), attributed():
-            manager = opened(context)
-            shared = await manager.__aenter__()
+        async with deadline(deadline_s):
+            with attributed():
+                manager = opened(context)
+                shared = await manager.__aenter__()
     except DeadlineError as error:
         raise RolloutError(
             f"environment {name}: open_group has not opened within generator.group_deadline_s, "
@@ -65,7 +66,7 @@ async def open_group(
         with attributed():
             await manager.__aexit__(None, None, None)
 
-    async with ClosedAfter(close):
+    async with closed_after(close):
         yield shared
 
 

@@ -1,16 +1,30 @@
 """An agent plays an episode by asking the policy, where an environment answers it.
 
 `actors.episodes` calls `play` where the episode has an agent instead of an environment.
+
+`serving_agents`: the gateway of a generator, if an environment of its run is `agent`.
+
+    runs/NAME/gateways/GENERATOR.json   where agents reach it, while it is there
 """
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from actors.gateway.session import Session
+from streamrl.config import RunConfig
+from streamrl.durable_files import write_file
 from streamrl.errors import RolloutError
+from streamrl.extras import missing
 from streamrl.interfaces import EnvironmentContext
+
+if TYPE_CHECKING:
+    from actors.gateway.gateway import Gateway
+    from actors.rendering.renderer import ChatRenderer
 
 
 @dataclass(frozen=True)
@@ -64,3 +78,66 @@ async def play(agent: Agent, session: Session, context: EnvironmentContext) -> A
     if result.reward is not None:
         session.judge(result.reward)
     return result
+
+
+AGENT = "agent"
+"""The name of the environment that agents play."""
+
+
+class UnservedAgent:
+    """Stands for the environment where no gateway serves it."""
+
+    def __init__(self, function: str | None = None, command: str | list[str] | None = None) -> None:
+        """
+        Args:
+            function: as `generator.agent.function`, of one of several environments.
+            command: as `generator.agent.command`.
+        """
+
+    async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
+        """
+        Raises:
+            RolloutError: always.
+        """
+        raise RolloutError(
+            "generator.environment: is agent, and agents play in the generators of a run alone"
+        )
+
+
+@asynccontextmanager
+async def serving_agents(
+    config: RunConfig, generator_id: str, renderer: "ChatRenderer"
+) -> AsyncIterator[Mapping[str, Agent]]:
+    """What plays the episodes of environment `agent`, by the names of the entries.
+
+    Raises:
+        ConfigError: the gateway cannot be started as it is configured.
+        TransportError: other processes have its ports.
+    """
+    names = [entry.name for entry in config.entries if entry.environment == AGENT]
+    if not names:
+        yield {}
+        return
+    gateway = _gateway(config)
+    folder = config.run.path / "gateways"
+    file = folder / f"{generator_id}.json"
+    try:
+        url = await gateway.start(renderer)
+        folder.mkdir(exist_ok=True)
+        write_file(file, json.dumps({"url": url, "pid": os.getpid()}))
+        yield dict.fromkeys(names, gateway)
+    finally:
+        file.unlink(missing_ok=True)
+        await gateway.close()
+
+
+def _gateway(config: RunConfig) -> "Gateway":
+    """
+    Raises:
+        ConfigError: the package that serves HTTP is not installed.
+    """
+    try:
+        from actors.gateway.gateway import Gateway
+    except ImportError as error:
+        raise missing("generator.environment: agent", error) from error
+    return Gateway(config)

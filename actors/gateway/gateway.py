@@ -14,14 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.gateway.agent import AgentResult
+from actors.gateway.agent import AGENT, AgentResult
 from actors.gateway.apis.requests import Json
-from actors.gateway.command_agent import CommandAgent
-from actors.gateway.function_agent import FunctionAgent
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.server import GatewayServer, TaskRoutes
 from actors.gateway.session import Session
-from actors.gateway.start import AGENT
+from actors.gateway.started_agents import CommandAgent, FunctionAgent
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry

@@ -7,17 +7,16 @@
 A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.prompts.mixture import Mixture
 from actors.prompts.rows import ConcatenatedPrompts, PromptRows, RowColumns, RowPrompts
 from actors.prompts.seeds import HELD_OUT_RUN_SEED
-from actors.prompts.streams import Epochs, FirstPrompts, MixedPrompts, NamedPrompts
+from actors.prompts.streams import Epochs, FirstPrompts, MixedPrompts, Mixture, NamedPrompts
 from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, LevelPrompts, TaskPrompts
 from actors.prompts.user import open_user_source
 from streamrl.config.data import DataSettings, SourceSettings
@@ -54,7 +53,7 @@ def open_prompts(
 
 
 def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
-    """Held-out prompts, numbered from 0 to `num_held_out` - 1: of each source at most
+    """Held-out prompts, numbered from 0: of each source at most
     `data.num_eval_prompts`, the same ones whatever `run.seed` is, a file's from its first row on.
     What is made up has seeds that no training has, also where `data.eval_source` names it.
 
@@ -71,11 +70,6 @@ def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
     limit = data.num_eval_prompts
     sets = [part if isinstance(part, PromptRows) else FirstPrompts(part, limit) for part in parts]
     return ConcatenatedPrompts(sets, limit)
-
-
-def num_held_out(data: DataSettings, prompts: Sized) -> int:
-    """The prompts of `open_held_out`."""
-    return len(prompts)
 
 
 def _joined(

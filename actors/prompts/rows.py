@@ -49,8 +49,8 @@ def for_teachers(template: str, prompt: Prompt) -> Prompt:
 def _taught(template: str, prompt: Prompt, text: str) -> str:
     try:
         values = {**prompt.row, "prompt": text, "answer": prompt.answer}
-        return _compiled(template).render(values)
-    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        return _render(template, values)
+    except ValueError as error:
         raise RolloutError(f"algorithm.distillation.template: {error}") from error
 
 
@@ -144,13 +144,12 @@ class RowColumns:
     def _rendered(self, row: Row) -> str | tuple[Message, ...]:
         try:
             if isinstance(self.template, str):
-                return _compiled(self.template).render(row.fields)
+                return _render(self.template, row.fields)
             assert self.template is not None, "asked by the caller"
             return tuple(
-                {"role": m.role, "content": _compiled(m.content).render(row.fields)}
-                for m in self.template
+                {"role": m.role, "content": _render(m.content, row.fields)} for m in self.template
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        except ValueError as error:
             raise ConfigError(
                 f"data.prompt_template: it cannot render {row.place}: {error}"
             ) from error
@@ -230,6 +229,19 @@ def column(prompt: Prompt, key: str) -> Any:
     """The value of a column of the prompt's row, which a dot may reach into; None without it."""
     value = _value(prompt.row, key)
     return None if value is _MISSING else value
+
+
+def _render(template: str, values: Mapping[str, Any]) -> str:
+    """
+    Raises:
+        ValueError: it cannot be rendered.
+    """
+    try:
+        return _compiled(template).render(values)
+    # It calls methods of text, which raise what they like.
+    except Exception as error:
+        is_sentence = isinstance(error, TemplateError | TypeError | ValueError | ArithmeticError)
+        raise ValueError(str(error) if is_sentence else repr(error)) from error
 
 
 @cache

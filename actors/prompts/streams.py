@@ -4,21 +4,152 @@
 prompt index): each epoch is a permutation of its own, so no prompt comes twice within an epoch and
 a resumed run goes on where it stopped. Where it goes on with other rows, an epoch of them begins; a
 prompt before it that is still open reads them, too, in an order of its own.
+
+`Mixture`: which of several parts has an index of a stream, by weight: of the sources of a run, or
+of its environments.
+
+    index -> block, place    a block is so many indices; of an environment it is a batch
+    block -> the part at each place    as many of each as are due, in a seeded order
+    part, its own indices so far -> its own index
+
+Which part has an index, and which of its own indices that is, is a pure function of (key, index).
+A part's own indices have no gap, so each source goes through its own epochs.
+
+What is due by a block is counted in two ways. Sources are within one prompt of their weights after
+every block. An environment has its share rounded up or down in each single batch, since a batch has
+no more of it than its limit; its weight is met over NUM_BATCHES.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.prompts.mixture import Mixture
 from actors.prompts.rows import PromptRows, column
 from streamrl.config.data import CurriculumSettings
 from streamrl.data_files import shown
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt, PromptSource
+
+Due: TypeAlias = Callable[[int], Sequence[int]]
+"""How many indices of each part are in so many blocks, from the first on."""
+
+_SHORTEST = 64
+NUM_BATCHES = 1000
+"""After so many the counts of environments repeat; shares are exact to a prompt in all of them."""
+_SPREAD = 619
+"""Prime to the above: it puts batches beside each other whose roundings differ."""
+_OF_SOURCES = 2**32 - 1
+
+
+class Mixture:
+    """
+    Args:
+        due: what each part has in so many blocks; together always their size.
+        key: of the order in the blocks.
+    """
+
+    def __init__(self, block_size: int, due: Due, key: Sequence[int]) -> None:
+        self.block_size = block_size
+        self.due = due
+        self._key = key
+        self._block = lru_cache(maxsize=16)(self._places)
+
+    @classmethod
+    def of_sources(cls, weights: Sequence[float], seed: int) -> "Mixture":
+        """Weights > 0."""
+        exact = [Fraction(weight) for weight in weights]
+        total = sum(exact)
+        bounds = [part / total for part in itertools.accumulate(exact, initial=Fraction(0))]
+        block_size = max(_SHORTEST, math.ceil(total / min(exact)))
+
+        def due(num_blocks: int) -> Sequence[int]:
+            # A bound of the cumulated weights is rounded down, so the counts add up; a block is
+            # long enough that none of them ever falls.
+            ends = [math.floor(num_blocks * block_size * bound) for bound in bounds]
+            return [end - start for start, end in itertools.pairwise(ends)]
+
+        return cls(block_size, due, (seed, _OF_SOURCES))
+
+    @classmethod
+    def of_environments(
+        cls, weights: Sequence[float], limits: Sequence[int | None], batch_size: int, seed: int
+    ) -> "Mixture":
+        """
+        Args:
+            limits: of each entry the most prompts that it plays in a batch; None: no limit.
+        """
+        quotas = _quotas(np.array(weights, np.float64), limits, batch_size)
+        counts = _counts(quotas, batch_size)
+        before = np.vstack([np.zeros_like(counts[:1]), counts.cumsum(axis=0)])
+
+        def due(num_batches: int) -> Sequence[int]:
+            cycle, number = divmod(num_batches, NUM_BATCHES)
+            return [
+                cycle * int(a) + int(b) for a, b in zip(before[-1], before[number], strict=True)
+            ]
+
+        return cls(batch_size, due, (seed,))
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The part that has this index, and which of its own indices it is."""
+        block, place = divmod(index, self.block_size)
+        parts, own_indices = self._block(block)
+        return int(parts[place]), int(own_indices[place])
+
+    def num_before(self, index: int) -> Sequence[int]:
+        """How many of the indices below this one each part has."""
+        block, place = divmod(index, self.block_size)
+        due, (parts, _) = self.due(block), self._block(block)
+        return [before + int((parts[:place] == part).sum()) for part, before in enumerate(due)]
+
+    def _places(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[block_size] the part at each place of a block, and its own index there."""
+        before, after = self.due(block), self.due(block + 1)
+        counts = [last - first for first, last in zip(before, after, strict=True)]
+        ordered = np.repeat(np.arange(len(counts)), counts)
+        parts = np.random.default_rng([*self._key, block]).permutation(ordered)
+        own_indices = np.empty_like(parts)
+        for part, first in enumerate(before):
+            is_its = parts == part
+            own_indices[is_its] = first + np.arange(is_its.sum())
+        return parts, own_indices
+
+
+def _quotas(
+    weights: NDArray[np.float64], limits: Sequence[int | None], batch_size: int
+) -> NDArray[np.float64]:
+    """[entries] mean prompts in a batch: by weight, and what a limit takes from one is shared
+    among the others by weight."""
+    most = np.array([batch_size if limit is None else limit for limit in limits], np.float64)
+    is_full = np.zeros(len(weights), bool)
+    while True:
+        rest = batch_size - most[is_full].sum()
+        quotas = np.where(is_full, most, rest * weights / max(weights[~is_full].sum(), 1e-300))
+        above = ~is_full & (quotas > most)
+        if not above.any():
+            return quotas
+        is_full |= above
+
+
+def _counts(quotas: NDArray[np.float64], batch_size: int) -> NDArray[np.int64]:
+    """[batches, entries] prompts: each quota rounded up or down, their sum the batch size.
+
+    Entry i has the points of an evenly spaced grid that fall between the sums of the quotas before
+    it and with it; each batch has a grid of its own offset.
+    """
+    edges = quotas.cumsum()[:-1]
+    offsets = (np.arange(NUM_BATCHES) * _SPREAD % NUM_BATCHES + 0.5) / NUM_BATCHES
+    below = np.clip(np.ceil(edges[None, :] - offsets[:, None]), 0, batch_size).astype(np.int64)
+    first = np.zeros((NUM_BATCHES, 1), np.int64)
+    last = np.full((NUM_BATCHES, 1), batch_size, np.int64)
+    return np.diff(np.hstack([first, below, last]), axis=1)
 
 
 class NamedPrompts:

@@ -1,27 +1,86 @@
-"""Prompts to token ids and completions to text: chat template, length, truncation.
+"""Prompts to token ids and completions to text: chat template, length, truncation, images.
 
-Invariant: the ids that the engine gets are the ids that are recorded; nothing is tokenized twice.
+Invariant: the ids that the engine gets are the ids that are recorded, placeholders of images
+included; nothing is tokenized twice.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, num_shared
 from actors.rendering.messages import is_prefill
 from actors.rendering.parsing import MessageParser
-from actors.rendering.vision import PromptVision, load_media
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
+from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Message, Prompt, ToolSchema
 from streamrl.types import Media
-from streamrl.vision.parts import media_of
+from streamrl.vision.parts import has_media, loaded, media_of
+from streamrl.vision.patches import PatchReader
+from streamrl.vision.places import Placeholders
+
+
+@dataclass(frozen=True)
+class PromptVision:
+    """What of a model that sees images a renderer knows."""
+
+    reader: PatchReader
+    placeholders: Placeholders
+
+    @classmethod
+    def of(cls, model: ModelSettings) -> "PromptVision | None":
+        """None of a model that sees none.
+
+        Raises:
+            ConfigError: there is no model, or it lacks its image processor.
+        """
+        folder = Path(model.path)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            # A tokenizer alone renders text.
+            return None
+        trust = model.trust_remote_code
+        reader = PatchReader.of(model.path, trust_remote_code=trust)
+        if reader is None:
+            return None
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust)
+        return cls(reader, Placeholders.of(config))
+
+    def expand(
+        self, token_ids: Sequence[int], media: Sequence[Media], place: str
+    ) -> tuple[int, ...]:
+        """Token ids as the model reads them, from those of a rendered template.
+
+        Raises:
+            RolloutError: a medium is malformed, or a text contains a placeholder token.
+        """
+        sizes = [self.reader.size(medium, place) for medium in media]
+        return self.placeholders.expand(token_ids, sizes, place)
+
+
+def sees_media(prompt: Prompt) -> bool:
+    """Whether its messages hold images or videos."""
+    return not isinstance(prompt.content, str) and has_media(prompt.content)
+
+
+def load_media(prompt: Prompt) -> Prompt:
+    """The prompt with its media read.
+
+    Raises:
+        RolloutError: a file cannot be read, or holds no image within the limits.
+    """
+    if isinstance(prompt.content, str):
+        return prompt
+    place = prompt.origin or "a prompt"
+    return replace(prompt, content=loaded(prompt.content, place, prompt.folder))
+
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 # How vocabularies write bytes: SentencePiece each as a token, byte-level BPE in GPT-2's alphabet.

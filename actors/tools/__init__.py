@@ -2,7 +2,7 @@
 
     tool.py            what a tool is: `ToolSource` for a generator, `ToolSession` for an episode
     functions.py       a function or a class of the user's own, at PATH.py:NAME
-    calculator.py      arithmetic          python.py    code in the sandbox
+    builtin.py         arithmetic, and code in the sandbox
     mcp.py             the tools of an MCP server
     toolset.py         all tools of a generator, and the calls of an episode
     environment.py     the environment `tools`

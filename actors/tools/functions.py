@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import yaml
@@ -123,7 +124,7 @@ class UserTool:
         call = getattr(self._loaded, "call", None)
         if not inspect.isfunction(call):
             raise ConfigError(f"{self._owner}: the class has no method call(self, ...)")
-        schema = schema_of(_without_self(call), self._owner)
+        schema = schema_of(MethodType(call, self._loaded), self._owner)
         name = settings.tool.rpartition(":")[2]
         return {**schema, "function": {**schema["function"], "name": name}}
 
@@ -173,17 +174,3 @@ class _FunctionSession:
 def as_text(result: object) -> str:
     """What the policy reads of a result: text as it stands, anything else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, default=str)
-
-
-def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose signature and docstring are the method's, for the schema."""
-
-    def function() -> None:
-        """Never called."""
-
-    signature = inspect.signature(method)
-    parameters = list(signature.parameters.values())[1:]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    function.__annotations__ = dict(method.__annotations__)
-    function.__doc__ = method.__doc__
-    return function

@@ -14,9 +14,8 @@ from dataclasses import astuple, dataclass, replace
 from time import monotonic
 from typing import Any
 
-from actors.tools.calculator import Calculator
+from actors.tools.builtin import Calculator, PythonTool
 from actors.tools.functions import UserTool
-from actors.tools.python import PythonTool
 from actors.tools.tool import ToolError, ToolSession, ToolSource, name_of
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError, did_you_mean

@@ -9,8 +9,7 @@ what is trained would then have other lengths than what was sampled.
 
 Longest first into the bin with most room. Karmarkar-Karp, which verl and ROLL use, balances without
 knowing the limit, and exceeds it where the bins are nearly full; this keeps the limit, comes close
-in balance, and takes a heap's time. A rank fills its own bins; of the others it needs to know how
-many they take, which follows from their lengths without filling where there is room enough. Which
+in balance, and takes a heap's time. A rank fills the bins of all, since all have as many. Which
 rank has which trajectories, `share` says.
 
 `beside_each_other`: siblings, which are trajectories that begin alike, in one micro-batch compute
@@ -27,7 +26,7 @@ rank, which alone fetches its payload; the plan is a function of the headers and
 ranks, so every rank makes the same one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from typing import TypeAlias
@@ -58,16 +57,13 @@ def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> lis
     """
     if not len(lengths):
         raise ConfigError("a batch without trajectories cannot be packed")
-    (own,) = (owners == rank).nonzero()
-    own = own[longest_first(lengths[own])]
-    indices, own_lengths = own.tolist(), lengths[own].tolist()
-    num_bins = _num_needed(lengths, owners, max_tokens)
-    while True:
-        bins = _fill(own_lengths, max_tokens, num_bins)
-        others = _doubtful(lengths, owners, rank, max_tokens, num_bins)
-        if bins is not None and all(_fill(other, max_tokens, num_bins) for other in others):
-            return [[indices[place] for place in members] for members in bins]
+    members = [np.flatnonzero(owners == r) for r in range(max(rank, owners.max()) + 1)]
+    own = members[rank][longest_first(lengths[members[rank]])]
+    shares = [sorted(lengths[of_rank].tolist(), reverse=True) for of_rank in members]
+    num_bins = max(_num_needed(lengths[of_rank], max_tokens) for of_rank in members)
+    while not all(_fill(share, max_tokens, num_bins) for share in shares):
         num_bins += 1
+    return [own[places].tolist() for places in _fill(shares[rank], max_tokens, num_bins) or ()]
 
 
 def longest_first(lengths: Integers) -> Integers:
@@ -75,55 +71,23 @@ def longest_first(lengths: Integers) -> Integers:
     return (-lengths).argsort(kind="stable")
 
 
-def _num_needed(lengths: Integers, owners: Integers, max_tokens: int) -> int:
+def _num_needed(lengths: Integers, max_tokens: int) -> int:
     """Micro-batches at least: those of long trajectories, and as many as the others fill."""
-    if lengths.max() <= max_tokens:
-        return -(-int(np.bincount(owners, lengths).max()) // max_tokens)
     is_long = lengths > max_tokens
-    tokens = np.bincount(owners, lengths * ~is_long)
-    return int((np.bincount(owners, is_long) - (-tokens // max_tokens)).max())
-
-
-def _doubtful(
-    lengths: Integers, owners: Integers, rank: int, max_tokens: int, num_bins: int
-) -> Iterator[list[int]]:
-    """The lengths, longest first, of each other rank that might not find room in so many bins.
-
-    The emptiest of B bins has at most a B-th of what came before. If that leaves room for each
-    trajectory after the first B, all find some.
-    """
-    if num_bins == 1:
-        return
-    keys = np.sort(((owners << 32) - lengths)[owners != rank])
-    owners = (keys >> 32) + 1
-    lengths = (owners << 32) - keys
-    counts = np.bincount(owners)
-    firsts = np.repeat(np.cumsum(counts) - counts, counts)
-    before = np.cumsum(lengths) - lengths
-    before -= before[firsts]
-    is_tight = before + num_bins * lengths > num_bins * max_tokens
-    is_tight &= np.arange(len(lengths)) - firsts >= num_bins
-    for other in np.unique(owners[is_tight | (lengths > max_tokens)]):
-        yield lengths[owners == other].tolist()
+    return int(is_long.sum() - (-lengths[~is_long].sum() // max_tokens))
 
 
 def _fill(lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
     """The indices in each bin, the fullest bin first; None if one finds no room."""
-    bins = [[index] for index in range(min(num_bins, len(lengths)))]
-    bins += [[] for _ in range(num_bins - len(bins))]
-    # A bin's key is its tokens, with its number in the lowest bits: the smallest has most room.
-    num_bits = num_bins.bit_length()
-    mask = (1 << num_bits) - 1
-    keys = [(length << num_bits) | b for b, length in enumerate(lengths[:num_bins])]
-    heap = [*range(len(keys), num_bins), *reversed(keys)]
-    most = (max_tokens << num_bits) | mask
-    for index in range(num_bins, len(lengths)):
-        key = heap[0] + (lengths[index] << num_bits)
-        if key > most:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, number) for number in range(num_bins)]
+    for index, length in enumerate(lengths):
+        tokens, number = heap[0]
+        if tokens and tokens + length > max_tokens:
             return None
-        bins[key & mask].append(index)
-        heapreplace(heap, key)
-    return [bins[key & mask] for key in sorted(heap, reverse=True)]
+        bins[number].append(index)
+        heapreplace(heap, (tokens + length, number))
+    return [bins[number] for _, number in sorted(heap, reverse=True)]
 
 
 Bins: TypeAlias = list[list[int]]
@@ -205,40 +169,15 @@ def _left(bins: Integers, lengths: Integers, beginnings: Beginnings) -> Integers
     return left
 
 
-_MANY_RANKS = 32
-
-
 def owners(num_tokens: Sequence[int], num_ranks: int) -> Integers:
     """The rank of each group by its tokens: those with most first, to the rank with the fewest."""
     tokens = np.asarray(num_tokens, np.int64)
-    order = longest_first(tokens)
-    # A rank's key is its tokens, with its number in the lowest bits.
-    num_bits = num_ranks.bit_length()
-    deal = _one_by_one if num_ranks < _MANY_RANKS else _by_turns
     ranks = np.empty_like(tokens)
-    ranks[order] = deal(tokens[order] << num_bits, num_ranks) & ((1 << num_bits) - 1)
+    heap = [(0, rank) for rank in range(num_ranks)]
+    for index in longest_first(tokens).tolist():
+        total, ranks[index] = heap[0]
+        heapreplace(heap, (total + num_tokens[index], int(ranks[index])))
     return ranks
-
-
-def _one_by_one(tokens: Integers, num_ranks: int) -> Integers:
-    """The key of the rank that gets each group, before it gets it."""
-    heap = list(range(num_ranks))
-    return np.array([heapreplace(heap, heap[0] + num) for num in tokens.tolist()], np.int64)
-
-
-def _by_turns(tokens: Integers, num_ranks: int) -> Integers:
-    """The same in turns, which deal one group to each rank that has no more tokens than the
-    emptiest will have: hardly worse balanced, and in less time for many ranks."""
-    keys, dealt, begin = np.arange(num_ranks), np.empty_like(tokens), 0
-    while begin < len(tokens):
-        end = begin + int(keys.searchsorted(keys[0] + tokens[begin], "right"))
-        turn = tokens[begin:end]
-        emptiest = keys[: len(turn)]
-        dealt[begin:end] = emptiest
-        emptiest += turn
-        keys.sort()
-        begin = end
-    return dealt
 
 
 def owners_of(headers: Sequence[GroupHeader], num_ranks: int) -> Integers:

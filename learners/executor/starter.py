@@ -24,7 +24,7 @@ from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings
 from streamrl.error_record import ErrorPipe, ErrorRecord
 from streamrl.errors import EXIT_UNREACHABLE, StreamRLError, error_of
-from streamrl.placement.devices import num_cores
+from streamrl.placement.hosts import num_cores
 from streamrl.service import force_s
 from streamrl.shutdown import Shutdown
 

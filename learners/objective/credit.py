@@ -165,11 +165,13 @@ class CreditAssigner:
             advantages = estimate_advantages(config.advantage, given, config.advantage_config)
         if settings is None or teacher_logprobs is None:
             return advantages, {}
-        student = given.behavior_logprobs if settings.student == "behavior" else given.logprobs
+        student = given.logprobs if settings.compares_proximal else given.behavior_logprobs
         assert student is not None, "`needs_ratios` asks for them"
         taught = teacher_advantages(teacher_logprobs, student)
         kl = float(given.sequences.mean(-taught).mean())
-        total = settings.reward_coef * advantages + settings.coef * taught
+        total = settings.reward_coef * advantages
+        if not settings.top_k:
+            total = total + settings.coef * taught
         return total, {"reward/teacher_kl": kl}
 
     def state_dict(self) -> dict[str, float]:

@@ -34,6 +34,8 @@ from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.policy.sharding import sum_gradients
+from streamrl.algorithms.candidates import Likeliest
+from streamrl.algorithms.kl import topk_teacher_kl
 from streamrl.algorithms.losses import BatchTotals, LossInput
 from streamrl.algorithms.objective import (
     mask_metrics,
@@ -241,9 +243,12 @@ class Gradient:
     ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
         """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
         whether its sequences are finite."""
-        current = self._passes.training(micro_batch)
+        taught = targets.taught
+        candidates = None if taught is None else taught.candidates()
+        current = self._passes.training(micro_batch, candidates)
         assert current.logprobs is not None, "they are asked for by default"
-        computed = (current.logprobs, current.entropy, current.kl)
+        teacher_kl = self._teacher_kl(current.taught_logprobs, taught)
+        computed = (current.logprobs, current.entropy, current.kl, teacher_kl)
         is_finite = finite_sequences(micro_batch.sequences, *computed)
         proximal = self._proximal(targets, current.logprobs)
         weights, loss_mask, statistics = targets.importance_weights, targets.loss_mask, None
@@ -260,7 +265,7 @@ class Gradient:
             loss_mask = correction.masked(loss_mask)
         self.seen_weights.add(micro_batch, weights)
         if micro_batch.is_empty:
-            _backward_of_nothing(current.logprobs, current.entropy, current.kl)
+            _backward_of_nothing(*computed)
             return {}, statistics, is_finite
         loss_input = LossInput(
             logprobs=current.logprobs,
@@ -281,6 +286,7 @@ class Gradient:
             targets.reference_logprobs,
             exact_kl=current.kl,
             entropy=current.entropy,
+            teacher_kl=teacher_kl,
         )
         (output.loss * self._scale.value).backward()
         trained = trained_fraction(loss_input, self._algorithm)
@@ -288,6 +294,16 @@ class Gradient:
         if self._keeps_mask:
             metrics |= mask_metrics(micro_batch.sampling_mask, loss_input)
         return metrics, statistics, is_finite
+
+    def _teacher_kl(
+        self, logprobs: torch.Tensor | None, taught: Likeliest | None
+    ) -> torch.Tensor | None:
+        """[R] over the teacher's candidates, from the policy's log-probabilities [M] of them."""
+        settings = self._algorithm.distillation
+        if logprobs is None or taught is None or settings is None:
+            return None
+        own = logprobs.view(taught.logprobs.shape)
+        return topk_teacher_kl(own, taught.logprobs, settings.divergence)
 
     def _proximal(self, targets: Targets, logprobs: torch.Tensor) -> torch.Tensor:
         if self._algorithm.proximal != "recompute":

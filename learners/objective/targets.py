@@ -52,6 +52,7 @@ from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
 from learners.policy.sharding import has_shards
 from learners.policy.teachers import Teachers
+from streamrl.algorithms.candidates import Candidates, Likeliest
 from streamrl.algorithms.objective import proximal_logprobs, weighed_logprobs
 from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
@@ -126,14 +127,16 @@ class PolicyPasses:
         self._trains_entropy = algorithm.entropy_coef != 0
         self._num_top = config.num_top_logprobs
         lora = config.learner.lora
-        self._has_dropout = lora is not None and lora.dropout > 0
+        has_dropout = lora is not None and lora.dropout > 0
+        # The candidates of a teacher are part of the targets, which come after that pass.
+        self._keeps_graph = not has_dropout and not algorithm.num_taught
         self._kept: tuple[MicroBatch, NetworkOutput] | None = None
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
         """[R of the whole batch] in nats, on the CPU; `num_tokens` is R. The gradient of the same
         micro-batches comes next."""
         self._kept = None
-        if self._has_dropout or has_shards(self._policy.network):
+        if not self._keeps_graph or has_shards(self._policy.network):
             return self._policy.batch_logprobs(micro_batches, num_tokens)
         first, *others = micro_batches
         logprobs = self._policy.batch_logprobs(others, num_tokens)
@@ -143,8 +146,8 @@ class PolicyPasses:
         self._kept = (first, output)
         return logprobs
 
-    def training(self, micro_batch: MicroBatch) -> NetworkOutput:
-        """The pass that the loss is computed from.
+    def training(self, micro_batch: MicroBatch, taught: Candidates | None = None) -> NetworkOutput:
+        """The pass that the loss is computed from; `taught` are the candidates of a teacher.
 
         Raises:
             ConfigError: a generator did not record the likeliest tokens.
@@ -153,14 +156,17 @@ class PolicyPasses:
         if kept is not None and kept[0] is micro_batch:
             return kept[1]
         del kept
-        return self._with_gradient(micro_batch)
+        return self._with_gradient(micro_batch, taught)
 
-    def _with_gradient(self, micro_batch: MicroBatch) -> NetworkOutput:
+    def _with_gradient(
+        self, micro_batch: MicroBatch, taught: Candidates | None = None
+    ) -> NetworkOutput:
         return self._policy(
             micro_batch,
             with_entropy=self._with_entropy,
             trains_entropy=self._trains_entropy,
             with_top_logprobs=self._needs_top_logprobs(micro_batch),
+            taught=taught,
             reference=self._exact(micro_batch),
         )
 
@@ -244,6 +250,8 @@ class Targets:
     rescored_logprobs: torch.Tensor | None
     """Of the learner at the version that sampled a token; NaN where it is not known."""
     reference_logprobs: torch.Tensor | None
+    taught: Likeliest | None
+    """[R, K] of the teacher, in the rows of this rank's trajectories."""
     old_values: torch.Tensor | None
     """Of the critic, before the step."""
     returns: torch.Tensor | None
@@ -278,7 +286,7 @@ class Targets:
         )
 
     def _rows(self, name: str, micro_batch: MicroBatch) -> Any:
-        column: torch.Tensor | None = getattr(self, name)
+        column: torch.Tensor | Likeliest | None = getattr(self, name)
         if column is None:
             return None
         rows = micro_batch.members if name in _PER_TRAJECTORY else micro_batch.responses
@@ -335,7 +343,7 @@ class TargetCollector:
         if self._critic is not None:
             passes = self._critic.micro_batches(batch, micro_batches, limit=self._limits.values)
             values = self._ranks.sum(self._critic.batch_values(passes, num_tokens))
-        teacher = None if self._teachers is None else self._teachers.logprobs(batch)
+        teacher, taught = self._teachers.score(batch) if self._teachers else (None, None)
         # Before the pass whose graph the gradient begins with: it moves the weights and back.
         rescored = None if self._rescorer is None else self._rescorer.logprobs(batch)
         if self._needs_policy_pass:
@@ -364,6 +372,7 @@ class TargetCollector:
             proximal_logprobs=policy if config.proximal == "recompute" else None,
             rescored_logprobs=rescored,
             reference_logprobs=reference,
+            taught=taught and taught.within(self._policy.num_tokens),
             old_values=values,
             returns=credit.returns,
             is_finite=is_finite,

@@ -43,20 +43,26 @@ from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
 from learners.policy import attention
+from learners.policy.decoding import sequence_block
 from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from learners.policy.router_replay import RouterRecords
-from learners.policy.sequence_parallel import sequence_block
-from learners.policy.sharding import checkpoint_layers, is_sharded, layers, require_gpu, shard
-from learners.policy.tensor_parallel import split_matrices
+from learners.policy.sharding import (
+    checkpoint_layers,
+    is_sharded,
+    layers,
+    require_gpu,
+    shard,
+    split_matrices,
+)
 from streamrl.config import RunConfig
 from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError
 from streamrl.model_folder import require_same_tokens
-from streamrl.placement.devices import has_compiler
+from streamrl.placement.hosts import has_compiler
 from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader

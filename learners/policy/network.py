@@ -22,10 +22,22 @@ from transformers import PreTrainedModel
 
 from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.policy import attention
-from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
+from learners.policy.decoding import (
+    SequenceBlock,
+    TokenSlice,
+    decode,
+    is_attention_only,
+    may_share_prompts,
+    own_attention,
+)
 from learners.policy.router_replay import RouterRecords
-from learners.policy.sequence_parallel import SequenceBlock, TokenSlice
-from streamrl.algorithms.candidates import candidate_logprobs, masked_logprobs
+from streamrl.algorithms.candidates import (
+    Candidates,
+    Likeliest,
+    candidate_logprobs,
+    likeliest,
+    masked_logprobs,
+)
 from streamrl.algorithms.kl import full_kl
 from streamrl.algorithms.logprobs import LogitTransform, TokenLogprobs, token_logprobs
 from streamrl.vision.tower import VisionTower, set_attention
@@ -87,6 +99,12 @@ class NetworkOutput:
     """To the reference, over the whole vocabulary, in nats."""
     top_logprobs: torch.Tensor | None = None
     """[M] of the micro-batch's `top_candidates`, in nats, without gradient."""
+    taught_logprobs: torch.Tensor | None = None
+    """[M] of the candidates of a teacher, in nats."""
+    likeliest_ids: torch.Tensor | None = None
+    """[R, K] the likeliest tokens at the places of the response tokens."""
+    likeliest_logprobs: torch.Tensor | None = None
+    """[R, K] in nats, without gradient."""
 
 
 # Sharding looks for the tensors of an output, where the backward pass will begin.
@@ -152,6 +170,8 @@ class Network(torch.nn.Module):
         with_entropy: bool = False,
         trains_entropy: bool = True,
         with_top_logprobs: bool = False,
+        taught: Candidates | None = None,
+        num_likeliest: int = 0,
         reference: NetworkOutput | None = None,
         with_records: bool = True,
     ) -> NetworkOutput:
@@ -163,6 +183,8 @@ class Network(torch.nn.Module):
         Args:
             trains_entropy: the entropy has a gradient.
             with_top_logprobs: also of the other candidates; the micro-batch has some.
+            taught: also of these candidates of a teacher, with gradient.
+            num_likeliest: K, 0 for none.
             reference: the output of the policy that `kl` is taken to.
             with_records: the routers follow, or are compared with, what was recorded.
 
@@ -175,34 +197,29 @@ class Network(torch.nn.Module):
         tokens = TokenSlice.of(micro_batch, self.sequence_block, shared, experts)
         hidden = self._hidden_states(tokens, micro_batch)
         head: Any = self.model.get_output_embeddings()
-        bias: torch.Tensor | None = getattr(head, "bias", None)
-        logprobs = entropy = values = kl = top = None
+        logprobs = entropy = values = None
+        others: dict[str, torch.Tensor | None] = {}
         if with_logprobs:
-            computed = self._logprobs(
-                hidden,
-                tokens,
-                micro_batch,
-                with_entropy=with_entropy,
-                trains_entropy=trains_entropy,
-            )
+            options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
+            computed = self._logprobs(hidden, tokens, micro_batch, **options)
             logprobs, entropy = computed.logprobs, computed.entropy
-            if with_top_logprobs:
-                top = self._top_logprobs(hidden, tokens, micro_batch, logprobs)
+            top = micro_batch.top_candidates if with_top_logprobs else None
+            others = {
+                "top_logprobs": self._of(top, hidden, tokens, logprobs.detach()),
+                "taught_logprobs": self._of(taught, hidden, tokens, logprobs),
+            }
         if self.value_head is not None:
             values = self._values(hidden, self.value_head)
-        if reference is not None:
-            theirs = (reference.hidden, reference.head_weight)
-            biases = (bias, reference.head_bias)
-            kl = full_kl(hidden, head.weight, *theirs, self._transform, *biases)
         return NetworkOutput(
             hidden=hidden,
             head_weight=head.weight,
-            head_bias=bias,
+            head_bias=getattr(head, "bias", None),
             logprobs=tokens.gather(logprobs),
             entropy=tokens.gather(entropy),
             values=tokens.gather(values),
-            kl=tokens.gather(kl),
-            top_logprobs=top,
+            kl=tokens.gather(self._kl(hidden, reference)),
+            **others,
+            **self._likeliest(hidden, tokens, num_likeliest),
         )
 
     def _logprobs(
@@ -221,28 +238,55 @@ class Network(torch.nn.Module):
             hidden, head.weight, tokens.targets, mask, bias, self._transform, **entropy
         )
 
-    def _top_logprobs(
+    def _likeliest(
+        self, hidden: torch.Tensor, tokens: TokenSlice, top_k: int
+    ) -> dict[str, torch.Tensor | None]:
+        """The columns [R, K] of the whole micro-batch."""
+        if not top_k:
+            return {}
+        head: Any = self.model.get_output_embeddings()
+        bias: torch.Tensor | None = getattr(head, "bias", None)
+        found: Likeliest = likeliest(hidden, head.weight, top_k, bias, self._transform)
+        columns = {"likeliest_ids": found.token_ids, "likeliest_logprobs": found.logprobs}
+        first, num_all = tokens.first_row * top_k, tokens.num_rows * top_k
+        return {
+            name: tokens.gather(column.flatten(), first, num_all).view(-1, top_k)  # type: ignore[union-attr]
+            for name, column in columns.items()
+        }
+
+    def _of(
         self,
+        candidates: Candidates | None,
         hidden: torch.Tensor,
         tokens: TokenSlice,
-        micro_batch: MicroBatch,
         logprobs: torch.Tensor,
     ) -> torch.Tensor | None:
-        """[M] of the whole micro-batch."""
+        """[M] of the whole micro-batch's candidates, with a gradient if the tokens' [r] have one;
+        None without any."""
+        if candidates is None:
+            return None
         head: Any = self.model.get_output_embeddings()
-        candidates = micro_batch.top_candidates
-        assert candidates is not None, "who asks for them has looked"
-        column = candidate_logprobs(
-            hidden,
-            head.weight,
-            tokens.targets,
-            logprobs.detach(),
-            candidates.rows(*tokens.rows),
-            getattr(head, "bias", None),
-            self._transform,
-        )
+        with torch.set_grad_enabled(logprobs.requires_grad):
+            column = candidate_logprobs(
+                hidden,
+                head.weight,
+                tokens.targets,
+                logprobs,
+                candidates.rows(*tokens.rows),
+                getattr(head, "bias", None),
+                self._transform,
+            )
         first = candidates.entries(*tokens.rows).start
         return tokens.gather(column, first, len(candidates.owners))
+
+    def _kl(self, hidden: torch.Tensor, reference: NetworkOutput | None) -> torch.Tensor | None:
+        """Of this rank's response tokens [r], to the reference, over the whole vocabulary."""
+        if reference is None:
+            return None
+        head: Any = self.model.get_output_embeddings()
+        theirs = (reference.hidden, reference.head_weight)
+        biases = (getattr(head, "bias", None), reference.head_bias)
+        return full_kl(hidden, head.weight, *theirs, self._transform, *biases)
 
     def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
         """[R]; products of the compute dtype are summed in float32."""

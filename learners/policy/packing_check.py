@@ -26,7 +26,7 @@ from learners.policy.network import Network
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import Media
-from streamrl.vision.pixels import encode_png, pillow
+from streamrl.vision.parts import encode_png, pillow
 from streamrl.vision.places import Placeholders
 from streamrl.vision.tower import VisionTower, set_attention
 

@@ -8,6 +8,7 @@ Shapes: R response tokens.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from learners.policy.lora import (
 )
 from learners.policy.network import Network, NetworkOutput
 from learners.policy.sharding import end_passes, master_of
+from streamrl.algorithms.candidates import Candidates, Likeliest
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
@@ -70,6 +72,8 @@ class Policy:
         with_entropy: bool = False,
         trains_entropy: bool = True,
         with_top_logprobs: bool = False,
+        taught: Candidates | None = None,
+        num_likeliest: int = 0,
         reference: NetworkOutput | None = None,
     ) -> NetworkOutput:
         with self._mode():
@@ -79,6 +83,8 @@ class Policy:
                 with_entropy=with_entropy,
                 trains_entropy=trains_entropy,
                 with_top_logprobs=with_top_logprobs,
+                taught=taught,
+                num_likeliest=num_likeliest,
                 reference=reference,
                 with_records=self._has_records,
             )
@@ -91,6 +97,12 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return self.network.device
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the LM head."""
+        head: Any = self.model.get_output_embeddings()
+        return int(head.weight.shape[0])
 
     @property
     def shares_prompts(self) -> bool:
@@ -119,13 +131,24 @@ class Policy:
                 return MergedWeights(self.model, whole)
 
     @torch.no_grad()
-    def batch_logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
-        """[R of the whole batch] in nats, on the CPU; `num_tokens` is R."""
+    def batch_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        num_tokens: int,
+        top: Likeliest | None = None,
+    ) -> torch.Tensor:
+        """[R of the whole batch] in nats, on the CPU; `num_tokens` is R. The likeliest tokens are
+        written to `top`."""
         logprobs = torch.zeros(num_tokens)
         for micro_batch in micro_batches:
-            computed = self(micro_batch).logprobs
-            assert computed is not None, "they are asked for by default"
-            logprobs[micro_batch.responses] = computed.float().cpu()
+            computed = self(micro_batch, num_likeliest=0 if top is None else top.token_ids.shape[1])
+            assert computed.logprobs is not None, "they are asked for by default"
+            logprobs[micro_batch.responses] = computed.logprobs.float().cpu()
+            if top is not None:
+                assert computed.likeliest_ids is not None, "they are asked for"
+                assert computed.likeliest_logprobs is not None, "they are asked for"
+                top.token_ids[micro_batch.responses] = computed.likeliest_ids.cpu()
+                top.logprobs[micro_batch.responses] = computed.likeliest_logprobs.cpu()
         end_passes(self.network)
         return logprobs
 

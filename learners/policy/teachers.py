@@ -13,17 +13,20 @@ that add up to 1 its advantage sum_k w_k (log pi_k - log pi) is minus the weight
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
-from learners.batch.micro_batch import MicroBatch
+from learners.batch.micro_batch import MicroBatch, offsets_within
 from learners.batch.training_batch import TrainingBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.loading import load_network, require_same_input, within_vocabulary
 from learners.policy.policy import Policy
+from streamrl.algorithms.candidates import Likeliest
 from streamrl.config import RunConfig
 from streamrl.config.algorithm.distillation import DistillationSettings
 from streamrl.errors import ConfigError, did_you_mean
+from streamrl.types import TopLogprobs
 
 SETTING = "algorithm.distillation.teachers"
 
@@ -64,25 +67,30 @@ class Teachers:
         limit = config.learner.max_tokens_per_forward_pass.reference
         return cls(settings, policies, limit or config.learner.max_tokens_per_micro_batch, ranks)
 
-    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """[R] in nats, on the CPU: of the teacher that the row names, or the weighted sum of all.
+    def score(self, batch: TrainingBatch) -> tuple[torch.Tensor, Likeliest | None]:
+        """[R] in nats, on the CPU: of the teacher that the row names, or the weighted sum of all;
+        and under `top_k` the likeliest tokens of the one, in the rows of this rank's trajectories.
 
         Raises:
             ConfigError: groups came without what a generator has to record.
         """
         settings, num_tokens = self._settings, batch.sequences.num_tokens
+        top = Likeliest.none(num_tokens, settings.top_k) if settings.top_k else None
         chosen = self._chosen(batch)
         total = torch.zeros(num_tokens)
         asked = sorted({i for teacher in settings.by_url for i in chosen[teacher.name]})
         own = [i for i in asked if i in batch.places]
         total[batch.rows(own)] = _recorded(batch, own)
+        if top is not None and own:
+            _take_recorded(batch, own, top)
         seen = batch.for_teachers(self._ranks) if settings.template else batch
         for teacher in settings.in_learner:
             if members := chosen[teacher.name]:
                 policy = self._policies[teacher.name]
                 micro_batches = self._cut(seen, policy, members)
-                total += settings.share(teacher) * policy.batch_logprobs(micro_batches, num_tokens)
-        return self._ranks.sum(total)
+                found = policy.batch_logprobs(micro_batches, num_tokens, top)
+                total += settings.share(teacher) * found
+        return self._ranks.sum(total), top
 
     def _cut(
         self, batch: TrainingBatch, policy: Policy, members: Sequence[int]
@@ -121,3 +129,25 @@ def _recorded(batch: TrainingBatch, members: Sequence[int]) -> torch.Tensor:
             "every daemon of a run with one configuration"
         )
     return torch.cat([torch.zeros(0), *map(torch.from_numpy, columns)])
+
+
+def _take_recorded(batch: TrainingBatch, members: Sequence[int], top: Likeliest) -> None:
+    """Write the candidates that the generators recorded to the rows of these trajectories."""
+    trajectories = [batch.trajectories[batch.places[i]] for i in members]
+    lengths = [t.num_tokens for t in trajectories]
+    sets = TopLogprobs.joined([t.teacher_top_logprobs for t in trajectories], lengths)
+    is_response = np.concatenate([t.response_mask for t in trajectories])
+    top_k = top.token_ids.shape[1]
+    if not is_response.any():
+        return
+    # A place has fewer where the teacher gives some of its likeliest tokens no probability.
+    counts = np.zeros(1, np.int32) if sets is None else sets.counts[is_response]
+    if sets is None or counts.max() != top_k:
+        raise ConfigError(
+            f"algorithm.distillation.top_k: was {top_k}, and groups came with other candidates of "
+            "the teachers by url: start every daemon of a run with one configuration"
+        )
+    places = offsets_within(torch.from_numpy(counts).long())
+    owners = batch.rows(members).repeat_interleave(torch.from_numpy(counts).long())
+    top.token_ids[owners, places] = torch.from_numpy(sets.token_ids).long()
+    top.logprobs[owners, places] = torch.from_numpy(sets.logprobs)

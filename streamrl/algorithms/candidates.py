@@ -1,6 +1,8 @@
 """Candidates of response tokens: for each of them a set of token ids of any size, and what a policy
 gives them.
 
+The likeliest tokens of a policy are another such set, of one size: `Likeliest`, K at each place.
+
 A sampling mask is such a set: the ids that top-k and top-p left of the vocabulary when the token
 was sampled ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The probabilities
 of a policy over it are those of its softmax over these ids alone.
@@ -8,7 +10,8 @@ of a policy over it are those of its softmax over these ids alone.
 Invariant: only the logits of candidates are computed, and those of rows without any: a mask costs
 what its ids cost, not what the vocabulary does.
 
-Letters: R response tokens, M candidates of all of them, H hidden size, V vocabulary.
+Letters: R response tokens, M candidates of all of them, K likeliest of each, H hidden size, V
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -19,7 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform, TokenLogprobs, token_logprobs
+from streamrl.algorithms.logprobs import (
+    PLAIN_LOGITS,
+    LogitTransform,
+    TokenLogprobs,
+    logit_blocks,
+    token_logprobs,
+)
 
 _CHUNK_ELEMENTS = 1 << 23
 """[m, H] products that exist at a time."""
@@ -123,7 +132,6 @@ def masked_logprobs(
     return TokenLogprobs(logprobs, _merged(is_masked, masked.entropy, whole.entropy))
 
 
-@torch.no_grad()
 def candidate_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -133,7 +141,7 @@ def candidate_logprobs(
     bias: Tensor | None = None,
     transform: LogitTransform = PLAIN_LOGITS,
 ) -> Tensor:
-    """[M] of the candidates, without gradient.
+    """[M] of the candidates.
 
     Args:
         logprobs: [R] of the targets; the candidates have the same normalizer.
@@ -142,6 +150,62 @@ def candidate_logprobs(
     chosen = _logits(hidden, weight, bias, Candidates(rows, targets, len(rows)), transform)
     logits = _logits(hidden, weight, bias, candidates, transform)
     return logits + (logprobs - chosen)[candidates.owners]
+
+
+@dataclass(frozen=True, eq=False)
+class Likeliest:
+    """The K likeliest tokens of a policy at each of R places, without gradient."""
+
+    token_ids: Tensor
+    """[R, K] int64"""
+    logprobs: Tensor
+    """[R, K] nats, over the whole vocabulary; -inf where there is no candidate."""
+
+    @classmethod
+    def none(cls, num_rows: int, top_k: int) -> "Likeliest":
+        """Without a candidate yet."""
+        ids = torch.zeros(num_rows, top_k, dtype=torch.int64)
+        return cls(ids, torch.full(ids.shape, -torch.inf))
+
+    def __getitem__(self, rows: Tensor) -> "Likeliest":
+        return Likeliest(self.token_ids[rows], self.logprobs[rows])
+
+    def to(self, device: torch.device) -> "Likeliest":
+        return Likeliest(self.token_ids.to(device), self.logprobs.to(device))
+
+    def within(self, num_tokens: int) -> "Likeliest":
+        """Without those of another vocabulary's rows, which are of no token of this one."""
+        is_inside = self.token_ids < num_tokens
+        if is_inside.all():
+            return self
+        ids = self.token_ids.where(is_inside, 0)
+        return Likeliest(ids, self.logprobs.masked_fill(~is_inside, -torch.inf))
+
+    def candidates(self) -> Candidates:
+        """All of them, M = R K."""
+        num_rows, top_k = self.token_ids.shape
+        owners = torch.arange(num_rows, device=self.token_ids.device).repeat_interleave(top_k)
+        return Candidates(owners, self.token_ids.flatten(), num_rows)
+
+
+@torch.no_grad()
+def likeliest(
+    hidden: Tensor,
+    weight: Tensor,
+    top_k: int,
+    bias: Tensor | None = None,
+    transform: LogitTransform = PLAIN_LOGITS,
+) -> Likeliest:
+    """The `top_k` likeliest at each row of hidden [R, H], by blocks of the vocabulary."""
+    none = Likeliest.none(len(hidden), top_k)
+    ids, best = none.token_ids.to(hidden.device), none.logprobs.to(hidden.device)
+    normalizer = best.new_full((len(hidden),), -torch.inf)
+    for block, logits in logit_blocks(hidden, weight, bias, transform):
+        normalizer = torch.logaddexp(normalizer, logits.logsumexp(1))
+        top = logits.topk(min(top_k, logits.shape[1]))
+        best, places = torch.cat([best, top.values], 1).topk(top_k)
+        ids = torch.cat([ids, top.indices + block.start], 1).gather(1, places)
+    return Likeliest(ids, best - normalizer[:, None])
 
 
 def _over_candidates(logits: Tensor, targets: Tensor, own: Candidates) -> tuple[Tensor, Tensor]:

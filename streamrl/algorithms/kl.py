@@ -69,6 +69,38 @@ def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     return teacher_logprobs - logprobs
 
 
+_SMALLEST_REST = 1e-7
+"""What is left of a sum of float32 probabilities, at least."""
+
+
+def topk_teacher_kl(logprobs: Tensor, teacher_logprobs: Tensor, divergence: str) -> Tensor:
+    """[R] KL between the policy p and a teacher q over the teacher's K likeliest tokens and all
+    others as one outcome, whose probability is what the K leave of 1:
+
+        reverse_kl    sum_C p (log p - log q) + r_p (log r_p - log r_q)
+        forward_kl    sum_C q (log q - log p) + r_q (log r_q - log r_p)
+
+    The rest as one outcome is that of SDPO (arXiv 2601.20802); verl's `forward_kl_topk` leaves it
+    out, and is then no divergence: it falls below 0 where the policy is likelier on all of C. With
+    the rest it is at least 0, at most the KL over the whole vocabulary (the log-sum inequality),
+    and that KL itself where K is the vocabulary. It is taken at the places that the behavior policy
+    has reached, and at each of them it is exact: no ratio weighs it.
+
+    Args:
+        logprobs: [R, K] nats over the whole vocabulary, with gradient.
+        teacher_logprobs: [R, K] nats; -inf where there is no candidate, which is among the others.
+    """
+    is_candidate = teacher_logprobs > -torch.inf
+    mine, theirs = (
+        column.masked_fill(~is_candidate, 0.0) for column in (logprobs, teacher_logprobs)
+    )
+    if divergence == "forward_kl":
+        mine, theirs = theirs, mine
+    p, q = (column.exp() * is_candidate for column in (mine, theirs))
+    rest_p, rest_q = ((1 - part.sum(1)).clamp_min(_SMALLEST_REST) for part in (p, q))
+    return (p * (mine - theirs)).sum(1) + rest_p * (rest_p.log() - rest_q.log())
+
+
 def _full(logits: Tensor, reference: Tensor) -> Tensor:
     if logits.ndim != 2 or logits.shape != reference.shape:
         raise ValueError(

@@ -223,7 +223,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         kept: list[tuple[slice, Tensor]] = []
         normalizer = hidden.new_full((len(hidden),), -torch.inf, dtype=_wide(hidden))
         chosen, mean_logit = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
-        for block, logits in _logits(hidden, weight, bias, transform):
+        for block, logits in logit_blocks(hidden, weight, bias, transform):
             if keeps_logits:
                 kept.append((block, logits))
             inside, index = _locate(targets, block)
@@ -255,7 +255,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         factor = _row_factor(normalizer, *upstream).mul_(ctx.transform.slope)[:, None]
         at_target = _at_target(normalizer, *upstream)
         scaled = (hidden * factor).to(hidden.dtype)
-        for block, logits in ctx.kept or _logits(hidden, weight, bias, ctx.transform):
+        for block, logits in ctx.kept or logit_blocks(hidden, weight, bias, ctx.transform):
             gradient = _logit_gradient(logits, normalizer, entropy, *upstream)
             inside, index = _locate(targets, block)
             gradient.scatter_add_(1, index, (at_target * inside)[:, None])
@@ -271,7 +271,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         return hidden_result, grad_weight, grad_bias, None, None, None, None
 
 
-def _logits(
+def logit_blocks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of the vocabulary and their logits [R, B], at least float32, owned by the caller."""

@@ -1,6 +1,7 @@
 """The whole training objective of one micro-batch, as the `algorithm:` section describes it.
 
-    rl_loss_coef * policy loss + kl coef * KL - entropy_coef * entropy + sft_coef * SFT
+    rl_loss_coef * policy loss + kl coef * KL + distillation coef * KL to the teacher
+        - entropy_coef * entropy + sft_coef * SFT
 
 Invariant: a term with coefficient 0 is not computed. Loss and metrics of micro-batches that share
 totals add up to those of the step.
@@ -90,6 +91,7 @@ def policy_objective(
     reference_logprobs: Tensor | None = None,
     exact_kl: Tensor | None = None,
     entropy: Tensor | None = None,
+    teacher_kl: Tensor | None = None,
 ) -> LossOutput:
     """Loss and metrics (prefix `actor/`).
 
@@ -97,6 +99,7 @@ def policy_objective(
         reference_logprobs: [R] nats, needed where `kl_loss.coef` is not 0.
         exact_kl: [R] with gradient, from `kl.full_kl`, instead of them for kind `full`.
         entropy: [R] nats with gradient, needed where `entropy_coef` is not 0, reported if given.
+        teacher_kl: [R] with gradient, from `kl.topk_teacher_kl`, under `distillation.top_k`.
 
     Raises:
         ValueError: a term that the config switches on lacks its input.
@@ -107,6 +110,10 @@ def policy_objective(
     if config.kl_loss.coef:
         kl = _kl(batch, config, reference_logprobs, exact_kl)
         terms = [*terms, ("actor/kl_loss", config.kl_loss.coef, kl)]
+    if config.distillation is not None and config.num_taught:
+        taught = _given(teacher_kl, "teacher_kl", "distillation.top_k")
+        term = kl_loss(taught, batch, numbers)
+        terms = [*terms, ("actor/teacher_kl", config.distillation.coef, term)]
     if config.entropy_coef:
         bonus = entropy_bonus(_given(entropy, "entropy", "entropy_coef"), batch, numbers)
         terms = [*terms, ("actor/entropy_bonus", -config.entropy_coef, bonus)]
@@ -126,8 +133,7 @@ def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
     An importance weight of 0 silences the policy loss, and leaves a token to the other terms.
     """
     trained = torch.ones_like(batch.logprobs)
-    has_other_terms = bool(config.kl_loss.coef or config.entropy_coef or config.sft_coef)
-    if batch.importance_weights is not None and not has_other_terms:
+    if batch.importance_weights is not None and not config.has_other_terms:
         trained = (batch.importance_weights != 0).to(trained.dtype)
     return token_mean(trained, batch.sequences, batch.batch_totals, batch.loss_mask)
 

@@ -94,5 +94,5 @@ def _has_one_denominator(config: AlgorithmSettings) -> bool:
     return (
         config.loss not in SEQUENCE_MEAN_LOSSES
         or config.loss_config.loss_agg_mode in by_sequences
-        or not (config.kl_loss.coef or config.entropy_coef or config.sft_coef)
+        or not config.has_other_terms
     )

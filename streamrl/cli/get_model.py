@@ -14,7 +14,6 @@ is heavy is imported where it is used.
 
 import argparse
 import importlib.util
-import json
 import logging
 import shutil
 import struct
@@ -134,7 +133,7 @@ def describe(folder: Path) -> str:
     if not (folder / "config.json").is_file() or not found.has_weights:
         raise ConfigError("MODEL: it has no config.json or no weights")
     kind = found.config.get("model_type", "a model of unknown type")
-    template = "with a chat template" if _has_chat_template(folder) else "without a chat template"
+    template = "with a chat template" if found.has_chat_template else "without a chat template"
     return f"{kind}, {found.num_parameters / 1e6:,.1f} M parameters, {template}"
 
 
@@ -158,13 +157,6 @@ def _copy(source: Path, folder: Path) -> None:
 def _name(model: str) -> str:
     path = Path(model)
     return path.stem if path.suffix == _GGUF else path.resolve().name
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    file = folder / "tokenizer_config.json"
-    return file.is_file() and "chat_template" in json.loads(file.read_text(encoding="utf-8"))
 
 
 @contextmanager

@@ -6,49 +6,31 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 
 import argparse
 import asyncio
-from dataclasses import dataclass
 
 from rich.console import Console
 
-from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.check.before_launch import require_startable
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import chosen, launcher, starts_here
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
-from streamrl.cli.processes.daemons import BackgroundTask, run_daemons
+from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.daemons import BackgroundTask, make_children, supervise
 from streamrl.cli.processes.fork_server import ForkServer
-from streamrl.cli.processes.mirror import mirror_of, mirrored
 from streamrl.cli.processes.run_commands import (
     evaluate_final,
+    launching,
     make_missing_model,
-    prepared,
     require_books,
 )
-from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.report import reported
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
 from streamrl.errors import Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
-from streamrl.placement.devices import is_rocm, usable_devices
-from streamrl.placement.hosts import this_machine
+from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import resume_command
-
-
-@dataclass(frozen=True)
-class LaunchMode:
-    """How a run is started here: `resume` goes on with the one in its folder, `new` moves that
-    aside; `live` shows it as a screen; under `strict` no daemon is started again; they are
-    forked from the `fork_server`."""
-
-    resume: bool = False
-    new: bool = False
-    live: bool = False
-    strict: bool = False
-    fork_server: ForkServer | None = None
 
 
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
@@ -70,24 +52,27 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     if arguments.dry_run:
         print_plan(make_plan(loaded.config, [this_machine()], resume=arguments.resume))
         return 0
-    resume, new = arguments.resume, arguments.new
-    live, strict = not arguments.no_view, arguments.strict
-    mode = LaunchMode(resume, new, live, strict, fork_server)
-    with sole_launch(loaded.config.run.path):
-        return _launch(loaded.config, arguments, mode)
+    return _launch(loaded.config, arguments, fork_server)
 
 
-def _launch(config: RunConfig, arguments: argparse.Namespace, mode: LaunchMode) -> int:
+def _launch(
+    config: RunConfig, arguments: argparse.Namespace, fork_server: ForkServer | None
+) -> int:
     console = Console()
-    mirror = mirror_of(config, arguments, console)
-    require_steps_to_launch(config, resume=mode.resume, new=mode.new)
-    config = prepared(config, arguments)
     remedy = ""
     try:
-        with mirrored(mirror), reported(config, arguments, console):
-            lost = run_here(config, console, mode)
+        with launching(config, arguments, console) as (config, _):
+            lost = run_here(
+                config,
+                console,
+                resume=arguments.resume,
+                new=arguments.new,
+                live=not arguments.no_view,
+                strict=arguments.strict,
+                fork_server=fork_server,
+            )
             remedy = f"streamrl evaluate {config.run.path / RESOLVED_FILE}"
-            evaluate_final(config, mode.fork_server)
+            evaluate_final(config, fork_server)
             if lost is not None:
                 raise lost
     except KeyboardInterrupt:
@@ -100,30 +85,37 @@ def _launch(config: RunConfig, arguments: argparse.Namespace, mode: LaunchMode) 
 def run_here(
     config: RunConfig,
     console: Console,
-    mode: LaunchMode,
+    *,
+    resume: bool = False,
+    new: bool = False,
+    live: bool = False,
+    strict: bool = False,
+    fork_server: ForkServer | None = None,
     background: BackgroundTask | None = None,
 ) -> StreamRLError | None:
     """The whole run, from the missing model to the last books; the failure of a validator without
-    which it went on.
+    which it went on. `resume` goes on with the run in its folder, `new` starts one; `live` shows it
+    as a screen; under `strict` no daemon is started again; they are forked from the `fork_server`.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
         StreamRLError: a process failed and is not started again.
     """
-    require_books(config, resume=mode.resume, new=mode.new)
-    make_missing_model(config, console, mode.fork_server)
+    require_books(config, resume=resume, new=new)
+    make_missing_model(config, console, fork_server)
     if config.parity.is_required:
         require_parity(config, console)
-    view = ProgressView(config, console, live=mode.live)
-    plan = make_plan(config, [this_machine()], resume=mode.resume)
+    view = ProgressView(config, console, live=live)
+    plan = make_plan(config, [this_machine()], resume=resume)
+    forked = {"fork_server": fork_server}
     stopped_by, lost = asyncio.run(
-        run_daemons(
-            plan,
+        supervise(
+            make_children(Child, plan, view.print, lambda _: forked),
             view=view.run,
             notify=view.print,
             background=background,
-            strict=mode.strict,
-            fork_server=mode.fork_server,
+            stop_s=config.stop_within_s,
+            strict=strict,
         )
     )
     if stopped_by is not None:

@@ -1,4 +1,4 @@
-"""`streamrl new`: a folder of one's own from a recipe.
+"""`streamrl new`: a folder of one's own from a recipe; `keys new`: the keys of `buffer.curve`.
 
 The recipes are in the package; in a clone of the repository they are those of `configs/recipes`.
 """
@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import streamrl
+from streamrl.curve import make_keys
 from streamrl.errors import ConfigError, did_you_mean
 
 _PACKAGE = Path(streamrl.__file__).parent
@@ -45,3 +46,10 @@ def copy_recipe(name: str, folder: Path) -> None:
         raise ConfigError(f"{folder} exists already; name a new folder") from error
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def keys(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    make_keys(folder)
+    print(f"{folder}: keys for buffer.curve; machines of generators get all but server.secret")
+    return 0

@@ -1,22 +1,54 @@
-"""The summary table and `report.html` of a run folder: at the end of a launch, however it ends, and
-by `streamrl report` at any time.
+"""`streamrl report`: the summary of a run folder, and `report.html`, its page: what the run is, its
+result and its charts, what happened, samples. At any time, and at the end of a launch, however it
+ends.
+
+Settings that are places of a machine (addresses, the folder of runs) are left out of the page,
+which is sent to others. What happened is read from the daemons' logs: starts, ends, kills,
+warnings.
+
+Invariant: all that a model or a user wrote is data in a JSON block, in which no `<` occurs, and the
+script puts it into the page as text. The page is one file that runs its own script alone and loads
+nothing. Files are read a line at a time, and what is kept does not grow with them: at most
+NUM_EVENTS, the faults first; where there are too many points of metrics, two neighbors become one.
 """
 
 import argparse
+import base64
+import hashlib
+import json
+import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from html import escape
+from importlib import resources
+from itertools import groupby, islice
 from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.console import Console
 
-from streamrl.cli.display.summary import SUMMARY_METRICS, summary
+import streamrl
+from streamrl.cli.display.numbers import (
+    SUMMARY_METRICS,
+    books_rows,
+    summary,
+    summary_rows,
+    validation_text,
+)
 from streamrl.cli.launchers import options_of
-from streamrl.cli.page.write import write_page
+from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
+from streamrl.durable_files import write_file
 from streamrl.error_record import ErrorRecord
-from streamrl.run_folder import Launch, find_run, note_launch
-from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
+from streamrl.run_folder import PAGE_FILE, Launch, find_run, note_launch, read_books
+from streamrl.samples.files import newest_first, side_by_side
+from streamrl.samples.record import Message, Sample, cut, printable, without_markup
+from streamrl.tracking.groups import OVERVIEW, Chart, groups_of, label_of
+from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE, read_lines, read_metrics
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -57,3 +89,429 @@ def _summarize(config: RunConfig, console: Console) -> None:
 def write_report(config: RunConfig) -> Path:
     """The run's page; returns where it is."""
     return write_page(config, read_metrics(config.run.path / METRICS_FILE, SUMMARY_METRICS))
+
+
+NUM_SAMPLES, NUM_PROMPTS, NUM_VERSIONS = 24, 8, 4
+_LONGEST = 8000
+_CHARTS = "uPlot-1.6.32"
+"""The library that draws the charts, as npm has it: https://www.npmjs.com/package/uplot."""
+
+
+def write_page(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Path:
+    """From the files of the run's folder and the lines of its metrics; returns where it is."""
+    path = config.run.path / PAGE_FILE
+    write_file(path, page(config.run.name, page_data(config, lines)))
+    return path
+
+
+def page(name: str, data: Mapping[str, Any]) -> str:
+    """The whole file."""
+    style = _asset(f"{_CHARTS}/uPlot.min.css") + _asset("page.css")
+    license_text = f"/*! {_asset(f'{_CHARTS}/LICENSE')} */\n"
+    script = license_text + _asset(f"{_CHARTS}/uPlot.iife.min.js") + _asset("page.js")
+    # The element has a line break before and after the field.
+    digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
+    fields = {
+        "@NAME@": escape(printable(name)),
+        "@DIGEST@": digest,
+        "@STYLE@": style,
+        "@SCRIPT@": script,
+        "@DATA@": as_data_block(data),
+    }
+    return "\n".join(_filled(line, fields) for line in _asset("page.html").split("\n"))
+
+
+def as_data_block(data: Mapping[str, Any]) -> str:
+    """JSON that a `script` element holds as it stands: without `<`, so nothing in it ends it."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the script of the page shows."""
+    run = config.run.path
+    points = read_points(run / METRICS_FILE)
+    steps, versions = as_series(points), as_series(read_points(run / VALIDATION_FILE))
+    # In the lines of steps they stand at the step that came after them.
+    of_steps = {n: v for n, v in steps["metrics"].items() if not n.startswith("validation/")}
+    overview, groups = _charts(config, [*of_steps, *versions["metrics"]])
+    rows = summary_rows(lines, run, validation_text(config))
+    return {
+        **about(config, rows),
+        "checks": checks(config, points),
+        "steps": {**steps, "metrics": of_steps},
+        "versions": versions,
+        "overview": overview,
+        "groups": groups,
+        "events": [
+            {"time": e.time_s, "role": e.role, "kind": e.kind, "text": printable(e.text)}
+            for e in read_events(run)
+        ],
+        "samples": list(_samples(run)),
+    }
+
+
+def _charts(
+    config: RunConfig, names: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those of the overview, and the others by group; a metric that none draws has its own."""
+    rewards = {"reward/mean": "training", config.validation.watched_metric: "held-out"}
+    reward = {"title": "Reward", "kind": "lines", "note": "", "height": 280}
+    series = {name: label for name, label in rewards.items() if name in names}
+    overview = [{**reward, "series": series}, *(_chart(chart, names) for chart in OVERVIEW)]
+    overview = [chart for chart in overview if chart["series"]]
+    drawn = {name for chart in overview for name in chart["series"]}
+    groups = []
+    for group in groups_of(names):
+        charts = [_chart(chart, names) for chart in group.charts]
+        # Not twice what the overview has.
+        charts = [chart for chart in charts if not drawn.issuperset(chart["series"])]
+        shown = drawn.union(*(chart["series"] for chart in charts))
+        own = [n for n in names if n.startswith(f"{group.name}/") and n not in shown]
+        charts += [_chart(Chart(name, (r"(?:.*/)?(.*)",)), [name]) for name in own]
+        if charts:
+            groups.append({"name": group.name, "title": group.title, "charts": charts})
+    return overview, groups
+
+
+def _chart(chart: Chart, names: Sequence[str]) -> dict[str, Any]:
+    series = {name: label for name in names if (label := label_of(chart, name)) is not None}
+    return {"title": chart.title, "kind": chart.kind, "note": chart.note, "series": series}
+
+
+def _samples(run: Path) -> Iterator[dict[str, Any]]:
+    """Sections, each with its samples; of a validation what each version wrote for a prompt is one
+    sample."""
+    if newest := list(islice(newest_first(run), NUM_SAMPLES)):
+        title = f"What the newest steps have trained on ({len(newest)} samples)"
+        yield {"title": title, "samples": [_sample(sample) for sample in newest]}
+    if held_out := side_by_side(run, num_prompts=NUM_PROMPTS, num_versions=NUM_VERSIONS):
+        prompts = groupby(held_out, key=lambda sample: sample.prompt_index)
+        title = "The same held-out prompts, version by version"
+        yield {"title": title, "samples": [_of_versions(list(found)) for _, found in prompts]}
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    title = (f"step {sample.step}", f"prompt {sample.prompt_index}", f"reward {sample.reward:.4g}")
+    return {
+        "title": ", ".join(title),
+        "verdict": ", ".join(verdict(sample)),
+        "facts": ", ".join(facts(sample)),
+        "prompt": _cut(without_markup(sample.prompt, sample.special_tokens)),
+        "messages": [_message(message, sample) for message in sample.messages],
+    }
+
+
+def _of_versions(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The samples of one prompt as one, in which the responses stand side by side."""
+    versions = [
+        {
+            "title": f"version {sample.step}, reward {sample.reward:.4g}",
+            "verdict": ", ".join(readings(sample)),
+            "messages": [_message(message, sample) for message in sample.messages],
+        }
+        for sample in samples
+    ]
+    newest = samples[-1]
+    return {
+        "title": f"prompt {newest.prompt_index}",
+        "verdict": ", ".join(expectation(newest)),
+        "prompt": _cut(without_markup(newest.prompt, newest.special_tokens)),
+        "messages": [],
+        "versions": versions,
+    }
+
+
+def _message(message: Message, sample: Sample) -> dict[str, Any]:
+    """The pieces of the tokens whose weights are known, as far as the text is shown, and the rest
+    of it, both without the markup of the chat template."""
+    pieces: list[tuple[str, float]] = []
+    position = 0
+    for length, weight in zip(message.token_lengths, message.weights, strict=False):
+        if position + length > _LONGEST:
+            break
+        piece = message.content[position : position + length]
+        if piece not in sample.special_tokens:
+            pieces.append((printable(piece), weight))
+        position += length
+    rest = _cut(without_markup(message.content[position:], sample.special_tokens))
+    return {"role": message.role, "pieces": pieces, "rest": rest}
+
+
+def _cut(text: str) -> str:
+    return printable(cut(text, _LONGEST))
+
+
+def _filled(line: str, fields: Mapping[str, str]) -> str:
+    """A line of the template has one field at most, so that no value is searched for another."""
+    for name, value in fields.items():
+        if name in line:
+            return line.replace(name, value)
+    return line
+
+
+def _asset(name: str) -> str:
+    return (resources.files("streamrl.cli") / "report_assets" / name).read_text(encoding="utf-8")
+
+
+NUM_POINTS = 200
+
+
+@dataclass
+class Point:
+    """Consecutive lines as one: the last one's step and time, and sums of each metric."""
+
+    step: int
+    time_s: float
+    num_lines: int = 1
+    sums: dict[str, tuple[float, int, float, float]] = field(default_factory=dict)
+    """Sum, count, smallest, largest."""
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> "Point":
+        sums = {
+            name: (value, 1, value, value)
+            for name, value in line.items()
+            if "/" in name and isinstance(value, int | float)
+        }
+        return cls(line["step"], line.get("time_s") or 0.0, sums=sums)
+
+    def add(self, later: "Point") -> None:
+        for name, (total, count, low, high) in later.sums.items():
+            mine = self.sums.get(name, (0.0, 0, low, high))
+            both = (mine[0] + total, mine[1] + count, min(mine[2], low), max(mine[3], high))
+            self.sums[name] = both
+        self.step, self.time_s = later.step, later.time_s
+        self.num_lines += later.num_lines
+
+
+def read_points(path: Path) -> list[Point]:
+    """At most 2 NUM_POINTS, each of as many lines but for the last one."""
+    points: list[Point] = []
+    every = 1
+    for line in read_lines(path):
+        if points and points[-1].num_lines < every:
+            points[-1].add(Point.of(line))
+            continue
+        if len(points) == 2 * NUM_POINTS:
+            for i in range(0, len(points), 2):
+                points[i].add(points[i + 1])
+            points, every = points[::2], 2 * every
+        points.append(Point.of(line))
+    return points
+
+
+def as_series(points: list[Point]) -> dict[str, Any]:
+    """Steps and times of the points, and of each metric the means, with the smallest and largest
+    values where a point stands for several lines; null where it was not measured."""
+    names = dict.fromkeys(name for point in points for name in point.sums)
+    is_band = any(point.num_lines > 1 for point in points)
+    return {
+        "step": [point.step for point in points],
+        "time": [round(point.time_s, 1) for point in points],
+        "metrics": {name: _values(points, name, is_band) for name in names},
+    }
+
+
+def _values(points: list[Point], name: str, is_band: bool) -> dict[str, list[float | None]]:
+    found = [point.sums.get(name) for point in points]
+    means = [None if f is None else _short(f[0] / f[1]) for f in found]
+    if not is_band:
+        return {"mean": means}
+    low = [None if f is None else _short(f[2]) for f in found]
+    high = [None if f is None else _short(f[3]) for f in found]
+    return {"mean": means} if low == high else {"mean": means, "low": low, "high": high}
+
+
+def _short(value: float) -> float:
+    """Four digits are more than a chart shows."""
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
+
+
+_PLACES = ("run.name", "run.folder", "model.path", "buffer.url", "weights.address", "cluster.")
+_SHOWN_ABOVE = ("data.source", "data.eval_source", "data.reward", "algorithm.preset")
+_SENTENCES = ("launch failed", "learning", "failures", "scaling", "restarts")
+_OF_INTEGRITY = ("groups", "")
+_OF_STATE = ("steps", "time of the steps")
+
+
+def about(config: RunConfig, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The run and its settings, and the rows of its summary: numbers as tiles, sentences below."""
+    known = dict(rows)
+    took = f" in {known['time of the steps']}" if "time of the steps" in known else ""
+    numbers = [r for r in rows if not r[0].startswith(_SENTENCES)]
+    return {
+        "state": f"{int(known['steps']):,} of {config.run.max_steps:,} steps{took}",
+        "about": [(name, printable(value)) for name, value in _facts(config)],
+        "settings": list(_changed(config.model_dump(mode="json", exclude_defaults=True))),
+        "tiles": [_tile(*row) for row in numbers if row[0] not in (*_OF_INTEGRITY, *_OF_STATE)],
+        "notes": [(n, printable(value)) for n, value in rows if n.startswith(_SENTENCES)],
+    }
+
+
+def _facts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    entries, algorithm = config.entries, config.algorithm
+    sources = [source.path for entry in entries for source in entry.data.sources]
+    held_out = [source.path for entry in entries for source in entry.data.eval_sources]
+    rewards = [reward.label for entry in entries for reward in entry.data.all_rewards]
+    choice = f"advantage {algorithm.advantage}, loss {algorithm.loss}"
+    yield "model", _model(config)
+    yield "data", ", ".join(dict.fromkeys(sources))
+    if held_out:
+        yield "held-out data", ", ".join(dict.fromkeys(held_out))
+    yield "reward", ", ".join(dict.fromkeys(rewards))
+    yield "algorithm", f"{algorithm.preset} ({choice})" if algorithm.preset else choice
+    size = f"{config.learner.groups_per_step} groups of {config.max_group_size} a step"
+    yield "batch", f"{size}, staleness at most {config.buffer.largest_staleness}"
+    yield "generators", f"{config.generator.count} with {config.generator.engine}"
+
+
+def _model(config: RunConfig) -> str:
+    """Its hub name, or its folder's own name."""
+    path, recipe = Path(config.model.path), config.model.recipe
+    if recipe is None:
+        return path.name if path.is_absolute() else config.model.path
+    return f"{path.name} ({recipe.num_layers} layers of width {recipe.hidden_size})"
+
+
+def _changed(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings by dotted name, but for those that stand above."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _changed(value, f"{name}.")
+        elif not name.startswith(_PLACES) and name not in _SHOWN_ABOVE:
+            yield name, printable(str(value))
+
+
+def _tile(name: str, text: str) -> dict[str, Any]:
+    value, _, detail = text.replace("->", "\u2192").partition(" (")
+    is_first = "reward" in name or name == "validation"
+    return {
+        "name": name,
+        "value": value,
+        "detail": detail.replace(")", "", 1),
+        "is_first": is_first,
+    }
+
+
+def checks(config: RunConfig, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """What a run promises, whether it held, and the page of the documentation that explains it."""
+    return [
+        {"holds": holds, "text": text, "page": f"docs/{page}", "href": _link(page, config.run.path)}
+        for holds, text, page in _checks(config, points)
+    ]
+
+
+def _checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, str, str]]:
+    if (books := read_books(config.run.path)) is not None:
+        equation = books_rows(books)[0][1]
+        yield books.balanced, f"every group is accounted for: {equation}", "buffer.md#promises"
+    oldest, bound = _largest(points, "buffer/staleness_max"), config.buffer.largest_staleness
+    if oldest is not None and config.buffer.overdue != "train":
+        text = f"staleness stayed within its bound: {oldest:g} at most, {bound} allowed"
+        yield oldest <= bound, text, "asynchrony.md#versions-and-staleness"
+    for name, promise, page in (
+        ("learner/skipped_update", "every gradient was finite", "troubleshooting.md"),
+        ("weights/num_failed_loads", "every weight update was loaded", "weights.md#metrics"),
+    ):
+        if (number := _largest(points, name)) is not None:
+            yield not number, promise, page
+
+
+def _largest(points: Sequence[Point], name: str) -> float | None:
+    return max((point.sums[name][3] for point in points if name in point.sums), default=None)
+
+
+def _link(page: str, run: Path) -> str:
+    """From the run's folder to the page, of the package or of a checkout."""
+    package = Path(streamrl.__file__).parent
+    own = package / "docs"
+    docs = own if own.exists() else package.parent / "docs"
+    return os.path.relpath(docs / page, run)
+
+
+NUM_EVENTS = 400
+_LONGEST_EVENT = 300
+Kind: TypeAlias = Literal["fault", "warning", "start", "stop"]
+_ORDER: tuple[Kind, ...] = ("fault", "start", "stop", "warning")
+_LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(?P<ms>\d{3}))? (?P<who>\S+) (?P<rest>.*)"
+)
+_RECORD = re.compile(r"(?P<level>[DIWEC]) (?P<logger>\S+): (?P<text>.*)")
+_LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
+_STARTS = re.compile(r"serving at |\S+ serves |attached at version |starting from ")
+_STOPS = re.compile(r".*: draining|.*: done$|the run is over|drained")
+
+
+@dataclass(frozen=True)
+class PageEvent:
+    """At a Unix time, of the daemon whose log has it."""
+
+    time_s: float
+    role: str
+    kind: Kind
+    text: str
+
+
+class _Record(NamedTuple):
+    time_s: float
+    level: str
+    text: str
+
+
+def read_events(run: Path) -> list[PageEvent]:
+    """In the order of their times."""
+    found = [event for log in sorted((run / "logs").glob("*.log")) for event in _events(log)]
+    kept = sorted(found, key=lambda event: (_ORDER.index(event.kind), -event.time_s))[:NUM_EVENTS]
+    return sorted(kept, key=lambda event: event.time_s)
+
+
+def _events(log: Path) -> Iterator[PageEvent]:
+    with log.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = _of_json(line) if line.startswith("{") else _of_text(line)
+            if record is not None and (kind := _kind(record)):
+                yield PageEvent(record.time_s, log.stem, kind, record.text[:_LONGEST_EVENT])
+
+
+def _of_text(line: str) -> _Record | None:
+    found = _LINE.match(line)
+    if found is None:
+        return None
+    try:
+        time_s = _time_s(found["time"]) + int(found["ms"] or 0) / 1000
+    except (ValueError, OverflowError):
+        # Somebody's code has printed it.
+        return None
+    if found["who"] == "launcher:":
+        return _Record(time_s, "error", found["rest"])
+    record = _RECORD.match(found["rest"])
+    return record and _Record(time_s, _LEVELS[record["level"]], record["text"])
+
+
+def _of_json(line: str) -> _Record | None:
+    """A line of `streamrl.log_lines`."""
+    try:
+        fields = json.loads(line)
+        time_s = datetime.fromisoformat(fields["time"]).timestamp()
+        return _Record(time_s, fields["level"], str(fields["message"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _kind(record: _Record) -> Kind | None:
+    match record.level:
+        case "error" | "critical":
+            return "fault"
+        case "warning":
+            return "warning"
+    if _STARTS.match(record.text):
+        return "start"
+    return "stop" if _STOPS.match(record.text) else None
+
+
+def _time_s(text: str) -> float:
+    """Logs have the local time of the machine."""
+    return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))

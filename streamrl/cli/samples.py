@@ -6,12 +6,13 @@ characters, and without the markup of the chat template unless `--markup` asks f
 """
 
 import argparse
+import heapq
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -22,8 +23,6 @@ from rich.text import Text
 from streamrl.errors import ConfigError
 from streamrl.run_folder import find_run
 from streamrl.samples.files import (
-    Order,
-    SampleFilter,
     newest_first,
     read_samples,
     side_by_side,
@@ -115,14 +114,13 @@ def main(arguments: argparse.Namespace) -> int:
         ConfigError: a filter is malformed, or there is no such validation.
     """
     run = find_run(arguments.folder).run.path
-    chosen, order = _filter(arguments), _order(arguments)
     if arguments.validation == "all":
-        if order != "newest":
+        if arguments.best or arguments.worst:
+            order = "best" if arguments.best else "worst"
             raise ConfigError(f"--{order}: has no effect on --validation all")
-        found = side_by_side(run, num_prompts=arguments.limit)
-        samples = [sample for sample in found if chosen.matches(sample)]
+        samples = list(matching(side_by_side(run, num_prompts=arguments.limit), arguments))
     else:
-        samples = chosen.of(_all(run, arguments.validation))
+        samples = chosen(_all(run, arguments.validation), arguments)
     if arguments.json:
         for sample in samples:
             print(json.dumps(as_json(sample)))
@@ -167,25 +165,34 @@ def _version(given: str) -> int:
     return int(given)
 
 
-def _filter(arguments: argparse.Namespace) -> SampleFilter:
-    first, last = _steps(arguments.step)
-    return SampleFilter(
-        first_step=first,
-        last_step=last,
-        min_reward=arguments.min_reward,
-        max_reward=arguments.max_reward,
-        environment=arguments.environment,
-        data_source=arguments.data_source,
-        pattern=_pattern(arguments.grep),
-        order=_order(arguments),
-        limit=arguments.limit,
-    )
+def chosen(samples: Iterable[Sample], wanted: argparse.Namespace) -> list[Sample]:
+    """Of these, which come newest first, at most `limit` that match; no more than that are in
+    memory."""
+    found = matching(samples, wanted)
+    if wanted.best:
+        return heapq.nlargest(wanted.limit, found, key=lambda sample: sample.reward)
+    if wanted.worst:
+        return heapq.nsmallest(wanted.limit, found, key=lambda sample: sample.reward)
+    return list(islice(found, wanted.limit))
 
 
-def _order(arguments: argparse.Namespace) -> Order:
-    if arguments.best:
-        return "best"
-    return "worst" if arguments.worst else "newest"
+def matching(samples: Iterable[Sample], wanted: argparse.Namespace) -> Iterator[Sample]:
+    """Those that meet all that is wanted; both ends of a range belong to it."""
+    first, last = _steps(wanted.step)
+    pattern = _pattern(wanted.grep)
+    for s in samples:
+        texts = (s.prompt, *(message.content for message in s.messages))
+        conditions = (
+            first is None or s.step >= first,
+            last is None or s.step <= last,
+            wanted.min_reward is None or s.reward >= wanted.min_reward,
+            wanted.max_reward is None or s.reward <= wanted.max_reward,
+            wanted.environment in (None, s.environment),
+            wanted.data_source in (None, s.data_source),
+            pattern is None or any(map(pattern.search, texts)),
+        )
+        if all(conditions):
+            yield s
 
 
 def _steps(given: str | None) -> tuple[int | None, int | None]:

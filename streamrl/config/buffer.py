@@ -30,15 +30,15 @@ SHORTEST_LEASE_S = 1.0
 
 
 class SteeredStaleness(Section):
-    """A bound on staleness that follows the effective sample size of the importance weights."""
+    """A bound on staleness that follows the effective sample size."""
 
     min: NotNegative
-    """The bound that the run begins with, and never goes below."""
+    """The bound at first, and the lowest."""
     max: NotNegative
-    """The bound is never raised above it; no token that is trained is older."""
+    """The highest; no older token is trained."""
     ess: Annotated[float, Field(gt=0, lt=1)] = 0.97
-    """The bound is lowered where the effective sample size of the last steps is below this, and
-    raised where it would stay above it and the learner waits for groups."""
+    """Lowered where the effective sample size of the last steps is below this; raised where it
+    would stay above and the learner waits."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -61,42 +61,41 @@ MaxStaleness = Annotated[
 
 
 class BufferSettings(Section):
-    """Where trajectory groups wait between generators and learner."""
+    """Where groups wait between generators and learner."""
 
     url: str = "zmq://127.0.0.1:0"
-    """zmq://host:port, where port 0 lets `streamrl launch` pick a free one; redis://, rediss://,
+    """zmq://host:port, where port 0 lets a launch pick one; redis://, rediss://,
     redis+sentinel://host,host/service, redis+cluster://host,host or rediss+cluster://, with user@
     before the host where there are users; or memory://."""
     password_file: Path | None = None
-    """File that holds the password of redis://, unless STREAMRL_REDIS_PASSWORD in the environment
-    does. A password is written nowhere."""
+    """Password of redis://, unless STREAMRL_REDIS_PASSWORD in the environment has it; it is written
+    nowhere."""
     max_staleness: MaxStaleness = 2
-    """Versions a group may be behind when it is trained; 0 is the synchronous algorithm. A mapping
-    of min, max and ess lets the learner steer the bound between the two."""
+    """Versions that a group may be behind when it is trained; 0 is the synchronous algorithm. A
+    record of min, max and ess lets the learner steer it."""
     overdue: Literal["wait", "train", "drop"] = "wait"
-    """A group that others overtake until it would be too old: `wait`, the learner waits for it;
-    `train`, it is trained as old as it is, and `max_staleness` bounds only how far generators run
-    ahead; `drop`, which trains fewer long responses than were sampled."""
+    """Groups overtaken until they would be too old: the learner waits for them; trains them as old
+    as they are, so that `max_staleness` bounds only how far generators run ahead; or drops them, so
+    that fewer long responses are trained."""
     lease_ttl_s: Seconds = 30.0
-    """A generator that sends no heartbeat for this long, at least 1 s, loses its leases. It sends
-    four in this time, and one a second at least."""
+    """A generator without a heartbeat for so long (at least 1 s) loses its leases. It sends four in
+    this time, and at least one a second."""
     max_group_bytes: Positive = 64 * 2**20
-    """Largest group accepted, in bytes; Redis takes 512 MiB at most, unless its proto-max-bulk-len
-    says more."""
+    """Largest group; Redis takes 512 MiB at most, unless its proto-max-bulk-len says more."""
     deadline_s: Seconds = 60.0
-    """How long a client retries a call to the buffer before it fails."""
+    """How long a client retries a call before it fails."""
     journal: bool = True
-    """Whether zmq:// keeps its state in the run folder (buffer/); redis:// keeps it in Redis."""
+    """Whether zmq:// keeps its state in buffer/ of the run folder; redis:// keeps it in Redis."""
     durability: Literal["process", "machine"] = "process"
-    """What the journal survives: a killed buffer, or (waiting for the disk) a power failure too."""
+    """What the journal survives: a killed buffer, or a power failure too, by waiting for the
+    disk."""
     record: bool = False
-    """Whether the learner keeps what it trained, compressed, in record/ of the run's folder, for
-    `streamrl replay`."""
+    """Keep what was trained, compressed, in record/ of the run's folder, for `streamrl replay`."""
     record_max_bytes: Positive = 10 * 2**30
-    """Size of record/; beyond it the oldest steps are dropped."""
+    """Of record/; the oldest steps go first."""
     curve: Path | None = None
-    """Folder of the keys (`streamrl keys new`) that zmq:// and `weights.address` need on any but a
-    loopback address; on a loopback one they are used if it is set."""
+    """Folder of keys (`streamrl keys new`) that zmq:// and `weights.address` need off loopback, and
+    use on it where set."""
 
     _password: SecretStr = PrivateAttr(default=SecretStr(""))
 

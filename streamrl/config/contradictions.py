@@ -4,14 +4,13 @@ A new one is a few lines in the function of its subject, which yields a sentence
 settings; `RunConfig` asks for all of them, so a person reads every sentence at once.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from streamrl.config.addresses import host_of, is_loopback, port_of
-from streamrl.config.learner import setting_without_pass
+from streamrl.config.section import twice
 from streamrl.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ def contradictions(c: "RunConfig") -> Iterator[str]:
     yield from _of_what_is_recorded(c)
     yield from _of_weights(c)
     yield from _of_engines(c)
+    yield from _of_passes(c)
     yield from _of_learner(c)
     yield from _of_rewards(c)
     yield from _of_critic(c)
@@ -144,6 +144,12 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             f"it to {wanted[others[0]]:g}, or name a model folder in "
             "algorithm.distillation.teachers"
         )
+    if algorithm.num_taught and generator.keep_sampling_mask:
+        yield (
+            f"algorithm.distillation.top_k {algorithm.num_taught} compares the likeliest tokens of "
+            "the vocabulary, and generator.keep_sampling_mask leaves the policy some of them: set "
+            "one of them off"
+        )
     if algorithm.loss == "topr" and not algorithm.reads_rewards:
         yield (
             "algorithm.loss topr tells trajectories apart by their rewards, and with "
@@ -212,10 +218,36 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
         )
 
 
+def _of_passes(c: "RunConfig") -> Iterator[str]:
+    """Settings of a pass that is not made."""
+    limits, algorithm = c.learner.max_tokens_per_forward_pass, c.algorithm
+    if limits.proximal is not None and not c.needs_policy_pass:
+        yield (
+            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
+            "these settings the training pass yields the proximal log-probabilities; "
+            "learner.updates_per_batch or learner.epochs > 1 makes one"
+        )
+    if limits.values is not None and not algorithm.needs_values:
+        yield (
+            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
+            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
+        )
+    has_pass = algorithm.needs_reference_logprobs or algorithm.has_teachers
+    if limits.reference is not None and not has_pass:
+        yield (
+            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
+            "reference policy or a teacher: algorithm.kl_loss.coef (but for kind full) or "
+            "algorithm.kl_reward.coef > 0 makes one, and a path in algorithm.distillation.teachers"
+        )
+    if c.learner.offload.reference and not (algorithm.needs_reference or algorithm.has_teachers):
+        yield (
+            "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
+            "algorithm.kl_reward.coef are 0, and no teacher of algorithm.distillation has a path"
+        )
+
+
 def _of_learner(c: "RunConfig") -> Iterator[str]:
     learner, num_steps, optimizer = c.learner, c.run.max_steps, c.learner.optimizer
-    if sentence := setting_without_pass(learner, c.algorithm, c.needs_policy_pass):
-        yield sentence
     if learner.lora is not None and learner.mesh.tensor != 1:
         yield (
             f"learner.mesh.tensor: was {learner.mesh.tensor}, and the matrices of learner.lora are "
@@ -414,9 +446,9 @@ def _of_environments(c: "RunConfig") -> Iterator[str]:
             f"generator.{min(is_set)} and environments both say what answers the policy; leave out "
             "one of them"
         )
-    counts = Counter(entry.name for entry in c.environments)
-    for twice in [name for name, count in counts.items() if count > 1][:1]:
-        yield f"environments: {counts[twice]} entries have the name {twice!r}"
+    names = [entry.name for entry in c.environments]
+    if name := twice(names):
+        yield f"environments: {names.count(name)} entries have the name {name!r}"
     is_agent = [entry.environment == "agent" for entry in c.entries]
     if agent != type(agent)() and not any(is_agent):
         yield (

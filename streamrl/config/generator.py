@@ -12,7 +12,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from streamrl.config.addresses import LARGEST_PORT
-from streamrl.config.section import Device, Dtype, NotNegative, Positive, Seconds, Section
+from streamrl.config.section import (
+    Device,
+    Dtype,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+    twice,
+)
 from streamrl.errors import ConfigError
 from streamrl.user_code import check_user_code
 
@@ -21,17 +31,15 @@ class ServerSettings(Section):
     section: ClassVar[str]
 
     url: str | tuple[str, ...] | None = None
-    """http://host:port of a server that is up already, or a list of servers of one model; null:
-    this generator starts its own. Generators of one run may name the same server, by the same
-    address."""
+    """http://host:port of a server that is up already, or of several with one model; null: this
+    generator starts its own. Generators may share one, by the same address."""
     api_key_variable: str | None = None
-    """Environment variable that holds the key which the server at `url` asks for; keys don't belong
-    into files."""
+    """Environment variable with the key of `url`."""
     start_timeout_s: Seconds = 600.0
-    """How long a server may take to come up."""
+    """Longest start of a server."""
     retry_timeout_s: Seconds = 30.0
-    """A server that makes no connection for so long ends the generator; one that is busy for so
-    long fails the request."""
+    """Without a connection for so long the generator ends; a server that is busy for so long fails
+    the request."""
 
     @field_validator("url")
     @classmethod
@@ -43,9 +51,8 @@ class ServerSettings(Section):
                 raise ValueError("holds a password; the server's key belongs into api_key_variable")
         if url == ():
             raise ValueError("was an empty list; name a server, or leave it out")
-        places = [one.rstrip("/") for one in _urls(url)]
-        if twice := [place for place in places if places.count(place) > 1]:
-            raise ValueError(f"{twice[0]} stands there twice")
+        if place := twice(one.rstrip("/") for one in _urls(url)):
+            raise ValueError(f"{place} stands there twice")
         return url
 
     @property
@@ -96,45 +103,44 @@ def _urls(url: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class HfSettings(Section):
-    """All else is `engine_kwargs`, the arguments of `from_pretrained`."""
+    """Engine hf; `engine_kwargs` are the arguments of `from_pretrained`."""
 
     recompute_kv: bool = False
-    """At an update, compute what requests in flight have cached again with the new weights. The
-    pause is then as long as their prefill."""
+    """At an update, compute the cache of requests in flight again; the pause is as long as their
+    prefill."""
 
 
 class SglangSettings(ServerSettings):
-    """Server arguments under SGLang's own names, where null leaves its default; the last three and
+    """Arguments of engine sglang by its own names, where null is its default; the last three and
     those of the connection are ours. With `url`, the server runs elsewhere."""
 
     section: ClassVar[str] = "generator.sglang"
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache; null: as the plan of `streamrl launch`
-    divides a shared GPU, else the default of SGLang."""
+    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU, else
+    SGLang's default."""
     tp_size: Positive = 1
-    """GPUs that share one server."""
+    """GPUs of one server."""
     attention_backend: str | None = None
     """Attention kernels."""
     chunked_prefill_size: Annotated[int, Field(ge=-1)] | None = None
-    """Tokens of one chunk of a long prompt; -1 never cuts prompts."""
+    """Tokens of a chunk of a long prompt; -1 cuts none."""
     load_format: str | None = None
-    """How the model folder is read; dummy starts from random weights."""
+    """dummy starts from random weights."""
     disable_cuda_graph: bool = False
-    """Decode without CUDA graphs: slower, less memory."""
+    """Slower, less memory."""
     disable_radix_cache: bool = False
-    """Compute prompts anew instead of sharing prefixes."""
+    """Share no prefixes."""
     enable_deterministic_inference: bool = False
-    """Batch-invariant kernels; only with them does SGLang apply the seed of a request."""
+    """Batch-invariant kernels; without, SGLang ignores the seed of a request."""
     pause_mode: Literal["keep", "abort"] = "keep"
     """Requests in flight at an update: go on with the new weights, or begin anew."""
     recompute_kv: bool = True
-    """With keep: compute the KV cache of requests in flight again with the new weights. Without,
-    their later tokens are sampled from a mixture of versions, and a server elsewhere needs
-    --disable-overlap-schedule."""
+    """With keep: compute their KV cache again. Without, later tokens come from a mixture of
+    versions, and a server elsewhere needs --disable-overlap-schedule."""
     reach_host: str | None = None
-    """This machine's address as SGLang's processes reach it for weights; null: the one on the route
-    to the server."""
+    """This machine's address as SGLang reaches it for weights; null: the one on the route to the
+    server."""
 
     @property
     def keeps_old_kv(self) -> bool:
@@ -152,32 +158,32 @@ SGLANG_OURS = frozenset({*ServerSettings.model_fields, "pause_mode", "recompute_
 
 
 class VllmSettings(ServerSettings):
-    """Engine arguments under vLLM's own names, where null leaves its default; the last two and
-    those of the connection are ours. With `url`, vLLM runs elsewhere (`vllm serve`)."""
+    """Arguments of engine vllm by its own names, where null is its default; the last two and those
+    of the connection are ours. With `url`, vLLM runs elsewhere (`vllm serve`)."""
 
     section: ClassVar[str] = "generator.vllm"
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache; null: as the plan of `streamrl launch`
-    divides a shared GPU, else the default of vLLM."""
+    gpu_memory_utilization: Share | None = None
+    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU, else
+    vLLM's default."""
     tensor_parallel_size: Positive = 1
-    """GPUs that share one engine."""
+    """GPUs of one engine."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens of one step, prefill and decode together."""
+    """Tokens of a step, prefill and decode."""
     enable_chunked_prefill: bool | None = None
-    """Cut long prompts so that decoding goes on beside them."""
+    """Cut long prompts so that decoding goes on."""
     enable_prefix_caching: bool = True
-    """Compute what prompts share once per version."""
+    """Compute what prompts share once a version."""
     enforce_eager: bool | None = None
-    """Neither CUDA graphs nor compilation; null: true on CPUs, false on GPUs."""
+    """Neither CUDA graphs nor compilation; null: on CPUs alone."""
     load_format: str = "auto"
-    """How the model folder is read; dummy starts from random weights."""
+    """dummy starts from random weights."""
     kv_cache_memory_bytes: Positive | None = None
-    """KV cache; null: from gpu_memory_utilization on GPUs, 512 MiB on CPUs."""
+    """Null: from gpu_memory_utilization, or 512 MiB on CPUs."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight at an update: go on with the new weights, end first, or begin anew."""
     recompute_kv: bool = False
-    """With keep: compute the KV cache of requests in flight again with the new weights."""
+    """With keep: compute their KV cache again."""
 
     @property
     def keeps_old_kv(self) -> bool:
@@ -198,28 +204,26 @@ def _split(command: Any) -> Any:
 
 
 class AgentSettings(Section):
-    """Agents that call the policy through the API of OpenAI or Anthropic."""
+    """Agents of environment agent, which call the policy through the API of OpenAI or Anthropic."""
 
     function: str | None = None
-    """PATH.py:FUNCTION(task, base_url, api_key), called once for each episode in the generator's
-    process; it returns the reward, or nothing."""
+    """PATH.py:FUNCTION(task, base_url, api_key), called once an episode in the generator's process;
+    returns the reward, or nothing."""
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
-    """A command line, started once for each episode; {prompt}, or any column of the row in braces,
-    stands for its text. Without
-    it and `function`, agents ask for their tasks."""
+    """Command line, started once an episode; {prompt}, or another column in braces, is its text.
+    Without it and `function`, agents ask for tasks."""
     max_agents: Positive = 64
-    """Functions or commands that run at a time; the episodes of others wait."""
+    """Functions or commands at a time."""
     host: str = "127.0.0.1"
-    """Address at which the API listens; one that other machines reach needs a token."""
+    """Where the API listens; one that other machines reach needs a token."""
     port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
-    """Port of the first generator of a machine; the others take the next ones. 0: any free one."""
+    """Of a machine's first generator; the others take the next ones. 0: any free one."""
     token_variable: str | None = None
-    """Environment variable that holds the token with which an agent asks for a task."""
+    """Environment variable with the token for which an agent gets a task."""
     silence_s: Seconds = 600.0
-    """An agent that asks for nothing for so long has disappeared: its group fails."""
+    """An agent that asks for nothing for so long fails its group."""
     request_sampling: Literal["override", "refuse"] = "override"
-    """A request with another temperature, top_p or top_k than the run's is sampled with the run's,
-    or refused."""
+    """A request with another temperature, top_p or top_k is sampled with the run's, or refused."""
     max_request_bytes: Positive = 16 * 2**20
     """Largest body of a request."""
 
@@ -270,75 +274,70 @@ class AgentSettings(Section):
 
 
 class EpisodeSettings(Section):
-    """Limits of an episode; `group_deadline_s` is the one of its time."""
+    """Limits of an episode, beside `group_deadline_s`."""
 
     max_turns: Positive | None = None
-    """Completions of an episode; one that goes on after them ends as truncated. Unset: no limit."""
+    """Completions, after which it ends as truncated."""
     turn_deadline_s: Seconds | None = None
-    """A turn that takes longer, engine and environment together, ends its episode as truncated.
-    Unset: `group_deadline_s`."""
+    """A longer turn, engine and environment together, ends it as truncated; null:
+    `group_deadline_s`."""
     truncated: Literal["keep", "drop"] = "keep"
-    """Siblings that a limit cut: keep them for `algorithm.reward.truncated`, or leave them out; a
-    group with fewer than two others is then dropped, as filtered."""
+    """Truncated siblings: keep them for `algorithm.reward.truncated`, or leave them out, and drop a
+    group with fewer than two others, as filtered."""
     max_in_flight: Positive | None = None
-    """Episodes of one generator at a time, those that wait for their environment included. Unset:
-    as many as fill the engine's slots."""
+    """Episodes of a generator at a time, with those that wait for their environment; null: as many
+    as fill the engine."""
 
 
 class OversampleSettings(Section):
-    """Siblings that are sampled beyond `group_size`, and which of them all are kept."""
+    """Siblings beyond `group_size`, and which of all are kept."""
 
     num_siblings: NotNegative = 0
-    """Siblings beyond `group_size`; 0 is none."""
+    """How many."""
     keep: Literal["each_reward", "first_finished"] = "each_reward"
-    """`each_reward` waits for all and keeps the first of each reward, then the second of each, in
-    the order in which they began. `first_finished` cancels the others, which are the long ones."""
+    """`each_reward` waits for all and keeps the first of each reward, then the second.
+    `first_finished` cancels the others, which are the long ones."""
 
 
 class CallLimits(Section):
     """Limits of the calls of a tool, or of all tools of a server."""
 
     time_limit_s: Seconds = 30.0
-    """A call that takes longer is answered with an error."""
+    """A longer call is answered with an error."""
     max_concurrent: Positive = 8
-    """Calls that one generator runs at a time; others wait, which does not count as their time."""
+    """Calls of one generator at a time; waiting does not count as their time."""
     max_result_length: Positive = 4096
-    """Longest result, in characters; a longer one is cut, and says so."""
+    """In characters; a longer result is cut, and says so."""
 
 
 class ToolSettings(CallLimits):
-    """A tool that the policy may call; its name alone stands for it where nothing else is set."""
+    """A tool; a string is its `tool` alone."""
+
+    short_for = "tool"
 
     tool: str
-    """calculator, python (runs code in a sandbox), or PATH.py:NAME, a function or a class."""
+    """calculator, python (code in a sandbox), or PATH.py:NAME, a function or a class."""
     function_schema: dict[str, Any] | Path | None = None
-    """OpenAI schema of the function, or a YAML or JSON file with one; unset: made from its
-    signature and docstring."""
+    """OpenAI schema, or a YAML or JSON file with one; null: of signature and docstring."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class, which is made anew for each episode, or limits of python and its
-    isolation."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_alone(cls, value: Any) -> Any:
-        return {"tool": value} if isinstance(value, str) else value
+    """Arguments of the class, made anew for each episode, or limits and isolation of python."""
 
 
 class McpServerSettings(CallLimits):
-    """An MCP server whose tools the policy may call: a command that speaks over stdio, or a URL."""
+    """An MCP server: a command that speaks over stdio, or a URL."""
 
     command: tuple[str, ...] = ()
-    """The program and its arguments; started by each generator."""
+    """Program and arguments; started by each generator."""
     url: str | None = None
-    """Of a server that speaks streamable HTTP."""
+    """Of a server with streamable HTTP."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the command, beside PATH and HOME."""
+    """Variables of the command, beside PATH and HOME."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Headers of every request to the URL."""
+    """Of every request to the URL."""
     tools: tuple[str, ...] = ()
-    """Names of the tools that the policy may call; none: all that the server has."""
+    """Tools that the policy may call; empty: all."""
     session: Literal["generator", "episode"] = "generator"
-    """Whether all episodes of a generator share one session, or each has its own."""
+    """One session of all episodes, or one each."""
 
     @model_validator(mode="after")
     def _is_one_of_two(self) -> "McpServerSettings":
@@ -357,71 +356,64 @@ class GeneratorSettings(Section):
     """What one generator samples, and the engine that samples it."""
 
     count: int | str = 1
-    """Generators that `streamrl launch` starts; more may join at any time. A range, such as 2..8,
-    is for a cluster of Ray: the run needs the first number, and has up to the second where there is
-    room; elsewhere it has the second."""
+    """Generators of a launch; more may join at any time. A range, such as 2..8, is for Ray: the run
+    needs the first number and has up to the second; elsewhere it has the second."""
     engine: str = "hf"
-    """Inference library: hf, sglang or vllm; vllm.url or sglang.url names a server elsewhere."""
+    """hf, sglang or vllm."""
     environment: str = "single_turn"
     """What answers the policy: single_turn, tools, frozen_lake, sokoban, gymnasium:ID,
     textarena:ID, PATH.py:CLASS; or what calls it: agent. Several stand in `environments`."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment."""
+    """Its arguments."""
     agent: AgentSettings = AgentSettings()
-    """Agents of environment agent."""
     tools: tuple[ToolSettings, ...] = ()
-    """What the policy may call in the environment `tools`."""
+    """What the policy may call in environment `tools`."""
     mcp_servers: tuple[McpServerSettings, ...] = ()
-    """MCP servers whose tools it may call as well."""
+    """Servers whose tools it may call as well."""
     group_size: Positive = 8
     """Trajectories per prompt."""
     oversample: OversampleSettings = OversampleSettings()
-    """Siblings that are sampled beyond these."""
     max_new_tokens: Positive = 256
     """Longest completion, in tokens."""
     min_new_tokens: NotNegative = 0
-    """Tokens before an end-of-sequence token may be sampled."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Tokens before a completion may end."""
+    temperature: NotNegativeNumber = 1.0
+    """Sampling temperature; 0 is greedy, which training refuses."""
+    top_p: Share = 1.0
     """Nucleus mass; 1 is unrestricted."""
     top_k: NotNegative = 0
-    """Sample among the k likeliest tokens; 0 is unrestricted."""
+    """Likeliest tokens to sample among; 0 is unrestricted."""
     keep_sampling_mask: bool = False
-    """Record which tokens top_k, top_p and min_new_tokens left to sample from, and compute the
-    learner's log-probabilities over the same ones. Needs top_k, which bounds the record."""
+    """Record which tokens top_k (needed), top_p and min_new_tokens left, and compute the learner's
+    log-probabilities over the same."""
     stop_token_ids: tuple[NotNegative, ...] = ()
-    """Ids of tokens that end a completion, in addition to the model's own."""
+    """Tokens that end a completion beside the model's own."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
     max_num_seqs: Positive = 64
-    """Sequences one engine decodes at a time."""
+    """Sequences that one engine decodes at a time."""
     max_model_len: Positive | None = None
-    """Longest prompt plus completion, in tokens; unset: max_prompt_length + max_new_tokens."""
+    """Longest prompt plus completion, in tokens; null: max_prompt_length + max_new_tokens."""
     dtype: Dtype = "float32"
-    """Precision of the engine's weights."""
+    """Of the engine's weights."""
     lm_head_dtype: Literal["float32"] | None = None
-    """float32: compute logits in it beside weights of a narrower `dtype`, from the same weights,
-    which brings log-probabilities nearer to the learner's; null: as the engine does."""
+    """float32: compute logits in it beside a narrower `dtype`, which brings log-probabilities
+    nearer to the learner's; null: as the engine does."""
     device: Device = "auto"
-    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:0, ...; auto: a GPU if there is one."""
     num_threads: NotNegative = 0
-    """CPU threads of one generator; 0 leaves torch's choice."""
+    """CPU threads; 0 is torch's choice."""
     group_deadline_s: Seconds = 3600.0
-    """An episode that takes longer ends as truncated, with the tokens that it has; the reward of a
-    group has the same time again."""
+    """A longer episode ends as truncated, with the tokens that it has; a group's reward has the
+    same time again."""
     episode: EpisodeSettings = EpisodeSettings()
-    """Limits of an episode of several turns."""
     drain_s: Seconds = 5.0
-    """After SIGTERM, time given to unfinished groups before their leases are released."""
+    """After SIGTERM, time for unfinished groups before their leases are released."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, as its own documentation names them."""
+    """Further arguments of the engine, as it names them."""
     hf: HfSettings = HfSettings()
-    """Settings of engine hf."""
     vllm: VllmSettings = VllmSettings()
-    """Settings of engine vllm."""
     sglang: SglangSettings = SglangSettings()
-    """Settings of engine sglang."""
 
     @model_validator(mode="after")
     def _has_an_lm_head_of_its_own(self) -> "GeneratorSettings":
@@ -475,9 +467,8 @@ class GeneratorSettings(Section):
 
     @model_validator(mode="after")
     def _has_each_tool_once(self) -> "GeneratorSettings":
-        names = [tool.tool for tool in self.tools]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"tools: {twice[0]} stands there twice")
+        if name := twice(tool.tool for tool in self.tools):
+            raise ValueError(f"tools: {name} stands there twice")
         return self
 
     @property

@@ -4,7 +4,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.section import (
     Decay,
     Device,
@@ -12,10 +11,13 @@ from streamrl.config.section import (
     LearningRate,
     LearningRateOrZero,
     NotNegative,
+    NotNegativeNumber,
     Positive,
+    PositiveNumber,
     Probability,
     Seconds,
     Section,
+    Share,
 )
 from streamrl.errors import ConfigError
 from streamrl.types.ranges import MAX_GROUPS
@@ -31,19 +33,19 @@ def _is_made_at_the_end(steps: object) -> object:
 
 
 class CheckpointSettings(Section):
-    """When the learner saves its state, what of it, and how many saved states it keeps."""
+    """When the learner saves its state, and how many it keeps."""
 
     every: Annotated[Positive, BeforeValidator(_is_made_at_the_end)] = 50
     """Steps between checkpoints; one is always made at the end."""
     keep: Positive = 2
-    """Newest complete checkpoints kept; those in abandoned/ are not counted and not deleted."""
+    """Newest complete ones kept, beside those in abandoned/."""
     keep_best: NotNegative = 0
-    """Complete checkpoints kept besides them, those with the best mean of `best_by`."""
+    """Complete ones kept besides, with the best mean of `best_by`."""
     best_by: str = "reward/mean"
-    """Metric of `metrics.jsonl`, as mean over the steps since the checkpoint before; or one of a
-    validation, such as validation/mean@1, of the checkpoint's own version."""
+    """Metric, as mean over the steps since the checkpoint before; or one of a validation of its
+    version, such as validation/mean@1."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which mean of `best_by` is the best."""
+    """Of `best_by`."""
     contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = (
         "model",
         "optimizer",
@@ -51,10 +53,10 @@ class CheckpointSettings(Section):
         "hf_model",
     )
     """Parameters; AdamW's state; random generators, KL controller and running moments of rewards;
-    the policy as a Hugging Face folder, which `streamrl evaluate` needs."""
+    the policy as a Hugging Face folder, for `streamrl evaluate`."""
     load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
-    """What is loaded of the checkpoint that the run goes on from, or of the one that `run.resume`
-    names alone; null: all of `contents`."""
+    """What is loaded of the checkpoint that the run goes on from, or that `run.resume` names; null:
+    all of `contents`."""
 
     @property
     def is_best_validated(self) -> bool:
@@ -77,27 +79,27 @@ class CheckpointSettings(Section):
 
 
 class LoraSettings(Section):
-    """Training of an adapter of low rank (LoRA, arXiv 2106.09685) instead of all parameters."""
+    """An adapter of low rank (LoRA, arXiv 2106.09685) is trained instead of all parameters."""
 
     rank: Positive = 16
     """Columns of A and B."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The product of both is scaled by alpha / rank."""
+    alpha: PositiveNumber = 32.0
+    """The product is scaled by alpha / rank."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Last parts of the names of the linear layers that get one, such as [q_proj, v_proj]."""
+    """Last parts of the names of linear layers, such as [q_proj, v_proj]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the adapter's inputs, in passes with gradient."""
+    """Of its inputs, in passes with gradient."""
     publish: Literal["merged", "adapter"] = "merged"
-    """Generators are sent all parameters with the adapter in them, or the adapter alone, which they
-    merge: fewer bytes, one more copy in memory."""
+    """Send generators all parameters, or the adapter, which they merge: fewer bytes, a copy more in
+    memory."""
 
 
 class ForwardPassSettings(Section):
-    """Tokens of one forward pass without gradient, which needs less memory than a training pass;
-    null takes that of the role's training pass."""
+    """Tokens of a forward pass without gradient, which needs less memory; null: as the role's
+    training pass."""
 
     proximal: Positive | None = None
-    """Of the policy before the step, where the algorithm needs such a pass."""
+    """Of the policy before the step, where needed."""
     reference: Positive | None = None
     """Of the reference policy."""
     values: Positive | None = None
@@ -105,16 +107,16 @@ class ForwardPassSettings(Section):
 
 
 class OffloadSettings(Section):
-    """What waits in the host's memory instead of the GPU's: less memory, more time."""
+    """What waits in the host's memory instead of the GPU's, for less memory and more time."""
 
     parameters: bool = False
-    """Parameters, gradients and optimizer state of all roles; the CPU makes the update."""
+    """With gradients and optimizer state, of all roles; the CPU makes the update."""
     optimizer: bool = False
-    """The optimizer's state, but for the update."""
+    """Its state, but for the update."""
     activations: bool = False
-    """The inputs of the layers that `gradient_checkpointing` keeps."""
+    """The layers' inputs that `gradient_checkpointing` (needed) keeps."""
     reference: bool = False
-    """The reference policy: its layers are copied to the GPU as they are computed."""
+    """The reference policy, copied to the GPU layer by layer."""
 
     @model_validator(mode="after")
     def _acts(self) -> "OffloadSettings":
@@ -132,15 +134,14 @@ class OffloadSettings(Section):
 
 
 class MeshSettings(Section):
-    """How many ranks share what: the four sizes multiply to the number of ranks."""
+    """How many ranks share what; the sizes multiply to the number of ranks."""
 
     replicate: Positive = 1
-    """Copies of the sharded parameters; each trains other trajectories."""
+    """Copies of the sharded parameters, each for other trajectories."""
     shard: int = -1
-    """Ranks that share one copy of the parameters and train other trajectories; -1 takes all that
-    are left."""
+    """Ranks that share a copy and train other trajectories; -1: all that are left."""
     sequence: Positive = 1
-    """Ranks that share the tokens of the same trajectories."""
+    """Ranks that share the tokens of trajectories."""
     tensor: Positive = 1
     """Ranks that share each matrix."""
 
@@ -174,50 +175,48 @@ class MeshSettings(Section):
 
 
 class OptimizerGroup(Section):
-    """Parameters of the policy that are trained otherwise than the rest."""
+    """Parameters of the policy trained otherwise than the rest."""
 
     parameters: Annotated[str, Field(min_length=1)]
-    """Pattern of parameter names as transformers has them, such as "*.mlp.*" or
-    "model.embed_tokens.weight"; `*` is any text."""
+    """Pattern of their names, such as "*.mlp.*"; `*` is any text."""
     lr: LearningRateOrZero | None = None
-    """Peak learning rate, under the same schedule; 0 freezes them; null is that of the rest."""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay of all of them, vectors too; null is that of the rest."""
+    """Peak, under the same schedule; 0 freezes them; null: as the rest."""
+    weight_decay: NotNegativeNumber | None = None
+    """Of all of them, vectors too; null: as the rest."""
 
 
 class OptimizerSettings(Section):
-    """AdamW and its learning rate over the steps."""
+    """AdamW and its learning rate."""
 
     lr: LearningRate = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Decay of the two moments."""
+    eps: PositiveNumber = 1e-8
     """Added to the denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay; vectors (norms, biases) are exempt."""
+    weight_decay: NotNegativeNumber = 0.01
+    """Decoupled; vectors (norms, biases) are exempt."""
     groups: tuple[OptimizerGroup, ...] = ()
-    """Parameters with a rate or decay of their own; the first pattern that matches a name counts.
-    The critic has none."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Global norm gradients are clipped to; null switches clipping off."""
+    """Parameters with a rate or decay of their own, by the first pattern that matches; the critic
+    has none."""
+    max_grad_norm: PositiveNumber | None = 1.0
+    """Global norm that gradients are clipped to; null: off."""
     max_skipped_updates: NotNegative = 3
-    """Updates in a row that are skipped because a gradient is not finite; the next one ends the
-    run."""
+    """Updates in a row skipped for a gradient that is not finite; the next one ends the run."""
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
-    """Shape after the warm-up, down to `min_lr_ratio` at `run.max_steps`."""
+    """After the warm-up, down to `min_lr_ratio` at `run.max_steps`."""
     warmup_steps: NotNegative = 0
-    """Steps over which the rate rises linearly from 0."""
+    """Over which the rate rises linearly from 0."""
     warmup_ratio: Probability = 0.0
-    """The same as a share of `run.max_steps`; give one of the two."""
+    """The same in parts of `run.max_steps`; give one of the two."""
     min_lr_ratio: Probability = 0.0
-    """Floor of the schedule as a fraction of `lr`."""
-    num_cycles: Annotated[float, Field(gt=0)] = 0.5
+    """The schedule's floor, in parts of `lr`."""
+    num_cycles: PositiveNumber = 0.5
     """Waves of schedule cosine; 0.5 falls once."""
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of `run.max_steps`, at its end, in which warmup_stable_decay falls."""
+    decay_ratio: Share = 0.2
+    """Last part of `run.max_steps`, in which warmup_stable_decay falls."""
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """How warmup_stable_decay falls."""
+    """How it falls."""
 
     def num_warmup_steps(self, max_steps: int) -> int:
         return self.warmup_steps or round(self.warmup_ratio * max_steps)
@@ -268,17 +267,17 @@ _ACTS_UNDER = {
 
 
 class ProfilerSettings(Section):
-    """What is recorded of chosen steps, in `profiler/` of the run's folder."""
+    """What is recorded of chosen steps, in profiler/ of the run's folder."""
 
     steps: tuple[Positive, ...] = ()
-    """Steps to record, the first is 1; a trace of torch's profiler for each, none if empty."""
+    """Steps, from 1, with a trace of torch's profiler each."""
     ranks: tuple[NotNegative, ...] = (0,)
-    """Ranks that record; all if empty."""
+    """Ranks that record; empty: all."""
     memory: bool = False
-    """Record the allocations of GPU memory, too."""
+    """Record allocations of GPU memory, too."""
     nvtx: bool = False
-    """Mark the phases of a step for Nsight Systems, and let it capture `steps` instead of torch's
-    profiler: `nsys profile --capture-range=cudaProfilerApi streamrl learner ...`."""
+    """Let Nsight Systems capture `steps` instead: `nsys profile --capture-range=cudaProfilerApi
+    streamrl learner ...`."""
 
 
 FlashAttentionVersion: TypeAlias = Literal["auto", 2, 3, 4]
@@ -288,60 +287,54 @@ class LearnerSettings(Section):
     """The batch of a step, and the machine that trains it."""
 
     groups_per_step: Annotated[int, Field(gt=0, le=MAX_GROUPS)] = 32
-    """Trajectory groups per batch; a batch is one policy version."""
+    """Groups of a batch, which makes one policy version."""
     epochs: Positive = 1
     """Passes over a batch."""
     updates_per_batch: Positive = 1
-    """Optimizer updates in one pass over a batch, each on a mini-batch of whole groups."""
+    """Optimizer updates in a pass, each on a mini-batch of whole groups."""
     max_tokens_per_micro_batch: Positive = 8192
-    """Tokens (prompt and response) of one forward and backward pass; a prompt that trajectories
-    share counts once."""
+    """Tokens, prompts and responses, of a forward and backward pass; a shared prompt counts
+    once."""
     max_tokens_per_forward_pass: ForwardPassSettings = ForwardPassSettings()
-    """The same for passes without gradient, by role."""
     optimizer: OptimizerSettings = OptimizerSettings()
-    """The optimizer of the policy."""
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """Saved states of the run."""
     lora: LoraSettings | None = None
-    """Train an adapter of low rank; null trains all parameters."""
+    """Null trains all parameters."""
     freeze_vision_tower: bool = False
-    """Leave the part of a vision-language model that sees as it is, and train the rest."""
+    """Train all but the part of a vision-language model that sees."""
     mesh: MeshSettings = MeshSettings()
-    """The ranks of the learner; one without torchrun."""
     num_ranks: Positive = 1
     """Ranks that `streamrl learner` starts on this machine; torchrun starts them on several."""
     rank_deadline_s: Seconds = 60.0
-    """How long a rank of the learner may report nothing before the others end."""
+    """How long a rank may report nothing before the others end."""
     dtype: Dtype = "float32"
-    """Precision of forward and backward; sums, master weights and optimizer stay float32. With
-    float16 losses have a scale, which halves when a gradient overflows."""
+    """Of forward and backward; sums, master weights and optimizer are float32. With float16 losses
+    have a scale, halved when a gradient overflows."""
     device: Device = "auto"
-    """cpu, cuda, cuda:0, ...; auto takes a GPU if there is one."""
+    """As `generator.device`."""
     num_threads: NotNegative = 0
-    """CPU threads of the learner; 0 leaves torch's choice."""
+    """CPU threads; 0 is torch's choice."""
     profiler: ProfilerSettings = ProfilerSettings()
-    """Traces of chosen steps."""
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """What one device computes in `dtype` at most, in 10^12 operations per second, for
-    `learner/mfu`; unset: known for common GPUs."""
+    peak_tflops: PositiveNumber | None = None
+    """Most that a device computes in `dtype`, in 10^12 operations/s, for `learner/mfu`; null: known
+    for common GPUs."""
     sum_each_micro_batch: bool = True
-    """Sum gradients over the ranks after every micro-batch; false: once an update, which is less
-    traffic and costs each rank a whole float32 gradient."""
+    """Sum gradients over ranks after every micro-batch; false: once an update, which is less
+    traffic for a whole float32 gradient a rank."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the decoder's layers by torch.compile: faster passes after a slow first one. auto: on
-    a GPU, in runs of 300 steps and more, where there is a compiler."""
+    """Compile layers by torch.compile, for faster passes after a slow first one. auto: on a GPU
+    with a compiler, in runs of 300 steps and more."""
     flash_attention: FlashAttentionVersion = "auto"
-    """FlashAttention of packed trajectories on a GPU: auto takes 3 or 4 where its package is
-    installed and made for the GPU, else 2, which is flash-attn's or torch's own."""
+    """On a GPU. auto: 3 or 4 where its package is installed and made for the GPU, else 2,
+    flash-attn's or torch's."""
     gradient_checkpointing: bool | Positive = False
-    """Recompute the activations of each layer in the backward pass: less memory, more time; a
-    number n: of every n-th layer."""
+    """Recompute activations in the backward pass, for less memory and more time; n: of every n-th
+    layer."""
     check_packing: bool = True
-    """At start, compare packed with plain transformers; run unpacked what packing changes."""
+    """At start, compare packing with plain transformers; run unpacked what it changes."""
     offload: OffloadSettings = OffloadSettings()
-    """What waits in the host's memory instead of the GPU's."""
     report_entropy: bool = True
-    """Measure the policy's entropy each step, also where the loss does not need it."""
+    """Measure it each step, also where the loss does not need it."""
 
     @model_validator(mode="after")
     def _keeps_what_it_offloads(self) -> "LearnerSettings":
@@ -369,37 +362,3 @@ class LearnerSettings(Section):
                 f"{replicate * shard} ranks that each train groups of their own: start fewer, or "
                 "raise it"
             )
-
-
-def setting_without_pass(
-    learner: LearnerSettings, algorithm: AlgorithmSettings, needs_policy_pass: bool
-) -> str | None:
-    """What is wrong with the first setting that is for a pass which is not made; None if each acts.
-
-    `needs_policy_pass` is `RunConfig.needs_policy_pass`.
-    """
-    limits = learner.max_tokens_per_forward_pass
-    if limits.proximal is not None and not needs_policy_pass:
-        return (
-            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
-            "these settings the training pass yields the proximal log-probabilities; "
-            "learner.updates_per_batch or learner.epochs > 1 makes one"
-        )
-    if limits.values is not None and not algorithm.needs_values:
-        return (
-            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
-            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
-        )
-    has_pass = algorithm.needs_reference_logprobs or algorithm.has_teachers
-    if limits.reference is not None and not has_pass:
-        return (
-            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
-            "reference policy or a teacher: algorithm.kl_loss.coef (but for kind full) or "
-            "algorithm.kl_reward.coef > 0 makes one, and a path in algorithm.distillation.teachers"
-        )
-    if learner.offload.reference and not (algorithm.needs_reference or algorithm.has_teachers):
-        return (
-            "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
-            "algorithm.kl_reward.coef are 0, and no teacher of algorithm.distillation has a path"
-        )
-    return None

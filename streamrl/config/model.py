@@ -2,9 +2,16 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from streamrl.config.section import LearningRate, NotNegative, Positive, Probability, Section
+from streamrl.config.section import (
+    LearningRate,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+    Probability,
+    Section,
+)
 from streamrl.user_code import check_user_code, is_user_code
 
 LLAMA = "llama"
@@ -19,11 +26,11 @@ def _architecture(name: str) -> str:
 
 
 class RecipeSettings(Section):
-    """A small model and its character tokenizer, made locally and warm-started."""
+    """A small model with a character tokenizer, made here and warm-started."""
 
     architecture: Annotated[str, AfterValidator(_architecture)] = LLAMA
-    """The untrained model: llama, or PATH.py:NAME, a function that is called with a folder, these
-    settings and the longest sequence, and writes a model and its tokenizer into the folder."""
+    """llama, or PATH.py:NAME, a function of a folder, these settings and the longest sequence,
+    which writes an untrained model and its tokenizer there."""
 
     hidden_size: Positive = 128
     """Width of the residual stream."""
@@ -34,17 +41,17 @@ class RecipeSettings(Section):
     num_heads: Positive = 4
     """Attention heads."""
     alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
-    """Characters of the tokenizer; one token each."""
+    """The tokenizer's characters, a token each."""
     warm_start_source: str | None = None
-    """Prompts and answers of the supervised steps, as data.source; unset: those of data."""
+    """Prompts and answers of the supervised steps, as `data.source`; null: those of `data`."""
     warm_start_steps: NotNegative = 400
-    """Upper bound of supervised steps; 0 leaves the model random."""
+    """Most supervised steps; 0 leaves the model random."""
     warm_start_accuracy: Probability = 0.3
-    """Supervised steps end when this sampled exact match is reached."""
-    initializer_range: Annotated[float, Field(gt=0)] = 0.06
-    """Standard deviation of the random weights; narrow models learn faster from wider ones."""
+    """Sampled exact match that ends them."""
+    initializer_range: PositiveNumber = 0.06
+    """Standard deviation of random weights; narrow models learn faster from wider ones."""
     batch_size: Positive = 128
-    """Examples per supervised step."""
+    """Examples of a supervised step."""
     lr: LearningRate = 2e-3
     """Learning rate of the supervised steps."""
 
@@ -53,11 +60,11 @@ class ModelSettings(Section):
     """The model that is trained, and its tokenizer."""
 
     path: str
-    """Folder (or hub name) of a Hugging Face causal language model."""
+    """Folder or hub name of a Hugging Face causal language model."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer, if it is not with the model."""
+    """Folder or hub name, if it is not with the model."""
     trust_remote_code: bool = False
-    """Allow models that bring their own code."""
+    """Allow models with code of their own."""
     recipe: RecipeSettings | None = None
     """What a launch, or `streamrl get-model --config`, makes where `path` does not exist."""
 

@@ -11,14 +11,13 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.inert import refusals
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.buffer import BufferSettings
-from streamrl.config.cluster import ClusterSettings
 from streamrl.config.contradictions import contradictions
 from streamrl.config.data import DataSettings
 from streamrl.config.environments import EnvironmentEntry, EnvironmentSettings, entries_of
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LearnerSettings, OptimizerSettings
 from streamrl.config.model import ModelSettings
-from streamrl.config.run import ParitySettings, RunSettings
+from streamrl.config.run import ClusterSettings, ParitySettings, RunSettings
 from streamrl.config.section import Section
 from streamrl.config.tracking import TrackingSettings
 from streamrl.config.validation import ValidationSettings
@@ -34,31 +33,18 @@ class RunConfig(Section):
     """One section per owner; only `data.source` and `model.path` have no default."""
 
     run: RunSettings = RunSettings()
-    """The run as a whole."""
     model: ModelSettings
-    """The model that is trained."""
     data: DataSettings
-    """Prompts and rewards."""
     generator: GeneratorSettings = GeneratorSettings()
-    """Sampling."""
     environments: tuple[EnvironmentSettings, ...] = ()
-    """Several environments, mixed by weight; empty: the one of `generator`."""
     buffer: BufferSettings = BufferSettings()
-    """Where trajectory groups wait."""
     learner: LearnerSettings = LearnerSettings()
-    """Training."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    """Everything between trajectories and the gradient."""
     weights: WeightSettings = WeightSettings()
-    """How weights reach the generators."""
     parity: ParitySettings = ParitySettings()
-    """How far engine and learner may disagree."""
     validation: ValidationSettings = ValidationSettings()
-    """Held-out prompts that are scored while the run trains."""
     tracking: TrackingSettings = TrackingSettings()
-    """Where metrics go."""
     cluster: ClusterSettings = ClusterSettings()
-    """The machines of the run."""
 
     @property
     def max_model_len(self) -> int:
@@ -173,6 +159,8 @@ class RunConfig(Section):
             per_token += 1 + expert_bytes
         if self.algorithm.distillation is not None and self.algorithm.distillation.by_url:
             per_token += _LOGPROB_BYTES
+            if top_k := self.algorithm.num_taught:
+                per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * top_k
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")

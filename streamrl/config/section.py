@@ -4,13 +4,18 @@ Invariant: a section is frozen and refuses keys that it does not know.
 """
 
 import re
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """A frozen record of settings; unknown keys are refused."""
+
+    short_for: ClassVar[str] = ""
+    """The field that a string in the section's place is, if it may be one."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -21,13 +26,27 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_short(cls, value: Any) -> Any:
+        return {cls.short_for: value} if cls.short_for and isinstance(value, str) else value
+
+
+def twice(names: Iterable[str]) -> str | None:
+    """The first name that stands there more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+PositiveNumber = Annotated[float, Field(gt=0)]
+NotNegativeNumber = Annotated[float, Field(ge=0)]
+Seconds = PositiveNumber
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Of a running mean, which with 1 would never change."""
 Probability = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+"""Of what would be nothing with 0."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -52,3 +71,19 @@ def _device(name: str) -> str:
 
 Device = Annotated[str, AfterValidator(_device)]
 """A device as torch names it, or auto."""
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values below, by their dotted names; an empty section or a list is one value."""
+    if isinstance(value, Mapping) and (value or not path):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def overlaid(below: Any, above: Any) -> Any:
+    """The settings of both; those above win, section by section."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: overlaid(below.get(key), item) for key, item in above.items()}}

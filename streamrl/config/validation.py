@@ -1,11 +1,19 @@
 """`validation`: when a version is validated, how it is sampled, and what the run does by it."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from streamrl.config.generator import GeneratorSettings
-from streamrl.config.section import NotNegative, Positive, Seconds, Section
+from streamrl.config.section import (
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+    overlaid,
+)
 
 MAX_COST_FRAC = 0.05
 """Of the time, at most, that `validation.every: auto` validates."""
@@ -13,53 +21,52 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples")
 
 
 class EarlyStopSettings(Section):
-    """When a run ends because its validations do not get better."""
+    """When a run ends because validations get no better."""
 
     patience: NotNegative = 0
-    """Validations in a row without a better one that end the run; 0 ends it never."""
-    min_improvement: Annotated[float, Field(ge=0)] = 0.0
-    """A validation is better if `validation.metric` exceeds the best one by more than this."""
+    """Validations in a row without a better one; 0: never."""
+    min_improvement: NotNegativeNumber = 0.0
+    """What a better one must exceed the best by."""
 
 
 class ValidationSettings(Section):
-    """A process of its own, the validator, scores versions of the policy on held-out prompts
-    (`data.eval_source`); neither generators nor learner wait for it."""
+    """The validator, a process of its own, scores versions of the policy on held-out prompts
+    (`data.eval_source`) while the run goes on."""
 
     every: NotNegative | Literal["auto"] | None = None
-    """Versions between two validations; 0 validates none. `auto` takes 5 % of the time at most: of
-    a validation that took 10 s the validator rests for 190 s. Unset: `auto` where
-    `data.eval_source` is given and `generator.engine` is hf, else 0."""
+    """Versions between validations; 0: none. `auto`: at most 5 % of the time, so 190 s of rest
+    after 10 s. Null: `auto` where `data.eval_source` is given and `generator.engine` is hf, else
+    0."""
     at_start: bool = True
-    """Whether the version that the run begins with is validated."""
+    """Validate the first version."""
     at_end: bool = True
-    """Whether the last version is validated; the learner waits for that."""
+    """Validate the last version, for which the learner waits."""
     end_wait_s: Seconds = 1800.0
-    """Longest wait for the validation of the last version."""
+    """Its longest wait."""
     num_samples: Positive = 1
-    """Responses to each prompt: the k of mean@k, pass@k and majority@k."""
+    """Responses to a prompt: the k of mean@k, pass@k and majority@k."""
     num_prompts: Positive | None = None
-    """Held-out prompts that are used, the first ones; unset: `data.num_eval_prompts`."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass; 1 is unrestricted."""
+    """The first held-out ones; null: `data.num_eval_prompts`."""
+    temperature: NotNegativeNumber = 0.0
+    """0 is greedy."""
+    top_p: Share = 1.0
+    """As of `generator`."""
     top_k: NotNegative = 0
-    """Sample among the k likeliest tokens; 0 is unrestricted."""
+    """As of `generator`."""
     max_new_tokens: Positive | None = None
-    """Longest completion, in tokens; unset: `generator.max_new_tokens`."""
+    """Null: `generator.max_new_tokens`."""
     pass_reward: float = 1.0
-    """A response with this reward or more passes, for pass@k."""
+    """From this reward on a response passes."""
     generator: dict[str, Any] = Field(default_factory=dict)
-    """Settings of `generator` that differ for the validator's engine, such as
-    {device: "cuda:1", max_num_seqs: 32}."""
+    """Settings of the validator's engine other than `generator`'s, such as {device: "cuda:1",
+    max_num_seqs: 32}."""
     keep: Positive = 20
-    """Newest validations of which the responses are kept, in validation/, beside the first one."""
+    """Newest validations whose responses are kept in validation/, beside the first."""
     metric: str | None = None
-    """What `early_stop` compares; unset: the mean reward, validation/mean@k."""
+    """What `early_stop` compares; null: validation/mean@k."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which value of `metric` is the best."""
+    """Of `metric`."""
     early_stop: EarlyStopSettings = EarlyStopSettings()
-    """When the run ends before its last step."""
 
     @property
     def watched_metric(self) -> str:
@@ -86,7 +93,7 @@ class ValidationSettings(Section):
         Raises:
             ValidationError: `validation.generator` names no setting of it, or one with a bad value.
         """
-        given = _merged(generator.model_dump(exclude_unset=True), self.generator)
+        given = overlaid(generator.model_dump(exclude_unset=True), self.generator)
         sampling = {
             "group_size": self.num_samples,
             "temperature": self.temperature,
@@ -101,11 +108,3 @@ class ValidationSettings(Section):
     def sampling_in_generator(self) -> tuple[str, ...]:
         """Settings of this section that stand in `validation.generator`, where they do nothing."""
         return tuple(name for name in (*_SAMPLING, "group_size") if name in self.generator)
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """The settings of both; those above win, section by section."""
-    both = {**below, **above}
-    shared = [name for name in above if isinstance(below.get(name), dict)]
-    inner = {n: _merged(below[n], above[n]) for n in shared if isinstance(above[n], dict)}
-    return {**both, **inner}

@@ -12,41 +12,38 @@ class WeightSettings(Section):
     """How a version of the weights reaches the generators."""
 
     address: str = "tcp://127.0.0.1:0"
-    """Where the learner announces weights; generators connect to it. Any but a loopback address
-    needs the keys of `buffer.curve`."""
+    """Where the learner announces weights. Any but a loopback address needs the keys of
+    `buffer.curve`."""
     transport: Literal["broadcast", "files", "store"] = "broadcast"
-    """What generators get their weights by. broadcast: shared memory or torch.distributed, see
-    `backend`. files: safetensors in the run folder (a shared file system). store: `weights.store`
-    alone, without a connection to `weights.address`."""
+    """broadcast: see `backend`. files: safetensors in the run folder, a shared file system. store:
+    `weights.store` alone, without a connection to `address`."""
     store: StoreUrl | None = None
-    """Where the learner also writes every version it can, for generators elsewhere, which follow
-    with `transport: store`: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER.
-    Each run has a folder of its name there."""
+    """Where the learner also writes versions, for generators elsewhere with `transport: store`:
+    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER, with a folder for each
+    run."""
     backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"
-    """What a broadcast goes by. auto: memory that generators on the learner's machine (with a
-    learner on a GPU: on that GPU) share with it, without a socket; for the others nccl if all are
-    on different GPUs, else gloo. shared: by such memory alone; who cannot open it is refused."""
+    """auto: shared memory on the learner's machine (or its GPU); for others nccl if all are on
+    different GPUs, else gloo. shared: that memory alone; who cannot open it is refused."""
     catch_up: Literal["broadcast", "files"] = "files"
-    """How a generator that joins late gets the last published version."""
+    """How a late generator gets the last version."""
     publish_every: Positive = 1
     """Steps between published versions."""
     dtype: Dtype | Literal["float8_e4m3fn"] | None = None
-    """Cast on send; null sends the learner's own precision. float8_e4m3fn is for matrices, with a
-    scale for each 128 x 128 block: each weight moves by up to 1/16, and the mismatch shows it."""
+    """Cast on send; null: the learner's. float8_e4m3fn casts matrices, with a scale for each 128 x
+    128 block: a weight moves by up to 1/16, which shows in the mismatch."""
     bucket_bytes: Positive = 256 * 2**20
-    """Bytes of one broadcast; two are under way at a time."""
+    """Of one broadcast; two are under way at a time."""
     delta: bool = False
-    """Files and gloo broadcasts have only what changed since the version before, in bfloat16 a
-    fiftieth: for links slower than about 5 Gbit/s, beyond which the whole is sooner there. Costs
-    memory for one more copy at the learner and at each generator that receives."""
+    """Files and gloo broadcasts hold only what changed, in bfloat16 a fiftieth: for links below
+    about 5 Gbit/s. Costs a copy in memory at the learner and each receiver."""
     full_every: Positive = 50
-    """With delta, and in a store: differences until there is a whole version again; with delta, who
-    lacks the version before gets one at once."""
+    """Differences, by delta or in a store, until a whole version; with delta, who lacks the version
+    before gets one at once."""
     verify: bool = False
-    """Compare a keyed checksum of every tensor by every route (files, and gloo broadcasts between
-    machines, always carry them); a difference fails the load, and the old weights stay."""
+    """Compare a keyed checksum of every tensor by every route (files, and gloo between machines,
+    always do); a difference fails the load."""
     deadline_s: Seconds = 30.0
-    """Longest wait for one hop of an update; who exceeds it is left out until it catches up."""
+    """Longest hop of an update; who exceeds it is left out until it catches up."""
 
     @field_validator("address")
     @classmethod

@@ -8,8 +8,7 @@ needs and has not yet is `pending`, and it is healthy if there is neither. A new
 of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
 """
 
-from streamrl.diagnosis import presence
-from streamrl.diagnosis.causes import CAUSES, lasting_wait
+from streamrl.diagnosis.causes import ABSENCES, CAUSES, lasting_wait
 from streamrl.diagnosis.reading import Reading as Reading
 from streamrl.findings import Area, Finding
 
@@ -27,7 +26,10 @@ def pending(reading: Reading) -> tuple[Finding, ...]:
     """What the run needs and has not, for no longer than a start takes or since a person has said
     so; () if all is there."""
     return tuple(
-        Area.RUN.warning(sentence, cause=cause) for cause, sentence in presence.pending(reading)
+        Area.RUN.warning(found.sentence, cause=cause)
+        for cause, find in ABSENCES.items()
+        for found in find(reading)
+        if not found.is_late
     )
 
 

@@ -11,7 +11,7 @@ measured is no sign.
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -249,7 +249,7 @@ SIGNS: Mapping[str, Sign] = {
 
 @dataclass
 class Signs:
-    """Those of a run, from the first step that is added on."""
+    """Those of a run, from the first step that is added on, or gone on after."""
 
     settings: SignSettings
     _lines: deque[Mapping[str, Any]] = field(default_factory=deque)
@@ -259,6 +259,12 @@ class Signs:
     _held_out: list[HeldOut] = field(default_factory=list)
     _num_steps: dict[str, int] = field(default_factory=dict)
     """For how many steps each sign has been seen without a break."""
+
+    def go_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """After the steps of these lines of a `metrics.jsonl`, where null is no finite number."""
+        for line in lines:
+            of_step = {k: math.nan if v is None else v for k, v in line.items()}
+            self.add(line["step"], of_step)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, str]:
         """What is seen with this step, by the names of `SIGNS`, as a sentence with its remedy; {}

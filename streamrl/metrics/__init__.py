@@ -1,27 +1,305 @@
-"""The metrics of a run: what there is, how it is merged, and those of the buffer.
+"""The metrics of a run: what there is, how it is merged, and those of the buffer, from its stats.
 
-    metric        what catalogue.csv says of a metric, its rules of merging, and the row of a name
-    buffer        the metrics of the buffer and the generators, from their stats
+`catalogue.csv` has a metric a line: its name, its unit, its meaning, and how it is merged, with the
+names of `Merge` and `Writer`. A name may have placeholders in braces. Those of `CLOSED` stand for a
+few words each, those of `OPEN` for names that users choose. Names of rollout importance sampling
+are those of verl; its values are before bound and veto, but those `applied`.
 
-Invariant: a metric that StreamRL reports has a row; a name without one is of the user's own code.
+Invariant: a metric that StreamRL reports has a row, and one alone; a name without one is of the
+user's own code. Of rows with open placeholders the first that fits counts. How a metric is merged
+follows from its row. Those of the buffer have the same names at every step, so a table of them has
+no gaps; counts are running totals, lengths those of a window of steps.
 """
 
-from streamrl.metrics.buffer import (
-    books_metrics as books_metrics,
-    buffer_metrics as buffer_metrics,
-    fairness_metrics as fairness_metrics,
-    reward_metrics as reward_metrics,
-    sampling_metrics as sampling_metrics,
-    staleness_metrics as staleness_metrics,
+import csv
+import math
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from importlib import resources
+from itertools import product
+
+from streamrl.config.algorithm.rollout_is import REJECTION_STATISTICS
+from streamrl.errors import did_you_mean
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    GroupHeader,
+    RefusalReason,
+    ResponseLengths,
+    length_distance,
 )
-from streamrl.metrics.metric import (
-    CATALOGUE as CATALOGUE,
-    OWN as OWN,
-    STALENESS_BUCKETS as STALENESS_BUCKETS,
-    STALENESS_EDGES as STALENESS_EDGES,
-    Merge as Merge,
-    Metric as Metric,
-    Writer as Writer,
-    find as find,
-    metric as metric,
+
+STALENESS_EDGES = (0, 1, 2, 4, 8)
+"""The largest staleness of each bucket but the last one, which has no largest."""
+STALENESS_BUCKETS = ("0", "1", "2", "3_4", "5_8", "9_plus")
+
+QUANTILES: Mapping[str, float] = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+
+_BY_TOKEN = tuple(name for name in REJECTION_STATISTICS if name.startswith("token_"))
+CLOSED: Mapping[str, Sequence[str]] = {
+    "staleness": STALENESS_BUCKETS,
+    "reason": tuple(map(str, DropReason)),
+    "refusal": tuple(map(str, RefusalReason)),
+    "percentile": tuple(QUANTILES),
+    "rule": REJECTION_STATISTICS,
+    "token_rule": _BY_TOKEN,
+    "sequence_rule": tuple(name for name in REJECTION_STATISTICS if name not in _BY_TOKEN),
+    "outcome": ("sampled", "trained", "dropped"),
+}
+OPEN: Mapping[str, str] = {
+    "generator": "[^/]+",
+    "environment": "[^/]+",
+    "tool": "[^/]+",
+    "reward": ".+",
+    "source": ".+",
+    "name": ".+",
+    "k": "[0-9]+",
+}
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+UNITS = (
+    *("", "1/s", "10^12/s", "advantage", "any", "bytes", "calls", "candidates", "contexts"),
+    *("episodes", "fraction", "generators", "groups", "leases", "messages", "micro-batches"),
+    *("nats", "nats^2", "parts", "prompts", "reward", "s", "sequences", "stalls", "steps"),
+    *("tokens", "tokens/s", "turns", "updates", "versions", "weight"),
 )
+
+
+class Merge(StrEnum):
+    """How the parts of a metric become one: over micro-batches, ranks, generators or episodes.
+
+    Over the updates of a step `SUM`, `MAX` and `MIN` are what they say, and of all others it is the
+    mean of the updates that were made.
+    """
+
+    TOKENS = "mean over tokens"
+    SEQUENCES = "mean over sequences"
+    LEVEL = "mean over tokens; at level `sequence` over sequences"
+    RESCORED = "mean over the tokens that were rescored"
+    EPISODES = "mean over episodes"
+    LOSS = "added up, with the denominator of the loss"
+    SUM = "sum"
+    MAX = "largest"
+    MIN = "smallest"
+    WHOLE = "of all together"
+    LAST = "newest"
+
+
+class Writer(StrEnum):
+    """Who reports a metric."""
+
+    BATCH = "learner, of the batch"
+    POLICY = "learner, of each update"
+    CRITIC = "learner, of each update of the critic"
+    LEARNER = "learner"
+    BUFFER = "buffer"
+    GENERATOR = "generators"
+    VALIDATOR = "validator"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of the catalogue."""
+
+    name: str
+    unit: str
+    """One of UNITS."""
+    merge: Merge
+    meaning: str
+    """One plain sentence."""
+    writer: Writer
+    absent: float | None = None
+    """Its value in an update that does not report it; None where such an update has none."""
+
+    @property
+    def group(self) -> str:
+        """What the name begins with; "" for the time of a line."""
+        return self.name.rpartition("/")[0].partition("/")[0]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether users choose a part of the name."""
+        return not set(OPEN).isdisjoint(_PLACEHOLDER.findall(self.name))
+
+    def names(self) -> Iterator[str]:
+        """Every name that it stands for, with the placeholders of `OPEN` as they are."""
+        closed = [name for name in _PLACEHOLDER.findall(self.name) if name in CLOSED]
+        as_they_are = {name: f"{{{name}}}" for name in OPEN}
+        for words in product(*(CLOSED[name] for name in closed)):
+            yield self.name.format(**as_they_are, **dict(zip(closed, words, strict=True)))
+
+    def pattern(self) -> re.Pattern[str]:
+        """Of the whole names that it stands for."""
+        parts = _PLACEHOLDER.split(self.name)
+        known = {
+            **OPEN,
+            **{name: "|".join(map(re.escape, words)) for name, words in CLOSED.items()},
+        }
+        return re.compile(
+            "".join(f"(?:{known[p]})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
+        )
+
+
+OWN = Metric(
+    "{name}",
+    "any",
+    Merge.TOKENS,
+    "What a loss of your own reports: made by `token_mean`, which adds up.",
+    Writer.POLICY,
+)
+"""The row of names that are in no other."""
+
+
+def _rows() -> Iterator[Metric]:
+    text = (resources.files("streamrl.metrics") / "catalogue.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        merge, writer = Merge[row["merge"]], Writer[row["writer"]]
+        absent = float(row["absent"]) if row["absent"] else None
+        if row["unit"] not in UNITS:
+            raise ValueError(f"metrics: {row['name']} has the unit {row['unit']!r}")
+        yield Metric(row["name"], row["unit"], merge, row["meaning"], writer, absent)
+
+
+CATALOGUE: tuple[Metric, ...] = tuple(_rows())
+
+
+def _exact() -> Mapping[str, Metric]:
+    """The rows by name, but for those with open placeholders.
+
+    Raises:
+        ValueError: a name has two rows.
+    """
+    named = [(name, row) for row in CATALOGUE if not row.is_open for name in row.names()]
+    counts = Counter(name for name, _ in named)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise ValueError(f"metrics: two rows have {', '.join(twice)}")
+    return dict(named)
+
+
+_EXACT = _exact()
+_PATTERNS = tuple((row.pattern(), row) for row in CATALOGUE if row.is_open)
+
+
+@lru_cache(maxsize=2**14)
+def find(name: str) -> Metric:
+    """The row of a metric; `OWN` for a name that only users' code can have given."""
+    if row := _EXACT.get(name):
+        return row
+    return next((row for pattern, row in _PATTERNS if pattern.fullmatch(name)), OWN)
+
+
+def metric(name: str) -> Metric:
+    """The row of a metric of StreamRL's own.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if (row := find(name)) is OWN:
+        raise KeyError(f"metrics: {name!r} is not in the catalogue; {did_you_mean(name, _EXACT)}")
+    return row
+
+
+def books_metrics(books: Books) -> dict[str, float]:
+    """The columns of the books: granted is the sum of all the others."""
+    columns = ("granted", "leased", "buffered", "taken", "trained", "acknowledged")
+    return {
+        **{f"buffer/{name}": getattr(books, name) for name in columns},
+        **{f"buffer/dropped_{reason}": books.dropped.get(reason, 0) for reason in DropReason},
+        "buffer/failed_groups_frac": books.dropped.get(DropReason.FAILED, 0) / max(1, books.ended),
+        "buffer/uniform_groups_frac": books.dropped.get(DropReason.UNIFORM, 0)
+        / max(1, books.ended),
+        "buffer/books_balanced": float(books.balanced),
+    }
+
+
+def buffer_metrics(stats: BufferStats) -> dict[str, float]:
+    """The buffer's size and refusals, and the generators that report to it."""
+    generators = stats.generators
+    return {
+        **{f"buffer/refused_{reason}": stats.refused.get(reason, 0) for reason in RefusalReason},
+        "buffer/num_bytes": stats.num_bytes,
+        "buffer/capacity": stats.capacity,
+        "buffer/staleness_bound": stats.staleness_bound,
+        "buffer/max_leases_per_prompt": max((p.num_leases for p in stats.retried), default=0),
+        "generator/count": len(generators),
+        "generator/num_active": sum(g.num_active for g in generators),
+        "generator/num_waiting": sum(g.num_waiting for g in generators),
+        "generator/max_num_groups": sum(g.max_num_groups for g in generators),
+        "generator/num_lost_agents": sum(g.num_lost_agents for g in generators),
+        **{f"generator/{g.generator_id}/tokens_per_s": _tokens_per_s(g) for g in generators},
+        **{f"generator/{g.generator_id}/policy_version": g.policy_version for g in generators},
+        **{
+            f"generator/{g.generator_id}/heartbeat_age_s": age_s
+            for g, age_s in zip(generators, stats.heartbeat_ages_s, strict=False)
+        },
+    }
+
+
+def reward_metrics(stats: BufferStats, rewards: Iterable[str]) -> dict[str, float]:
+    """Groups that each of these rewards did not score, in the generators that report now, each
+    since it was started."""
+    failed = {reward: 0 for reward in rewards}
+    for generator in stats.generators:
+        for found in generator.failed_rewards:
+            count = failed.get(found.reward, 0) + found.num_failures
+            failed = {**failed, found.reward: count}
+    return {f"reward/{reward}/num_failures": count for reward, count in failed.items()}
+
+
+def _tokens_per_s(generator: GeneratorStatus) -> float:
+    """Of its last minute; NaN, which is "not measured", before it reports a token."""
+    return generator.tokens_per_s if generator.num_tokens else math.nan
+
+
+def sampling_metrics(num_tokens: float, seconds: float) -> dict[str, float]:
+    """Of the responses that reached the buffer in this time; NaN where it has lost count."""
+    return {"generator/tokens_per_s": num_tokens / max(seconds, 1e-9)}
+
+
+def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> dict[str, float]:
+    """Versions between each group's furthest token, older or newer, and the version that trains it,
+    and how many groups are in each bucket. `staleness_min` is that of the newest token: below 0
+    where the learner went back and trains groups of the versions that it makes again."""
+    distances = [
+        max(policy_version - header.oldest_version, header.newest_version - policy_version)
+        for header in headers
+    ]
+    numbers = Counter(bisect_left(STALENESS_EDGES, distance) for distance in distances)
+    return {
+        "buffer/staleness_mean": sum(distances) / len(distances),
+        "buffer/staleness_max": max(distances),
+        "buffer/staleness_min": policy_version - max(header.newest_version for header in headers),
+        **{
+            f"buffer/staleness_{bucket}/num_groups": numbers[i]
+            for i, bucket in enumerate(STALENESS_BUCKETS)
+        },
+    }
+
+
+def fairness_metrics(lengths: ResponseLengths) -> dict[str, float]:
+    """The lengths in tokens of the responses of a window, by outcome; 0 where there is none.
+
+    The fractions are of the tokens that were trained or dropped in the window.
+    """
+    outcomes = {
+        "sampled": lengths.sampled,
+        "trained": lengths.trained,
+        "dropped": lengths.all_dropped,
+    }
+    ended = max(1, lengths.trained.num_tokens + lengths.all_dropped.num_tokens)
+    tokens = {reason: lengths.dropped_because(reason).num_tokens for reason in DropReason}
+    return {
+        **{f"fairness/{name}_length_mean": n.mean for name, n in outcomes.items()},
+        **{f"fairness/{name}_length_p99": n.quantile(0.99) for name, n in outcomes.items()},
+        "fairness/length_distance": length_distance(lengths.sampled, lengths.trained),
+        "fairness/dropped_tokens_frac": lengths.all_dropped.num_tokens / ended,
+        **{f"fairness/dropped_{reason}_tokens_frac": n / ended for reason, n in tokens.items()},
+        "fairness/discarded_tokens_frac": lengths.discarded.num_tokens / ended,
+    }

@@ -1,18 +1,175 @@
-"""The plan of a run: seats, then addresses, then commands.
+"""The plan of a run: seats, then addresses, then the command and the environment of each process.
 
 Invariant: the same configuration, hosts and model give the same plan; nothing is read but the
 model's config.json and the headers of its files. A plan that exists can start, as far as settings
-and sizes tell.
+and sizes tell. A command is what a person would type in the working folder of the host; the
+environment holds only what follows from the plan. On several hosts `buffer.url` and
+`weights.address` are addresses of hosts, with ports that are known before anything starts, and keys
+protect them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from streamrl.config import RunConfig
+from streamrl.config.addresses import is_any, is_loopback, places_of, port_of, url_host
+from streamrl.config.run import HostRole
+from streamrl.errors import ConfigError
 from streamrl.findings import CONFIGURATION, Finding
-from streamrl.placement.commands import Commands, with_addresses
 from streamrl.placement.memory import Fit, ModelShape
 from streamrl.placement.plan import Host, Plan, PlannedProcess
-from streamrl.placement.seats import seats
+from streamrl.placement.seats import Seat, seats
+
+_PORTS: dict[HostRole, int] = {"buffer": 0, "learner": 1}
+"""What is added to `cluster.first_port` for the address of a role."""
+_RANKS = 2
+
+
+def ranks_port(config: RunConfig) -> int:
+    """Where ranks of several hosts find each other, on the host of the first one."""
+    return config.cluster.first_port + _RANKS
+
+
+def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
+    """The configuration with addresses that all of the seats can use.
+
+    Raises:
+        ConfigError: the seats are on several hosts, and only one of them reaches Redis.
+    """
+    used = {seat.host.name: seat.host for seat in seats}
+    if len(used) > 1:
+        _require_reachable_redis(config)
+    if len(used) == 1:
+        return config
+    address = _address(config, config.weights.address, "learner", seats)
+    url = config.buffer.url
+    if config.buffer.binds_url:
+        url = _address(config, url, "buffer", seats)
+    weights = config.weights.model_copy(update={"address": address})
+    buffer = config.buffer.model_copy(update={"url": url})
+    return config.model_copy(update={"weights": weights, "buffer": buffer})
+
+
+def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat]) -> str:
+    """The URL where the first process of the role listens; as it is, where none is of the role."""
+    if all(seat.role != role for seat in seats):
+        return url
+    scheme, _, place = url.partition("://")
+    host = place.rpartition(":")[0]
+    names_none = is_loopback(url) or is_any(url)
+    if names_none and len({seat.host.name for seat in seats}) > 1:
+        host = url_host(_first(role, seats).address)
+    return f"{scheme}://{host}:{port_of(url) or config.cluster.first_port + _PORTS[role]}"
+
+
+def _first(role: HostRole, seats: Sequence[Seat]) -> Host:
+    return next(seat.host for seat in seats if seat.role == role)
+
+
+def _require_reachable_redis(config: RunConfig) -> None:
+    if config.buffer.binds_url:
+        return
+    for host, _ in places_of(config.buffer.url):
+        if is_loopback(f"redis://{url_host(host)}:0"):
+            raise ConfigError(
+                f"buffer.url: was {config.buffer.url!r}, which is another machine on each host of "
+                "the run: name the one that Redis runs on"
+            )
+
+
+_RENDEZVOUS_S = 900
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Makes processes of the seats of one run."""
+
+    config: RunConfig
+    seats: Sequence[Seat]
+    fit: Fit
+    resume: bool
+
+    def process(self, seat: Seat) -> PlannedProcess:
+        command = self._command(seat)
+        given = ("--resume",) if seat.role == "learner" and self.resume else ()
+        on_restart = ("--resume",) if seat.role == "learner" else ()
+        return PlannedProcess(
+            name=seat.name,
+            role=seat.role,
+            host=seat.host.name,
+            command=(*command, *given),
+            restart_command=(*command, *on_restart),
+            devices=tuple(seat.host.devices[i].index for i in seat.devices if seat.host.is_counted),
+            environment=self._environment(seat),
+            num_ranks=seat.num_ranks,
+            is_optional=seat.role == "validator" and not self.config.reads_validations,
+            memory=self.fit.need(seat),
+        )
+
+    def _command(self, seat: Seat) -> tuple[str, ...]:
+        ranks = self._torchrun(seat) if seat.role == "learner" else ()
+        name = ("--id", seat.name) if seat.role == "generator" else ()
+        settings = self.fit.overrides().get(seat.name, {}).items()
+        overrides = (word for key, value in settings for word in ("--set", f"{key}={value}"))
+        file = str(self.config.run.path / "config.yaml")
+        return (*ranks, "streamrl", seat.role, "--config", file, *name, *overrides)
+
+    def _torchrun(self, seat: Seat) -> tuple[str, ...]:
+        """Before the command of a learner whose ranks are on several hosts.
+
+        Rank 0 has to be where `weights.address` is, so the hosts' order is given: without
+        --node-rank torchrun sorts hosts by their addresses.
+        """
+        learners = [other for other in self.seats if other.role == "learner"]
+        if len(learners) == 1:
+            return ()
+        return (
+            "streamrl",
+            "torchrun",
+            f"--nnodes={len(learners)}",
+            f"--node-rank={learners.index(seat)}",
+            f"--nproc-per-node={seat.num_ranks}",
+            f"--master-addr={learners[0].host.address}",
+            f"--master-port={ranks_port(self.config)}",
+            f"--rdzv-id={self.config.run.name}",
+            f"--rdzv-conf=timeout={_RENDEZVOUS_S}",
+            "--no-python",
+        )
+
+    def _environment(self, seat: Seat) -> Mapping[str, str]:
+        if seat.role == "buffer":
+            return {}
+        return {
+            **self._devices(seat),
+            **self._threads(seat),
+            **self._interface(seat),
+        }
+
+    def _devices(self, seat: Seat) -> Mapping[str, str]:
+        """A device that a setting has chosen is counted among all of the host's."""
+        host = seat.host
+        if not seat.devices or not host.is_counted:
+            return {}
+        shown = range(len(host.devices)) if seat.is_pinned else seat.devices
+        return {"CUDA_VISIBLE_DEVICES": ",".join(host.devices[i].visible_as for i in shown)}
+
+    def _threads(self, seat: Seat) -> Mapping[str, str]:
+        """Its share of the cores; that of all ranks for a learner that starts them itself. A
+        validator that rests nearly all the time takes none from others."""
+        if not seat.host.num_cores:
+            return {}
+        sharing = [other for other in self.seats if other.host.name == seat.host.name]
+        idle = {"buffer"} | ({"validator"} if self.config.validation.rests else set())
+        num_sharing = sum(other.num_ranks for other in sharing if other.role not in idle)
+        starts_ranks = seat.role == "learner" and not self._torchrun(seat)
+        cores = seat.host.num_cores * (seat.num_ranks if starts_ranks else 1)
+        return {"OMP_NUM_THREADS": str(max(1, cores // max(1, num_sharing)))}
+
+    def _interface(self, seat: Seat) -> Mapping[str, str]:
+        name = seat.host.interface
+        if not name or len({other.host.name for other in self.seats}) == 1:
+            return {}
+        return {"NCCL_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
 
 
 def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False) -> Plan:

@@ -1,18 +1,148 @@
-"""A machine as the host of a plan: what it has, asked on the machine itself.
+"""A machine as the host of a plan: its GPUs, cores and network, asked on the machine itself.
 
-Called by the command line, and by launchers on each of their machines.
+Called by the command line, and by launchers on each of their machines. GPUs are those that the
+driver counts, without torch. Invariant: what CUDA_VISIBLE_DEVICES hides is not there. The driver is
+asked once in a process; it reads the variable then.
 """
 
+import ctypes
 import fcntl
 import ipaddress
+import os
+import re
+import shutil
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from streamrl.config.addresses import is_loopback, url_host
-from streamrl.placement.devices import is_rocm, num_cores, usable_devices
+from streamrl.errors import ConfigError
 from streamrl.placement.plan import Device, Host
+
+_ROCM = Path("/dev/kfd")
+
+
+def is_rocm() -> bool:
+    """Whether the GPUs here are AMD's, which the driver of CUDA does not count."""
+    return _ROCM.exists()
+
+
+def num_cores() -> int:
+    """Those that this process may use; where the system cannot say (macOS), all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def compilers() -> tuple[str, ...]:
+    """What torch.compile may be served by: on a GPU, where Triton compiles, also one for C."""
+    names = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    return (*names, "gcc", "clang") if torch_has_cuda() else names
+
+
+def has_compiler() -> bool:
+    return any(map(shutil.which, compilers()))
+
+
+def usable_devices() -> tuple[Device, ...]:
+    """Those that the driver sees and the installed torch can use."""
+    if is_rocm() or not torch_has_cuda():
+        return ()
+    return named(driver_devices(), os.environ)
+
+
+def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
+    """The devices, which are counted from 0, as CUDA_VISIBLE_DEVICES names them.
+
+    >>> [d.visible_as for d in named((Device(0),), {"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"})]
+    ['GPU-1f']
+    """
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return found
+    names = [name.strip() for name in listed.split(",")]
+    numbers = [int(name) for name in names if name.isdecimal()]
+    if len(numbers) == len(names):
+        return tuple(
+            Device(number, device.memory_bytes, device.name)
+            for number, device in zip(numbers, found, strict=False)
+        )
+    return tuple(
+        Device(device.index, device.memory_bytes, device.name, name)
+        for name, device in zip(names, found, strict=False)
+    )
+
+
+def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What a process that takes the devices it finds needs in its environment to find `device`
+    alone; nothing where `device` names none by its number.
+
+    >>> visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"})
+    {'CUDA_VISIBLE_DEVICES': 'GPU-2e'}
+    >>> visible_alone("cuda", {})
+    {}
+
+    Raises:
+        ConfigError: fewer devices are visible.
+    """
+    _, _, number = device.partition(":")
+    if not number:
+        return {}
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return {"CUDA_VISIBLE_DEVICES": number}
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if int(number) >= len(names):
+        raise ConfigError(
+            f"generator.device: was {device!r}, and CUDA_VISIBLE_DEVICES names {len(names)}: "
+            f"{listed!r}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": names[int(number)]}
+
+
+@cache
+def driver_devices() -> tuple[Device, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves to this process, by libcuda; none without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    number = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number)):
+        return ()
+    return tuple(_device(driver, index) for index in range(number.value))
+
+
+def _device(driver: Any, index: int) -> Device:
+    handle, size = ctypes.c_int(0), ctypes.c_size_t(0)
+    name = ctypes.create_string_buffer(256)
+    driver.cuDeviceGet(ctypes.byref(handle), index)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
+    driver.cuDeviceGetName(name, len(name), handle)
+    return Device(index, size.value, name.value.decode(errors="replace"))
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for GPUs, read from its version without importing it.
+
+    True if that cannot be told.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return re.search(r"^(cuda|hip)\b[^=]*= *None", text, re.MULTILINE) is None or bool(
+        re.search(r"^(cuda|hip)\b[^=]*= *['\"]", text, re.MULTILINE)
+    )
+
 
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")

@@ -41,10 +41,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import RunConfig
-from streamrl.config.cluster import HostRole
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import LLAMA, RecipeSettings
+from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding
 from streamrl.model_folder import local_folder

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from streamrl.config import RunConfig
-from streamrl.config.cluster import HostRole
+from streamrl.config.run import HostRole
 from streamrl.findings import Finding
 
 _GIB, _MIB = 2**30, 2**20

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from streamrl.config import RunConfig
 from streamrl.config.addresses import host_of, is_any, is_loopback
-from streamrl.config.cluster import HostRole
 from streamrl.config.generator import GeneratorSettings
+from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Host
 
@@ -40,14 +40,8 @@ class Seat:
 
 
 def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The hosts with this role.
-
-    Raises:
-        ConfigError: no host has it.
-    """
-    if allowed := tuple(host for host in hosts if role in host.roles):
-        return allowed
-    raise ConfigError(f"the run needs a {role}, and {_none_of(hosts)} {role} among its roles")
+    """The hosts with this role; every launcher has one for each."""
+    return tuple(host for host in hosts if role in host.roles)
 
 
 def at_address(
@@ -93,11 +87,6 @@ def _gpus(host: Host) -> str:
         return "GPUs that are not counted"
     count = len(host.devices)
     return f"{count} GPU{'' if count == 1 else 's'}"
-
-
-def _none_of(hosts: Sequence[Host]) -> str:
-    names = ", ".join(host.name for host in hosts)
-    return f"{names} does not have" if len(hosts) == 1 else f"none of {names} has"
 
 
 _ADDRESS = "weights.address"
@@ -198,24 +187,12 @@ _DATA = ("data_parallel_size", "dp_size")
 
 
 def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """For each generator, the hosts that it may be on.
-
-    Raises:
-        ConfigError: `generator.count` and `generators` of the hosts do not agree.
-    """
+    """For each generator, the hosts that it may be on: first those that have to take some."""
     allowed = allowed_for("generator", hosts)
-    named = [(host, host.generators) for host in allowed if host.generators is not None]
+    named = [host for host in allowed for _ in range(host.generators or 0)]
+    yield from ((host,) for host in named)
     open_hosts = tuple(host for host in allowed if host.generators is None)
-    placed = sum(count for _, count in named)
-    total = config.generator.max_count
-    if placed < total and not open_hosts:
-        raise ConfigError(
-            f"generator.count: was {total}, and the hosts have room for {placed}: "
-            + ", ".join(f"{host.name} has generators {count}" for host, count in named)
-        )
-    for host, count in named:
-        yield from ((host,),) * count
-    yield from (open_hosts,) * max(0, total - placed)
+    yield from (open_hosts,) * max(0, config.generator.max_count - len(named))
 
 
 def engine_seat(
@@ -366,9 +343,7 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     for index, wanted in enumerate(generator_hosts(config, hosts)):
         name = f"generator-{index}"
         taken = (*taken, engine_seat(name, "generator", config.generator, wanted, taken))
-    # By default where there is a place; what a setting asks for has to have one.
-    has_place = any("validator" in host.roles for host in hosts)
-    if config.is_validated and (has_place or config.validation.every is not None):
-        generator, wanted = config.for_validator().generator, allowed_for("validator", hosts)
+    if config.is_validated and (wanted := allowed_for("validator", hosts)):
+        generator = config.for_validator().generator
         taken = (*taken, engine_seat("validator", "validator", generator, wanted, taken))
     return (buffer, *taken)

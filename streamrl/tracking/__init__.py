@@ -19,6 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.interfaces import Tracker
 from streamrl.samples.files import side_by_side
 from streamrl.samples.record import as_json
+from streamrl.tracking.dashboards import TensorboardTracker, TrackioTracker, WandbTracker
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 
 CLOSE_S = 60.0
@@ -74,16 +75,10 @@ def open_trackers(
     if tracking.console:
         makers.append(ConsoleTracker)
     if tracking.tensorboard:
-        from streamrl.tracking.tensorboard import TensorboardTracker
-
         makers.append(lambda: TensorboardTracker(folder / "tensorboard", first_step=first_step))
     if tracking.wandb != "off":
-        from streamrl.tracking.wandb import WandbTracker
-
         makers.append(lambda: WandbTracker(config))
     if tracking.trackio:
-        from streamrl.tracking.trackio import TrackioTracker
-
         makers.append(lambda: TrackioTracker(config))
     return Trackers([*(make() for make in makers), *more])
 

@@ -2,7 +2,7 @@
 
 A medium is kept as it came, a PNG or JPEG of some ten kilobytes, and not as pixels: those of a
 model are a hundred times larger, and whoever needs them gets the same ones by decoding the same
-bytes. Both ends of a run decode with one function, see `streamrl.vision.pixels`.
+bytes. Both ends of a run decode with one function, see `streamrl.vision.parts`.
 
 Invariant: `id` is a hash of everything else, so equal media have one id and are stored once.
 """

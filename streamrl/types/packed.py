@@ -55,6 +55,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.teacher,
         _teacher_logprobs(members),
         group.teacher_prompt,
+        TopLogprobs.joined([t.teacher_top_logprobs for t in members], lengths),
     )
 
 
@@ -117,6 +118,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     teacher: Text = ""
     teacher_logprobs: Float32Array | None = None
     teacher_prompt: Int32Array | None = None
+    teacher_top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         check_group(self.facts, self.prompt_index, self.episode_indices)
@@ -200,6 +202,9 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             teacher_logprobs=None
             if self.teacher_logprobs is None
             else self.teacher_logprobs[tokens],
+            teacher_top_logprobs=None
+            if self.teacher_top_logprobs is None
+            else self.teacher_top_logprobs.part(tokens),
         )
 
 

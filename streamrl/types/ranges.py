@@ -24,6 +24,7 @@ PolicyVersion: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Also that of a token, an int32."""
 PromptIndex: TypeAlias = Annotated[int, Meta(ge=0, le=2**52)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**52)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 CountOrNone: TypeAlias = Annotated[int, Meta(ge=-1, le=2**52)]
 """-1 where it is not known."""
 SiblingNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_NAMES)]

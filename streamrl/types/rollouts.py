@@ -127,7 +127,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     `sampling_mask` and `top_logprobs` [T sets] are those of the completions, empty elsewhere;
     `routed_experts` [T] those of each token's first pass through the engine.
     `teacher_logprobs` [T] (nats) are those of the teachers by url, times their shares, 0 where the
-    mask is off; None if there are none.
+    mask is off; None if there are none. `teacher_top_logprobs` [T sets] are the likeliest tokens of
+    the one by url that scores it, under `algorithm.distillation.top_k`.
     """
 
     token_ids: Int32Array
@@ -145,6 +146,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     extracted: Text | None = None
     routed_experts: RoutedExperts | None = None
     teacher_logprobs: Float32Array | None = None
+    teacher_top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         check_tokens(self)

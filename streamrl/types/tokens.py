@@ -241,6 +241,10 @@ class HasTokenSets(Protocol):
     def top_logprobs(self) -> TopLogprobs | None: ...
 
 
+SETS = ("sampling_mask", "top_logprobs", "teacher_top_logprobs")
+"""Of them a completion has no teacher's."""
+
+
 def check_token_sets(record: HasTokenSets, response_mask: BoolArray | None = None) -> None:
     """The rules of the sets beside tokens; every token is a response without `response_mask`.
 
@@ -248,8 +252,8 @@ def check_token_sets(record: HasTokenSets, response_mask: BoolArray | None = Non
         ValueError: one set too many or too few, a set of a token that was not sampled, or a token
             that is not in the set that it was sampled among.
     """
-    for name in ("sampling_mask", "top_logprobs"):
-        sets = getattr(record, name)
+    for name in SETS:
+        sets = getattr(record, name, None)
         if sets is None:
             continue
         if len(sets) != len(record.token_ids):

@@ -1,7 +1,6 @@
 """Images and video frames of a vision-language model, alike in generators and learner.
 
-    parts.py      content parts of messages -> media
-    pixels.py     encoded bytes -> pixels, under limits
+    parts.py      content parts of messages -> media -> pixels, under limits
     patches.py    pixels -> what the vision tower takes, by the model's image processor
     tower.py      patches and token ids -> embeddings and positions, by the model
     families.py   which models have a vision tower, and how to load them

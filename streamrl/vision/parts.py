@@ -8,17 +8,100 @@ parquet files of the `datasets` library have it, or a `Media`. A video is a list
 
 Invariant: a medium is read once, by `loaded`; behind it messages hold `Media`, and a path that
 comes from elsewhere is refused, since a conversation may be written by a stranger.
+Encoded images become pixels under limits that a hostile file cannot exceed: no more than MAX_PIXELS
+are decoded of one image, whatever its header says, and only by decoders of still images.
 """
 
 import base64
 import binascii
+import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamrl.data_files import shown
 from streamrl.errors import RolloutError
+from streamrl.extras import missing
 from streamrl.types import Media
-from streamrl.vision.pixels import MAX_BYTES, encode_png, opened
+
+MAX_PIXELS = 2**26
+"""Of one image: 64 million."""
+MAX_BYTES = 2**26
+"""Of one encoded image."""
+MAX_ASPECT = 200
+"""The longer side of an image in lengths of the shorter one."""
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+
+
+def pillow(place: str) -> Any:
+    """Pillow's `Image` module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing(f"{place}: has images, which", error) from error
+    return Image
+
+
+def decode(data: bytes, place: str) -> Any:
+    """The image in `data` as Pillow's, in RGB and upright; `place` is where it was found.
+
+    Raises:
+        RolloutError: it is no image that is read here, or exceeds a limit.
+    """
+    image = opened(data, place)
+    from PIL import ImageOps
+
+    try:
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RolloutError(f"{place}: an image is damaged: {error}") from error
+
+
+def opened(data: bytes, place: str) -> Any:
+    """The image with its header read and its pixels not, within the limits.
+
+    Raises:
+        RolloutError: as `decode`.
+    """
+    image_of = pillow(place)
+    if len(data) > MAX_BYTES:
+        raise RolloutError(f"{place}: an image has {len(data)} bytes; at most {MAX_BYTES} are read")
+    try:
+        # Pillow's own warning of large images; the limit below is ours.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", image_of.DecompressionBombWarning)
+            image = image_of.open(io.BytesIO(data), formats=FORMATS)
+    except image_of.DecompressionBombError as error:
+        raise RolloutError(f"{place}: an image is too large: {error}") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RolloutError(
+            f"{place}: {data[:8]!r}... is no image; {', '.join(FORMATS)} are read"
+        ) from error
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise RolloutError(
+            f"{place}: an image has {width} x {height} pixels; at most {MAX_PIXELS} are decoded"
+        )
+    if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
+        raise RolloutError(
+            f"{place}: an image has {width} x {height} pixels; its longer side may have "
+            f"{MAX_ASPECT} times its shorter one"
+        )
+    return image
+
+
+def encode_png(image: Any) -> bytes:
+    """A Pillow image as PNG: the same bytes for the same pixels."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG")
+    return buffer.getvalue()
+
 
 DEFAULT_FPS = 2.0
 _KINDS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video"}
@@ -108,12 +191,11 @@ def _medium(part: Mapping[str, Any], place: str, folder: Path | None) -> Media:
         return Media.image(_bytes(value, place, folder))
     if not isinstance(value, list | tuple) or not value:
         raise RolloutError(
-            f"{place}: a video was {_shown(value)}; it must be the list of its frames, "
-            f"each {_FORMS}"
+            f"{place}: a video was {shown(value)}; it must be the list of its frames, each {_FORMS}"
         )
     fps = part.get("fps", DEFAULT_FPS)
     if not isinstance(fps, int | float) or not 0 < fps < 1e6:
-        raise RolloutError(f"{place}: the fps of a video was {_shown(fps)}; it must be above 0")
+        raise RolloutError(f"{place}: the fps of a video was {shown(fps)}; it must be above 0")
     return Media.video([_bytes(frame, place, folder) for frame in value], float(fps))
 
 
@@ -145,7 +227,7 @@ def _read(value: Any, place: str, folder: Path | None) -> bytes:
             return _of_file(str(value), place, folder)
         case _ if hasattr(value, "convert") and hasattr(value, "save"):
             return encode_png(value)
-    raise RolloutError(f"{place}: an image was {_shown(value)}; it must be {_FORMS}")
+    raise RolloutError(f"{place}: an image was {shown(value)}; it must be {_FORMS}")
 
 
 def _of_url(url: str, place: str) -> bytes:
@@ -155,15 +237,13 @@ def _of_url(url: str, place: str) -> bytes:
             raise ValueError("it is not base64")
         return base64.b64decode(body, validate=True)
     except (ValueError, binascii.Error) as error:
-        raise RolloutError(
-            f"{place}: the data: URL {_shown(header)} is damaged: {error}"
-        ) from error
+        raise RolloutError(f"{place}: the data: URL {shown(header)} is damaged: {error}") from error
 
 
 def _of_file(name: str, place: str, folder: Path | None) -> bytes:
     if folder is None:
         raise RolloutError(
-            f"{place}: an image was the path {_shown(name)}; files are read for the prompts of "
+            f"{place}: an image was the path {shown(name)}; files are read for the prompts of "
             "data alone: give its bytes"
         )
     path = folder / name.removeprefix("file:")
@@ -172,8 +252,3 @@ def _of_file(name: str, place: str, folder: Path | None) -> bytes:
             return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise RolloutError(f"{place}: cannot read {path}: {error.strerror or error}") from error
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from streamrl.errors import ConfigError
 from streamrl.types import Media
 from streamrl.vision.families import has_vision
-from streamrl.vision.pixels import decode, pillow
+from streamrl.vision.parts import decode, pillow
 from streamrl.vision.places import Size
 
 _CACHE_BYTES = 2**28

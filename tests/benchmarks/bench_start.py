@@ -3,8 +3,8 @@
     PYTHONPATH=. .venv/bin/python tests/benchmarks/bench_start.py --rounds 3
 
 Two steps of the quickstart and the evaluation of its final checkpoint; the model is made before.
-The runs take turns. Memory is the sum of the proportional set sizes of all processes of the launch,
-as of the first step.
+The runs take turns. CPU time and memory (the sum of proportional set sizes) are those of all
+processes of the launch, as of the first step.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.benchmarks.peers.usage import family, proportional_mib
+from tests.benchmarks.peers.usage import cpu_s_of, family, proportional_mib
 
 _SETTINGS = {"run.max_steps": "2", "learner.optimizer.warmup_steps": "0"}
 _LAUNCH = """
@@ -62,13 +62,19 @@ def run(way: str, config: Path) -> Mapping[str, float]:
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.getcwd()},
         ) as launch:
-            while not any(Path(folder).glob("*/trained.jsonl")):
+            while not any(file.stat().st_size for file in Path(folder).glob("*/trained.jsonl")):
                 assert launch.poll() is None, "the launch has ended without a step"
                 time.sleep(0.01)
             first_s, mib = time.monotonic() - begin, sum(map(proportional_mib, family(launch.pid)))
+            cpu_s = sum(map(cpu_s_of, family(launch.pid)))
             assert launch.wait() == 0
         end_s = time.monotonic() - begin
-    return {"first_step_s": round(first_s, 2), "end_s": round(end_s, 2), "memory_mib": round(mib)}
+    return {
+        "first_step_s": round(first_s, 2),
+        "first_step_cpu_s": round(cpu_s, 2),
+        "end_s": round(end_s, 2),
+        "memory_mib": round(mib),
+    }
 
 
 if __name__ == "__main__":

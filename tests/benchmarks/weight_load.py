@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from actors.engines.hf.weights import SpareWeights
+from actors.engines.hf.engine import SpareWeights
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.locality import locality_of

@@ -14,7 +14,7 @@ from buffers.messages import AttachReply, AttachRequest
 from buffers.redis.client import RedisBuffer
 from buffers.redis.leadership import LEASE_S
 from buffers.redis.storage import forget, read_events, read_snapshot
-from streamrl.cli.buffer import books
+from streamrl.cli.buffer import running
 from streamrl.config import load_config
 from streamrl.errors import (
     ConfigError,
@@ -148,12 +148,12 @@ async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
     buffer = RedisBuffer(redis.url, "busy")
     await buffer.attach(0, None)
     with pytest.raises(ConfigError, match=r"a buffer daemon serves a run busy at zmq://127"):
-        await books._forget(config)
+        await running._forget(config)
     with pytest.raises(ConfigError, match=r"holds a run busy at version 0 already"):
-        await books._require_none(config)
+        await running._require_none(config)
     await asyncio.to_thread(daemon.stop)
-    await books._forget(config)
-    await books._require_none(config)
+    await running._forget(config)
+    await running._require_none(config)
     await buffer.close()
 
 
@@ -259,7 +259,7 @@ async def test_a_run_of_another_release_is_refused_and_left_as_it_is(
         path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
         config = load_config(path, [f"buffer.url={redis.url}", f"run.name={name}"], {}).config
         with pytest.raises(OtherReleaseError, match="--new"):
-            await books._require_none(config)
+            await running._require_none(config)
         await asyncio.sleep(LEASE_S)
-        await books._forget(config)
+        await running._forget(config)
         assert not server.keys(f"streamrl:{{{name}}}:*")

@@ -14,8 +14,8 @@ from msgspec import structs
 from actors.engines import make_engine
 from actors.engines.served.process import ServerProcess
 from actors.engines.served.server import ServedRequest
-from actors.engines.sglang.arguments import sets_of
 from actors.engines.sglang.messages import GenerateMetaInfo, SglangFinishReason
+from actors.engines.sglang.server import sets_of
 from streamrl.errors import ConfigError, RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import Engine
 from streamrl.types import SamplingParams

@@ -71,6 +71,8 @@ ALGORITHM: Mapping[str, Sequence[str]] = {
         "{teachers: [{path: model}]}",
         "{teachers: [{path: model}], reward_coef: 1.0, coef: 0.1}",
         "{teachers: [{path: model}], student: behavior}",
+        "{teachers: [{path: model}], top_k: 4}",
+        "{teachers: [{path: model}], top_k: 500, divergence: forward_kl, reward_coef: 1.0}",
         "{teachers: [{name: a, path: model}, {name: b, path: model, weight: 2}]}",
     ),
     "algorithm.reward.difficulty_low": ("0.05",),

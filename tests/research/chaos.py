@@ -26,11 +26,11 @@ from rich.console import Console
 
 from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import audit_run
-from streamrl.cli.launch import LaunchMode, run_here
-from streamrl.cli.processes import restarts
+from streamrl.cli.launch import run_here
+from streamrl.cli.processes import child as children
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.fork_server import forking
-from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration
 from streamrl.durable_files import write_file
@@ -83,13 +83,12 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     _require_checkpoints(config, counts)
     # A hundred faults that this script causes are not a program that fails again and again.
-    at_once = mock.patch.object(restarts, "LONGEST_DELAY_S", restarts.FIRST_DELAY_S)
+    at_once = mock.patch.object(children, "LONGEST_DELAY_S", children.FIRST_DELAY_S)
     with sole_launch(config.run.path), at_once:
         config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
         killer = Killer(config, counts, arguments, console)
         with forking() as fork_server:
-            mode = LaunchMode(new=True, fork_server=fork_server)
-            run_here(config, console, mode, killer.run)
+            run_here(config, console, new=True, fork_server=fork_server, background=killer.run)
     audit = audit_run(config.run.path, complete=config)
     faults = [*killer.wrong, *audit.faults]
     injected = [asdict(fault) for fault in killer.injected]
@@ -207,7 +206,7 @@ class Killer:
         """`--resume` takes the checkpoint once, however often the learner is killed after that."""
         await self._kill_learner(child)
         path = older_checkpoint(self._run, self._random_numbers)
-        child.restart_arguments = (*child.arguments, "--resume", "--set", f"run.resume={path}")
+        child.restart_command = (*child.command, "--resume", "--set", f"run.resume={path}")
         return f"SIGKILL, and on from {path.name}"
 
     async def _start_afresh(self, child: Child) -> str:
@@ -216,7 +215,7 @@ class Killer:
         process = await self._progress.until_running(child)
         _signal_family(process.pid, signal.SIGSTOP)
         try:
-            code, sentence = await refused_start(child.arguments, self._stall_timeout_s)
+            code, sentence = await refused_start(child.command[1:], self._stall_timeout_s)
         finally:
             _signal_family(process.pid, signal.SIGKILL)
             await process.wait()
@@ -263,7 +262,7 @@ def _signal_family(pid: int, number: signal.Signals) -> None:
 
 def _go_on_from_the_newest(child: Child) -> None:
     """Not from the checkpoint that an earlier fault named, which may be gone."""
-    child.restart_arguments = (*child.arguments, "--resume")
+    child.restart_command = (*child.command, "--resume")
 
 
 if __name__ == "__main__":

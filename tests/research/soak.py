@@ -32,10 +32,10 @@ from rich.console import Console
 from buffers.connect import connect, try_stats
 from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import RunAudit, audit_run
-from streamrl.cli.launch import LaunchMode, run_here
+from streamrl.cli.launch import run_here
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S
-from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration
 from streamrl.durable_files import write_file
@@ -287,7 +287,7 @@ class Soak:
 def _run(config: RunConfig, soak: Soak, console: Console) -> tuple[str, ...]:
     """Everything up to the last daemon's end; a sentence for what kept it from that."""
     try:
-        run_here(config, console, LaunchMode(new=True), soak.run)
+        run_here(config, console, new=True, background=soak.run)
     except ConfigError:
         raise
     except StreamRLError as error:

@@ -9,7 +9,7 @@ import pytest
 from actors.engines import make_engine
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.process import ServerProcess
-from actors.engines.sglang.arguments import launch_command
+from actors.engines.sglang.server import launch_command
 from tests.engines import ENVIRONMENT, make_model, run_config
 from tests.ports import free_port
 from tests.system.conftest import launch, model

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from actors.engines.served.process import ServerProcess
-from actors.engines.sglang.arguments import launch_command
+from actors.engines.sglang.server import launch_command
 from tests.engines import ENVIRONMENT, run_config
 from tests.ports import free_port
 from tests.system.conftest import Launched

@@ -9,9 +9,9 @@ import torch
 
 from learners.parallel.mesh import make_mesh
 from learners.policy import loading
+from learners.policy.decoding import sequence_block
 from learners.policy.loading import compile_layers, load_network
 from learners.policy.network import Network
-from learners.policy.sequence_parallel import sequence_block
 from streamrl.config.learner import MeshSettings
 from tests.ranks import run_ranks
 from tests.tiny_model import save_llama

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from actors.rewards import make_reward
-from actors.rewards.calls.output import MAX_BYTES
+from actors.rewards.calls.limits import MAX_BYTES
 from streamrl.config.data import DataSettings
 from streamrl.errors import RewardError, RolloutError
 from tests.unit.rewards.episodes import episode, values

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.display.run_status import read_status
 from streamrl.cli.display.view import read_wait
 from streamrl.cli.main import main
+from streamrl.cli.status import read_status
 from streamrl.diagnosis import diagnose
 from tests.system.conftest import Launched, slow_reward
 from tests.system.test_launch import _set

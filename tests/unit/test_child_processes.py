@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.display.summary import summary_rows
-from streamrl.cli.processes import child, daemons, restarts
+from streamrl.cli.display.numbers import summary_rows
+from streamrl.cli.processes import child, daemons
 from streamrl.cli.processes.child import Child
-from streamrl.cli.processes.daemons import run_daemons
+from streamrl.cli.processes.daemons import make_children, supervise
 from streamrl.config import RunConfig
 from streamrl.errors import (
     ConfigError,
@@ -69,12 +69,14 @@ class Launch:
             await (asyncio.Event().wait() if then is None else then())
             await asyncio.Event().wait()
 
+        plan = make_plan(self.config, [this_machine()])
         stopped_by, self.lost = asyncio.run(
-            run_daemons(
-                make_plan(self.config, [this_machine()]),
+            supervise(
+                make_children(Child, plan, self.notices.append, lambda _: {}),
                 view=view,
                 notify=self.notices.append,
                 background=None,
+                stop_s=plan.config.stop_within_s,
                 strict=strict,
             )
         )
@@ -92,7 +94,7 @@ class Launch:
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(child, "FIRST_DELAY_S", 0.01)
     return Launch(tmp_path, monkeypatch)
 
 
@@ -288,8 +290,8 @@ def test_a_signal_at_the_very_start_stops_what_is_being_started(launched: Launch
 
 
 def test_a_signal_ends_the_wait_before_a_restart(launched: Launch, monkeypatch):
-    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 600.0)
-    monkeypatch.setattr(restarts, "LONGEST_DELAY_S", 600.0)
+    monkeypatch.setattr(child, "FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr(child, "LONGEST_DELAY_S", 600.0)
 
     async def interrupt() -> None:
         async with asyncio.timeout(60):

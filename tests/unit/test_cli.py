@@ -21,15 +21,14 @@ from rich.console import Console, RenderableType
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS
 from streamrl.cli.buffer.audit import check_folder
-from streamrl.cli.display.numbers import sparkline, wait_shares
-from streamrl.cli.display.summary import summary_rows
+from streamrl.cli.display.numbers import sparkline, summary_rows, wait_shares
 from streamrl.cli.display.view import headline, read_wait, render
 from streamrl.cli.main import main
-from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.cli.report import write_report
 from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import family_of, host_of, port_of
-from streamrl.config.environments.stream import SourceRows
+from streamrl.config.environments import SourceRows
 from streamrl.errors import (
     ConfigError,
     FencedError,

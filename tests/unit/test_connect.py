@@ -12,7 +12,8 @@ from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import namespace
 from buffers.redis.topology import open_client, redacted
 from buffers.zmq.client import ZmqBuffer
-from streamrl.cli.buffer import books
+from streamrl.cli.buffer import running
+from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import make_children
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
@@ -85,7 +86,7 @@ def test_the_keys_of_a_run_share_a_hash_tag():
 async def test_a_run_in_redis_has_a_daemon_at_an_address_of_its_own(tmp_path):
     config = configured(tmp_path, "redis://:secret@127.0.0.1:1")
     plan = make_plan(config, [this_machine()])
-    assert "buffer" in [child.role for child in make_children(plan, notify=print)]
+    assert "buffer" in [child.role for child in make_children(Child, plan, print, lambda _: {})]
     assert prepare(config, resume=False, new=False).buffer == config.buffer
     assert address_beside(config.buffer.url) == "zmq://127.0.0.1:0"
     with pytest.raises(ConfigError, match=r"buffer\.url: nowhere\.invalid cannot be reached"):
@@ -96,11 +97,11 @@ def test_a_run_in_its_folder_has_nothing_to_forget_elsewhere(tmp_path):
     configured(tmp_path, "zmq://127.0.0.1:1")
     given = argparse.Namespace(file=str(tmp_path / "run.yaml"), config=None, overrides=[])
     with pytest.raises(ConfigError, match="streamrl launch --new moves it aside"):
-        books.main(given)
+        running.books(given)
 
 
 def test_who_needs_no_redis_does_not_import_it():
-    modules = "buffers.connect, buffers.daemon, streamrl.cli.buffer.books"
+    modules = "buffers.connect, buffers.daemon, streamrl.cli.buffer.running"
     code = f"import sys, {modules}; print('redis' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -19,10 +19,9 @@ import zstandard
 from hypothesis import given
 
 from actors.environments.stream import open_stream
-from actors.prompts import num_held_out, open_held_out, open_prompts
-from actors.prompts.mixture import Mixture
-from actors.prompts.streams import Epochs, FirstPrompts
-from streamrl.api.start import dataset_setting
+from actors.prompts import open_held_out, open_prompts
+from actors.prompts.streams import Epochs, FirstPrompts, Mixture
+from streamrl.api import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml
@@ -367,6 +366,8 @@ def test_a_template_makes_the_prompt_from_columns(tmp_path):
     assert prompt.content == (messages[0], {"role": "user", "content": "2+2? One of 3, 4.\n"})
     with pytest.raises(ConfigError, match=r"render line 1 of rows.jsonl: 'querstion' is undefined"):
         open_prompts(settings(source=source, prompt_template="{{ querstion }}"), 0)
+    with pytest.raises(ConfigError, match=r"prompt_template: it cannot render .*IndexError"):
+        open_prompts(settings(source=source, prompt_template="{{ '{} {}'.format(1) }}"), 0)
     with pytest.raises(ConfigError, match=r"prompt_template: it cannot render .*unexpected"):
         open_prompts(settings(source=source, prompt_template="{{ question "), 0)
     with pytest.raises(ConfigError, match="unsafe"):
@@ -389,7 +390,7 @@ def test_each_held_out_source_has_its_share_and_its_name(tmp_path):
     ]
     data = settings(source="addition", eval_source=entries, num_eval_prompts=4)
     held_out = open_held_out(data)
-    assert num_held_out(data, held_out) == 4 + 2 + 4
+    assert len(held_out) == 4 + 2 + 4
     names = [held_out[i].row["data_source"] for i in range(10)]
     assert names == ["long"] * 4 + ["brief"] * 2 + ["copy"] * 4
     assert contents(held_out, 6) == ["l0", "l1", "l2", "l3", "s0", "s1"]

@@ -186,7 +186,7 @@ def test_the_buffers_image_has_all_that_its_commands_import():
     modules = ["buffers.daemon", "buffers.redis.client"]
     modules += [f"streamrl.cli.{name}" for name in ("status", "keys")]
     modules += [f"streamrl.cli.buffer.{name}" for name in ("running", "audit")]
-    modules += ["streamrl.cli.samples", "streamrl.cli.buffer.books"]
+    modules += ["streamrl.cli.samples", "streamrl.cli.buffer.running"]
     code = NEEDS_NO_TORCH.format(names=names, modules=modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

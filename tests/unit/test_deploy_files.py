@@ -10,8 +10,14 @@ import pytest
 import yaml
 
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
-from streamrl.tracking.prometheus.exported import PREFIX, family_of
-from streamrl.tracking.prometheus.readings import of_buffer, of_generator, of_learner, of_validator
+from streamrl.tracking.prometheus import (
+    PREFIX,
+    family_of,
+    of_buffer,
+    of_generator,
+    of_learner,
+    of_validator,
+)
 from streamrl.types import ValidatorStatus
 from tests.documents import ROOT
 from tests.unit.tracking.test_prometheus import GENERATOR, LEARNER, STATS, header, make_config

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from streamrl.cli.display.numbers import duration, rate, steps_s
-from streamrl.cli.display.summary import held_out_reward, summary
+from streamrl.cli.display.numbers import duration, held_out_reward, rate, steps_s, summary
 from streamrl.cli.display.view import headline, means, notes, render
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, to_yaml

@@ -15,7 +15,7 @@ from learners.policy.teachers import Teachers
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.types import TrajectoryGroup
+from streamrl.types import TopLogprobs, TrajectoryGroup
 from streamrl.types.packed import PackedGroup, pack
 from tests.tiny_model import VOCAB_SIZE, make_llama, make_tokenizer, save_llama
 from tests.training import make_config, make_groups, make_teachers, make_trainer
@@ -67,16 +67,16 @@ def batch_of(groups: Sequence[TrajectoryGroup]) -> TrainingBatch:
 
 def test_they_are_those_of_a_plain_pass():
     batch = batch_of(make_groups())
-    found = teachers_of(configure(teachers=[{"path": "t"}])).logprobs(batch)
+    found = teachers_of(configure(teachers=[{"path": "t"}])).score(batch)[0]
     torch.testing.assert_close(found.double(), logprobs_under(2.0, batch), rtol=0, atol=2e-5)
 
 
 def test_mixed_teachers_are_weighed_and_one_by_a_row_scores_its_own_alone():
     batch = batch_of(make_groups())
     first, second = logprobs_under(2.0, batch), logprobs_under(3.0, batch)
-    mixed = teachers_of(configure(teachers=TWO)).logprobs(batch).double()
+    mixed = teachers_of(configure(teachers=TWO)).score(batch)[0].double()
     torch.testing.assert_close(mixed, 0.25 * first + 0.75 * second, rtol=0, atol=2e-5)
-    named = teachers_of(configure(teachers=TWO, column="teacher")).logprobs(batch).double()
+    named = teachers_of(configure(teachers=TWO, column="teacher")).score(batch)[0].double()
     is_first = batch.sequences.expand(torch.tensor([name == "a" for name in batch.teachers]))
     torch.testing.assert_close(named, torch.where(is_first, first, second), rtol=0, atol=2e-5)
 
@@ -92,11 +92,11 @@ def after(group: TrajectoryGroup) -> TrajectoryGroup:
 def test_teachers_read_what_stands_in_the_place_of_the_prompt_if_there_is_a_template():
     groups = make_groups()
     teachers = teachers_of(configure(teachers=[{"path": "t"}], template="{{prompt}}"))
-    found = teachers.logprobs(batch_of(groups)).double()
+    found = teachers.score(batch_of(groups))[0].double()
     wanted = logprobs_under(2.0, batch_of([after(group) for group in groups]))
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     plain = [structs.replace(group, teacher_prompt=None) for group in groups]
-    own = teachers.logprobs(batch_of(plain)).double()
+    own = teachers.score(batch_of(plain))[0].double()
     torch.testing.assert_close(own, logprobs_under(2.0, batch_of(groups)), rtol=0, atol=2e-5)
 
 
@@ -104,16 +104,135 @@ def test_what_a_generator_recorded_is_added_and_must_be_there():
     teachers = teachers_of(configure(teachers=[{"name": "a", "path": "t"}, URL]))
     batch = batch_of([recorded(group, -0.5) for group in make_groups()])
     wanted = 0.25 * logprobs_under(2.0, batch) - 0.5
-    torch.testing.assert_close(teachers.logprobs(batch).double(), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(teachers.score(batch)[0].double(), wanted, rtol=0, atol=2e-5)
     with pytest.raises(ConfigError, match="came without the log-probabilities of the teachers by"):
-        teachers.logprobs(batch_of(make_groups()))
+        teachers.score(batch_of(make_groups()))
+
+
+def all_logprobs_under(scale: float, batch: TrainingBatch) -> torch.Tensor:
+    """[R, V] of what a plain pass over each trajectory says, as in `logprobs_under`."""
+    model = make_llama().double().eval()
+    rows = []
+    for t in batch.trajectories:
+        ids = torch.from_numpy(t.token_ids).long()
+        hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        logits = hidden @ (scale * model.get_output_embeddings().weight).T
+        rows.append(logits.log_softmax(-1)[:-1][torch.from_numpy(t.response_mask)[1:]])
+    return torch.cat(rows)
+
+
+def with_likeliest(group: TrajectoryGroup, top_k: int) -> TrajectoryGroup:
+    """As a teacher by url records them: those of the tiny model with its head times 2."""
+    batch = batch_of([group])
+    top = all_logprobs_under(2.0, batch).detach().topk(top_k)
+    members, lengths = [], [t.num_response_tokens for t in group.trajectories]
+    rows = zip(top.indices.split(lengths), top.values.split(lengths), strict=True)
+    for t, (ids, values) in zip(group.trajectories, rows, strict=True):
+        counts = np.where(t.response_mask, top_k, 0).astype(np.int32)
+        columns = (ids.flatten().numpy().astype(np.int32), values.flatten().float().numpy())
+        sets = TopLogprobs(counts, *columns)
+        members.append(structs.replace(t, teacher_top_logprobs=sets))
+    return recorded(structs.replace(group, trajectories=tuple(members)), -1.0)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+@pytest.mark.parametrize("teacher", [{"path": "t"}, {"url": "http://127.0.0.1:1"}])
+@pytest.mark.parametrize("max_tokens", [60, 10_000])
+def test_the_gradient_over_candidates_is_that_of_the_formula_in_float64(
+    teacher: dict[str, str], divergence: str, max_tokens: int
+):
+    """Packed into many micro-batches, or into one whose prompts are shared."""
+    own = {"teachers": [teacher], "top_k": 4, "divergence": divergence, "coef": 0.5}
+    sizes = {"max_tokens_per_micro_batch": max_tokens}
+    trainer = make_trainer(
+        make_config(algorithm={"distillation": own, "loss": "reinforce"}, learner=sizes)
+    )
+    batch = batch_of([with_likeliest(group, 4) for group in make_groups()])
+    trainer.accumulate(batch)
+    found = {name: p.grad.double() for name, p in trainer.policy.parameters().items()}
+    model = make_llama().double().eval()
+    rows = []
+    top = all_logprobs_under(2.0, batch).detach().topk(4)
+    for t in batch.trajectories:
+        ids = torch.from_numpy(t.token_ids).long()
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        rows.append(logprobs[:-1][torch.from_numpy(t.response_mask)[1:]])
+    mine, theirs = torch.cat(rows).gather(1, top.indices), top.values
+    p, q = (mine, theirs) if divergence == "reverse_kl" else (theirs, mine)
+    rest_p, rest_q = (1 - part.exp().sum(1) for part in (p, q))
+    kl = (p.exp() * (p - q)).sum(1) + rest_p * (rest_p / rest_q).log()
+    (0.5 * kl.mean()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    metrics = trainer.update()
+    assert metrics["actor/teacher_kl"] == pytest.approx(float(kl.mean().detach()), rel=1e-4)
+    assert metrics["actor/pg_loss"] == 0
+    assert metrics["advantage/abs_mean"] == 0
+
+
+def test_candidates_of_another_number_are_refused():
+    far = {"url": "http://127.0.0.1:1"}
+    teachers = teachers_of(configure(teachers=[far], top_k=3))
+    for groups in (make_groups(), [with_likeliest(group, 4) for group in make_groups()]):
+        groups = [recorded(group, -1.0) for group in groups]
+        with pytest.raises(ConfigError, match="top_k: was 3, and groups came with other candid"):
+            teachers.score(batch_of(groups))
+
+
+def test_a_place_may_have_fewer_candidates_and_a_trajectory_no_place():
+    """A teacher gives some of its likeliest tokens no probability; a context holds prompt alone."""
+    far = {"url": "http://127.0.0.1:1"}
+    teachers = teachers_of(configure(teachers=[far], top_k=4))
+    group = with_likeliest(make_groups()[0], 4)
+    first, second, *others = group.trajectories
+    sets = first.teacher_top_logprobs
+    assert sets is not None
+    last = int(np.flatnonzero(sets.counts)[-1])
+    counts = np.where(np.arange(len(sets)) == last, 1, sets.counts).astype(np.int32)
+    fewer = TopLogprobs(counts, sets.token_ids[:-3], sets.logprobs[:-3])
+    nothing = np.zeros(second.num_tokens, np.bool_)
+    silent = structs.replace(
+        second,
+        response_mask=nothing,
+        behavior_logprobs=nothing.astype(np.float32),
+        policy_versions=np.full(len(nothing), -1, np.int32),
+        teacher_logprobs=nothing.astype(np.float32),
+        teacher_top_logprobs=TopLogprobs.empty(len(nothing)),
+    )
+    first = structs.replace(first, teacher_top_logprobs=fewer)
+    batch = batch_of([structs.replace(group, trajectories=(first, silent, *others))])
+    _, top = teachers.score(batch)
+    assert top is not None
+    is_there = (top.logprobs > -torch.inf).sum(1)
+    wanted = [4] * batch.sequences.num_tokens
+    wanted[first.num_response_tokens - 1] = 1
+    assert is_there.tolist() == wanted
+    alone = structs.replace(group, trajectories=(first, silent))
+    metrics = make_trainer(configure(teachers=[far], top_k=4)).step(batch_of([alone]))
+    assert metrics["learner/num_nonfinite_sequences"] == 0
+
+
+def test_a_group_keeps_the_candidates_and_its_bytes_are_counted():
+    group = with_likeliest(make_groups()[0], 4)
+    encoded = wire.encode(pack(group))
+    found = wire.decode(encoded, PackedGroup).group()
+    for ours, theirs in zip(found.trajectories, group.trajectories, strict=True):
+        assert ours.teacher_top_logprobs is not None
+        assert theirs.teacher_top_logprobs is not None
+        for name in ("counts", "token_ids", "logprobs"):
+            columns = (getattr(one.teacher_top_logprobs, name) for one in (ours, theirs))
+            np.testing.assert_array_equal(*columns)
+    far = {"url": "http://127.0.0.1:1"}
+    counted = [configure(teachers=[far], top_k=top_k).group_bytes(1) for top_k in (0, 4, 32)]
+    assert [number // counted[0] for number in counted] == [1, 3, 16]
+    assert counted[2] * 17 == counted[0] * (17 + 4 + 32 * 8)
 
 
 def test_a_group_of_an_unknown_teacher_is_refused():
     teachers = teachers_of(configure(teachers=TWO, column="teacher"))
     groups = [structs.replace(group, teacher="bb") for group in make_groups()]
     with pytest.raises(ConfigError, match="for teacher 'bb'; did you mean 'b'"):
-        teachers.logprobs(batch_of(groups))
+        teachers.score(batch_of(groups))
 
 
 def test_a_group_keeps_what_was_recorded():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.display.summary import held_out_rows, validation_text
+from streamrl.cli.display.numbers import held_out_rows, validation_text
 from streamrl.cli.processes import run_commands
 from streamrl.cli.processes.run_commands import evaluate_final
 from streamrl.config import RunConfig

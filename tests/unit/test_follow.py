@@ -13,12 +13,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from streamrl.cli.display.numbers import remaining
-from streamrl.cli.display.run_status import RunStatus
-from streamrl.cli.display.summary import summary_rows, validation_text
+from streamrl.cli.display.numbers import remaining, summary_rows, validation_text
 from streamrl.cli.display.view import step_parts
 from streamrl.cli.main import main
-from streamrl.cli.status import _Followed
+from streamrl.cli.status import RunStatus, _Followed
 from streamrl.diagnosis import Reading
 from streamrl.tracking.jsonl import VALIDATION_FILE, JsonlTracker
 from streamrl.types import (

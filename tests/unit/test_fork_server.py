@@ -159,6 +159,6 @@ def test_a_machine_with_gpus_has_no_server(config: Path, monkeypatch: pytest.Mon
     given: list[object] = []
     monkeypatch.setattr(launch, "usable_devices", lambda: ("a GPU",))
     monkeypatch.setattr(launch, "require_startable", lambda _: None)
-    monkeypatch.setattr(launch, "_launch", lambda *words: given.append(words[-1].fork_server) or 0)
+    monkeypatch.setattr(launch, "_launch", lambda *words: given.append(words[-1]) or 0)
     assert main(["launch", str(config)]) == 0
     assert given == [None]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from actors.engines.hf.batch import HfRequest, RunningBatch
+from actors.engines.hf.cache import ModelCache
 from actors.engines.hf.engine import HfEngine
-from actors.engines.hf.model_cache import ModelCache
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import Completion, SamplingParams

@@ -18,11 +18,8 @@ MAX_FUNCTION_LINES = 60
 MAX_FILES = 15
 MIN_FILE_LINES = 60
 SHORT = {
-    "a command": "cli/keys cli/new cli/report buffer/books",
-    "a section of the configuration, or what all sections are made of": (
-        "config/algorithm/presets config/cluster config/section config/tracking"
-    ),
-    "one tracker": "tracking/tensorboard",
+    "a command": "cli/new",
+    "a section of the configuration": "config/tracking",
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation tools/tool"
     ),
@@ -33,7 +30,7 @@ SHORT = {
         "actors/parity learners/parity"
     ),
     "read by rooms that don't see each other": (
-        "process_environment prompts/seeds rendering/messages placement/assign"
+        "process_environment prompts/seeds rendering/messages"
     ),
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""

@@ -1,6 +1,7 @@
 """The learner's loop over batches that are lent in parts, with a trainer on the tiny model."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -292,6 +293,22 @@ async def test_a_steered_bound_is_told_with_the_step_and_published_for(monkeypat
     assert list(run.records.steered) == [3, 6]
     assert run.records.steered[3].startswith("from 0 to 1: the effective sample size")
     assert "step 3: buffer.max_staleness steered from 0 to 1: " in caplog.text
+
+
+async def test_a_learner_that_goes_on_has_the_signs_of_the_steps_before(tmp_path, caplog):
+    config = configure()
+    signs = config.run.signs.model_copy(update={"steps": 5})
+    run_settings = config.run.model_copy(update={"folder": tmp_path, "signs": signs})
+    config = config.model_copy(update={"run": run_settings})
+    config.run.path.mkdir()
+    with (config.run.path / "metrics.jsonl").open("w") as file:
+        for step in range(-8, 1):
+            print(json.dumps({"step": step, "reward/mean": 1e6 * (step < -3)}), file=file)
+    run = Run(config)
+    await run.buffer.lend(*make_groups(0, 3))
+    await run.end()
+    assert "and was 1000000.000 at step -4: " in run.reporter.fields["signs"][0]
+    assert "steps the training reward is" in caplog.text
 
 
 async def test_a_learner_that_stops_in_a_part_discards_its_gradient(caplog):

@@ -8,6 +8,7 @@ import pytest
 
 from streamrl.config.run import SignSettings
 from streamrl.diagnosis.learning import SIGNS, Signs
+from streamrl.tracking.jsonl import JsonlTracker, read_lines
 from tests.documents import ROOT
 
 STEPS = 4
@@ -150,6 +151,25 @@ def test_a_sign_says_for_how_many_steps_it_has_been_so():
     assert found[59]["no_reward"].startswith("for 60 steps every reward is 0")
     assert found[60] == {}
     assert found[-1]["alike"].startswith("for 11 steps the rewards of each group are alike")
+
+
+def test_signs_go_on_after_a_resume_as_in_one_run(tmp_path):
+    """With what was best and first before, and a gradient that was not finite in the file."""
+    bad = {"learner/grad_norm": math.nan}
+    held_out = {"validation/mean@1": 0.2, "validation/num_prompts": 400.0}
+    falls = {"reward/mean": 0.1, "actor/entropy": 0.001, "learner/num_passes": 32.0}
+    lines = [{**GOOD, **part} for part in (held_out, *[{}] * 4, *[{**falls, **bad}] * 6)]
+    whole, resumed = (Signs(SignSettings(steps=STEPS)) for _ in range(2))
+    found = [whole.add(step, line) for step, line in enumerate(lines, 1)]
+    file = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(file, first_step=1)
+    for step, line in enumerate(lines[:-1], 1):
+        tracker.log(line, step)
+    tracker.close()
+    resumed.go_on(read_lines(file))
+    assert set(found[-1]) == {"falling", "memorized", "bad_gradient", "collapsed"}
+    assert found[-1]["bad_gradient"].startswith("for 6 steps the gradient is not finite")
+    assert resumed.add(len(lines), lines[-1]) == found[-1]
 
 
 def test_one_step_that_is_good_ends_a_sign():

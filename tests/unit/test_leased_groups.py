@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from actors.engines.targets import WeightTarget
-from actors.version_gate import VersionGate
+from actors.leased_group import VersionGate
 from buffers.memory import MemoryBuffer
 from streamrl.types import replace
 from tests.unit.test_generator import Run, update

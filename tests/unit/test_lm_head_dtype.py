@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from actors.engines.hf.engine import HfEngine, load_model
-from actors.engines.sglang.arguments import launch_command
+from actors.engines.sglang.server import launch_command
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams

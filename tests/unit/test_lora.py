@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from actors.engines.hf.weights import SpareWeights
+from actors.engines.hf.engine import SpareWeights
 from actors.engines.model import require_same_parameters
 from learners.parallel.mesh import described as describe
 from learners.policy.lora import (

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from actors.validation.scores import PromptResult, scores
-from actors.validation.validator import _length_metrics
+from actors.validation import PromptResult, _length_metrics, scores
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import REJECTION_STATISTICS
-from streamrl.metrics import CATALOGUE, OWN, Merge, Metric, Writer, find, metric
-from streamrl.metrics.metric import OPEN
+from streamrl.metrics import CATALOGUE, OPEN, OWN, Merge, Metric, Writer, find, metric
 from streamrl.tracking.groups import GROUPS, OVERVIEW, label_of
 from streamrl.weights.locality import locality_of
 from tests.records import with_experts
@@ -30,7 +28,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("streamrl", "actors", "learners", "buffers")
-READINGS = ROOT / "streamrl/tracking/prometheus"
+READINGS = ROOT / "streamrl/tracking/prometheus.py"
 """Its further names are those of statuses, for Prometheus alone."""
 
 STEP: dict[str, Any] = {
@@ -77,7 +75,11 @@ def written_by(*writers: Writer) -> list[Metric]:
 def test_a_step_reports_what_the_catalogue_has_of_it():
     made = map(with_experts, make_groups(num_groups=4))
     groups = [with_metrics(g, success=1.0, num_turns=2.0) for g in made]
-    metrics = make_trainer(make_config(**STEP)).step(TrainingBatch.of(groups, 4))
+    taught = {"distillation": {"teachers": [{"path": "t"}], "top_k": 2}}
+    metrics: dict[str, float] = {}
+    for sections in (STEP, {"algorithm": taught}):
+        trainer = make_trainer(make_config(**sections))
+        metrics |= trainer.step(TrainingBatch.of(groups, 4))
     assert not unknown(metrics)
     assert not unreported(written_by(Writer.BATCH, Writer.POLICY, Writer.CRITIC), metrics)
     assert find("episode/test/success").name == "episode/{environment}/{name}"

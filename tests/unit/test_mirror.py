@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ from streamrl.checkpoints.manifest import record_files, write_manifest
 from streamrl.cli.check.settings import check_folder
 from streamrl.cli.processes import mirror as mirror_module
 from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
+from streamrl.cli.status import RunStatus, as_json, rows
 from streamrl.config import RunConfig
+from streamrl.diagnosis import Reading
 from streamrl.errors import ConfigError, TransportError
 from streamrl.types import Books
 
@@ -257,6 +260,38 @@ def test_a_store_that_is_gone_ends_no_run_and_is_told_once(machine, monkeypatch)
         "gone; the run goes on, and this is tried again",
         f"{one.mirror.url} lacks the end of the run, which {one.folder} has",
     ]
+
+
+def test_a_status_says_when_all_was_last_there_and_what_fails_since(machine, monkeypatch):
+    one = machine("one")
+    assert of_status(one) == f"{one.config.run.folder_mirror} has nothing of the run yet"
+    one.begin(FIRST)
+    one.save(1)
+
+    def refuse() -> None:
+        raise OSError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.mirror, "_put_records", refuse)
+        assert not one.bring()
+    assert of_status(one) == f"{one.mirror.url} not whole yet; gone"
+    assert one.bring()
+    assert of_status(one) == f"{one.mirror.url} whole 0 s ago"
+    again = Machine(one.config.run.folder, one.config.run.folder_mirror)
+    again.mirror.take(resume=True, new=False)
+    monkeypatch.setattr(again.mirror, "_put_records", refuse)
+    assert not again.bring()
+    later_s = time.time() + 300
+    monkeypatch.setattr("time.time", lambda: later_s)
+    assert of_status(one) == f"{one.mirror.url} whole 5 min ago; gone"
+
+
+def of_status(machine: Machine) -> str:
+    reading = Reading(stall_s=60.0, stats=None, unreachable="")
+    status = RunStatus("run", reading, (), config=machine.config)
+    noted = as_json(status)["mirror"]
+    assert noted is None or noted["url"] == machine.mirror.url
+    return dict(rows(status))["mirror"]
 
 
 def test_a_bucket_that_is_not_there_is_told_by_a_check(tmp_path, monkeypatch):

@@ -65,7 +65,13 @@ def test_float32_agrees_bfloat16_less_and_a_threshold_between_them_refuses_one(
     config_file: str, tmp_path: Path, capsys
 ):
     out = tmp_path / "out"
-    words = ["parity", config_file, "--dtypes", "float32,bfloat16", "--max-mean-gap", "1e-4"]
+    words = [
+        "parity",
+        config_file,
+        "--dtypes",
+        "float32,bfloat16",
+        "--set=parity.max_mean_gap=1e-4",
+    ]
     assert main([*words, "--out", str(out)]) == 1
     output = capsys.readouterr()
     assert "parity.max_mean_gap is 0.0001 nats, and" in output.err
@@ -86,7 +92,7 @@ def test_float32_agrees_bfloat16_less_and_a_threshold_between_them_refuses_one(
         assert [b["num_tokens"] for b in bins] == [8, 16, 32, 64, 128, 72]
         assert max(b["max"] for b in bins) == report["overall"]["max"]
         assert 0 <= report["overall"]["k3_kl"] < report["overall"]["ratio_error"]
-    assert main([*words[:2], "--max-mean-gap", "1e-4", "--out", str(out)]) == 0
+    assert main([*words[:2], "--set=parity.max_mean_gap=1e-4", "--out", str(out)]) == 0
 
 
 def test_a_learner_with_other_weights_is_refused(config_file: str, tmp_path: Path, capsys):
@@ -116,12 +122,12 @@ def test_a_launch_requires_parity_before_it_starts_a_daemon(
 ):
     monkeypatch.setattr(run_commands, "call", compare.call)
     config = load_config(config_file, ["parity.max_gap=1e-9", "buffer.url=zmq://127.0.0.1:1"])
-    monkeypatch.setattr(launch, "run_daemons", no_daemons)
+    monkeypatch.setattr(launch, "supervise", no_daemons)
     launch_config = config.config
     launch_config.run.path.mkdir()
     (launch_config.run.path / "config.yaml").write_text(Path(config_file).read_text())
     with pytest.raises(StreamRLError, match=r"parity\.max_gap is 1e-09 nats, and"):
-        launch.run_here(launch_config, Console(), launch.LaunchMode())
+        launch.run_here(launch_config, Console())
     looser = load_config(config_file, ["parity.max_gap=1e-3"]).config
     require_parity(looser, Console())
 

@@ -85,6 +85,7 @@ ACCEPTING: list[dict[str, Any]] = [
     {"distillation": {"teachers": [{"path": "t"}], "coef": 0.5}},
     {"distillation": {"teachers": [{"path": "t"}], "student": "behavior"}, "proximal": "recompute"},
     {"distillation": {"teachers": [{"path": "t"}], "student": "proximal"}},
+    {"distillation": {"teachers": [{"path": "t"}], "top_k": 3, "divergence": "forward_kl"}},
     {
         "distillation": {
             "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t", "weight": 2.0}],

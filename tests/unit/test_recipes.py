@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.prompts import open_held_out
+from streamrl.cli.check.data import check_overlap
 from streamrl.cli.main import main
 from streamrl.cli.new import recipes
 from streamrl.config import load_config
+from streamrl.user_code import is_user_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +25,18 @@ def test_a_recipe_is_complete_where_it_is_copied_to(name, tmp_path, monkeypatch,
     assert capsys.readouterr().out == (ROOT / f"configs/recipes/{name}/README.md").read_text()
     monkeypatch.chdir(tmp_path / "mine")
     assert load_config("config.yaml", environment={}).config.run.name
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_what_a_recipe_holds_out_is_never_trained(name, monkeypatch):
+    monkeypatch.chdir(ROOT / "configs" / "recipes" / name)
+    data = load_config("config.yaml", environment={}).config.data
+    if not all(is_user_code(source.path) for source in data.eval_sources):
+        pytest.skip("made up by a task, whose seeds are tested, or downloaded")
+    prompts = open_held_out(data)
+    held_out = tuple(map(prompts.__getitem__, range(len(prompts))))
+    assert held_out or not data.eval_sources
+    assert list(check_overlap(data, held_out)) == []
 
 
 def test_what_cannot_be_copied_says_why(tmp_path, capsys):

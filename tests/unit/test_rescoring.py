@@ -233,7 +233,7 @@ async def measured(path: Path, engine: dict[str, str], lag: int) -> dict[str, fl
 
 
 async def test_a_bfloat16_engine_shows_in_the_mismatch_and_versions_in_the_lag(tmp_path, capsys):
-    """Prints the table of docs/importance-sampling.md."""
+    """Prints the table of tests/benchmarks/lag.md."""
     save_llama(tmp_path)
     model = load_model(make_config(model={"path": str(tmp_path)}))
     raise_logits(model)

@@ -12,12 +12,11 @@ import torch
 from msgspec import structs
 
 from actors.engines.hf.batch import HfRequest, RunningBatch
-from actors.engines.hf.experts import ExpertWatch
+from actors.engines.hf.records import ExpertWatch
 from actors.engines.served.server import Labels, ServedRequest, VersionSpan
 from actors.engines.sglang import messages as sglang
-from actors.engines.sglang.arguments import wire_request
-from actors.engines.sglang.server import completion_of as of_sglang
-from actors.engines.vllm import messages as vllm
+from actors.engines.sglang.server import completion_of as of_sglang, wire_request
+from actors.engines.vllm import server as vllm
 from actors.episode_record import EpisodeRecord
 from streamrl import wire
 from streamrl.cli.check.model import check_model

@@ -214,7 +214,7 @@ def test_a_run_that_is_launched_again_starts_until_its_learner_reports(
     async def read_stats(*_: object) -> tuple[BufferStats, str]:
         return buffer(), ""
 
-    monkeypatch.setattr("streamrl.cli.display.run_status.read_stats", read_stats)
+    monkeypatch.setattr("streamrl.cli.status.read_stats", read_stats)
     ended_s = time.time() - 3600.0
     learner = {"activity": LearnerActivity.ENDED, "time_s": ended_s}
     config = at_port(make_run(tmp_path, **learner), closed_port, max_steps)
@@ -243,7 +243,7 @@ def test_a_run_whose_generators_are_gone_is_not_healthy_and_gets_no_hint_to_add_
     async def read_stats(*_: object) -> tuple[BufferStats, str]:
         return buffer(last_heartbeat_age_s=age_s), ""
 
-    monkeypatch.setattr("streamrl.cli.display.run_status.read_stats", read_stats)
+    monkeypatch.setattr("streamrl.cli.status.read_stats", read_stats)
     config = at_port(make_run(tmp_path, activity=LearnerActivity.WAITING), closed_port, 9)
     line = {"step": 6, "time_s": time.time(), "generator/count": 1, **hints}
     (config.run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")

@@ -11,15 +11,15 @@ from msgspec import structs
 from rich.console import Console
 
 from learners.samples import MOST_WAITING, SampleWriter, StepSamples
+from streamrl.cli.arguments.commands import parse
 from streamrl.cli.display.view import newest_sample
 from streamrl.cli.main import main
-from streamrl.cli.page.write import page_data, write_page
-from streamrl.cli.samples import rendered
+from streamrl.cli.report import page_data, write_page
+from streamrl.cli.samples import chosen, rendered
 from streamrl.config import to_yaml
 from streamrl.samples import Message, Sample, sample_of
 from streamrl.samples.files import (
     SampleFile,
-    SampleFilter,
     newest_first,
     read_samples,
     side_by_side,
@@ -34,7 +34,7 @@ from streamrl.samples.record import (
     printable,
     without_markup,
 )
-from streamrl.tracking.tables import HELD_OUT, TRAINED, columns_of, markdown_table, rows
+from streamrl.tracking.dashboards import HELD_OUT, TRAINED, columns_of, markdown_table, rows
 from streamrl.types import FinishReason, Trajectory
 from tests.records import make_sample
 from tests.training import make_config, make_groups
@@ -304,15 +304,15 @@ def test_lines_are_read_from_the_end_across_blocks(tmp_path, monkeypatch):
 def test_a_choice_meets_all_its_conditions():
     samples = [make_sample(step, step / 10, f"reply {step}") for step in range(9, 0, -1)]
 
-    def steps(**given: object) -> list[int]:
-        return [sample.step for sample in SampleFilter(**given).of(samples)]
+    def steps(*given: str) -> list[int]:
+        return [sample.step for sample in chosen(samples, parse(["samples", "run", *given]))]
 
-    assert steps(limit=2) == [9, 8]
-    assert steps(first_step=3, last_step=4) == [4, 3]
-    assert steps(min_reward=0.5, max_reward=0.6) == [6, 5]
-    assert steps(order="best", limit=1) == [9]
-    assert steps(order="worst", limit=2, min_reward=0.3) == [3, 4]
-    assert steps(environment="another") == []
+    assert steps("--limit=2") == [9, 8]
+    assert steps("--step=3-4") == [4, 3]
+    assert steps("--min-reward=0.5", "--max-reward=0.6") == [6, 5]
+    assert steps("--best", "--limit=1") == [9]
+    assert steps("--worst", "--limit=2", "--min-reward=0.3") == [3, 4]
+    assert steps("--environment=another") == []
 
 
 def test_the_command_prints_what_is_asked_for_and_refuses_the_rest(tmp_path, capsys):

@@ -105,12 +105,20 @@ def test_a_hint_says_where_no_core_is_free_for_what_it_suggests(at, free_cores, 
 
 
 @pytest.mark.parametrize(
-    ("generator", "free"), [({"count": 2}, 1), ({"count": "1..8"}, 0), ({"count": 1}, 2)]
+    ("generator", "free"),
+    [
+        ({"count": 2}, 1),
+        ({"count": "1..8"}, 0),
+        ({"count": 1}, 2),
+        ({"count": 1, "num_threads": 3}, 0),
+    ],
 )
 def test_cores_are_free_that_no_process_of_the_launch_computes_on(generator, free, monkeypatch):
     monkeypatch.setattr(learner, "num_cores", lambda: 4)
     monkeypatch.setattr(learner, "usable_devices", tuple)
     assert learner._free_cores(make_config(generator=generator), 1) == free
+    threads = {"num_threads": 2}
+    assert learner._free_cores(make_config(generator=generator, learner=threads), 2) == 0
     monkeypatch.setattr(learner, "usable_devices", lambda: (0,))
     assert math.isnan(learner._free_cores(make_config(generator=generator), 1))
 

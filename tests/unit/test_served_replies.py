@@ -12,7 +12,7 @@ from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.server import Labels, ServedRequest, require_sound
 from actors.engines.sglang import messages as sglang
 from actors.engines.sglang.server import completion_of as of_sglang
-from actors.engines.vllm import messages as vllm
+from actors.engines.vllm import server as vllm
 from streamrl.errors import RolloutError
 from streamrl.types import Completion, FinishReason, SamplingParams, Trajectory
 from tests.standins.hostile_server import good_reply

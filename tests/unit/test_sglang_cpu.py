@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.sglang import arguments
-from actors.engines.sglang.arguments import launch_command, launch_environment
+from actors.engines.sglang import server
+from actors.engines.sglang.server import launch_command, launch_environment
 from deploy.sglang_cpu import prepare, without_operators
 from tests.engines import run_config
 
@@ -44,14 +44,14 @@ def command(**generator: object) -> str:
 
 
 def test_without_a_gpu_the_kernels_and_the_cache_are_those_of_a_cpu(monkeypatch):
-    monkeypatch.setattr(arguments, "has_gpu", lambda: False)
+    monkeypatch.setattr(server, "has_gpu", lambda: False)
     assert "--device cpu --attention-backend torch_native" in command()
     assert "--max-total-tokens 400" in command()
     assert "--max-total-tokens 9" in command(engine_kwargs={"max_total_tokens": 9})
     assert "--sleep-on-idle" in command()
     environment = launch_environment(run_config(Path("m"), num_threads=2))
     assert environment == {"OMP_NUM_THREADS": "2", "SGLANG_USE_CPU_ENGINE": "1"}
-    monkeypatch.setattr(arguments, "has_gpu", lambda: True)
+    monkeypatch.setattr(server, "has_gpu", lambda: True)
     assert "--device" not in command()
     assert "--sleep-on-idle" not in command()
     assert launch_environment(run_config(Path("m"))) == {}

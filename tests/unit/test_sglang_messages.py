@@ -13,9 +13,8 @@ import torch
 
 from actors.engines.served.server import ServedRequest, VersionSpan
 from actors.engines.sglang import messages
-from actors.engines.sglang.arguments import launch_command, wire_request
 from actors.engines.sglang.relay import buckets_of, prefix_of
-from actors.engines.sglang.server import GAUGES
+from actors.engines.sglang.server import GAUGES, launch_command, wire_request
 from streamrl.types import SamplingParams
 from streamrl.weights.transports import groups
 from tests import sglang_package as sglang

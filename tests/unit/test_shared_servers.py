@@ -10,12 +10,11 @@ import pytest
 from msgspec import structs
 
 from actors.engines.served import open as attaching, replicas
-from actors.engines.served.engine import ServedEngine
+from actors.engines.served.engine import ServedEngine, Standstill
 from actors.engines.served.http import BusyError, ConnectionLostError, Http
 from actors.engines.served.open import attach, labels_of_run, server_id
 from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import Labels
-from actors.engines.served.weights import Standstill
 from actors.engines.targets import weight_targets
 from streamrl.config.generator import VllmSettings
 from streamrl.errors import (

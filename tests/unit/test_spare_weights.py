@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from actors.engines.hf.weights import SpareWeights
+from actors.engines.hf.engine import SpareWeights
 from streamrl.weights.layout import Layout, manifest_of
 
 

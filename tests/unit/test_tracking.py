@@ -22,9 +22,8 @@ from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.samples import Sample
 from streamrl.samples.files import write_validation
 from streamrl.tracking import Trackers, open_trackers
+from streamrl.tracking.dashboards import FINISH_S, HELD_OUT
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
-from streamrl.tracking.tables import HELD_OUT
-from streamrl.tracking.wandb import FINISH_S
 from streamrl.types import (
     Books,
     BufferStats,

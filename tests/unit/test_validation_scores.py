@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from actors.validation.scores import PromptResult, majority, pass_at, scores, sizes, vote
+from actors.validation import PromptResult, majority, pass_at, scores, sizes, vote
 from streamrl.types.validation import MAX_METRICS
 
 

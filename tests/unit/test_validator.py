@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from actors.validation import daemon
-from actors.validation.validator import Validator
+from actors import validation
+from actors.validation import Validator
 from streamrl.config import RunConfig
 from streamrl.config.validation import ValidationSettings
 from streamrl.interfaces import Prompt
@@ -93,14 +93,14 @@ async def test_after_a_validation_it_rests_but_for_the_last_version(tmp_path: Pa
 @pytest.mark.parametrize("ending", ["step", "end", "signal"])
 async def test_its_engine_is_made_once_the_run_has_made_a_step(ending: str, monkeypatch):
     """The first step has the cores to itself."""
-    monkeypatch.setattr(daemon, "ASK_S", 0.01)
+    monkeypatch.setattr(validation, "ASK_S", 0.01)
     shutdown, stats = Shutdown(), SimpleNamespace(policy_version=0, is_over=False)
 
     async def answer(_: object) -> tuple[SimpleNamespace, str]:
         return stats, ""
 
-    monkeypatch.setattr(daemon, "try_stats", answer)
-    waiting = asyncio.create_task(daemon._first_step(None, shutdown))
+    monkeypatch.setattr(validation, "try_stats", answer)
+    waiting = asyncio.create_task(validation._first_step(None, shutdown))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     match ending:

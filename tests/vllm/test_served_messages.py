@@ -9,7 +9,7 @@ from vllm.entrypoints.scale_out.token_in_token_out import protocol
 from vllm.outputs import WeightVersionSpan
 
 from actors.engines.served.server import ServedRequest, VersionSpan
-from actors.engines.vllm import messages
+from actors.engines.vllm import server as messages
 from streamrl import types
 
 

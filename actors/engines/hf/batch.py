@@ -15,11 +15,8 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from actors.engines.hf.cache import Compaction, SlotCache
-from actors.engines.hf.experts import Experts, ExpertWatch
-from actors.engines.hf.families import cache_argument, why_not_slots
-from actors.engines.hf.model_cache import ModelCache
-from actors.engines.hf.records import Records
+from actors.engines.hf.cache import Compaction, ModelCache, SlotCache, cache_argument, why_not_slots
+from actors.engines.hf.records import Experts, ExpertWatch, Records
 from actors.engines.hf.sampling import RowSampling, sample
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.limits import facts_of, require_decoding
@@ -129,9 +126,9 @@ class RunningBatch:
             use_cache=True,
             **self._cache.point_at(positions, self._model.dtype),
         )
-        if self._watch is not None and self._records.experts.is_asked:
+        if self._watch is not None and self._records.rows.keep_experts:
             rows = self._watch.of_rows([1] * len(last), is_left_padded=False)
-            self._records.experts.append(rows)
+            self._records.rows.append_experts(rows)
         self._sample(0, output.logits[:, -1], policy_version)
 
     @torch.inference_mode()
@@ -162,8 +159,7 @@ class RunningBatch:
         sampling = request.sampling
         limit = min(sampling.max_new_tokens, self._max_model_len - len(request.prompt))
         stop_set = self._stops.index_of(sampling)
-        self._records.open(len(request.prompt), limit, sampling, stop_set, request.offset)
-        self._records.experts.open(experts if sampling.keep_routed_experts else None)
+        self._records.open(len(request.prompt), limit, sampling, stop_set, request.offset, experts)
         self._rows.append(request)
         if sampling.seed is not None:
             self._seeded[request] = torch.Generator().manual_seed(sampling.seed)
@@ -235,8 +231,8 @@ class RunningBatch:
             records.top_p[rows],
             generators,
             self._device,
-            keeps_mask=records.candidates.keeps_mask,
-            num_top=records.candidates.num_top,
+            keeps_mask=records.rows.keeps_mask,
+            num_top=records.rows.num_top,
         )
         records.append(first, sample(logits, sampling, self._generator), policy_version)
         for request, count in zip(self._rows[rows], records.counts[rows].tolist(), strict=True):

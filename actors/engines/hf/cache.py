@@ -1,23 +1,52 @@
-"""Keys and values of the running batch: one slot per sequence, the running ones first.
+"""The caches of the running batch, and which of the two a model decodes with.
 
-Invariant: rows 0..n-1 are running, so attention reads views and gathers nothing. Rows at the end
-move into the slots of those that leave. The mask excludes stale values beyond a row's length.
-Shapes: n running rows, P prefilled rows, H key-value heads, L positions, D head width.
+`SlotCache`: keys and values, one slot per sequence, the running ones first. Rows 0..n-1 are
+running, so attention reads views and gathers nothing. Rows at the end move into the slots of those
+that leave. The mask excludes stale values beyond a row's length.
+
+`ModelCache`: the running rows in the caches that transformers has for a model: windows, states,
+indices. All rows have `_length` past positions; shorter rows are padded on the left, where the mask
+hides them. Rows that leave are dropped, and lengths cut, before the next pass.
 
 `Compaction`: which rows move when some of them leave the running batch. Running rows are the first
 ones, without a gap. Only rows behind the new end move, each into the place of one that leaves, so
 no place is read after it was written.
 
-A prefill takes several prompts at once: P prompts, L tokens of the longest.
+`why_not_slots`: a forward pass of one token shows what the model asks of its attention; the layers
+of the cache that transformers makes for it show what it keeps. Called once, at an engine's start.
+
+`slot_attention`: for one new token per row over slots, on views, without copies: transformers' sdpa
+repeats keys and values for grouped heads and copies strided ones; a decode step over slots needs
+neither. Prefills, which take several prompts at once, use sdpa. Registered with transformers as
+`NAME`.
+
+Shapes: n running rows, P prefilled rows, Q query heads, H key-value heads, L positions, D head
+width.
 """
 
+import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from streamrl.vision.tower import set_attention
 
 
 class Compaction(NamedTuple):
@@ -214,3 +243,220 @@ def _longer(old: torch.Tensor, capacity: int) -> torch.Tensor:
     longer = old.new_zeros(slots, heads, capacity, width)
     longer[:, :, :length] = old
     return longer
+
+
+Rows = tuple[DynamicCache, torch.Tensor]
+"""A cache, and the indices [k] of rows in it."""
+
+
+class ModelCache:
+    """Implements what `SlotCache` does, for any layers that transformers has a cache for."""
+
+    def __init__(self, model: PreTrainedModel, argument: str, device: torch.device) -> None:
+        self._config = model.config
+        self._argument = argument
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        self._device = device
+        layers = DynamicCache(config=model.config).layers
+        self._has_keys = any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        # A state would take up the padding.
+        self.joins_lengths = not any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+        )
+        self.clear()
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
+        inputs, last = left_padded(prompts, self._device)
+        return Prefill({**inputs, self._argument: DynamicCache(config=self._config)}, last)
+
+    def join(self, first: int, inputs: dict[str, Any], of: torch.Tensor) -> None:
+        """Rows first, first + 1, ... continue the rows `of` [k] of what a prefill has filled."""
+        length = inputs["input_ids"].shape[1]
+        parts = [(inputs[self._argument], of)]
+        if self._order:
+            parts.insert(0, (self._cache, self._index()))
+        self._arrange(parts, max(length, self._length), first + len(of))
+
+    def compact(self, moves: Compaction, length: int) -> None:
+        moves.apply(self._order)
+
+    def clear(self) -> None:
+        self._cache = DynamicCache(config=self._config)
+        self._order: list[int] = []
+        self._length = self._num_held = 0
+
+    def point_at(self, positions: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        """Inputs of the pass that writes these positions [n]."""
+        length = int(positions.max())
+        if length != self._length or self._order != list(range(self._num_held)):
+            self._arrange([(self._cache, self._index())], length, len(self._order))
+        self._length += 1
+        inputs: dict[str, Any] = {self._argument: self._cache}
+        if self._has_keys:
+            reach = torch.arange(length + 1, device=self._device)
+            inputs["attention_mask"] = (reach >= (length - positions)[:, None]).long()
+        return inputs
+
+    def _index(self) -> torch.Tensor:
+        return torch.tensor(self._order, device=self._device)
+
+    def _arrange(self, parts: list[Rows], length: int, num_rows: int) -> None:
+        arranged = DynamicCache(config=self._config)
+        arranged.layers = [
+            _joined([(cache.layers[i], rows) for cache, rows in parts], length)
+            for i in range(len(parts[0][0].layers))
+        ]
+        self._cache, self._length = arranged, length
+        self._order, self._num_held = list(range(num_rows)), num_rows
+
+
+def _joined(parts: list[tuple[Any, torch.Tensor]], length: int) -> Any:
+    """A layer with these rows of other layers, `length` positions long."""
+    layer = copy.copy(parts[0][0])
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for name in ("conv_states", "recurrent_states"):
+            states = [getattr(part, name) for part, _ in parts]
+            setattr(layer, name, {i: _rows_of(states, i, parts) for i in states[0]})
+    if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
+        width = length
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            width = min(length, layer.sliding_window - 1)
+            layer.cumulative_length = length
+        layer.keys = torch.cat([_fit(part.keys[rows], width, 2) for part, rows in parts])
+        layer.values = torch.cat([_fit(part.values[rows], width, 2) for part, rows in parts])
+    if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
+        layer.indexer_keys = torch.cat(
+            [_fit(part.indexer_keys[rows], length, 1) for part, rows in parts]
+        )
+    return layer
+
+
+def _rows_of(
+    states: list[dict[int, Any]], i: int, parts: list[tuple[Any, torch.Tensor]]
+) -> torch.Tensor | None:
+    if states[0][i] is None:
+        return None
+    return torch.cat([state[i][rows] for state, (_, rows) in zip(states, parts, strict=True)])
+
+
+def _fit(held: torch.Tensor, length: int, axis: int) -> torch.Tensor:
+    """The last `length` positions of the axis, filled up with zeros in front."""
+    num_held = held.shape[axis]
+    if num_held >= length:
+        return held.narrow(axis, num_held - length, length)
+    return pad(held, (0, 0) * (held.ndim - 1 - axis) + (length - num_held, 0))
+
+
+NAME = "streamrl_slots"
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output [n, 1, Q, D] for query [n, Q, 1, D], key and value [n, H, L, D], an additive mask."""
+    rows, heads, length, width = query.shape
+    if length > 1:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    scale = scaling or width**-0.5
+    grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
+    attend = _fused if query.device.type == "cpu" and query.dtype != torch.float32 else _products
+    return attend(grouped, key, value, attention_mask, scale).view(rows, 1, heads, -1), None
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """On CPUs in half precision, where a matrix product copies the views that it reads."""
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale)
+
+
+def _products(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    scores = torch.matmul(query * scale, key.transpose(2, 3))
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return torch.matmul(weights, value)
+
+
+AttentionInterface.register(NAME, slot_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+_PROBE = "streamrl_probe"
+_WORDS = {
+    "DynamicSlidingWindowLayer": "sliding windows",
+    "DynamicIndexedLayer": "an index of its keys",
+    "LinearAttentionLayer": "layers with a state",
+    "LinearAttentionAndFullAttentionLayer": "layers with a state",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "layers with a state",
+    "sliding_window": "sliding windows",
+    "softcap": "soft caps",
+    "s_aux": "attention sinks",
+}
+_IN_THE_MASK = frozenset({"sliding_window"})
+_HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "dropout"})
+"""Arguments of attention that a decode step's mask and positions say as well."""
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which the model's forward takes a cache."""
+    names = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in names else "cache_params"
+
+
+def why_not_slots(model: PreTrainedModel) -> str | None:
+    """What of the model slots do not compute, or None; sets the attention it decodes with."""
+    layers = DynamicCache(config=model.config).layers
+    kinds = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
+    own = model.config.get_text_config()._attn_implementation
+    num_calls, asked = _arguments(model)
+    is_plain = num_calls == len(layers) == model.config.get_text_config().num_hidden_layers
+    if not kinds and not asked and is_plain:
+        set_attention(model, NAME)
+        return None
+    # transformers' sdpa leaves out what it does not know; eager attention is a family's own.
+    set_attention(model, "eager" if asked - _IN_THE_MASK or not num_calls else own or "sdpa")
+    words = {_WORDS.get(name, name) for name in kinds | asked}
+    return ", ".join(sorted(words)) or "an attention of its own"
+
+
+def _arguments(model: PreTrainedModel) -> tuple[int, frozenset[str]]:
+    """How often a forward pass attends, and with which arguments beyond the usual ones."""
+    asked: set[str] = set()
+    num_calls = 0
+
+    def probe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        nonlocal num_calls
+        num_calls += 1
+        asked.update(
+            name
+            for name, value in kwargs.items()
+            if name not in _HARMLESS | {"scaling", "attention_mask"}
+            and (isinstance(value, torch.Tensor) or value)
+        )
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register(_PROBE, probe)
+    AttentionMaskInterface.register(_PROBE, sdpa_mask)
+    set_attention(model, _PROBE)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    return num_calls, frozenset(asked)

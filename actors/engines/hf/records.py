@@ -1,22 +1,39 @@
 """The tokens sampled so far by the running rows, as columns, so that a step has no loop over rows.
 
 Invariant: row i of every column belongs to the i-th running request. Shapes: n running rows, M
-tokens of the longest completion so far (columns grow).
+tokens of the longest completion so far (columns grow), L decoder layers, K experts of a token.
 
 So it is with the record of the tokens that they might have had instead, what truncation left and
 the likeliest ones; rows that ask for nothing have none.
+
+`ExpertWatch`: which experts the running rows' tokens were given to, as the model's routers say in
+each pass. A token keeps the experts of the pass that its log-probability, or that of the token
+behind it, is of; passes that only fill a cache again record nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from actors.engines.hf.cache import Compaction
-from actors.engines.hf.experts import ExpertRecords
 from actors.engines.hf.sampling import Sampled
-from streamrl.types import Completion, FinishReason, SamplingParams, TokenSets, TopLogprobs
+from streamrl.algorithms.routing import choosing, layer_of, routers
+from streamrl.types import (
+    Completion,
+    FinishReason,
+    RoutedExperts,
+    SamplingParams,
+    TokenSets,
+    TopLogprobs,
+)
+
+Experts = NDArray[np.int16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +45,12 @@ class _Row:
     kept: list[NDArray[Any]] = field(default_factory=list)
     top_ids: list[NDArray[Any]] = field(default_factory=list)
     top_logprobs: list[NDArray[Any]] = field(default_factory=list)
+    experts: list[Experts] | None = None
+    """[P, L, K] of its prompt, then [1, L, K] of each token; None if it asks for no record."""
 
 
-class CandidateRecords:
-    """Rows open at the end."""
+class RowRecords:
+    """What rows ask for beside the columns: rows open at the end."""
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
@@ -45,10 +64,16 @@ class CandidateRecords:
         """The most that a row asks for."""
         return max((row.num_top for row in self._rows), default=0)
 
-    def open(self, sampling: SamplingParams) -> None:
+    @property
+    def keep_experts(self) -> bool:
+        return any(row.experts is not None for row in self._rows)
+
+    def open(self, sampling: SamplingParams, prompt: Experts | None) -> None:
+        """Adds a last row, with the experts of its prompt, if they are known."""
         # A greedy token has its log-probability over the whole vocabulary.
         keeps_mask = sampling.keep_sampling_mask and sampling.temperature > 0
-        self._rows.append(_Row(keeps_mask, sampling.num_top_logprobs))
+        experts = [prompt] if prompt is not None and sampling.keep_routed_experts else None
+        self._rows.append(_Row(keeps_mask, sampling.num_top_logprobs, experts=experts))
 
     def append(self, first: int, sampled: Sampled) -> None:
         """One token of the rows first, first + 1, ..."""
@@ -64,6 +89,17 @@ class CandidateRecords:
                     is_possible = np.isfinite(values[: row.num_top])
                     row.top_ids.append(ids[: row.num_top][is_possible])
                     row.top_logprobs.append(values[: row.num_top][is_possible])
+
+    def append_experts(self, experts: Sequence[Experts]) -> None:
+        """Of the one token that each row gave the model."""
+        for row, own in zip(self._rows, experts, strict=True):
+            if row.experts is not None:
+                row.experts.append(own)
+
+    def experts(self, row: int, num_tokens: int) -> RoutedExperts | None:
+        """Of the row's prompt and completion, `num_tokens` in all."""
+        own = self._rows[row].experts
+        return None if own is None else RoutedExperts.of(np.concatenate(own), num_tokens)
 
     def sets(self, row: int) -> tuple[TokenSets | None, TopLogprobs | None]:
         """The mask and the likeliest tokens, each if it was asked for."""
@@ -91,8 +127,7 @@ class Records:
 
     def __init__(self, num_slots: int) -> None:
         self.size = 0
-        self.candidates = CandidateRecords()
-        self.experts = ExpertRecords()
+        self.rows = RowRecords()
         self.counts = np.zeros(num_slots, dtype=np.int64)
         self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
         self.limits = np.zeros(num_slots, dtype=np.int64)
@@ -119,7 +154,13 @@ class Records:
         self._versions = np.zeros(shape, dtype=np.int32)
 
     def open(
-        self, prompt_length: int, limit: int, sampling: SamplingParams, stop_set: int, offset: int
+        self,
+        prompt_length: int,
+        limit: int,
+        sampling: SamplingParams,
+        stop_set: int,
+        offset: int,
+        experts: Experts | None,
     ) -> None:
         """Adds a last row whose completion may have `limit` tokens; `offset` is the distance of
         their positions in the position embedding from those in the row."""
@@ -129,7 +170,7 @@ class Records:
         self.minimums[row], self.stop_set[row] = sampling.min_new_tokens, stop_set
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row] = sampling.top_k, sampling.top_p
-        self.candidates.open(sampling)
+        self.rows.open(sampling, experts)
         self.size += 1
 
     def append(self, first: int, sampled: Sampled, policy_version: int) -> None:
@@ -143,7 +184,7 @@ class Records:
         self._logprobs[rows, counts] = sampled.logprobs.cpu().numpy()
         self._versions[rows, counts] = policy_version
         counts += 1
-        self.candidates.append(first, sampled)
+        self.rows.append(first, sampled)
 
     @property
     def last_token_ids(self) -> NDArray[np.int32]:
@@ -174,7 +215,7 @@ class Records:
 
     def completion(self, row: int, finish_reason: FinishReason) -> Completion:
         count = self.counts[row]
-        sampling_mask, top_logprobs = self.candidates.sets(row)
+        sampling_mask, top_logprobs = self.rows.sets(row)
         return Completion(
             token_ids=self._token_ids[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
@@ -182,14 +223,13 @@ class Records:
             finish_reason=finish_reason,
             sampling_mask=sampling_mask,
             top_logprobs=top_logprobs,
-            routed_experts=self.experts.of(row, int(self.prompt_lengths[row] + count)),
+            routed_experts=self.rows.experts(row, int(self.prompt_lengths[row] + count)),
         )
 
     def compact(self, moves: Compaction) -> None:
         """Removes the rows that leave."""
         self.size, targets, sources = moves
-        self.candidates.compact(moves)
-        self.experts.compact(moves)
+        self.rows.compact(moves)
         for column in self._columns:
             column[targets] = column[sources]
         longest = int(self.counts[targets].max(initial=0))
@@ -208,3 +248,33 @@ def _wider(old: NDArray[Any], capacity: int) -> NDArray[Any]:
     wider = np.zeros((len(old), capacity), dtype=old.dtype)
     wider[:, : old.shape[1]] = old
     return wider
+
+
+class ExpertWatch:
+    """Of one model, whose routers tell it what they take."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """
+        Raises:
+            ConfigError: the model has no routers, or ones that are not known.
+        """
+        self._num_layers: int = model.config.get_text_config().num_hidden_layers
+        self._last: dict[int, torch.Tensor] = {}
+        for name, router in routers(model, "algorithm.router_replay: was not off").items():
+            choosing(router, partial(self._keep, layer_of(name)[1]))
+
+    def _keep(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
+        self._last[layer] = experts
+        return experts
+
+    def of_rows(self, lengths: Sequence[int], *, is_left_padded: bool) -> list[Experts]:
+        """[length, L, K] of each row of the last pass, without its padding."""
+        width = {experts.shape[-1] for experts in self._last.values()}.pop()
+        num_tokens = len(next(iter(self._last.values())))
+        experts = np.zeros((num_tokens, self._num_layers, width), np.int16)
+        for layer, taken in self._last.items():
+            experts[:, layer] = taken.cpu().numpy()
+        rows = experts.reshape(len(lengths), -1, *experts.shape[1:])
+        if is_left_padded:
+            return [row[len(row) - n :] for row, n in zip(rows, lengths, strict=True)]
+        return [row[:n] for row, n in zip(rows, lengths, strict=True)]

@@ -53,9 +53,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from actors.engines import require_torchvision
-from actors.engines.candidates import candidates, num_asked, sets_of
-from actors.engines.experts import recorded
 from actors.engines.model import ModelFacts, require_known_tokens, room_for
+from actors.engines.reported import candidates, num_asked, recorded, sets_of
 from actors.engines.requests import InFlightRequests, aborted_on, finish_reason, nothing_sampled
 from actors.engines.served.process import death
 from actors.engines.served.server import UNLABELED
@@ -68,10 +67,10 @@ from streamrl.config.generator import VllmSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
-from streamrl.placement.devices import visible_alone
+from streamrl.placement.hosts import visible_alone
 from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
+from streamrl.vision.parts import decode
 from streamrl.vision.patches import PatchReader
-from streamrl.vision.pixels import decode
 from streamrl.vision.places import Placeholders
 
 
@@ -252,8 +251,9 @@ class VllmEngine(UpdatableEngine):
         self.is_closed = False
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, seed: int) -> "VllmEngine":
-        """The engine a run's configuration describes, with the weights of `model.path`."""
+    def from_config(cls, config: RunConfig, *, seed: int, is_shared: bool = False) -> "VllmEngine":
+        """The engine a run's configuration describes, with the weights of `model.path`; no other
+        generator shares it."""
         facts = ModelFacts.of(config.model)
         processes = VllmProcesses(config.run.path / "logs")
         vision = VllmVision.of(config.model, facts)

@@ -5,27 +5,36 @@ entry point brings the weight-transfer backend `streamrl` (`actors.engines.vllm.
 recorded version means, and for requests in flight at an update, see `actors.engines.vllm.engine`.
 
 Invariant: a server that was not started as `serve_command` says is refused, with that command.
+
+Bodies of vLLM's route for tokens in, tokens out: the fields that we set or read.
+
+Invariant: every class and field has vLLM's own name; `tests/vllm/test_served_messages.py` compares
+them with vLLM's classes.
 """
 
 import shlex
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
-from actors.engines.candidates import most_asked, num_asked
+from msgspec import Meta, Struct
+
 from actors.engines.model import ModelFacts
+from actors.engines.reported import candidates, from_npy, most_asked, num_asked, recorded, sets_of
 from actors.engines.served.http import Http, Names, RefusedError, readings, retry_lost
 from actors.engines.served.open import host_of, open_urls, request_timeout_s, require_length
 from actors.engines.served.process import has_gpu
-from actors.engines.served.server import ABORT_S, UNLABELED, Labels, ServedRequest
-from actors.engines.vllm.cpu import require_servable
-from actors.engines.vllm.messages import (
-    GenerateTokensResponse,
-    WeightInfo,
-    WorldSize,
-    completion_of,
-    wire_request,
+from actors.engines.served.server import (
+    ABORT_S,
+    UNLABELED,
+    Labels,
+    ServedRequest,
+    TokenId,
+    VersionSpan,
+    completion,
+    versions_of,
 )
+from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
@@ -33,6 +42,122 @@ from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion
 from streamrl.weights.transports.groups import address_towards
+
+
+class VllmSampling(Struct, frozen=True, kw_only=True):
+    """The fields of vLLM's class of this name that we set."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int]
+    seed: int | None
+    # End-of-sequence tokens are among the stops: without a tokenizer vLLM knows none.
+    ignore_eos: bool = True
+    logprobs: int = 0
+    detokenize: bool = False
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """The fields of vLLM's class of this name that we set."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: VllmSampling
+    cache_salt: str
+
+
+class GenerateLogProb(Struct, frozen=True):
+    token_id: TokenId
+    logprob: float
+
+
+class GenerateLogProbsContent(Struct, frozen=True):
+    """Of a sampled token, which is the first of `top_logprobs`."""
+
+    logprob: float
+    top_logprobs: list[GenerateLogProb] = []
+
+
+class GenerateLogProbs(Struct, frozen=True):
+    content: list[GenerateLogProbsContent]
+
+
+class GenerateTokensChoice(Struct, frozen=True):
+    token_ids: list[TokenId]
+    logprobs: GenerateLogProbs
+    finish_reason: str
+    weight_versions: list[VersionSpan]
+    routed_experts: str | None = None
+
+
+class GenerateTokensResponse(Struct, frozen=True):
+    choices: Annotated[list[GenerateTokensChoice], Meta(min_length=1)]
+
+
+class WeightInfo(Struct, frozen=True):
+    """The answer to /weight_info."""
+
+    weight_version: str
+
+
+class WorldSize(Struct, frozen=True):
+    """The answer to /get_world_size."""
+
+    world_size: int
+
+
+def wire_request(request: ServedRequest) -> GenerateRequest:
+    sampling = request.sampling
+    return GenerateRequest(
+        request_id=request.id,
+        token_ids=list(request.prompt_token_ids),
+        sampling_params=VllmSampling(
+            max_tokens=request.max_new_tokens,
+            min_tokens=request.min_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=sorted(request.stops),
+            seed=sampling.seed,
+            logprobs=num_asked(sampling),
+        ),
+        cache_salt=request.cache_salt,
+    )
+
+
+def completion_of(
+    choice: GenerateTokensChoice, labels: Labels, request: ServedRequest
+) -> Completion:
+    sampled, mask, top = choice.logprobs.content, None, None
+    if num_asked(request.sampling):
+        each = [
+            candidates([c.token_id for c in found], [c.logprob for c in found])
+            for found in (token.top_logprobs for token in sampled)
+        ]
+        mask, top = sets_of(each, request.sampling)
+    experts = None
+    if request.sampling.keep_routed_experts:
+        rows = None if choice.routed_experts is None else from_npy(choice.routed_experts)
+        experts = recorded(
+            rows,
+            request.prompt_token_ids,
+            choice.token_ids,
+            "vLLM",
+            is_aborted=choice.finish_reason == "abort",
+        )
+    return completion(
+        choice.token_ids,
+        [token.logprob for token in sampled],
+        versions_of(choice.weight_versions, len(choice.token_ids), labels),
+        choice.finish_reason,
+        sampling_mask=mask,
+        top_logprobs=top,
+        routed_experts=experts,
+    )
+
 
 GENERATE = "/inference/v1/generate"
 # Of an answer, beside its tokens, for each of them, and for each of its candidates and its experts
@@ -130,8 +255,9 @@ class HttpVerbs:
 _LOAD_FOLDER_S = 600.0
 
 
-def open_vllm(config: RunConfig, *, is_shared: bool = False) -> Engine:
-    """An engine on the servers of `generator.vllm.url`; raises as `open_urls` does.
+def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> Engine:
+    """An engine on the servers of `generator.vllm.url`, which have their own seed; raises as
+    `open_urls` does.
 
     Raises:
         ConfigError: the server runs on this machine's CPU, which cannot serve the model.

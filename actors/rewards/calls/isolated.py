@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from actors.rewards.calls.output import OutputLimit
+from actors.rewards.calls.limits import OutputLimit
 from streamrl.errors import RolloutError, StreamRLError
 from streamrl.interfaces import Episode, Score
 

@@ -1,12 +1,24 @@
-"""The limits of a reward's calls: how many at a time, how long each, how often again.
+"""The limits of a reward's calls: how many at a time, how long each, how often again, and how much
+they print.
 
 Invariant: a call ends by its time-out; whatever goes wrong is one RolloutError that begins with the
 name of the reward.
+
+`OutputLimit`: how much a reward may print and log, `MAX_BYTES` within `WINDOW_S`; what is more is
+suppressed. Covers `print`, `sys.stdout`, `sys.stderr` and `logging` where the function runs.
+Threads that it starts itself and what C code writes are outside: a process of its own (`isolation:
+process`) covers those too. Nothing here waits, and output of the rest of the daemon passes as it
+is.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import contextlib
+import contextvars
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
 
 from streamrl.errors import RolloutError
 
@@ -63,3 +75,92 @@ class RewardLimits:
             raise RolloutError(
                 f"{self._title} has not answered within timeout_s, which is {self._timeout_s:g} s"
             ) from error
+
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 64 * 2**10
+WINDOW_S = 60.0
+
+_applied: contextvars.ContextVar["OutputLimit | None"] = contextvars.ContextVar(
+    "reward_output", default=None
+)
+
+
+class OutputLimit:
+    """Of one reward; called in its threads."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._began_s = 0.0
+        self._num_bytes = 0
+        self._num_suppressed = 0
+        self._has_warned = False
+
+    def admits(self, num_bytes: int) -> bool:
+        """Whether so much more may be written; it is counted either way."""
+        now_s = time.monotonic()
+        if now_s - self._began_s > WINDOW_S:
+            self._began_s, self._num_bytes, self._has_warned = now_s, 0, False
+        self._num_bytes += num_bytes
+        if self._num_bytes <= MAX_BYTES:
+            return True
+        self._num_suppressed += num_bytes
+        return False
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Around a call, in the thread or the task that it runs in."""
+        _install()
+        token = _applied.set(self)
+        try:
+            yield
+        finally:
+            _applied.reset(token)
+
+    def take_suppressed(self) -> int:
+        """The bytes suppressed since the last call, with a warning once in a window."""
+        num, self._num_suppressed = self._num_suppressed, 0
+        if num and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s prints more than %d KiB within %g s; the rest is suppressed, %d bytes so far",
+                self._title,
+                MAX_BYTES // 2**10,
+                WINDOW_S,
+                num,
+            )
+        return num
+
+
+class _LimitedStream:
+    """A text stream that asks the limit that is applied, if one is, before it writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        limit = _applied.get()
+        if limit is None or limit.admits(len(text)):
+            self._stream.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _LimitedLog(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        limit = _applied.get()
+        return limit is None or limit.admits(len(str(record.msg)))
+
+
+def _install() -> None:
+    """Around the streams and log handlers that the process has at this time."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, _LimitedStream):
+            setattr(sys, name, _LimitedStream(stream))
+    for handler in logging.getLogger().handlers:
+        if not any(isinstance(known, _LimitedLog) for known in handler.filters):
+            handler.addFilter(_LimitedLog())

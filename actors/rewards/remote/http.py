@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from actors.engines.served.http import BusyError, Http, RefusedError
+from actors.engines.served.http import MAX_ANSWER_BYTES, BusyError, Http, RefusedError
 from actors.rewards.calls.isolated import plain
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.forms import conversation, ground_truth
@@ -43,7 +43,9 @@ class Service:
                 raise ConfigError(f"api_key_env: there is no variable {settings.api_key_env}")
         self._http = Http(url, api_key=key, timeout_s=timeout_s)
 
-    async def post(self, path: str, body: Any, answer: type[T]) -> T:
+    async def post(
+        self, path: str, body: Any, answer: type[T], max_bytes: int = MAX_ANSWER_BYTES
+    ) -> T:
         """The decoded answer. Waits for it.
 
         Raises:
@@ -51,7 +53,7 @@ class Service:
             RolloutError: it does not answer, or is busy.
         """
         try:
-            return await self._http.post(path, body, answer)
+            return await self._http.post(path, body, answer, max_bytes=max_bytes)
         except (BusyError, TransportError) as error:
             raise RolloutError(str(error)) from error
         except RefusedError as error:

@@ -3,6 +3,9 @@
     vLLM     POST /v1/completions with `prompt_logprobs`: of each token of the prompt, by its id
     SGLang   POST /generate with `return_logprob` and `logprob_start_len`: (log-probability, id)
 
+and, under `algorithm.distillation.top_k`, of the likeliest at each place: vLLM answers those beside
+the token's own where `prompt_logprobs` is their number, SGLang where `top_logprobs_num` is.
+
 A trajectory is the prompt of a request, which asks for as few new tokens as the engine allows; both
 engines answer at temperature 1 and over the whole vocabulary.
 
@@ -18,22 +21,30 @@ cannot be asked, which is logged.
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from actors.concurrency import together
+from actors.engines.served.http import MAX_ANSWER_BYTES
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards.calls.limits import FinalError, RewardLimits
 from actors.rewards.remote.http import Service, ServiceSettings
 from streamrl.config.algorithm.distillation import DistillationSettings, TeacherSettings
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
-from streamrl.types import Trajectory, TrajectoryGroup
+from streamrl.types import TopLogprobs, Trajectory, TrajectoryGroup
+from streamrl.types.ranges import TokenId
 
 log = logging.getLogger(__name__)
 
 SETTING = "algorithm.distillation.teachers"
+_MINUS_INFINITY, _ABOVE_ROUNDING = -9999.0, 0.1
+"""The first is vLLM's for minus infinity, which JSON has not."""
+_LOGPROB_BYTES = 256
+"""Of an answer's JSON, at most: vLLM says the text of each token, too."""
 NUM_COMPARED = 512
 """Token ids of the policy, evenly over its vocabulary, that an engine decodes."""
 
@@ -45,7 +56,7 @@ class VllmLogprob(Struct, frozen=True):
 class VllmChoice(Struct, frozen=True):
     """`prompt_logprobs` [N]: of each token by its id; None for the first one."""
 
-    prompt_logprobs: list[dict[str, VllmLogprob] | None] | None = None
+    prompt_logprobs: list[dict[TokenId, VllmLogprob] | None] | None = None
 
 
 class VllmAnswer(Struct, frozen=True):
@@ -56,9 +67,10 @@ class VllmAnswer(Struct, frozen=True):
 
 class SglangMeta(Struct, frozen=True):
     """`input_token_logprobs`: [log-probability, id, text] from `logprob_start_len` on; the first
-    has no log-probability."""
+    has no log-probability. `input_top_logprobs`: at each place as many as were asked for."""
 
-    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, TokenId, str | None]] = []
+    input_top_logprobs: list[list[tuple[float, TokenId, str | None]] | None] | None = None
 
 
 class SglangAnswer(Struct, frozen=True):
@@ -72,6 +84,17 @@ class DecodedTokens(Struct, frozen=True):
 
     prompt: str | None = None
     text: str | None = None
+
+
+class Scored(NamedTuple):
+    """Of the response tokens of a trajectory, in nats."""
+
+    logprobs: NDArray[np.float32]
+    likeliest: TopLogprobs | None
+
+
+Place = tuple[float | None, Mapping[int, float]]
+"""The log-probability of the token that is there, and of the likeliest by their ids."""
 
 
 class RemoteTeacher:
@@ -90,6 +113,7 @@ class RemoteTeacher:
         self._wanted = wanted
         self._model = {} if settings.model is None else {"model": settings.model}
         self._comparing: asyncio.Task[None] | None = None
+        self._top_k = of_all.top_k
         timeout_s = of_all.timeout_s
         try:
             given = ServiceSettings(url=settings.url, api_key_env=settings.api_key_env)
@@ -103,9 +127,8 @@ class RemoteTeacher:
             retries=of_all.retries,
         )
 
-    async def logprobs(self, trajectory: Trajectory) -> NDArray[np.float32]:
-        """[response tokens] nats. Waits for a slot, for the engine, and before each
-        further try.
+    async def score(self, trajectory: Trajectory) -> Scored:
+        """Of its response tokens. Waits for a slot, for the engine, and before each further try.
 
         Raises:
             RolloutError: the last try failed, was late, or was answered with other tokens.
@@ -116,7 +139,7 @@ class RemoteTeacher:
         except RolloutError as error:
             raise RolloutError(f"teacher {self._settings.name}: {error}") from error
 
-    async def _ask(self, trajectory: Trajectory) -> NDArray[np.float32]:
+    async def _ask(self, trajectory: Trajectory) -> Scored:
         token_ids: list[int] = trajectory.token_ids.tolist()
         first = int(trajectory.response_mask.argmax())
         match self._settings.engine:
@@ -125,40 +148,56 @@ class RemoteTeacher:
             case "sglang":
                 found = await self._of_sglang(token_ids, max(first - 1, 0))
         places = trajectory.response_mask.nonzero()[0].tolist()
-        column = [_finite(found.get(place), place, token_ids[place]) for place in places]
-        return np.array(column, np.float32)
+        rows = [found.get(place, (None, {})) for place in places]
+        pairs = zip(rows, places, strict=True)
+        column = [_finite(own, place, token_ids[place]) for (own, _), place in pairs]
+        top = _likeliest([others for _, others in rows], self._top_k) if self._top_k else None
+        return Scored(np.array(column, np.float32), top)
 
-    async def _of_vllm(self, token_ids: list[int]) -> Mapping[int, float | None]:
+    async def _of_vllm(self, token_ids: list[int]) -> Mapping[int, Place]:
         """By the place of a token."""
         body = {
             **self._model,
             "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": self._top_k,
         }
-        answer = await self._service.post("/v1/completions", body, VllmAnswer)
+        answer = await self._service.post(
+            "/v1/completions", body, VllmAnswer, self._bytes(token_ids)
+        )
         rows = (answer.choices[0].prompt_logprobs or []) if answer.choices else []
         _require_length(len(rows), len(token_ids))
         pairs = enumerate(zip(rows, token_ids, strict=True))
-        return {i: row[str(own)].logprob for i, (row, own) in pairs if row and str(own) in row}
+        return {
+            i: (row[own].logprob, {other: row[other].logprob for other in row})
+            for i, (row, own) in pairs
+            if row and own in row
+        }
 
-    async def _of_sglang(self, token_ids: list[int], first: int) -> Mapping[int, float | None]:
+    async def _of_sglang(self, token_ids: list[int], first: int) -> Mapping[int, Place]:
         """By the place of a token, from `first` on."""
         body = {
             "input_ids": token_ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": first,
+            "top_logprobs_num": self._top_k,
         }
-        answer = await self._service.post("/generate", body, SglangAnswer)
+        answer = await self._service.post("/generate", body, SglangAnswer, self._bytes(token_ids))
         rows = answer.meta_info.input_token_logprobs
         _require_length(len(rows), len(token_ids) - first)
+        top = answer.meta_info.input_top_logprobs or [None] * len(rows)
+        _require_length(len(top), len(rows))
         return {
-            first + i: logprob
-            for i, (logprob, own, _) in enumerate(rows)
+            first + i: (logprob, {other: value for value, other, _ in others or ()})
+            for i, ((logprob, own, _), others) in enumerate(zip(rows, top, strict=True))
             if own == token_ids[first + i]
         }
+
+    def _bytes(self, token_ids: list[int]) -> int:
+        """Of an answer, at most."""
+        return MAX_ANSWER_BYTES + _LOGPROB_BYTES * (1 + self._top_k) * len(token_ids)
 
     async def _compared(self) -> None:
         """Waits for the one comparison of the tokenizers, which is made again if it failed."""
@@ -209,11 +248,29 @@ def _require_length(found: int, wanted: int) -> None:
 
 
 def _finite(logprob: float | None, place: int, token_id: int) -> float:
-    if logprob is None or not np.isfinite(logprob):
+    if logprob is None or not _MINUS_INFINITY < logprob < _ABOVE_ROUNDING:
         raise RolloutError(
             f"answered without a log-probability of token {token_id}, the one at {place}"
         )
     return logprob
+
+
+def _likeliest(rows: Sequence[Mapping[int, float]], top_k: int) -> TopLogprobs:
+    """The `top_k` of each row, of which vLLM has the token's own beside them."""
+    few = [len(row) for row in rows if len(row) < top_k]
+    if few:
+        raise RolloutError(
+            f"answered with {few[0]} of the likeliest tokens where algorithm.distillation.top_k "
+            f"is {top_k}"
+        )
+    wrong = [value for row in rows for value in row.values() if not value < _ABOVE_ROUNDING]
+    if wrong:
+        raise RolloutError(f"answered with a log-probability of {wrong[0]:g}")
+    best = [sorted(row.items(), key=itemgetter(1), reverse=True)[:top_k] for row in rows]
+    # What is impossible is among the others.
+    kept = [[(i, value) for i, value in row if value > _MINUS_INFINITY] for row in best]
+    ids = [np.array([i for i, _ in row], np.int32) for row in kept]
+    return TopLogprobs.of(ids, [np.array([value for _, value in row], np.float32) for row in kept])
 
 
 class RemoteTeachers:
@@ -263,11 +320,21 @@ class RemoteTeachers:
         seen = [t if shown is None else t.after(shown) for t in group.trajectories]
         asked = [(t, teacher) for t in seen for teacher in chosen]
         shares = np.array([self._settings.share(teacher) for teacher in chosen], np.float32)
-        answers = iter(await together([self._teachers[own.name].logprobs(t) for t, own in asked]))
+        answers = iter(await together([self._teachers[own.name].score(t) for t, own in asked]))
         scored = []
         for t in group.trajectories:
-            of_responses = shares @ np.stack([next(answers) for _ in chosen])
+            own = [next(answers) for _ in chosen]
             column = np.zeros(t.num_tokens, np.float32)
-            column[t.response_mask] = of_responses
-            scored.append(structs.replace(t, teacher_logprobs=column))
+            column[t.response_mask] = shares @ np.stack([one.logprobs for one in own])
+            top = _at_responses(own[0].likeliest, t)
+            scored.append(structs.replace(t, teacher_logprobs=column, teacher_top_logprobs=top))
         return structs.replace(group, trajectories=tuple(scored))
+
+
+def _at_responses(top: TopLogprobs | None, trajectory: Trajectory) -> TopLogprobs | None:
+    """[T sets] from those of its response tokens."""
+    if top is None:
+        return None
+    counts = np.zeros(trajectory.num_tokens, np.int32)
+    counts[trajectory.response_mask] = top.counts
+    return TopLogprobs(counts, top.token_ids, top.logprobs)

@@ -16,12 +16,20 @@ END = "</s>"
 class Products:
     """Two numbers of two digits, and their product."""
 
+    held_out = False
+
     def __init__(self, seed):
         self.seed = seed
 
     def __getitem__(self, prompt_index):
-        a, b = factors(np.random.default_rng([self.seed, prompt_index]))
+        a, b = factors(np.random.default_rng([self.seed, prompt_index]), self.held_out)
         return Prompt(f"{a}*{b}?", str(a * b))
+
+
+class HeldOut(Products):
+    """Products that are never trained, a tenth of all."""
+
+    held_out = True
 
 
 class Examples:
@@ -51,5 +59,8 @@ class Examples:
         return f"{text[:place]}{rng.integers(10)}{text[place + 1 :]}"
 
 
-def factors(rng):
-    return (int(number) for number in rng.integers(10, 100, 2))
+def factors(rng, held_out=False):
+    while True:
+        a, b = (int(number) for number in rng.integers(10, 100, 2))
+        if ((a + b) % 10 == 0) == held_out:
+            return a, b

@@ -21,8 +21,7 @@ from torch import Tensor
 from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
-from streamrl.metrics import CATALOGUE, STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
-from streamrl.metrics.metric import QUANTILES
+from streamrl.metrics import CATALOGUE, QUANTILES, STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
 
 
 class WeightLevel:

@@ -170,9 +170,6 @@ def drain_generator(parser: ArgumentParser) -> None:
 
 def parity(parser: ArgumentParser) -> None:
     config(parser)
-    parser.add_argument("--num-prompts", type=int, help="default: parity.num_prompts")
-    parser.add_argument("--max-mean-gap", type=float, help="nats; default: parity.max_mean_gap")
-    parser.add_argument("--max-gap", type=float, help="nats; default: parity.max_gap")
     parser.add_argument(
         "--dtypes", metavar="A,B,...", help="precisions of the engine; default: generator.dtype"
     )

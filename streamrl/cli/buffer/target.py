@@ -15,8 +15,7 @@ from buffers.zmq.client import ZmqBuffer
 from streamrl.config import RunConfig
 from streamrl.config.secrets import hide_password
 from streamrl.diagnosis import Reading
-from streamrl.diagnosis.outcome import RunState, outcome, state_of
-from streamrl.diagnosis.reading import startup_s
+from streamrl.diagnosis.reading import RunState, outcome, startup_s, state_of
 from streamrl.errors import ConfigError, StreamRLError, TransportError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import (

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.text import Text
 
 from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
-from streamrl.cli.check.devices import check_devices, check_host_memory
 from streamrl.cli.check.machine import (
     CHECKS,
     ask_sandbox,
+    check_clock,
     check_disk,
     check_isolation,
     read_disk,
@@ -43,8 +43,16 @@ from streamrl.cli.check.packages import (
     driver_gpus,
     needed_packages,
 )
-from streamrl.cli.check.settings import check_effects, check_folder, check_limits, check_sizes
+from streamrl.cli.check.settings import (
+    check_deadlines,
+    check_devices,
+    check_effects,
+    check_folder,
+    check_host_memory,
+    check_sizes,
+)
 from streamrl.config import LoadedConfig, RunConfig, render
+from streamrl.config.addresses import is_loopback
 from streamrl.config.loading.load import config_file, configuration, load_usable
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
@@ -63,7 +71,7 @@ _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_addresses,
     check_servers,
     check_sizes,
-    check_limits,
+    check_deadlines,
     check_host_memory,
 )
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
@@ -81,11 +89,16 @@ def main(arguments: argparse.Namespace) -> int:
     if loaded is None:
         assert refused is not None, "something is wrong with a configuration that is not usable"
         raise refused
-    buffer = loaded.config.buffer
+    config = loaded.config
+    buffer, is_alone = (
+        config.buffer,
+        all(map(is_loopback, (config.buffer.url, config.weights.address))),
+    )
+    has_journal = buffer.binds_url and buffer.journal
     found = [
-        *machine_findings(loaded.config.run.path, buffer.binds_url and buffer.journal),
+        *machine_findings(config.run.path, has_journal=has_journal, is_alone=is_alone),
         *run_findings(loaded, refused),
-        *map(CONFIGURATION.warning, filter(None, [held_run(loaded.config.run.path)])),
+        *map(CONFIGURATION.warning, filter(None, [held_run(config.run.path)])),
     ]
     if arguments.json:
         _print_json(found)
@@ -105,12 +118,16 @@ def main(arguments: argparse.Namespace) -> int:
     return _exit_code(found)
 
 
-def machine_findings(folder: Path | str, has_journal: bool = True) -> Iterator[Finding]:
-    """Of this machine; `folder` is a run's, `has_journal` where its buffer keeps one there. Waits
-    for a process that imports torch, and for two programs."""
+def machine_findings(
+    folder: Path | str, *, has_journal: bool = True, is_alone: bool = False
+) -> Iterator[Finding]:
+    """Of this machine; `folder` is a run's, `has_journal` where its buffer keeps one there,
+    `is_alone` if all of it runs here, so that its times come from one clock. Waits for a process
+    that imports torch, and for two programs."""
     machine = read_machine()
     for check in CHECKS:
-        yield from check(machine)
+        if check is not check_clock or not is_alone:
+            yield from check(machine)
     yield from check_packages(needed_packages())
     yield from check_torch(ask_torch(), driver_gpus())
     yield from check_isolation(ask_sandbox())

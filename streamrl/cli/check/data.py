@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from actors.environments import make_environment, require_rendering
 from actors.environments.stream import shares
-from actors.prompts import num_held_out, open_held_out, open_prompts
+from actors.prompts import open_held_out, open_prompts
 from actors.prompts.media import text_of
 from actors.prompts.reasoning import check_scorer
 from actors.prompts.rows import PromptRows
@@ -276,7 +276,7 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
         yield DATA.problem(f"{error}{hint}")
         return
     num_sources = len(config.data.eval_sources or config.data.sources)
-    size, wanted = num_held_out(config.data, held_out), config.data.num_eval_prompts * num_sources
+    size, wanted = len(held_out), config.data.num_eval_prompts * num_sources
     if wanted > size:
         yield DATA.ok(
             f"data.num_eval_prompts: {_listed(config.data.eval_sources)} has {size}, not {wanted}"
@@ -525,8 +525,7 @@ def _size(prompts: PromptSource) -> int | None:
 
 
 def _shown(prompt: Prompt) -> str:
-    text = repr(prompt.content)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shown(prompt.content)
 
 
 _HELD = {

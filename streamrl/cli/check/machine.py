@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import resource
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import NamedTuple
 
 from actors.sandbox.isolation import KINDS, Isolation, why_not
 from streamrl.findings import MACHINE, Finding
-from streamrl.placement.devices import num_cores
+from streamrl.placement.hosts import num_cores
+from streamrl.placement.plan import gib
 
 _NUM_TIMEX_BYTES, _TIME_ERROR = 208, 5
 _BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})
-_CONTAINERS = {"docker": ".dockerenv", "podman": "run/.containerenv"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Machine:
     """`cores` may be used by this process, `cpu_quota` is that of its control group in cores;
     limits are those of this process, None for none. Sizes are bytes."""
 
-    python: tuple[int, int, int] = (3, 11, 0)
     system: str = "Linux"
     cores: int = 1
     cpu_quota: float | None = None
@@ -39,12 +39,10 @@ class Machine:
     max_files: int | None = None
     hard_max_files: int | None = None
     max_locked: int | None = None
+    has_infiniband: bool = False
     max_processes: int | None = None
     threads_max: int | None = None
     cpu_flags: frozenset[str] = frozenset()
-    container: str = ""
-    ptrace_scope: int | None = None
-    overcommit: int | None = None
     is_clock_synchronized: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -59,9 +57,7 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
     """`root` is where the kernel's files are, for tests."""
     shm, shm_free = _shm(root / "dev/shm")
     environment = dict(os.environ) if environment is None else environment
-    version = platform.python_version_tuple()
     return Machine(
-        python=(int(version[0]), int(version[1]), 0),
         system=platform.system(),
         cores=num_cores(),
         cpu_quota=_cpu_quota(root),
@@ -72,12 +68,10 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         max_files=_limit("RLIMIT_NOFILE", 0),
         hard_max_files=_limit("RLIMIT_NOFILE", 1),
         max_locked=_limit("RLIMIT_MEMLOCK", 0),
+        has_infiniband=any((root / "sys/class/infiniband").glob("*")),
         max_processes=_limit("RLIMIT_NPROC", 0),
         threads_max=_number(root / "sys/fs/cgroup/pids.max"),
         cpu_flags=_cpu_flags(root),
-        container=_container(root, environment),
-        ptrace_scope=_number(root / "proc/sys/kernel/yama/ptrace_scope"),
-        overcommit=_number(root / "proc/sys/vm/overcommit_memory"),
         is_clock_synchronized=_is_clock_synchronized(),
         environment=environment,
     )
@@ -144,14 +138,6 @@ def _cpu_flags(root: Path) -> frozenset[str]:
     return frozenset()
 
 
-def _container(root: Path, environment: Mapping[str, str]) -> str:
-    """Its kind; "" where none is recognized."""
-    if "KUBERNETES_SERVICE_HOST" in environment:
-        return "kubernetes"
-    found = (kind for kind, file in _CONTAINERS.items() if (root / file).exists())
-    return next(found, environment.get("container", ""))
-
-
 def _is_clock_synchronized() -> bool | None:
     """What the kernel knows of it, from adjtimex(2), which changes nothing with no mode."""
     try:
@@ -171,13 +157,8 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def check_python(machine: Machine) -> Iterator[Finding]:
-    major, minor, _ = machine.python
-    version = f"Python {major}.{minor} on {machine.system}"
-    if machine.python < (3, 11, 0):
-        yield MACHINE.problem(
-            version, "StreamRL needs Python 3.11 or newer: install it", cause="python"
-        )
-    elif machine.system != "Linux":
+    version = f"Python {platform.python_version()} on {machine.system}"
+    if machine.system != "Linux":
         remedy = "run it on Linux, which is what it is tested on"
         yield MACHINE.warning(f"{version}: only Linux is tested", remedy, cause="python")
     else:
@@ -200,13 +181,14 @@ def check_open_files(machine: Machine) -> Iterator[Finding]:
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
+    """Memory that InfiniBand writes into is locked; nothing else locks much."""
     limit = machine.max_locked
-    if limit is None or limit >= _FEW_LOCKED:
+    if not machine.has_infiniband or limit is None or limit >= _FEW_LOCKED:
         yield MACHINE.ok(f"{_mib(limit)} can be locked", cause="locked memory")
         return
     yield MACHINE.warning(
-        f"{_mib(limit)} of memory can be locked, which InfiniBand and pinned buffers need more of",
-        "ulimit -l unlimited, or --ulimit memlock=-1 for a container; Ethernet needs none",
+        f"{_mib(limit)} of memory can be locked, and InfiniBand needs more",
+        "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
         cause="locked memory",
     )
 
@@ -286,46 +268,6 @@ def check_threads(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def check_cpu(machine: Machine) -> Iterator[Finding]:
-    flags = machine.cpu_flags
-    known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
-    found = [name for name in known if name in flags]
-    if flags and not found:
-        remedy = "train on GPUs, or on a processor with AVX2 or newer"
-        yield MACHINE.warning(
-            "the processor has neither AVX2 nor AVX-512 nor AMX", remedy, cause="cpu"
-        )
-    else:
-        yield MACHINE.ok(f"the processor has {', '.join(found) or 'unknown features'}", cause="cpu")
-
-
-def check_container(machine: Machine) -> Iterator[Finding]:
-    kind = machine.container
-    yield MACHINE.ok(
-        f"inside a container ({kind})" if kind else "no container is recognized", cause="container"
-    )
-
-
-def check_kernel(machine: Machine) -> Iterator[Finding]:
-    """What copies between the processes of one machine need of the kernel."""
-    scope = machine.ptrace_scope
-    if scope is not None and scope >= 2:
-        yield MACHINE.warning(
-            f"kernel.yama.ptrace_scope is {scope}: processes cannot read each other's memory, and "
-            "NCCL and gloo copy through sockets instead; py-spy works as root alone",
-            "sysctl kernel.yama.ptrace_scope=1, or --cap-add SYS_PTRACE for a container",
-            cause="kernel",
-        )
-    if machine.overcommit == 2:
-        yield MACHINE.warning(
-            "vm.overcommit_memory is 2: torch and CUDA reserve more memory than they use, and fail",
-            "sysctl vm.overcommit_memory=0",
-            cause="kernel",
-        )
-    if (scope or 0) < 2 and machine.overcommit != 2:
-        yield MACHINE.ok("no setting of the kernel is in the way", cause="kernel")
-
-
 def check_clock(machine: Machine) -> Iterator[Finding]:
     """Of several hosts each one checks its own; leases are on the buffer's clock alone."""
     if machine.is_clock_synchronized is False:
@@ -347,14 +289,11 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     check_python,
     check_cores,
     check_threads,
-    check_cpu,
     check_memory,
     check_shared_memory,
     check_open_files,
     check_processes,
     check_locked_memory,
-    check_container,
-    check_kernel,
     check_clock,
 )
 
@@ -362,8 +301,7 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 def _mib(num_bytes: int | None) -> str:
     if num_bytes is None:
         return "any amount"
-    gib = num_bytes / 2**30
-    return f"{gib:.3g} GiB" if gib >= 1 else f"{num_bytes / 2**20:.3g} MiB"
+    return gib(num_bytes)
 
 
 FEW_BYTES, TIGHT_BYTES = 200 * 2**20, 10 * 2**30
@@ -379,9 +317,27 @@ class Disk(NamedTuple):
     file_system: str
 
 
+def existing_above(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+
+
+def why_not_made(folder: Path) -> str:
+    """Why the folder cannot be made and written, by writing where it will be; "" if it can."""
+    existing = existing_above(folder)
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        return f"{existing} cannot be written: {error.strerror}"
+    return ""
+
+
 def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
     """Of the nearest folder above that exists."""
-    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    existing = existing_above(folder)
     try:
         status = os.statvfs(existing)
         free = status.f_bavail * status.f_frsize

@@ -1,7 +1,6 @@
 """Whether the model and its tokenizer are there, belong together, and fit the settings."""
 
 import re
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 from actors.engines import require_torchvision
+from streamrl.cli.check.machine import why_not_made
 from streamrl.cli.get_model import PACKAGED
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, did_you_mean
@@ -85,15 +85,9 @@ def _check_critic(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding
 
 def _makeable(path: Path) -> Finding:
     """Whether the folder can be made, by writing beside it."""
-    cannot = f"model.path: {path} cannot be made from model.recipe"
-    existing = next(p for p in path.absolute().parents if p.exists())
-    if not existing.is_dir():
-        return MODEL.problem(f"{cannot}: {existing} is a file")
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return MODEL.ok(f"model.path: {path} will be made from model.recipe")
-    except OSError as error:
-        return MODEL.problem(f"{cannot}: {existing} cannot be written: {error.strerror}")
+    if why := why_not_made(path):
+        return MODEL.problem(f"model.path: {path} cannot be made from model.recipe: {why}")
+    return MODEL.ok(f"model.path: {path} will be made from model.recipe")
 
 
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:

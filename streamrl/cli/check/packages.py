@@ -26,7 +26,7 @@ from actors.engines import find_engine
 from streamrl.config import RunConfig
 from streamrl.extras import FLASH_ATTENTION, is_installed, require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.devices import (
+from streamrl.placement.hosts import (
     compilers,
     driver_devices,
     has_compiler,

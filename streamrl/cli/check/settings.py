@@ -1,31 +1,31 @@
-"""Deadlines below what they wait for, sizes that do not go together, folders that are not writable.
+"""Deadlines below what they wait for, sizes that do not go together, folders that are not writable,
+and whether the processes get the devices that they need, and fit into their memory.
 
-Invariant: refused is only what cannot work. The speed of a copy is this machine's;
-no network and no device of another machine is faster than `_GPU_BYTES_PER_S`.
+Invariant: refused is only what cannot work. There is one plan and one model of its memory
+(`streamrl.placement`), which refuses a launch in the same words.
 
 Warned of is what can work and often will not (groups that do not fit, leases that are short), and a
 setting that was given and cannot act in this run, since nothing else tells.
 """
 
-import os
-import tempfile
-import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from streamrl.checkpoints.find import is_checkpoint, is_taken
+from streamrl.cli.check.machine import read_machine, why_not_made
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
+from streamrl.config.addresses import is_loopback
 from streamrl.config.generator import GeneratorSettings
-from streamrl.findings import CONFIGURATION, Finding
+from streamrl.errors import ConfigError
+from streamrl.findings import CONFIGURATION, MEMORY, Finding
 from streamrl.model_folder import local_folder
-from streamrl.placement.devices import torch_has_cuda
+from streamrl.placement.assign import make_plan
+from streamrl.placement.hosts import this_machine, torch_has_cuda
 from streamrl.placement.limits import expert_bytes
-from streamrl.placement.memory import ModelShape
-from streamrl.placement.seats import devices_per_engine
+from streamrl.placement.memory import DoesNotFitError
+from streamrl.placement.plan import Plan, gib
+from streamrl.placement.seats import counted, devices_per_engine
 
 _SAFE_LEASE_S = 3.0
 
@@ -103,57 +103,17 @@ def _check_device(generator: GeneratorSettings) -> Iterator[Finding]:
 
 ANSWER_S = 0.05
 """What a daemon takes at least to answer beside its work."""
-_GPU_BYTES_PER_S = 1e12
-_COPIED_BYTES = 32 * 2**20
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
-def check_limits(config: RunConfig) -> Iterator[Finding]:
-    """Copies some memory to learn how fast that is."""
-    yield from _check_update(config)
-    yield from _check_deadlines(config)
-
-
-def _check_update(config: RunConfig) -> Iterator[Finding]:
-    """An update takes a copy of the model's bytes at least."""
-    num_bytes, given = _update_bytes(config), config.weights.deadline_s
-    copies_here = not torch_has_cuda() or config.learner.device == "cpu"
-    speed = memory_bytes_per_s() if copies_here else _GPU_BYTES_PER_S
-    whose = "this machine's memory" if copies_here else "the fastest GPUs"
-    needed = _update_s(config, num_bytes / speed)
-    shortest_s = num_bytes / speed + ANSWER_S
-    takes = (
-        f"an update of {num_bytes / 1e6:.3g} MB takes at least {shortest_s:.2g} s: "
-        f"a copy at {speed / 1e9:.3g} GB/s, the speed of {whose}, and {ANSWER_S:g} s until the "
-        "generator answers"
-    )
-    if given < needed:
-        yield CONFIGURATION.problem(
-            f"weights.deadline_s: was {given:g} s, and {takes}, and each hop has a part of the "
-            f"deadline; it must be at least {needed:.2g}, and {_round(10 * needed):g} leaves room"
-        )
-    elif given < 4 * needed:
-        yield CONFIGURATION.warning(
-            f"weights.deadline_s: was {given:g} s, and {takes}: generators that take "
-            f"{given / needed:.2g} times as long are left out of updates"
-        )
-    else:
-        yield CONFIGURATION.ok(f"weights.deadline_s: {takes}")
-
-
-def _update_s(config: RunConfig, copy_s: float) -> float:
-    """The shortest deadline: `streamrl.weights.sender` has the parts of it."""
-    if config.weights.transport == "files":
-        return ANSWER_S + copy_s
-    return max(4 * ANSWER_S, 2 * (ANSWER_S + copy_s))
-
-
-def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
+def check_deadlines(config: RunConfig) -> Iterator[Finding]:
     generator = config.generator
     engine = generator.engine
     starts_server = engine in ("vllm", "sglang") and generator.url is None
     turn_s = generator.episode.turn_deadline_s
+    weights_s = config.weights.deadline_s
     shortest = [
+        # Each of two hops has half of it.
+        ("weights.deadline_s", weights_s, 4 * ANSWER_S, "the answers of two generators take"),
         ("buffer.deadline_s", config.buffer.deadline_s, ANSWER_S, "an answer of the buffer takes"),
         (
             "generator.group_deadline_s",
@@ -179,54 +139,145 @@ def _check_deadlines(config: RunConfig) -> Iterator[Finding]:
             )
 
 
-def _update_bytes(config: RunConfig) -> int:
-    """0 where the model is not here, or only a part of it is sent."""
-    shape = ModelShape.of(config)
-    if shape is None or config.learner.lora is not None or config.weights.delta:
-        return 0
-    return shape.num_parameters * _BYTES[config.weights.dtype or config.learner.dtype]
-
-
-@cache
-def memory_bytes_per_s() -> float:
-    """Of the fastest of three copies."""
-    source = np.ones(_COPIED_BYTES, np.uint8)
-    target = np.empty_like(source)
-    times = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start_s)
-    return _COPIED_BYTES / max(min(times), 1e-6)
-
-
-def _round(seconds: float) -> float:
-    """Up to a whole second."""
-    return float(-(-seconds // 1))
-
-
 def check_folder(config: RunConfig) -> Iterator[Finding]:
-    """Whether the run's folder can be made and written, by writing beside it."""
+    """Whether the run's folder can be made and written."""
     folder = config.run.path
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        yield CONFIGURATION.problem(f"run.folder: {existing} is a file, so {folder} cannot be made")
-        return
-    try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"\0" * 4096)
-    except OSError as error:
-        yield CONFIGURATION.problem(f"run.folder: cannot write to {existing}: {error.strerror}")
+    if why := why_not_made(folder):
+        yield CONFIGURATION.problem(f"run.folder: {folder} cannot be made: {why}")
         return
     if config.run.folder_mirror is not None:
         yield from CONFIGURATION.refusal(lambda: Mirror(config, print).require_writable())
-    status = os.statvfs(existing)
-    num_bytes = status.f_bavail * status.f_frsize
     yield from _check_resume(config)
-    yield CONFIGURATION.ok(f"run.folder: {folder} can be written, {num_bytes / 1e9:.3g} GB free")
+    yield CONFIGURATION.ok(f"run.folder: {folder} can be written")
 
 
 def _check_resume(config: RunConfig) -> Iterator[Finding]:
     path = config.run.resume
     if isinstance(path, Path) and not (is_checkpoint(path) or is_taken(config.run.path, path)):
         yield CONFIGURATION.problem(f"run.resume: {path} is no checkpoint (it has no state.json)")
+
+
+def check_devices(config: RunConfig) -> Iterator[Finding]:
+    """Whether there is a plan for this machine, by the planner's own look-up, and what processes
+    need of their GPUs."""
+    why = "" if torch_has_cuda() else ": the installed torch is a build for CPUs"
+    hosts = [this_machine()]
+    try:
+        plan = make_plan(config, hosts)
+    except DoesNotFitError as error:
+        yield MEMORY.problem(str(error))
+        return
+    except ConfigError as error:
+        is_about_gpus = str(error).endswith("here")
+        yield CONFIGURATION.problem(f"{error}{why if is_about_gpus else ''}")
+        return
+    yield from _check_gpus_of_learner(config, plan, why)
+    yield from _check_bfloat16(config, plan)
+    yield from _check_engine(config, plan)
+    yield from plan.notes
+    yield from _needs(plan)
+    yield CONFIGURATION.ok(f"learner.device: {config.learner.device}, {counted(hosts)}")
+
+
+def _needs(plan: Plan) -> Iterator[Finding]:
+    """Of each process whose model is known, on its GPUs."""
+    for process in plan.processes:
+        if process.memory is not None:
+            need, devices = process.memory, ", ".join(map(str, process.devices))
+            gpus = f"each of GPUs {devices}" if len(process.devices) > 1 else f"GPU {devices}"
+            where = "here" if process.host == "here" else f"of {process.host}"
+            yield MEMORY.ok(
+                f"{process.name} needs about {gib(need.num_bytes)} on {gpus} {where}: "
+                f"{need.describe()}",
+                cause=process.name,
+            )
+
+
+def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:
+    """What asks for a GPU of the learner, where the hosts are known to have none for it."""
+    learners = [process for process in plan.processes if process.role == "learner"]
+    if any(process.devices for process in learners):
+        return
+    if not all(host.is_counted for host in plan.hosts):
+        return
+    is_told = config.learner.device == "cpu"
+    lacks = "learner.device is cpu" if is_told else f"{counted(plan.hosts)}{why}"
+    if config.weights.backend == "nccl":
+        yield CONFIGURATION.problem(f"weights.backend: nccl needs GPUs, and {lacks}")
+    for name in config.learner.offload.chosen:
+        yield CONFIGURATION.problem(
+            f"learner.offload.{name}: moves memory from a GPU to the host, and {lacks}"
+        )
+    profiler = config.learner.profiler
+    for name in ("memory", "nvtx"):
+        if getattr(profiler, name):
+            yield CONFIGURATION.problem(
+                f"learner.profiler.{name}: was true, and {lacks}; it needs a GPU"
+            )
+
+
+def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Whether the learner or the HF engine computes on a CPU in what that has no instructions for;
+    other engines have kernels of their own."""
+    if not read_machine().lacks_bfloat16:
+        return
+    on_cpu = {process.role for process in plan.processes if not process.devices}
+    in_bfloat16 = {
+        "learner": config.learner.dtype == "bfloat16",
+        "generator": config.generator.dtype == "bfloat16" and config.generator.engine == "hf",
+    }
+    for role, is_so in in_bfloat16.items():
+        if is_so and role in on_cpu:
+            yield CONFIGURATION.warning(
+                f"{role}.dtype: was bfloat16, and this CPU has no instructions for it: float32 is "
+                "several times faster here"
+            )
+
+
+def _check_engine(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    on_gpu = any(process.devices for process in plan.processes if process.role == "generator")
+    if on_gpu and config.generator.engine == "hf":
+        yield CONFIGURATION.warning(
+            "generator.engine: hf generates on a GPU, and is made for CPUs and tests: take vllm or "
+            "sglang there"
+        )
+
+
+def check_host_memory(config: RunConfig) -> Iterator[Finding]:
+    """What the buffer holds, and its batches, where that is this machine's memory."""
+    memory = _memory()
+    if not (memory and _buffers_here(config)):
+        return
+    buffer, num_groups = config.buffer, config.learner.groups_per_step
+    has = f"this machine has {memory / 2**30:.3g} GiB of memory"
+    if buffer.max_group_bytes > memory:
+        yield MEMORY.problem(
+            f"buffer.max_group_bytes: was {buffer.max_group_bytes}, and {has}, which no group may "
+            f"exceed; it must be at most {memory}"
+        )
+    smallest = config.group_bytes(1 + max(1, config.generator.min_new_tokens))
+    if num_groups * smallest > memory:
+        yield MEMORY.problem(
+            f"learner.groups_per_step: was {num_groups}, and no batch can be filled: the smallest "
+            f"group has {smallest} bytes, and {has}, where at most {memory // smallest} are "
+            "admitted"
+        )
+    kv_bytes = config.generator.vllm.kv_cache_memory_bytes
+    is_on_cpu = config.generator.engine == "vllm" and not torch_has_cuda()
+    if is_on_cpu and kv_bytes is not None and kv_bytes > memory:
+        yield MEMORY.problem(
+            f"generator.vllm.kv_cache_memory_bytes: was {kv_bytes}, and {has}; it must be at most "
+            f"{memory}"
+        )
+
+
+def _buffers_here(config: RunConfig) -> bool:
+    """Whether groups are held in this machine's memory."""
+    buffer = config.buffer
+    return buffer.binds_url and is_loopback(buffer.url)
+
+
+def _memory() -> int:
+    """What processes here may have together, in bytes; 0 if that is not known."""
+    machine = read_machine()
+    return min(machine.memory, machine.memory_limit or machine.memory)

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from streamrl.cli.display.numbers import (
     RECENT,
+    held_out_rows,
     mean_of_last,
     metric_mean,
     rate,
@@ -31,14 +32,13 @@ from streamrl.cli.display.numbers import (
     reward_change,
     reward_text,
     sparkline,
+    validation_text,
     wait_shares,
 )
-from streamrl.cli.display.summary import held_out_rows, validation_text
 from streamrl.cli.processes.child import Child
 from streamrl.cli.samples import rendered
 from streamrl.config import RunConfig
-from streamrl.diagnosis.outcome import age
-from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
+from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, age
 from streamrl.run_folder import is_launched_since, read_learner
 from streamrl.samples.files import newest_first
 from streamrl.samples.record import printable

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from streamrl.config import RunConfig
+from streamrl.extras import require
 
 Launcher: TypeAlias = Callable[[RunConfig, argparse.Namespace], int]
 
@@ -21,7 +22,7 @@ JOB_VARIABLE = "SLURM_JOB_ID"
 LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
         "ray": "streamrl.cli.launchers.ray.launch:launch",
-        "slurm": "streamrl.cli.launchers.slurm.launch:launch",
+        "slurm": "streamrl.cli.launchers.slurm:launch",
     }
 )
 
@@ -46,7 +47,13 @@ def starts_here(name: str) -> bool:
 
 
 def launcher(name: str) -> Launcher:
-    """What LAUNCHERS names."""
+    """What LAUNCHERS names.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    if name == "ray":
+        require("--ray:", "ray")
     module, _, function = LAUNCHERS[name].partition(":")
     found: Launcher = getattr(importlib.import_module(module), function)
     return found

@@ -105,11 +105,6 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         import_command("streamrl.cli.parity.score").score_sequences(arguments)
         return 0
-    arguments.overrides += [
-        f"parity.{name}={value}"
-        for name in ("num_prompts", "max_mean_gap", "max_gap")
-        if (value := getattr(arguments, name)) is not None
-    ]
     config = configuration(arguments).config
     if arguments.sample is not None:
         _sample(config, Path(arguments.sample))

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,10 +26,15 @@ from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError
 from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
 
-FIELDS = ("token_ids", "response_mask")
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    response_mask: list[bool | Literal[0, 1]]
 
 
 def score_samples(config: RunConfig, files: Sequence[str], report: Path) -> None:
@@ -110,7 +115,7 @@ def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
         raise ConfigError(f"--score {file}: cannot be read: {error}") from error
     for number, line in enumerate([] if lines == [""] else lines, 1):
         where = f"{file}:{number}"
-        token_ids, is_response = _fields(where, line)
+        token_ids, is_response = _parsed(where, line)
         if len(token_ids) > max_tokens:
             raise ConfigError(
                 f"{where}: token_ids has {len(token_ids)} tokens; "
@@ -127,49 +132,24 @@ def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
         )
 
 
-def _fields(where: str, line: str) -> tuple[list[int], list[bool]]:
+def _parsed(where: str, line: str) -> tuple[list[int], list[bool]]:
     try:
-        fields = json.loads(line)
-    except ValueError as error:
+        given = msgspec.json.decode(line, type=_Line)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: is {_brief(fields)}; a line has {_names()}")
-    for name in sorted(fields.keys() - set(FIELDS)):
-        raise ConfigError(f"{where}: {name} is unknown; {did_you_mean(name, FIELDS)}")
-    for name in sorted(set(FIELDS) - fields.keys()):
-        raise ConfigError(f"{where}: {name} is missing; a line has {_names()}")
-    token_ids = _token_ids(where, fields["token_ids"])
-    return token_ids, _response_mask(where, fields["response_mask"], len(token_ids))
-
-
-def _token_ids(where: str, found: Any) -> list[int]:
-    if not isinstance(found, list) or not found:
-        raise ConfigError(f"{where}: token_ids is {_brief(found)}; must be a list of ids")
-    for i, token_id in enumerate(found):
-        if type(token_id) is not int or not 0 <= token_id < 2**31:
-            raise ConfigError(
-                f"{where}: token_ids[{i}] is {_brief(token_id)}; must be an integer, 0 or more"
-            )
-    return found
-
-
-def _response_mask(where: str, found: Any, num_tokens: int) -> list[bool]:
-    if not isinstance(found, list) or len(found) != num_tokens:
-        what = f"has {len(found)} entries" if isinstance(found, list) else f"is {_brief(found)}"
+    if len(given.response_mask) != len(given.token_ids):
         raise ConfigError(
-            f"{where}: response_mask {what}; must be a list as long as token_ids, {num_tokens}"
+            f"{where}: response_mask has {len(given.response_mask)} entries; must be a list as "
+            f"long as token_ids, {len(given.token_ids)}"
         )
-    for i, entry in enumerate(found):
-        if entry not in (0, 1):
-            raise ConfigError(
-                f"{where}: response_mask[{i}] is {_brief(entry)}; must be true or false"
-            )
-    if found[0]:
+    if given.response_mask[0]:
         raise ConfigError(
             f"{where}: response_mask[0] is true; must be false, since no token before the first "
             "predicts it"
         )
-    return [bool(entry) for entry in found]
+    return given.token_ids, [bool(entry) for entry in given.response_mask]
 
 
 def _require_vocabulary(file: Path, sequences: list[Trajectory], policy: Policy) -> None:
@@ -182,12 +162,3 @@ def _require_vocabulary(file: Path, sequences: list[Trajectory], policy: Policy)
                 f"{file}:{number}: token_ids[{outside[0]}] is {sequence.token_ids[outside[0]]}; "
                 f"the model has {size} tokens"
             )
-
-
-def _names() -> str:
-    return " and ".join(FIELDS)
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

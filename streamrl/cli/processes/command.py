@@ -1,23 +1,25 @@
 """Commands of `streamrl` in processes of their own: what they import is freed when they end."""
 
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
-from streamrl.cli.processes.restarts import sentence_of
-from streamrl.error_record import ErrorPipe
+from streamrl.error_record import ErrorPipe, sentence_of
 from streamrl.errors import Interrupted, StreamRLError, error_of
 
 GRACE_PERIOD_S = 10.0
+T = TypeVar("T")
 
 
 def call(
@@ -109,3 +111,32 @@ def sigterm_raises() -> Iterator[None]:
 
 def _interrupt(number: int, _: FrameType | None) -> None:
     raise Interrupted(signal.Signals(number))
+
+
+async def unless_signaled(
+    work: Coroutine[Any, Any, T],
+    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+) -> T:
+    """The work's result.
+
+    Raises:
+        Interrupted: a signal came first, which cancels it.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    signaled: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        signaled.append(number)
+        task.cancel()
+
+    for number in signals:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if signaled:
+            raise Interrupted(signaled[0]) from None
+        raise
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,4 +1,4 @@
-"""All daemons of a run on this machine: which, how they are watched, in which order they stop.
+"""All daemons of a run: which, how they are watched, in which order they stop.
 
 Invariant: the daemons are those of the plan, each a command that a person could type; the launcher
 starts them and reads the run folder, and takes no other part.
@@ -7,16 +7,18 @@ starts them and reads the run folder, and takes no other part.
 import asyncio
 import logging
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from streamrl.cli.processes.child import Child
-from streamrl.cli.processes.fork_server import ForkServer
-from streamrl.cli.processes.restarts import RestartBudget
-from streamrl.errors import StreamRLError
-from streamrl.placement.plan import Plan
+from streamrl.cli.processes.child import Child, RestartBudget
+from streamrl.errors import EXIT_UNREACHABLE, StreamRLError
+from streamrl.log_lines import FORMAT_VARIABLE
+from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
@@ -37,24 +39,6 @@ class Ending(NamedTuple):
 
 
 BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
-
-
-async def run_daemons(
-    plan: Plan,
-    *,
-    view: BackgroundTask,
-    notify: Callable[[str], None],
-    background: BackgroundTask | None,
-    strict: bool = False,
-    fork_server: ForkServer | None = None,
-) -> Ending:
-    """`supervise` the daemons of a run on this machine; `notify` also gets a sentence for each
-    restart."""
-    children = make_children(plan, notify=notify, fork_server=fork_server)
-    stop_s = plan.config.stop_within_s
-    return await supervise(
-        children, view=view, notify=notify, background=background, stop_s=stop_s, strict=strict
-    )
 
 
 async def supervise(
@@ -98,30 +82,6 @@ async def supervise(
         raise failure
     lost = (child.failure for child in children if child.role == "validator" and child.failure)
     return Ending(stopped_by, next(lost, None))
-
-
-def make_children(
-    plan: Plan, *, notify: Callable[[str], None], fork_server: ForkServer | None = None
-) -> list[Child]:
-    """One for each process of a plan for this machine."""
-    run = plan.config.run
-    read_step = partial(newest_step, run.path)
-    return [
-        Child(
-            process.name,
-            process.command[1:],
-            process.restart_command[1:],
-            run.path / "logs" / f"{process.name}.log",
-            RestartBudget(run, read_step()),
-            read_step,
-            notify,
-            environment=process.environment,
-            is_optional=process.is_optional,
-            log_format=run.log_format,
-            fork_server=fork_server,
-        )
-        for process in plan.processes
-    ]
 
 
 def newest_step(folder: Path) -> int:
@@ -203,3 +163,93 @@ async def _stop_in_order(
             if late:
                 child.stop(signal.SIGKILL)
         await asyncio.wait(tasks, timeout=_KILL_S)
+
+
+REASON_S = 3.0
+
+
+@dataclass(kw_only=True)
+class PlannedChild(Child, ABC):
+    """One that runs elsewhere: on a node, or as a step of a job. The parts of one learner run
+    together: when one fails, its `companions`, the others, are started again, too."""
+
+    companions: "Sequence[PlannedChild]" = ()
+    is_ended_by_companion: bool = False
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set for whoever waits as a process ends."""
+
+    @abstractmethod
+    def begin_kill(self) -> bool:
+        """Have the process killed; False if nobody can be told to."""
+
+    def end_with_companion(self) -> None:
+        """End the process at once, for a restart."""
+        if self.state == "running" and self.begin_kill():
+            self.is_ended_by_companion = True
+
+    async def _on_end(self, code: int) -> None:
+        """End the other parts, if this process has failed by itself. Where it has lost another
+        part, waits up to REASON_S for that one to end, which may say why."""
+        self.has_ended.set()
+        self.has_ended.clear()
+        has_failed = code != 0 and not self.is_ended_by_companion and not self.is_strict
+        self.is_ended_by_companion = False
+        if not has_failed or self.stopping.is_set():
+            return
+        starts = [(companion, companion.num_restarts) for companion in self.companions]
+        if code == EXIT_UNREACHABLE and self.companions:
+            await self._wait_for_reason()
+        for companion, num_restarts in starts:
+            if companion.num_restarts == num_restarts:
+                companion.end_with_companion()
+
+    async def _wait_for_reason(self) -> None:
+        """Until the other parts have ended by themselves, or for REASON_S."""
+        ends = [asyncio.create_task(companion.has_ended.wait()) for companion in self.companions]
+        await asyncio.wait(ends, timeout=REASON_S)
+        for end in ends:
+            end.cancel()
+
+
+C = TypeVar("C", bound=Child)
+
+
+def make_children(
+    kind: Callable[..., C],
+    plan: Plan,
+    notify: Callable[[str], None],
+    own: Callable[[PlannedProcess], Mapping[str, Any]],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[C]:
+    """One for each process; `notify` gets a sentence for each restart, `own` are the fields of its
+    kind, `environment` is that of all."""
+    run = plan.config.run
+    read_step = partial(newest_step, run.path)
+    children = [
+        kind(
+            process.name,
+            process.command,
+            process.restart_command,
+            run.path / "logs" / f"{process.name}.log",
+            RestartBudget(run, read_step()),
+            read_step,
+            notify,
+            environment={
+                **environment,
+                FORMAT_VARIABLE: run.log_format,
+                **process.environment,
+            },
+            is_optional=process.is_optional,
+            log_format=run.log_format,
+            **own(process),
+        )
+        for process in plan.processes
+    ]
+    learners = [
+        child
+        for child in children
+        if isinstance(child, PlannedChild) and child.role.startswith("learner")
+    ]
+    for learner in learners:
+        learner.companions = [other for other in learners if other is not learner]
+    return children

@@ -39,7 +39,7 @@ from streamrl.process_environment import PARENT_VARIABLE
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_BYTES = 2**17
-_FORKED = ("learner", "generator", "validator", "evaluate", "get-model")
+_FORKED = ("buffer", "learner", "generator", "validator", "evaluate", "get-model")
 _POLL_S = 0.0005
 _ROOM = 4000
 """Bytes of arguments, over which a forked process writes its own, for those who look at it."""

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,17 +41,17 @@ from streamrl.checkpoints.find import (
 from streamrl.checkpoints.history import HISTORY_FILE, History
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
-from streamrl.durable_files import new_folder
+from streamrl.durable_files import new_folder, write_file
 from streamrl.errors import ConfigError, DamagedCheckpointError, FencedError, TransportError
 from streamrl.object_store import StoreFolder
-from streamrl.run_folder import held_run, move_aside
+from streamrl.run_folder import MIRROR_FILE, MirrorStatus, held_run, move_aside, read_mirror
 
 POLL_S, RETRY_S, END_S = 1.0, 5.0, 60.0
 """Between two looks; between two tries; how long a launch that has ended tries."""
 _SETTING = "run.folder_mirror"
 _CHECKPOINTS, _ABANDONED = "checkpoints", "abandoned"
 _HISTORY = f"{_CHECKPOINTS}/{HISTORY_FILE}"
-_OF_A_MACHINE = frozenset({"weights", "keys", "buffer", "files", "launch.id"})
+_OF_A_MACHINE = frozenset({"weights", "keys", "buffer", "files", "launch.id", MIRROR_FILE})
 _RECORDS = (".jsonl", ".json", ".yaml")
 
 
@@ -90,6 +90,8 @@ class Mirror:
         """What others than this launch have not written."""
         self._lock = threading.Lock()
         self._done: object = None
+        known = read_mirror(self._folder)
+        self._whole_s = None if known is None or known.url != self.url else known.whole_s
         self._retry_s, self._failure, self._is_taken = 0.0, "", False
 
     def require_writable(self) -> None:
@@ -204,16 +206,26 @@ class Mirror:
             except FencedError as error:
                 self._is_taken = True
                 self._say(str(error))
+                self._note(str(error))
             except (TransportError, OSError) as error:
                 self._retry_s = time.monotonic() + RETRY_S
                 if str(error) != self._failure:
                     self._failure = str(error)
                     self._say(f"{error}; the run goes on, and this is tried again")
+                    self._note(self._failure)
                 return False
             if self._failure and not self._is_taken:
                 self._say(f"{self.url} is up to date again")
             self._failure, self._done = "", state
+            if not self._is_taken:
+                self._note()
             return True
+
+    def _note(self, failure: str = "") -> None:
+        """For `streamrl status`; a full disk costs no more than that."""
+        noted = msgspec.json.encode(MirrorStatus(self.url, self._whole_s, failure))
+        with suppress(OSError):
+            write_file(self._folder / MIRROR_FILE, noted)
 
     def _state(self) -> object:
         """What is another one when there is something new to bring."""
@@ -238,6 +250,7 @@ class Mirror:
                 self._put(file, may_change=True)
         if kept:
             self._remove_old({path.name for path in list_checkpoints(self._folder)})
+        self._whole_s = time.time()
 
     def _put_records(self) -> None:
         """Lines are cut only after a history is replaced, so these are of this history or later."""

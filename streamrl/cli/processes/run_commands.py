@@ -1,29 +1,95 @@
-"""The commands of `streamrl` that every launch runs once, before and after the daemons of a run.
+"""What every launch does before and after the daemons of a run, and the commands that it runs once.
 
-Invariant: they get the run's configuration as it was resolved, in the run's folder. Called by
-`streamrl.cli.launch` and by the launchers.
+Invariant: commands get the run's configuration as it was resolved, in the run's folder. While a
+launch lives, no other one changes the run's folder, on this machine or on others that share the
+file system: the lock is beside the folder, which `--new` moves, and ends with the process, however
+that ends. Called by `streamrl.cli.launch` and by the launchers, by chaos and by soak.
 """
 
 import argparse
-import contextlib
+import fcntl
 import json
+import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from buffers.journal.sqlite import journal_path, open_to_read, read_snapshot
-from streamrl.checkpoints.find import newest
+from streamrl.checkpoints.find import newest, require_steps_to_launch
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.fork_server import ForkServer
+from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
+from streamrl.cli.report import reported
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import write_file
-from streamrl.errors import StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import prepare, read_books
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics, read_validations
+
+_LOCKS = ".launches"
+_POLL_S = 1.0
+
+
+@contextmanager
+def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Holds the run of this folder. Waits `wait_s` at most for another launch to end: a file server
+    keeps the lock of a machine that is gone for a while.
+
+    Raises:
+        ConfigError: another launch of it is under way, or the lock cannot be written.
+    """
+    file = folder.parent / _LOCKS / folder.name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot write {file}: {error.strerror}") from error
+    try:
+        _lock(descriptor, folder, wait_s)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
+    if _is_locked(descriptor):
+        return
+    if wait_s:
+        print(
+            f"{_held(descriptor, folder)}, or its node is gone; waiting for its lock, {wait_s:g} s "
+            "at most",
+            file=sys.stderr,
+        )
+    until_s = time.monotonic() + wait_s
+    while time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+        if _is_locked(descriptor):
+            return
+    raise ConfigError(f"{_held(descriptor, folder)}: stop it, or choose another run.name")
+
+
+def _held(descriptor: int, folder: Path) -> str:
+    other = os.pread(descriptor, 300, 0).decode(errors="replace")
+    return f"run.name: {other} is a launch of {folder} already"
+
+
+def _is_locked(descriptor: int) -> bool:
+    # Some file systems have no locks.
+    with suppress(OSError):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def call_for(
@@ -55,15 +121,32 @@ def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
         call_for(config, "buffer books", option)
 
 
-def prepared(config: RunConfig, arguments: argparse.Namespace, *, binds: bool = True) -> RunConfig:
-    """See `prepare`; `arguments` are those of a launch."""
-    return prepare(
-        config,
-        resume=arguments.resume,
-        new=arguments.new,
-        binds=binds,
-        next_prompt_index=_next_prompt_index,
-    )
+@contextmanager
+def launching(
+    config: RunConfig,
+    arguments: argparse.Namespace,
+    console: Console,
+    *,
+    binds: bool = True,
+    wait_s: float = 0.0,
+) -> Iterator[tuple[RunConfig, Mirror | None]]:
+    """Around every launch: the configuration with the run's folder prepared, and its mirror.
+
+    `binds` and `wait_s` are those of `prepare` and `sole_launch`.
+    """
+    resume, new = arguments.resume, arguments.new
+    with sole_launch(config.run.path, wait_s):
+        mirror = mirror_of(config, arguments, console)
+        require_steps_to_launch(config, resume=resume, new=new)
+        config = prepare(
+            config,
+            resume=resume,
+            new=new,
+            binds=binds,
+            next_prompt_index=_next_prompt_index,
+        )
+        with mirrored(mirror), reported(config, arguments, console):
+            yield config, mirror
 
 
 def _next_prompt_index(folder: Path) -> int:
@@ -122,7 +205,7 @@ def _validated_final(config: RunConfig) -> Mapping[str, Any] | None:
     }
 
 
-@contextlib.contextmanager
+@contextmanager
 def evaluation_may_fail() -> Iterator[None]:
     """Around the evaluation of the final checkpoint: its failure does not fail the run."""
     try:

@@ -7,23 +7,24 @@ Invariant: `ADVANTAGE_SETTINGS` names the record of every estimator; `ADVANTAGES
 
 from collections.abc import Mapping
 
-from pydantic import ConfigDict, Field, FiniteFloat
+from pydantic import ConfigDict, FiniteFloat
 
-from streamrl.config.section import Probability, Section
+from streamrl.config.section import PositiveNumber, Probability, Section
 
 
 class AdvantageSettings(Section):
-    """What every estimator has: what is done with its advantages afterwards."""
+    """Numbers of the estimator: for each, what is done with its advantages afterwards, and its own
+    below."""
 
     whiten: bool | None = None
-    """Standardize the advantages over the batch. Null: where the estimator is defined so, as gae,
-    reinforce_plus_plus and reinforce_plus_plus_baseline are."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound on the absolute advantage, after whitening."""
+    """Standardize over the batch. Null: where the estimator is defined so (gae,
+    reinforce_plus_plus, reinforce_plus_plus_baseline)."""
+    clip: PositiveNumber | None = None
+    """Bound on the magnitude, after whitening."""
 
 
 class DiscountSettings(AdvantageSettings):
-    """reinforce, reinforce_plus_plus: estimators that discount rewards."""
+    """reinforce, reinforce_plus_plus: discount rewards."""
 
     gamma: Probability = 1.0
     """Discount per response token."""
@@ -37,33 +38,33 @@ class GaeSettings(DiscountSettings):
 
 
 class GroupNormSettings(AdvantageSettings):
-    """grpo, grpo_passk, gdpo, gigpo: estimators that may divide by the spread of a group."""
+    """grpo, grpo_passk, gdpo, gigpo: may divide by a group's spread."""
 
     norm_adv_by_std: bool = True
     """Divide by the standard deviation of the group."""
 
 
 class GdpoSettings(GroupNormSettings):
-    """gdpo: every reward is normalized within its group before they are added."""
+    """gdpo: each reward is normalized within its group before they are added."""
 
     rewards: Mapping[str, FiniteFloat] = {}
-    """Names of metrics that the environment or the rewards record, such as reward/format, and the
-    weight of each; these are the rewards, as they were recorded."""
+    """By name of a recorded metric, such as reward/format, its weight; these are the rewards, as
+    recorded."""
 
 
 class GigpoSettings(GroupNormSettings):
-    """gigpo: siblings are compared as a whole, and turn by turn where they met one observation."""
+    """gigpo: compares siblings as a whole, and turns that met one observation."""
 
     turn_gamma: Probability = 0.95
     """Discount per turn."""
-    step_weight: float = Field(default=1.0, gt=0)
-    """Weight of the comparison of turns beside that of episodes."""
+    step_weight: PositiveNumber = 1.0
+    """Of turns beside episodes."""
 
 
 class GpgAdvantageSettings(AdvantageSettings):
     """gpg: the group policy gradient."""
 
-    f_norm: float = Field(default=1.0, gt=0)
+    f_norm: PositiveNumber = 1.0
     """Divisor of the advantages."""
 
 

@@ -6,11 +6,11 @@ the aggregation that the other terms of the objective share. `POLICY_LOSSES` in
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegative, NotNegativeNumber, PositiveNumber, Section, Share
 
 AggregationMode = Literal[
     "token-mean",
@@ -22,32 +22,31 @@ AggregationMode = Literal[
 
 
 class LossSettings(Section):
-    """What every loss has: how numbers per token become one. Losses without other numbers add
-    nothing to it."""
+    """Numbers of the loss: how those per token become one, and its own below."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """How per-token losses become one number; gspo, luspo, sapo and geo_mean take a mean over
-    sequences instead and leave this to the other terms (KL, entropy, SFT)."""
-    loss_scale_factor: float | None = Field(default=None, gt=0)
-    """Constant that seq-mean-token-sum-norm divides by; null means `generator.max_new_tokens`."""
+    """gspo, luspo, sapo and geo_mean take a mean over sequences and leave this to the other terms
+    (KL, entropy, SFT)."""
+    loss_scale_factor: PositiveNumber | None = None
+    """What seq-mean-token-sum-norm divides by; null: `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
-    """Whether seq-mean-token-sum-norm also divides by the number of sequences."""
+    """Whether it divides by the number of sequences, too."""
 
 
 class ClipRangeSettings(LossSettings):
     """Losses that clip the ratio to the proximal policy."""
 
-    clip_ratio_low: float = Field(default=0.2, ge=0)
+    clip_ratio_low: NotNegativeNumber = 0.2
     """How far the ratio may fall below 1."""
-    clip_ratio_high: float = Field(default=0.2, ge=0)
+    clip_ratio_high: NotNegativeNumber = 0.2
     """How far the ratio may rise above 1."""
 
 
 class PpoSettings(ClipRangeSettings):
     """ppo: the clipped surrogate with dual clip."""
 
-    clip_ratio_c: float | None = Field(default=3.0, gt=1)
-    """Dual clip: largest ratio counted where the advantage is negative; null switches it off."""
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
+    """Dual clip: largest ratio counted where the advantage is negative; null: off."""
 
 
 class GspoSettings(ClipRangeSettings):
@@ -69,74 +68,74 @@ class CispoSettings(ClipRangeSettings):
 class SapoSettings(LossSettings):
     """sapo: a soft gate instead of a clip."""
 
-    tau_pos: float = Field(default=1.0, gt=0)
+    tau_pos: PositiveNumber = 1.0
     """Sharpness of the gate where the advantage is positive."""
-    tau_neg: float = Field(default=1.05, gt=0)
+    tau_neg: PositiveNumber = 1.05
     """Sharpness of the gate elsewhere."""
 
 
 class ClipCovSettings(ClipRangeSettings):
     """clip_cov: drops the loss of random tokens of high covariance."""
 
-    clip_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the tokens whose loss is dropped."""
+    clip_cov_ratio: Share = 2e-4
+    """Share of tokens whose loss is dropped."""
     clip_cov_lb: float = 1.0
-    """Only tokens whose covariance is above this are dropped."""
+    """Only above this covariance."""
     clip_cov_ub: float = 5.0
-    """Only tokens whose covariance is below this are dropped."""
+    """Only below this covariance."""
 
 
 class KlCovSettings(LossSettings):
     """kl_cov: penalizes the tokens of highest covariance."""
 
-    kl_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the tokens, by covariance, that get the penalty."""
-    kl_cov_coef: float = Field(default=0.1, ge=0)
+    kl_cov_ratio: Share = 2e-4
+    """Share of tokens with the penalty."""
+    kl_cov_coef: NotNegativeNumber = 0.1
     """Weight of the penalty."""
 
 
 class DppoSettings(LossSettings):
     """dppo_tv and dppo_kl: a trust region on the divergence of each token."""
 
-    clip_ratio_low: float = Field(default=0.2, ge=0)
+    clip_ratio_low: NotNegativeNumber = 0.2
     """Divergence allowed where a token becomes less likely."""
-    clip_ratio_high: float = Field(default=0.2, ge=0)
+    clip_ratio_high: NotNegativeNumber = 0.2
     """Divergence allowed where a token becomes likelier."""
-    clip_ratio_c: float | None = Field(default=3.0, gt=1)
-    """Largest weight of a token, its ratio to the proximal policy; null for no bound."""
-    divergence_topk: int = Field(default=0, ge=0)
-    """Likeliest tokens of the behavior policy that are compared one by one, beside the sampled one;
-    all others count as one token."""
-    log_ratio_coef: float = Field(default=0.0, ge=0)
-    """Weight of the squared log-ratio, on the tokens outside the region too; 0.001 is usual."""
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
+    """Largest weight of a token, its ratio to the proximal policy; null: no bound."""
+    divergence_topk: NotNegative = 0
+    """Likeliest tokens of the behavior policy compared one by one beside the sampled one; all
+    others count as one."""
+    log_ratio_coef: NotNegativeNumber = 0.0
+    """Of the squared log-ratio, outside the region too; 0.001 is usual."""
 
 
 class VespoSettings(LossSettings):
     """vespo: a soft weight of whole sequences, w^k exp(lambda (1 - w)), that is 1 at w = 1."""
 
-    k_pos: float = Field(default=2.0, ge=0)
-    """k where the advantage is not negative: how fast the weight falls below w = 1."""
-    lambda_pos: float = Field(default=3.0, ge=0)
-    """lambda where the advantage is not negative: how fast the weight falls above it."""
-    k_neg: float = Field(default=3.0, ge=0)
+    k_pos: NotNegativeNumber = 2.0
+    """k where the advantage is not negative: how fast the weight falls below 1."""
+    lambda_pos: NotNegativeNumber = 3.0
+    """lambda there: how fast it falls above 1."""
+    k_neg: NotNegativeNumber = 3.0
     """k elsewhere."""
-    lambda_neg: float = Field(default=2.0, ge=0)
+    lambda_neg: NotNegativeNumber = 2.0
     """lambda elsewhere."""
 
 
 class ToprSettings(LossSettings):
     """topr: positive trajectories as in SFT, negative ones tapered."""
 
-    topr_positive_weight: float = Field(default=1.0, ge=0)
-    """Weight of the trajectories with a positive reward."""
-    topr_negative_weight: float = Field(default=1.0, ge=0)
-    """Weight of the others."""
+    topr_positive_weight: NotNegativeNumber = 1.0
+    """Of trajectories with a positive reward."""
+    topr_negative_weight: NotNegativeNumber = 1.0
+    """Of the others."""
 
 
 class DroSettings(LossSettings):
     """dro: a quadratic penalty on the log-ratio."""
 
-    dro_beta: float = Field(default=0.5, gt=0)
+    dro_beta: PositiveNumber = 0.5
     """Weight of the squared log-ratio."""
 
 

@@ -5,31 +5,31 @@ The order is fixed and stands in `streamrl.algorithms.rewards`.
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from streamrl.config.section import Section
+from streamrl.config.section import NotNegativeNumber, Positive, PositiveNumber, Section
 
 NormScope = Literal["batch", "group", "running"]
 
 
 class AgenticNormalizationSettings(Section):
-    """Normalization of episode scores in agentic tasks; replaces `algorithm.reward`'s scopes."""
+    """Normalization of episode scores, instead of norm_mean and norm_std."""
 
     grouping: Literal["state", "batch", "inductive"] = "state"
-    """Which episodes are compared: same start state, all, or same environment (task tag)."""
+    """Compared episodes: of one start state, all, or of one environment."""
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = "mean_std"
-    """What is done with a group's scores; asym_clip is mean_std bounded to [-1, 3]."""
+    """asym_clip is mean_std within [-1, 3]."""
 
 
 class LengthRewardSettings(Section):
-    """Soft punishment of overlong responses (DAPO, arXiv 2503.14476, eq. 13)."""
+    """Soft punishment of overlong responses (DAPO, eq. 13)."""
 
-    max_length: int = Field(gt=0)
-    """Response tokens at which the full penalty is reached."""
-    buffer: int = Field(gt=0)
-    """Tokens before max_length over which the penalty grows from 0."""
-    penalty: float = Field(default=1.0, gt=0)
-    """The full penalty, subtracted from the reward."""
+    max_length: Positive
+    """Response tokens with the full penalty."""
+    buffer: Positive
+    """Tokens before that over which it grows from 0."""
+    penalty: PositiveNumber = 1.0
+    """Subtracted from the reward."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -42,34 +42,34 @@ class LengthRewardSettings(Section):
 
 
 class RewardShapingSettings(Section):
-    """Shaping of trajectory rewards, in the order of the fields."""
+    """Shaping of rewards, in the order of the fields."""
 
-    format_penalty: float = Field(default=0.0, ge=0)
+    format_penalty: NotNegativeNumber = 0.0
     """Subtracted per turn that the environment could not parse."""
     truncated: Literal["train", "mask", "penalize"] = "train"
-    """Trajectories that a limit cut: train on them, mask them in the loss (their rewards still
-    count for the siblings' advantages), or penalize them."""
-    truncated_penalty: float | None = Field(default=None, gt=0)
-    """Subtracted from the reward of a truncated trajectory; needed by truncated penalize."""
+    """Trajectories that a limit cut: train them, mask them in the loss (siblings' advantages still
+    count them), or penalize them."""
+    truncated_penalty: PositiveNumber | None = None
+    """Subtracted by penalize."""
     agentic: AgenticNormalizationSettings | None = None
-    """Normalization for agentic tasks; null uses norm_mean and norm_std."""
+    """For agentic tasks; null: norm_mean and norm_std."""
     norm_mean: NormScope | None = None
-    """Scope of the mean that is subtracted; null subtracts nothing (`scale` only)."""
+    """Scope of the mean that is subtracted; null: none."""
     norm_std: NormScope | None = None
-    """Scope of the standard deviation that divides; null divides by nothing (`shift` only)."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound on the absolute reward."""
+    """Scope of the standard deviation that divides; null: none."""
+    clip: PositiveNumber | None = None
+    """Bound on the magnitude."""
     length: LengthRewardSettings | None = None
-    """Punishment of overlong responses; null for none."""
+    """Null for none."""
     placement: Literal["episode", "turn"] = "episode"
-    """Where the reward stands before it is discounted: at the last token of the episode, or what
-    the environment gave for a turn at that turn's end."""
+    """Where it stands before discounts: at the episode's last token, or what the environment gave
+    for a turn at its end."""
     whiten: bool = False
-    """Standardize token rewards over the batch before the return."""
+    """Standardize token rewards over the batch."""
     difficulty_low: float | None = None
-    """Groups whose mean reward is at or below this are not trained on; null for no limit."""
+    """Groups with a mean reward at or below this are not trained."""
     difficulty_high: float | None = None
-    """Groups whose mean reward is at or above this are not trained on; null for no limit."""
+    """Groups with a mean reward at or above this are not trained."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -89,12 +89,12 @@ class RewardShapingSettings(Section):
 
 
 class SampleWeightSettings(Section):
-    """Weights per trajectory in the loss, scaled to mean 1."""
+    """Weights of trajectories in the loss, scaled to mean 1."""
 
     difficulty: bool = False
     """Harder prompts weigh more: 0.5 + 1.5 difficulty."""
     length: bool = False
-    """Longer responses weigh less: from 1.5 for the shortest to 0.5 for the longest."""
+    """Longer responses weigh less: 1.5 for the shortest to 0.5 for the longest."""
 
 
 class PfPpoSettings(Section):
@@ -102,5 +102,5 @@ class PfPpoSettings(Section):
 
     method: Literal["pow", "max_min", "max_random"] = "pow"
     """Chances: |reward|^weight_pow; only best and worst; best 0.4, others 0.1."""
-    weight_pow: float = Field(default=2.0, ge=0)
+    weight_pow: NotNegativeNumber = 2.0
     """Exponent of method pow."""

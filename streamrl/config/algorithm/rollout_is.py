@@ -3,11 +3,11 @@
 Invariant: a record that exists has 0 < lower < upper wherever bounds are in force.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from streamrl.config.section import Section
+from streamrl.config.section import PositiveNumber, Section, twice
 from streamrl.errors import did_you_mean
 
 REJECTION_STATISTICS = tuple(
@@ -18,14 +18,14 @@ REJECTION_STATISTICS = tuple(
 
 
 class RejectionRule(Section):
-    """One test a token or sequence must pass; in YAML also short: `{seq_mean_k3: 0.1}`."""
+    """One test; also short: `{seq_mean_k3: 0.1}`."""
 
     statistic: str
     """`token | seq_sum | seq_mean | seq_max`, then `_k1 | _k2 | _k3`, such as `seq_mean_k3`."""
-    upper: float = Field(gt=0)
+    upper: PositiveNumber
     """Largest value kept; for k1 the largest behavior/train ratio kept."""
-    lower: float | None = Field(default=None, gt=0)
-    """Smallest behavior/train ratio kept, k1 only; null means 1 / upper."""
+    lower: PositiveNumber | None = None
+    """Smallest behavior/train ratio kept, k1 only; null: 1 / upper."""
 
     @model_validator(mode="before")
     @classmethod
@@ -61,41 +61,38 @@ class RejectionRule(Section):
 
 
 class RolloutISSettings(Section):
-    """How the weight exp(train - behavior) is aggregated, bounded and applied.
+    """Importance sampling for stale or mismatched trajectories: how the weight exp(train -
+    behavior) is made, bounded and applied. A preset's name, or a record of what differs from preset
+    token_is."""
 
-    A record starts from preset token_is; the keys that it has change that.
-    """
-
-    threshold: float | None = Field(default=2.0, gt=0)
-    """Upper bound U of a weight; null switches the weights off; "lo_up" zeroes outside (IcePop)."""
-    threshold_lower: float | None = Field(default=None, gt=0)
-    """Lower bound L of a weight; null means 1 / threshold."""
+    threshold: PositiveNumber | None = 2.0
+    """Upper bound U of a weight; null: no weights; "lo_up" zeroes outside (IcePop)."""
+    threshold_lower: PositiveNumber | None = None
+    """Lower bound L; null: 1 / threshold."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """One ratio per token, their product per sequence, or their geometric mean per sequence."""
+    """A ratio per token, their product per sequence, or their geometric mean."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
-    """What a bound does: `truncate` caps at U, `clip` (also named `mask`) zeroes outside [L, U]."""
-    veto_threshold: float | None = Field(default=None, gt=0, lt=1)
-    """A sequence with a token whose ratio is below this gets weight 0; 1e-4 is usual, null is off.
-    """
+    """`truncate` caps at U, `clip` (or `mask`) zeroes outside [L, U]."""
+    veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A sequence with a token whose ratio is below this weighs 0; 1e-4 is usual, null: off."""
     apply: bool = True
-    """False: report the metrics and leave the loss unweighted."""
+    """False: metrics alone."""
     normalize_by: Literal["all", "kept"] = "all"
-    """Whether loss denominators count all response tokens or only those that contribute."""
+    """Loss denominators count all response tokens, or those that contribute."""
     batch_normalize: bool = False
-    """Divide by the mean weight after bounding, so that weights average 1 over the batch."""
+    """Divide by the mean weight after bounding."""
     rejection: tuple[RejectionRule, ...] = ()
-    """Tests that all must pass for a token to stay in the loss; independent of the weights."""
-    second_moment: float | None = Field(default=None, gt=0)
-    """Of the harmful tokens, mask those with the largest log-ratios until the mean square of the
-    others' is at most this (M2PO); 0.04 is usual, null is off."""
-    engine_threshold: float | None = Field(default=None, gt=1)
-    """Upper bound U of a token's factor of engine mismatch, where `algorithm.rescore_share` has
-    found it: `truncate` caps it at U, `clip` takes the token out outside [1 / U, U]; null is off.
-    """
-    lag_threshold: float | None = Field(default=None, gt=1)
-    """The same of its factor of policy lag."""
+    """Tests that a token must pass to stay in the loss, whatever its weight."""
+    second_moment: PositiveNumber | None = None
+    """Mask harmful tokens with the largest log-ratios until the mean square of the others' is at
+    most this (M2PO); 0.04 is usual, null: off."""
+    engine_threshold: Annotated[float, Field(gt=1)] | None = None
+    """Upper bound U of a token's factor of engine mismatch, found by `algorithm.rescore_share`:
+    `truncate` caps it, `clip` takes the token out outside [1 / U, U]; null: off."""
+    lag_threshold: Annotated[float, Field(gt=1)] | None = None
+    """The same for policy lag."""
     scale_lr: bool = False
-    """Multiply the learning rate of an update by sqrt(ESS / B), from the ratios of its B sequences
+    """Multiply an update's learning rate by sqrt(ESS / B), by the ratios of its B sequences
     (VCPO)."""
 
     @model_validator(mode="before")
@@ -121,10 +118,8 @@ class RolloutISSettings(Section):
                 f"threshold_lower: is {self.lower:g} (null means 1 / threshold);"
                 f" it must be below threshold, which is {self.threshold:g}"
             )
-        names = [rule.statistic for rule in self.rejection]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"rejection: {twice} stands twice; give one rule per statistic")
+        if name := twice(rule.statistic for rule in self.rejection):
+            raise ValueError(f"rejection: {name} stands twice; give one rule per statistic")
         return self
 
     @property

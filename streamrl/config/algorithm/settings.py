@@ -1,7 +1,8 @@
 """The `algorithm:` section: which advantage, which loss, which correction, and their numbers.
 
 Invariant: every name in it is a name that `streamrl.algorithms` knows, checked without importing
-torch.
+torch. What is given beside a preset goes before it, so a preset and its settings written out are
+one configuration; one beside which all of it is given otherwise is refused.
 
 The record of the loss, or of the advantage, is that of the choice, so a number that the choice does
 not read is refused. A published algorithm is an advantage and a loss with their numbers: GRPO names
@@ -9,7 +10,7 @@ the advantage, and its loss is PPO's.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -36,7 +37,6 @@ from streamrl.config.algorithm.losses import (
     LossSettings,
     UserLossSettings,
 )
-from streamrl.config.algorithm.presets import DEFAULT_PRESET, with_preset
 from streamrl.config.algorithm.rewards import (
     PfPpoSettings,
     RewardShapingSettings,
@@ -47,7 +47,16 @@ from streamrl.config.algorithm.rollout_is import (
     RolloutISSettings,
     rollout_is_preset,
 )
-from streamrl.config.section import Decay, LearningRate, Section
+from streamrl.config.section import (
+    Decay,
+    LearningRate,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    PositiveNumber,
+    Probability,
+    Section,
+)
 from streamrl.errors import did_you_mean, nearest
 from streamrl.user_code import check_user_code, is_user_code
 
@@ -131,12 +140,12 @@ KlKind = Annotated[str, AfterValidator(_known_kl)]
 
 
 class KlLossSettings(Section):
-    """KL to the reference policy as a term of the loss; `coef` 0 switches it off."""
+    """KL to the reference policy in the loss."""
 
-    coef: float = Field(default=0.0, ge=0)
-    """Weight of the term; 0.001 is usual."""
+    coef: NotNegativeNumber = 0.0
+    """0 is off; 0.001 is usual."""
     kind: KlKind = "low_var_kl"
-    """Estimator; a trailing + keeps its value and takes the gradient of k2."""
+    """Estimator; a trailing + takes the gradient of k2."""
 
     @property
     def is_exact(self) -> bool:
@@ -144,18 +153,18 @@ class KlLossSettings(Section):
 
 
 class KlRewardSettings(Section):
-    """KL to the reference policy, subtracted from the reward of each token; `coef` 0 is off."""
+    """KL to the reference policy, subtracted from each token's reward."""
 
-    coef: float = Field(default=0.0, ge=0)
-    """Weight, or with the adaptive controller its first value."""
+    coef: NotNegativeNumber = 0.0
+    """0 is off; with the adaptive controller the first value."""
     kind: KlKind = "kl"
-    """Estimator of the per-token KL; `full` exists in the loss only."""
+    """Estimator; not `full`."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """Whether the weight follows the measured KL."""
-    target: float = Field(default=0.1, gt=0)
+    """Whether `coef` follows the measured KL."""
+    target: PositiveNumber = 0.1
     """adaptive: the KL aimed for."""
-    horizon: int = Field(default=10_000, gt=0)
-    """adaptive: trajectories over which the weight may change by a fifth."""
+    horizon: Positive = 10_000
+    """adaptive: trajectories over which `coef` may change by a fifth."""
 
     @field_validator("kind")
     @classmethod
@@ -168,43 +177,41 @@ class KlRewardSettings(Section):
 
 
 class ValueSettings(Section):
-    """The critic and its loss; used by advantage gae."""
+    """The critic of advantage gae; null is as the policy's."""
 
     model_path: str | None = None
-    """Folder or hub name of the model that the critic begins as, of any size and architecture, with
-    the policy's tokenizer; null: model.path."""
-    max_tokens_per_micro_batch: int | None = Field(default=None, gt=0)
-    """Tokens of one forward and backward pass of the critic; null: as the policy's."""
-    clip_range: float | None = Field(default=0.5, gt=0)
-    """How far a value may move from the old one before its loss stops falling; null: no limit."""
-    coef: float = Field(default=1.0, ge=0)
-    """Weight of the value loss."""
+    """Folder or hub name that it begins as, of any size and architecture, with the policy's
+    tokenizer."""
+    max_tokens_per_micro_batch: Positive | None = None
+    """Tokens of a forward and backward pass."""
+    clip_range: PositiveNumber | None = 0.5
+    """How far a value may move before its loss stops falling; null: no limit."""
+    coef: NotNegativeNumber = 1.0
+    """Weight of its loss."""
     loss_agg_mode: AggregationMode = "token-mean"
-    """How per-token value losses become one number."""
+    """As of the policy's loss."""
     lr: LearningRate | None = None
-    """Learning rate of the critic; null: that of the policy."""
+    """Learning rate."""
     betas: tuple[Decay, Decay] | None = None
-    """Decay of the first and second moment of the critic; null: as the policy's."""
-    eps: float | None = Field(default=None, gt=0)
-    """Added to the denominator of the critic's update; null: as the policy's."""
-    weight_decay: float | None = Field(default=None, ge=0)
-    """Decoupled weight decay of the critic; null: as the policy's."""
-    max_grad_norm: float | None = Field(default=None, gt=0)
-    """Global norm the critic's gradients are clipped to; null: as the policy's."""
-    critic_warmup: int = Field(default=0, ge=0)
-    """First steps in which only the critic is trained."""
+    """Decay of the two moments."""
+    eps: PositiveNumber | None = None
+    """Added to the denominator."""
+    weight_decay: NotNegativeNumber | None = None
+    """Decoupled."""
+    max_grad_norm: PositiveNumber | None = None
+    """Global norm that its gradients are clipped to."""
+    critic_warmup: NotNegative = 0
+    """First steps that train it alone."""
 
 
 class DynamicSamplingSettings(Section):
-    """Groups whose siblings all have one reward are left out, and the prompts that follow are
-    sampled in their place (DAPO, arXiv 2503.14476); they are counted as dropped, `uniform`."""
+    """Groups whose siblings all have one reward are dropped, as `uniform`, and the next prompts
+    sampled in their place (DAPO, arXiv 2503.14476)."""
 
     metric: str = "reward"
-    """What must differ among the siblings: reward, before any shaping, or the name of a metric
-    that the environment records."""
-    max_refills: float = Field(default=9.0, gt=0)
-    """Groups that may be left out for each one that is kept, at most; beyond that, groups are
-    trained although they are alike."""
+    """What must differ: reward, before shaping, or a metric that the environment records."""
+    max_refills: PositiveNumber = 9.0
+    """Most groups left out for each one kept; beyond that they are trained."""
 
 
 _PUBLISHED = {
@@ -248,6 +255,57 @@ NOT_ADVANTAGES = _PUBLISHED | {
 """By name, what to set instead."""
 
 
+ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
+    "stream": {
+        "advantage": "opob",
+        "loss": "vespo",
+        "proximal": "behavior",
+        "rollout_is": {"scale_lr": True},
+    }
+}
+"""By name, fields of the section `algorithm`; docs/importance-sampling.md has what they keep."""
+DEFAULT_PRESET: Final = "stream"
+CHOICES: Final = ("advantage", "advantage_config", "loss", "loss_config", "proximal", "rollout_is")
+"""What a preset stands for."""
+
+
+def _over_preset(section: object) -> object:
+    """The fields of a section with those of its preset under them.
+
+    Without one it is the default, unless one of CHOICES is given.
+
+    Raises:
+        ValueError: nothing of the preset is left.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    preset = section.get("preset", DEFAULT_PRESET)
+    if not isinstance(preset, str) or preset not in ALGORITHM_PRESETS:
+        return section
+    if "preset" not in section and any(name in section for name in CHOICES):
+        return {"preset": None, **section}
+    ours = ALGORITHM_PRESETS[preset]
+    if all(name in section and _is_replaced(ours[name], section[name]) for name in ours):
+        raise ValueError(
+            f"algorithm.preset: was {preset}, and {', '.join(ours)} are all set to something else, "
+            "so it cannot act; leave them out, or set it to null"
+        )
+    return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
+
+
+def _within(ours: Any, given: Any) -> Any:
+    """What is given for a setting; of a record, with the preset's other keys."""
+    both = isinstance(ours, Mapping) and isinstance(given, Mapping)
+    return {**ours, **given} if both else given
+
+
+def _is_replaced(ours: Any, given: Any) -> bool:
+    """Whether nothing of the preset's value is left beside what is given."""
+    if isinstance(ours, Mapping) and isinstance(given, Mapping):
+        return all(key in given and given[key] != value for key, value in ours.items())
+    return bool(given != ours)
+
+
 def _preset_or_record(value: object) -> object:
     return rollout_is_preset(value) if isinstance(value, str) else value
 
@@ -261,62 +319,53 @@ class AlgorithmSettings(Section):
     # The defaults of the two records depend on a field beside them: validation makes them of {}.
 
     advantage: str = "grpo"
-    """Estimator of the advantage: gae, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk, rloo, remax, opo, opob, otb, maxrl,
-    gdpo, gigpo, gpg, or PATH.py:FUNCTION."""
+    """gae, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk,
+    rloo, remax, opo, opob, otb, maxrl, gdpo, gigpo, gpg, or PATH.py:FUNCTION."""
     advantage_config: SerializeAsAny[AdvantageSettings] = Field(default_factory=dict)  # type: ignore[assignment]
-    """Numbers of the estimator: the record of the one that is chosen."""
     loss: str = "ppo"
-    """Policy loss: ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv,
-    dppo_kl, vespo, topr, reinforce, dro, or PATH.py:FUNCTION."""
+    """ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl, vespo,
+    topr, reinforce, dro, or PATH.py:FUNCTION."""
     loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
-    """Numbers of the loss: the record of the one that is chosen."""
     rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
         ROLLOUT_IS_PRESETS["token_is"]
     )
-    """Importance sampling for stale or mismatched generation: a preset's name or a record."""
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
-    """The policy that ratios are taken to: a pass of its own, the behavior policy, or between, by
-    log-probabilities or by probabilities."""
-    rescore_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the groups whose tokens are scored once more under the learner's own weights of the
-    version that sampled them, which tells engine mismatch from policy lag; 0 is off. The host's
-    memory then holds the trained weights of the last `buffer.max_staleness` versions."""
+    """The policy that ratios are taken to: of a pass of its own, the behavior policy, or between,
+    by log-probabilities or by probabilities."""
+    rescore_share: Probability = 0.0
+    """Share of the groups scored once more under the learner's weights of their sampling version,
+    which tells engine mismatch from policy lag. The host then holds the trained weights of the last
+    `buffer.max_staleness` versions."""
     router_replay: RouterReplay = "off"
-    """Experts of a mixture-of-experts model: record those that the engine took for each token, and
-    train with the recorded ones (replay) or with the learner's own (record, for the metrics)."""
-    rl_loss_coef: float = Field(default=1.0, ge=0)
+    """Record which experts of a mixture the engine took for each token, and train with these
+    (replay) or with the learner's own (record, for metrics)."""
+    rl_loss_coef: NotNegativeNumber = 1.0
     """Weight of the policy loss."""
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: NotNegativeNumber = 0.0
     """Weight of the entropy bonus."""
-    sft_coef: float = Field(default=0.0, ge=0)
+    sft_coef: NotNegativeNumber = 0.0
     """Weight of the negative log-likelihood of trajectories with a positive reward."""
     kl_loss: KlLossSettings = KlLossSettings()
-    """KL to the reference policy in the loss."""
     kl_reward: KlRewardSettings = KlRewardSettings()
-    """KL to the reference policy in the reward."""
     distillation: DistillationSettings | None = None
-    """Teachers whose log-probabilities make the advantage, or are added to it; null for none."""
+    """Null for none."""
     value: ValueSettings = ValueSettings()
-    """The critic of advantage gae."""
     reward: RewardShapingSettings = RewardShapingSettings()
-    """Shaping of rewards."""
     sample_weight: SampleWeightSettings = SampleWeightSettings()
-    """Weights per trajectory."""
     dynamic_sampling: DynamicSamplingSettings | None = None
-    """Leaving out groups whose siblings all have one reward; null leaves out none."""
+    """Null leaves out none."""
     pf_ppo: PfPpoSettings | None = None
-    """Resampling of trajectories by reward; null for none."""
+    """Null for none."""
     preset: Literal["stream"] | None = DEFAULT_PRESET
     """stream is advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr, for
-    trajectories that are several versions old; what is given beside the name goes before it. A name
-    from --set or the environment replaces what the file says of these. It is null where advantage,
-    loss, their _config, proximal or rollout_is is given and it is not."""
+    trajectories several versions old; what is given beside it goes before it. A name from --set or
+    the environment replaces what the file says of these. Null where one of advantage, loss, their
+    _config, proximal or rollout_is is given."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, section: object) -> object:
-        return with_preset(section)
+        return _over_preset(section)
 
     @field_validator("advantage")
     @classmethod
@@ -378,6 +427,16 @@ class AlgorithmSettings(Section):
         return self.distillation is not None and bool(self.distillation.in_learner)
 
     @property
+    def has_other_terms(self) -> bool:
+        """Whether the loss has more terms than that of the policy."""
+        return bool(self.kl_loss.coef or self.entropy_coef or self.sft_coef or self.num_taught)
+
+    @property
+    def num_taught(self) -> int:
+        """Candidates of a teacher that the loss compares with, of each token."""
+        return 0 if self.distillation is None else self.distillation.top_k
+
+    @property
     def needs_values(self) -> bool:
         return self.advantage == "gae" and self.reads_rewards
 
@@ -385,7 +444,7 @@ class AlgorithmSettings(Section):
     def needs_ratios(self) -> bool:
         """Whether the advantage is made of the policy's log-probabilities, which must be known
         before: it weighs trajectories by their ratios, or teachers are compared with them."""
-        is_compared = self.distillation is not None and self.distillation.student == "proximal"
+        is_compared = self.distillation is not None and self.distillation.compares_proximal
         return is_compared or (self.advantage in ("opob", "otb") and self.reads_rewards)
 
     @property

@@ -17,6 +17,7 @@ from streamrl.config.loading.foreign_names import (
     is_foreign_section,
 )
 from streamrl.config.loading.foreign_names.values import answer, meant
+from streamrl.config.section import leaves
 from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
@@ -184,7 +185,7 @@ def _findings(
 
 def _elsewhere(field: str, value: object, model: type[BaseModel]) -> list[tuple[str, str]]:
     """What a refused key, or each key below it, is called here; empty if none has another name."""
-    sentences = {leaf: _renamed(leaf, item, model) for leaf, item in _leaves(field, value)}
+    sentences = {leaf: _renamed(leaf, item, model) for leaf, item in leaves(value, field)}
     if not any(sentences.values()):
         return []
     return [(leaf, sentence or "unknown key") for leaf, sentence in sentences.items()]
@@ -201,14 +202,6 @@ def _renamed(field: str, value: object, model: type[BaseModel]) -> str:
         return name.sentence(by_last_part=True)
     places = places or (() if "." in field else close_places(model, field))
     return f"unknown key; did you mean {' or '.join(places)}?" if places else ""
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}", item)
-    else:
-        yield path, value
 
 
 def _is_at(key: str, field: str) -> bool:

@@ -9,19 +9,12 @@ from streamrl.config.algorithm.inert import inert_settings
 from streamrl.config.loading.load import LoadedConfig
 from streamrl.config.loading.sources import dump
 from streamrl.config.run_config import RunConfig
+from streamrl.config.section import leaves
 
 
 def values_of(config: RunConfig) -> Mapping[str, Any]:
     """As JSON has them; an empty section or a list is one value."""
-    return dict(_leaves(config.model_dump(mode="json"), ""))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
+    return dict(leaves(config.model_dump(mode="json")))
 
 
 _DEFAULT = "default"

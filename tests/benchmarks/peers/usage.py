@@ -68,7 +68,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], limit_s: float =
 
 def _sample(pid: int) -> tuple[float, float, float]:
     processes = family(pid)
-    return time.time(), sum(map(_cpu_s, processes)), sum(map(proportional_mib, processes))
+    return time.time(), sum(map(cpu_s_of, processes)), sum(map(proportional_mib, processes))
 
 
 def family(pid: int) -> list[int]:
@@ -81,7 +81,7 @@ def family(pid: int) -> list[int]:
     return [pid, *(one for child in children for one in family(child))]
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
     """Its own, and that of its children that have ended and were waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

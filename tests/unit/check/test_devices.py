@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.check import devices
+from streamrl.cli.check import settings
 from streamrl.cli.check.settings import check_effects
 from streamrl.cli.plan import print_plan
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding, Severity
 from streamrl.placement.assign import make_plan
-from streamrl.placement.devices import visible_alone
+from streamrl.placement.hosts import visible_alone
 from streamrl.placement.plan import Host
 from tests.unit.placement.plans import configured, one_host
 
@@ -34,8 +34,8 @@ def config(tmp_path: Path) -> RunConfig:
 def of_memory(
     config: RunConfig, hosts: tuple[Host, ...], monkeypatch: pytest.MonkeyPatch
 ) -> list[Finding]:
-    monkeypatch.setattr(devices, "this_machine", lambda: hosts[0])
-    return [finding for finding in devices.check_devices(config) if finding.area is MEMORY]
+    monkeypatch.setattr(settings, "this_machine", lambda: hosts[0])
+    return [finding for finding in settings.check_devices(config) if finding.area is MEMORY]
 
 
 def test_each_process_on_a_gpu_is_said_with_what_it_needs(config, monkeypatch):
@@ -68,8 +68,8 @@ def test_what_may_not_fit_is_a_warning_and_what_cannot_a_problem(config, monkeyp
 def test_the_engine_for_cpus_is_warned_of_on_a_gpu(config, monkeypatch, num_gpus, engine):
     changed = {"generator": config.generator.model_copy(update={"engine": engine})}
     hosts = one_host(num_gpus, 80)
-    monkeypatch.setattr(devices, "this_machine", lambda: hosts[0])
-    found = devices.check_devices(config.model_copy(update=changed))
+    monkeypatch.setattr(settings, "this_machine", lambda: hosts[0])
+    found = settings.check_devices(config.model_copy(update=changed))
     said = [f for f in found if f.sentence.startswith("generator.engine: hf generates on a GPU")]
     assert [f.severity for f in said] == [Severity.WARNING] * (num_gpus > 0 and engine == "hf")
 

@@ -212,17 +212,17 @@ def test_a_version_of_flash_attention_needs_its_module(models: Path):
 SAID: Mapping[str, str] = {
     "check calls what raises": """
         actors/engines/__init__ actors/environments/__init__ actors/environments/stream
-        actors/environments/user actors/prompts/__init__ actors/prompts/media
+        actors/prompts/__init__ actors/prompts/media
         actors/prompts/reasoning actors/prompts/rows actors/prompts/streams actors/prompts/tasks
         actors/prompts/user
         actors/rendering/chat_template actors/rendering/parsing actors/rendering/renderer
         actors/rewards/__init__ actors/rewards/checks actors/rewards/remote/http
         actors/rewards/remote/judge actors/rewards/reward_model actors/sandbox/isolation
-        actors/tools/calculator actors/tools/functions actors/tools/python actors/tools/toolset
+        actors/tools/builtin actors/tools/functions actors/tools/toolset
         buffers/connect buffers/redis/connection buffers/redis/memory_limit buffers/redis/topology
     """,
     "check looks at the same itself: `REFUSED`, and the traps of test_check.py": """
-        actors/daemon actors/gateway/server actors/gateway/start actors/make_model
+        actors/daemon actors/gateway/server actors/gateway/agent actors/make_model
         actors/prompts/fitting learners/optimizer learners/policy/attention learners/policy/loading
         learners/policy/lora learners/policy/sharding learners/profiling
         learners/checkpoints/restore
@@ -230,7 +230,7 @@ SAID: Mapping[str, str] = {
 }
 LATER: Mapping[str, str] = {
     "of a command, or of a daemon that is started by hand": """
-        actors/evaluation actors/parity actors/validation/daemon buffers/daemon
+        actors/evaluation actors/parity actors/validation buffers/daemon
         learners/checkpoints/export learners/daemon learners/executor/place learners/replay
     """,
     "what an engine, its server or vLLM's platform says of its arguments": """
@@ -240,8 +240,7 @@ LATER: Mapping[str, str] = {
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
         learners/checkpoints/contents learners/policy/decoding learners/policy/packing_check
-        learners/policy/router_replay learners/policy/sequence_parallel
-        learners/policy/tensor_parallel
+        learners/policy/router_replay
     """,
     "what other processes or an earlier run left, or send": """
         buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger

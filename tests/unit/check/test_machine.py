@@ -32,7 +32,6 @@ from tests.unit.test_cli import QUICKSTART
 
 GIB = 2**30
 HEALTHY = Machine(
-    python=(3, 12, 0),
     cores=8,
     memory=64 * GIB,
     shm=32 * GIB,
@@ -68,11 +67,9 @@ def test_a_healthy_machine_has_nothing_to_mend():
 @pytest.mark.parametrize(
     ("change", "severity", "cause", "part"),
     [
-        ({"python": (3, 10, 0)}, "problem", "python", "Python 3.10"),
         ({"system": "Darwin"}, "warning", "python", "only Linux is tested"),
         ({"cpu_quota": 1.5}, "warning", "cores", "quota is 1.5"),
         ({"environment": {"OMP_NUM_THREADS": "64"}}, "warning", "threads", "there are 8 cores"),
-        ({"cpu_flags": frozenset({"sse4_2"})}, "warning", "cpu", "neither AVX2"),
         ({"memory_limit": 2 * GIB}, "warning", "memory", "2 GiB of memory, the control group's"),
         ({"shm": 64 * 2**20, "shm_free": 64 * 2**20}, "warning", "shared memory", "64 MiB"),
         ({"shm": 0}, "warning", "shared memory", "no /dev/shm"),
@@ -80,9 +77,12 @@ def test_a_healthy_machine_has_nothing_to_mend():
         ({"max_files": 1024}, "warning", "open files", "1024 open files"),
         ({"max_processes": 1000}, "warning", "processes", "1000 processes"),
         ({"threads_max": 512}, "warning", "processes", "512 processes"),
-        ({"max_locked": 65_536}, "warning", "locked memory", "0.0625 MiB"),
-        ({"ptrace_scope": 2}, "warning", "kernel", "ptrace_scope is 2"),
-        ({"overcommit": 2}, "warning", "kernel", "overcommit_memory is 2"),
+        (
+            {"max_locked": 65_536, "has_infiniband": True},
+            "warning",
+            "locked memory",
+            "0.0625 MiB",
+        ),
         ({"is_clock_synchronized": False}, "warning", "clock", "not synchronized"),
     ],
 )
@@ -94,14 +94,22 @@ def test_each_limit_of_a_machine_is_found(
     assert part in finding.sentence
 
 
+def test_little_locked_memory_is_enough_without_infiniband():
+    assert bad(of_machine(replace(HEALTHY, max_locked=65_536))) == []
+
+
+@pytest.mark.parametrize(("is_alone", "causes"), [(True, []), (False, ["clock"])])
+def test_a_run_of_one_machine_needs_no_clock_that_others_share(is_alone, causes, monkeypatch):
+    monkeypatch.setattr(
+        command, "read_machine", lambda: replace(HEALTHY, is_clock_synchronized=False)
+    )
+    found = command.machine_findings(ROOT, is_alone=is_alone)
+    assert [finding.cause for finding in bad(found) if finding.cause == "clock"] == causes
+
+
 def test_a_hard_limit_is_the_most_that_ulimit_is_told():
     facts = replace(HEALTHY, max_files=256, hard_max_files=4096)
     assert the_one(of_machine(facts)).remedy == "ulimit -n 4096"
-
-
-def test_a_container_is_recognized():
-    (finding,) = machine.check_container(replace(HEALTHY, container="docker"))
-    assert finding.sentence == "inside a container (docker)"
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -120,16 +128,14 @@ def test_the_facts_are_those_of_the_kernels_files(tmp_path):
             "sys/fs/cgroup/pids.max": "max\n",
             "proc/meminfo": "MemTotal:       8388608 kB\nMemFree: 1 kB\n",
             "proc/cpuinfo": "processor: 0\nflags\t\t: fpu avx2 amx_bf16\n",
-            "proc/sys/kernel/yama/ptrace_scope": "1\n",
-            "proc/sys/vm/overcommit_memory": "0\n",
-            ".dockerenv": "",
+            "sys/class/infiniband/mlx5_0/fw_ver": "20.31\n",
         },
     )
     found = read_machine(root, {})
+    assert found.has_infiniband
     assert (found.cpu_quota, found.memory_limit, found.memory) == (1.5, GIB, 8 * GIB)
     assert found.threads_max is None
     assert found.cpu_flags == {"fpu", "avx2", "amx_bf16"}
-    assert (found.container, found.ptrace_scope, found.overcommit) == ("docker", 1, 0)
 
 
 def test_the_first_control_groups_are_read_too(tmp_path):
@@ -141,13 +147,13 @@ def test_the_first_control_groups_are_read_too(tmp_path):
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096",
         },
     )
-    found = read_machine(root, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert (found.cpu_quota, found.memory_limit, found.container) == (2.0, 4096, "kubernetes")
+    found = read_machine(root, {})
+    assert (found.cpu_quota, found.memory_limit, found.has_infiniband) == (2.0, 4096, False)
 
 
 def test_a_machine_that_says_nothing_is_no_crash(tmp_path):
     found = read_machine(tmp_path, {})
-    assert (found.memory, found.shm, found.cpu_quota, found.container) == (0, 0, None, "")
+    assert (found.memory, found.shm, found.cpu_quota) == (0, 0, None)
     files(tmp_path, {"sys/fs/cgroup/cpu.max": "max 100000", "proc/meminfo": "MemTotal:\n\0"})
     assert read_machine(tmp_path, {}).cpu_quota is None
     assert len(of_machine(found)) >= len(machine.CHECKS)

@@ -12,12 +12,12 @@ from streamrl.config import load_config, render, to_yaml
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
-from streamrl.config.algorithm.presets import ALGORITHM_PRESETS
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS,
     RejectionRule,
     RolloutISSettings,
 )
+from streamrl.config.algorithm.settings import ALGORITHM_PRESETS
 from streamrl.config.loading.explain import explain
 from streamrl.errors import ConfigError
 

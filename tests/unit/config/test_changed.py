@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import RunConfig, load_config, to_yaml
-from streamrl.config.loading.changed import with_overrides
+from streamrl.config.loading.load import with_overrides
 from streamrl.errors import ConfigError
 
 GRPO = ("algorithm.preset=null",)

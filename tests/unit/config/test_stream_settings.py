@@ -9,7 +9,7 @@ import pytest
 from actors.environments.stream import shares
 from actors.prompts import open_prompts
 from streamrl.config import RunConfig, load_config, to_yaml
-from streamrl.config.environments.stream import first_difference
+from streamrl.config.environments import first_difference
 from tests.training import make_config
 
 MOVING = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from actors import concurrency
-from actors.concurrency import Deadline, DeadlineError
+from actors.concurrency import DeadlineError, deadline
 from actors.environments import SingleTurn, make_environment
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.rollout import unbuffered_lease
@@ -352,18 +353,16 @@ async def test_a_group_that_is_dropped_while_it_waits_closes_what_it_shares():
     ("is_canceled", "expected"), [(False, DeadlineError), (True, asyncio.CancelledError)]
 )
 async def test_a_cancellation_from_elsewhere_at_a_deadline_stays_one(is_canceled, expected):
-    deadline = Deadline(60.0)
-
     async def limited() -> None:
-        with deadline:
+        async with deadline(0.01):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(limited())
     await asyncio.sleep(0)
-    # Both before the task goes on.
-    deadline._on_deadline()
     if is_canceled:
-        task.cancel()
+        asyncio.get_running_loop().call_later(0.01, task.cancel)
+    # Both are due now, before the task goes on.
+    threading.Event().wait(0.05)
     with pytest.raises(expected):
         await task
     assert task.cancelling() == is_canceled

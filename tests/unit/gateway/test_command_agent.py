@@ -2,9 +2,9 @@
 
 import pytest
 
-from actors.gateway.command_agent import CommandAgent
 from actors.gateway.open_episodes import OpenEpisode
 from actors.gateway.session import Session
+from actors.gateway.started_agents import CommandAgent
 from streamrl.errors import LostAgentError
 from streamrl.interfaces import EnvironmentContext, Prompt
 from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine

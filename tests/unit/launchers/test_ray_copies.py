@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from streamrl.cli.launchers.ray.cluster import Place
-from streamrl.cli.launchers.ray.copies import Copies
+from streamrl.cli.launchers.ray.cluster import Copies, Place
 from streamrl.cli.launchers.ray.supervisor import _files
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.launchers.slurm.steps import step_command
+from streamrl.cli.launchers.slurm import step_command
 from streamrl.cli.main import main
-from streamrl.cli.processes.sole_launch import sole_launch
+from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.placement.plan import Host
 from tests.documents import ROOT
 
@@ -80,8 +80,8 @@ def test_a_step_gets_its_variables_on_its_node(tmp_path):
 
 def test_a_run_that_another_launch_has_is_left_as_it_is(capsys, file, tmp_path, monkeypatch):
     """Before its first step."""
-    monkeypatch.setattr("streamrl.cli.launchers.slurm.launch._LOST_LOCK_S", 0.0)
-    monkeypatch.setattr("streamrl.cli.launchers.slurm.launch.hosts_of_job", lambda: (HOST,))
+    monkeypatch.setattr("streamrl.cli.launchers.slurm._LOST_LOCK_S", 0.0)
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.hosts_of_job", lambda: (HOST,))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
     journal = tmp_path / "runs" / "run" / "buffer" / "journal.sqlite"
@@ -97,7 +97,7 @@ def test_an_allocation_gets_keys_and_steps_that_can_be_pasted(capsys, file, monk
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
     hosts = (HOST, Host("n2", "10.0.0.2", num_cores=2))
-    monkeypatch.setattr("streamrl.cli.launchers.slurm.launch.hosts_of_job", lambda: hosts)
+    monkeypatch.setattr("streamrl.cli.launchers.slurm.hosts_of_job", lambda: hosts)
     assert main(["launch", file, "--slurm", "--dry-run"]) == 0
     steps = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert steps
@@ -123,12 +123,12 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
 
 def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(file, tmp_path, monkeypatch):
     requeued: list[Sequence[str]] = []
-    job = "streamrl.cli.launchers.slurm.launch"
+    job = "streamrl.cli.launchers.slurm"
     monkeypatch.setattr(f"{job}.hosts_of_job", lambda: (HOST,))
     monkeypatch.setattr(f"{job}.subprocess.run", lambda words, **_: requeued.append(words))
     monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
     monkeypatch.setattr(
-        "streamrl.cli.processes.sole_launch.time.sleep",
+        "streamrl.cli.processes.run_commands.time.sleep",
         lambda _: os.kill(os.getpid(), signal.SIGUSR1),
     )
     monkeypatch.setenv("SLURM_JOB_ID", "17")

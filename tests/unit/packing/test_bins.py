@@ -82,15 +82,6 @@ def test_all_ranks_have_the_fewest_micro_batches_that_longest_first_fits_in(shar
     assert count == needed
 
 
-def test_a_rank_fills_only_its_own_where_the_lengths_leave_room(monkeypatch):
-    """With 64 trajectories on each of 64 ranks, filling all would be most of the work."""
-    drawn = np.clip(np.random.default_rng(0).lognormal(6.4, 1.0, 4096), 16, 8192).astype(int)
-    filled, fill = [], packing._fill
-    monkeypatch.setattr(packing, "_fill", lambda *args: filled.append(1) or fill(*args))
-    pack(drawn, owners(drawn, 64), 0, 16384)
-    assert len(filled) == 1
-
-
 @given(st.lists(st.integers(1, 9), max_size=40))
 def test_equal_lengths_stay_in_order(lengths):
     expected = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.page.events import NUM_EVENTS, read_events
-from streamrl.cli.page.series import NUM_POINTS, as_series, read_points
-from streamrl.cli.page.write import as_data_block, page, page_data, write_page
+from streamrl.cli.report import (
+    NUM_EVENTS,
+    NUM_POINTS,
+    as_data_block,
+    as_series,
+    page,
+    page_data,
+    read_events,
+    read_points,
+    write_page,
+)
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.log_lines import json_line
 from streamrl.samples.files import SampleFile

@@ -91,6 +91,21 @@ CASES: dict[str, dict[str, Any]] = {
             "template": "{{prompt}}",
         },
     },
+    "teachers-candidates": {
+        "distillation": {"teachers": [{"path": "t"}], "top_k": 5, "template": "{{prompt}}"},
+    },
+    "teachers-forward-parts": {
+        "distillation": {
+            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t"}],
+            **{"column": "teacher", "reward_coef": 0.5, "top_k": 3, "divergence": "forward_kl"},
+        },
+        "entropy_coef": 0.01,
+    },
+    "updates-taught": {
+        "learner": TWICE,
+        "distillation": {"teachers": [{"path": "t"}], "top_k": 3, "coef": 0.3},
+        "loss": "reinforce",
+    },
     "teachers-parts": {"distillation": {"teachers": [{"path": "t"}]}},
     "rescored": {
         "rescore_share": 0.6,

@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from streamrl.placement import devices, hosts
-from streamrl.placement.devices import named
-from streamrl.placement.hosts import interface_of, this_machine
+from streamrl.placement import hosts
+from streamrl.placement.hosts import interface_of, named, this_machine
 from streamrl.placement.plan import Device
 from tests.unit.placement.plans import configured
 
@@ -74,7 +73,7 @@ class Driver:
 
 def test_the_driver_tells_memory_and_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    count = devices.driver_devices.__wrapped__
+    count = hosts.driver_devices.__wrapped__
     assert count() == (Device(0, 80 * 2**30, "NVIDIA H100"),)
 
 
@@ -83,7 +82,7 @@ def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert devices.driver_devices.__wrapped__() == ()
+    assert hosts.driver_devices.__wrapped__() == ()
 
 
 @pytest.mark.parametrize("port", [0, 1023, 65_001])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from actors.engines.hf.experts import ExpertWatch
+from actors.engines.hf.records import ExpertWatch
 from learners.batch.micro_batch import MicroBatch
 from learners.batch.training_batch import TrainingBatch
 from learners.parallel.ranks import Ranks

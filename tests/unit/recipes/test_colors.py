@@ -8,8 +8,7 @@ import pytest
 
 from actors.make_model import make_model
 from actors.prompts import open_held_out, open_prompts
-from actors.rendering.renderer import ChatRenderer
-from actors.rendering.vision import load_media
+from actors.rendering.renderer import ChatRenderer, load_media
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config
 from streamrl.config.data import DataSettings

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.environments import make_environment
-from actors.environments.user import UserEnvironment
+from actors.environments import UserEnvironment, make_environment
 from streamrl.errors import ConfigError
 from streamrl.interfaces import EnvironmentContext, Message, Prompt
 from streamrl.types import Completion, FinishReason

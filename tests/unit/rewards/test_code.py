@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from actors.rewards import make_reward
-from actors.rewards.code.programs import (
+from actors.rewards.code.reward import (
     passes,
     program_of,
     same_output,

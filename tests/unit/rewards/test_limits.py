@@ -10,8 +10,7 @@ import pytest
 
 from actors import threads
 from actors.rewards import make_reward
-from actors.rewards.calls.limits import RewardLimits
-from actors.rewards.calls.output import MAX_BYTES
+from actors.rewards.calls.limits import MAX_BYTES, RewardLimits
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RewardError, RolloutError
 from tests.unit.rewards.episodes import episode, values

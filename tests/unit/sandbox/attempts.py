@@ -1,4 +1,4 @@
-"""What a program of the sandbox tries on others, and what comes of it: the table of docs/tools.md.
+"""What a program of the sandbox tries on others, and what comes of it.
 
 Each row is a harmless try on a process or a file that the test made. The cells are what is seen:
 "refused", "out of sight" where there is nothing of that name, "allowed".
@@ -17,8 +17,6 @@ class Attempt(NamedTuple):
 
 
 UNSEEN = "out of sight"
-
-TITLES = ("with namespaces", "with Landlock", "a program tries to")
 
 ATTEMPTS = (
     Attempt("signal a process: `kill`", "os.kill(pid, 0)", UNSEEN),
@@ -169,13 +167,3 @@ def outcome(code):
 
 print(json.dumps({"user": os.getuid(), "outcomes": [outcome(code) for code in attempts]}))
 """
-
-
-def table() -> str:
-    """The attempts by what comes of them, in Markdown."""
-    tried: dict[tuple[str, str], list[str]] = {}
-    for attempt in ATTEMPTS:
-        tried.setdefault((attempt.namespaces, attempt.landlock), []).append(attempt.what)
-    rows = [TITLES, ("---",) * 3]
-    rows += [(*outcome, "; ".join(attempts)) for outcome, attempts in tried.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

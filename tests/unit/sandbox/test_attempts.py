@@ -18,7 +18,7 @@ import pytest
 
 from actors.sandbox.isolation import KINDS
 from actors.sandbox.privileges import can_be_read_by_others
-from tests.unit.sandbox.attempts import ATTEMPTS, Attempt, table
+from tests.unit.sandbox.attempts import ATTEMPTS, Attempt
 
 ROOT = Path(__file__).parents[3]
 USERS = ("own", "root in a private folder", "nobody")
@@ -116,7 +116,3 @@ class TestAttempts:
 def _is_open_here() -> bool:
     """With namespaces what is above Python is open to all."""
     return Path(sys.executable).resolve().parent.stat().st_mode & 0o005 == 0o005
-
-
-def test_the_documentation_has_the_table() -> None:
-    assert table() in ROOT.joinpath("docs", "tools.md").read_text()

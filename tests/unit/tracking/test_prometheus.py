@@ -18,10 +18,17 @@ from streamrl.config import RunConfig
 from streamrl.config.tracking import PrometheusSettings
 from streamrl.errors import ConfigError
 from streamrl.metrics import staleness_metrics
-from streamrl.tracking.prometheus import Exported, exporting
-from streamrl.tracking.prometheus.exported import ROWS, family_of
-from streamrl.tracking.prometheus.readings import of_buffer, of_generator, of_learner, of_validator
-from streamrl.tracking.prometheus.start import port_of
+from streamrl.tracking.prometheus import (
+    ROWS,
+    Exported,
+    exporting,
+    family_of,
+    of_buffer,
+    of_generator,
+    of_learner,
+    of_validator,
+    port_of,
+)
 from streamrl.types import (
     Books,
     BufferStats,

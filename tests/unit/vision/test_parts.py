@@ -10,9 +10,8 @@ from PIL import Image
 
 from streamrl.errors import RolloutError
 from streamrl.types import Media
-from streamrl.vision import pixels
-from streamrl.vision.parts import as_template_reads, loaded, media_of, paths_in
-from streamrl.vision.pixels import MAX_PIXELS, decode
+from streamrl.vision import parts
+from streamrl.vision.parts import MAX_PIXELS, as_template_reads, decode, loaded, media_of, paths_in
 from tests.tiny_vision import png
 
 DATA = png(20, 12)
@@ -117,6 +116,6 @@ def test_a_cut_image_is_refused_when_it_is_decoded():
 
 
 def test_an_image_file_above_the_limit_is_not_decoded(monkeypatch):
-    monkeypatch.setattr(pixels, "MAX_BYTES", len(DATA) - 1)
+    monkeypatch.setattr(parts, "MAX_BYTES", len(DATA) - 1)
     with pytest.raises(RolloutError, match=f"has {len(DATA)} bytes; at most {len(DATA) - 1}"):
         decode(DATA, "a row")

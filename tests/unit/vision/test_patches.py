@@ -11,7 +11,7 @@ from transformers import Qwen2VLImageProcessorPil
 
 from streamrl.errors import ConfigError
 from streamrl.types import Media
-from streamrl.vision import patches, pixels
+from streamrl.vision import parts, patches
 from streamrl.vision.patches import PatchReader
 from tests.tiny_model import save_llama
 from tests.tiny_vision import image, make_qwen, png, reader, save_qwen
@@ -77,7 +77,7 @@ def test_a_medium_is_decoded_once_and_forgotten_when_memory_is_short(monkeypatch
 
     def counting(data: bytes, place: str) -> object:
         decoded.append(data)
-        return pixels.decode(data, place)
+        return parts.decode(data, place)
 
     monkeypatch.setattr(patches, "decode", counting)
     own, first, second = reader(), image(64, 64), image(64, 64, 1)

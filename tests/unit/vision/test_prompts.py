@@ -9,8 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from actors.prompts import open_prompts
-from actors.rendering.renderer import ChatRenderer, PromptTooLongError
-from actors.rendering.vision import PromptVision, load_media
+from actors.rendering.renderer import ChatRenderer, PromptTooLongError, PromptVision, load_media
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.engines.hf.weights import SpareWeights
+from actors.engines.hf.engine import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import FilesEndpoint, WeightUpdate, replace

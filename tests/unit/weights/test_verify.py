@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from actors.engines.hf.weights import SpareWeights
+from actors.engines.hf.engine import SpareWeights
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import LoadReport, WeightUpdate, replace

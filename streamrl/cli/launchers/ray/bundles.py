@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from streamrl.config import RunConfig
-from streamrl.config.cluster import HostRole
 from streamrl.config.generator import GeneratorSettings
+from streamrl.config.run import HostRole
 from streamrl.placement.plan import Device, Host
 from streamrl.placement.seats import devices_per_engine
 

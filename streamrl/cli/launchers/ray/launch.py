@@ -5,68 +5,61 @@ nodes; plan; start, watch and stop the plan's processes through the supervisors 
 begin anew from the checkpoint where the learner's node is lost; evaluate where the learner was;
 report
 
-Invariant: the driver needs no GPU and nothing of the run goes through it.
+Invariant: the driver needs no GPU and nothing of the run goes through it. A process that fails is
+started again by the budget of every child. A generator whose node is lost, or is not there yet,
+waits for one, however long; without the learner's or the buffer's node all end, for a new beginning
+from the checkpoint.
 """
 
 import argparse
 import asyncio
 import signal
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
-from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.display.view import ProgressView
+from streamrl.cli.launchers.ray.bundles import engine_bundles, host_of, learner_bundles
+from streamrl.cli.launchers.ray.cluster import (
+    RETRY_S,
+    Copies,
+    Group,
+    LostError,
+    Nodes,
+    Place,
+    connected,
+    no_room,
+    rooms,
+)
+from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
 from streamrl.cli.plan import print_plan
-from streamrl.cli.processes.child import Child
-from streamrl.cli.processes.command import sigterm_raises
-from streamrl.cli.processes.daemons import Ending, newest_step, supervise
-from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
-from streamrl.cli.processes.planned import planned_children
-from streamrl.cli.processes.restarts import RestartBudget, sentence_of
+from streamrl.cli.processes.child import Child, RestartBudget
+from streamrl.cli.processes.command import sigterm_raises, unless_signaled
+from streamrl.cli.processes.daemons import (
+    Ending,
+    PlannedChild,
+    make_children,
+    newest_step,
+    supervise,
+)
+from streamrl.cli.processes.mirror import Mirror
 from streamrl.cli.processes.run_commands import (
     books_option,
     evaluation_may_fail,
+    launching,
     make_missing_model,
-    prepared,
     take_validated_score,
 )
-from streamrl.cli.processes.sole_launch import sole_launch
-from streamrl.cli.report import reported
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorRecord
+from streamrl.error_record import ErrorRecord, sentence_of
 from streamrl.errors import EXIT_UNREACHABLE, ConfigError, Interrupted, StreamRLError, error_of
-from streamrl.extras import not_installed
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.run_folder import resume_command
-
-try:
-    from streamrl.cli.launchers.ray.child import LearnerLostError, RayChild
-    from streamrl.cli.launchers.ray.cluster import (
-        RETRY_S,
-        Group,
-        LostError,
-        Nodes,
-        Place,
-        connected,
-        no_room,
-        rooms,
-    )
-    from streamrl.cli.launchers.ray.copies import Copies
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] != "ray":
-        raise
-    raise not_installed("--ray:", "ray") from None
-
-from streamrl.cli.launchers.ray.bundles import engine_bundles, host_of, learner_bundles
-from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-T = TypeVar("T")
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
@@ -81,16 +74,12 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print_plan(_Run(with_keys(config), arguments, console).plan())
             return 0
-        with sole_launch(config.run.path):
-            return _run_and_report(config, arguments, console)
+        return _launch(config, arguments, console)
 
 
-def _run_and_report(given: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
-    mirror = mirror_of(given, arguments, console)
-    require_steps_to_launch(given, resume=arguments.resume, new=arguments.new)
-    config = prepared(with_keys(given), arguments, binds=False)
+def _launch(given: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
     try:
-        with mirrored(mirror), reported(config, arguments, console):
+        with launching(with_keys(given), arguments, console, binds=False) as (config, mirror):
             make_missing_model(config, console)
             write_secrets(given)
             stopped_by, lost = asyncio.run(_Run(config, arguments, console, mirror).to_its_end())
@@ -99,7 +88,7 @@ def _run_and_report(given: RunConfig, arguments: argparse.Namespace, console: Co
             if lost is not None:
                 raise lost
     except KeyboardInterrupt:
-        remedy = resume_command(config.run.path)
+        remedy = resume_command(given.run.path)
         console.print(f"stopped; to continue: {remedy}", soft_wrap=True, highlight=False)
         raise
     return 0
@@ -131,7 +120,7 @@ class _Run:
                 group.open()
             while True:
                 try:
-                    return await self._supervised(await _unless_signaled(self._begin()))
+                    return await self._supervised(await unless_signaled(self._begin()))
                 except (LearnerLostError, LostError) as lost:
                     error = LearnerLostError("the learner's node is lost")
                     if self._arguments.strict:
@@ -141,7 +130,7 @@ class _Run:
                     self._view.print(f"{error}; the run goes on from its newest checkpoint")
                     self._learner.close()
                     self._learner = Group(learner_bundles(self._config, rooms()))
-                    await _unless_signaled(asyncio.sleep(delay_s))
+                    await unless_signaled(asyncio.sleep(delay_s))
                     self._resume = True
         finally:
             for group in (self._learner, *self._engines):
@@ -231,7 +220,7 @@ class _Run:
     def _places(self) -> list[Place]:
         return [place for group in (self._learner, *self._engines) for place in group.places]
 
-    def _children(self, plan: Plan) -> list[RayChild]:
+    def _children(self, plan: Plan) -> "list[RayChild]":
         homes = {
             place.bundle.name: {"group": group, "place": place}
             for group in (self._learner, *self._engines)
@@ -243,7 +232,7 @@ class _Run:
             all_have = {"nodes": self._nodes, "may_wait": may_wait, "planned": self._planned}
             return {**all_have, **homes[process.host]}
 
-        children = planned_children(RayChild, plan, self._view.print, own, handed_on(plan.config))
+        children = make_children(RayChild, plan, self._view.print, own, handed_on(plan.config))
         for child in children:
             child.family = children
         return children
@@ -279,12 +268,11 @@ class _Run:
             command.split()[-1], words, environment, plan.config.run.log_format
         )
         try:
-            code, record = await _unless_signaled(running)
+            code, record = await unless_signaled(running)
         except LostError:
             raise StreamRLError(f"{command}: the learner's node is lost") from None
         if code != 0:
-            sentence = sentence_of(code, None if record is None else ErrorRecord(*record))
-            raise error_of(code, f"{command}: {sentence}")
+            raise error_of(code, f"{command}: {sentence_of(code, record)}")
 
 
 def _with_absolute_folder(config: RunConfig) -> RunConfig:
@@ -296,23 +284,104 @@ def _with_absolute_folder(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
-async def _unless_signaled(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; a signal cancels it."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    signaled: list[signal.Signals] = []
+ABORT_S = 3.0
+WAITS = "waits for a node"
 
-    def on_signal(number: signal.Signals) -> None:
-        signaled.append(number)
-        task.cancel()
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if signaled:
-            raise Interrupted(signaled[0]) from None
-        raise
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+class LearnerLostError(StreamRLError):
+    """A node of the learner or the buffer is gone."""
+
+
+@dataclass(kw_only=True)
+class RayChild(PlannedChild):
+    """`place` is its bundle, of `group`; `family` are all children of the run; `planned` is its
+    process by what is known of its node now."""
+
+    nodes: Nodes
+    group: Group
+    place: Place
+    may_wait: bool
+    planned: Callable[[str], PlannedProcess]
+    family: "list[RayChild]" = field(default_factory=list)
+    was_reached: bool = False
+
+    def begin_kill(self) -> bool:
+        self.place.signal(self.role, signal.SIGKILL)
+        return True
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Have the supervisor send the signal. A node that does not answer SIGKILL is given up."""
+        self.stopping.set()
+        self.place.signal(self.role, number)
+        if number == signal.SIGKILL:
+            asyncio.get_running_loop().call_later(ABORT_S, self._abort)
+
+    def _abort(self) -> None:
+        if self.state == "running":
+            self.group.close()
+
+    async def _run(self) -> tuple[int, ErrorRecord | None]:
+        """Exit code and record of a process that is started on a node, as often as one is lost.
+        Waits for its end, or for a node; `stop` unblocks both."""
+        while await self._is_reached():
+            process = self.planned(self.role)
+            command = process.restart_command if self.num_restarts else process.command
+            # The devices are those that Ray has given to the bundle.
+            environment = {**self.environment, **process.environment}
+            environment.pop("CUDA_VISIBLE_DEVICES", None)
+            self.budget.on_start()
+            self.state, self.was_reached = "running", True
+            try:
+                return await self.place.run(self.role, command, environment, self.log_format)
+            except LostError:
+                self.state = WAITS
+                if self.stopping.is_set():
+                    break
+                self._on_loss()
+        return 0, None
+
+    def _on_loss(self) -> None:
+        if not self.may_wait:
+            for child in self.family:
+                child.stop(signal.SIGKILL)
+            raise LearnerLostError(f"{self.role}: its node is lost")
+        self.group.close()
+        self.num_restarts += 1
+        self.notify(f"{self.role}: its node is lost; the run goes on without it until it has one")
+
+    async def _is_reached(self) -> bool:
+        """Waits until the node is there: True, or until this child is to stop: False."""
+        said = ""
+        while not self.stopping.is_set() and not self.place.is_ready:
+            self.state = WAITS
+            waiting = asyncio.create_task(self.stopping.wait())
+            reaching = asyncio.create_task(self._reach())
+            await asyncio.wait({waiting, reaching}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if not reaching.done():
+                reaching.cancel()
+                return False
+            error = reaching.exception()
+            if error is not None and not isinstance(error, ConfigError | LostError):
+                raise error
+            if error is not None:
+                if str(error) != said:
+                    said = str(error)
+                    self.notify(f"{self.role}: {said}")
+                self.group.close()
+                await asyncio.wait({asyncio.create_task(self.stopping.wait())}, timeout=RETRY_S)
+        return not self.stopping.is_set()
+
+    async def _reach(self) -> None:
+        await self.nodes.reach(self.group)
+        await self.nodes.prepare(self.place)
+
+    def _log(self, sentence: str) -> None:
+        """The supervisor has written it into the log, which is on its node."""
+
+    def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
+        """A generator that cannot reach the run, on a node that may be lost, tries without an
+        end."""
+        if code == EXIT_UNREACHABLE and self.may_wait:
+            return RETRY_S
+        return super()._delay_s(code, record)

@@ -5,7 +5,7 @@ killed by a watcher, a process of its own whose input is a pipe of the actor's: 
 actor ends, in whatever way. Secrets come as arguments of calls, and stand in no log.
 
 `python -m` of this module is the watcher. Nothing here imports Ray before it is asked for what Ray
-gave; answers are plain values, so that another release can be told.
+gave; the first answer is of plain values, so that another release can be told.
 """
 
 import asyncio
@@ -27,11 +27,10 @@ from typing import Any
 from streamrl import __version__
 from streamrl.cli.processes.child import launcher_line
 from streamrl.cli.processes.mirror import Mirror
-from streamrl.cli.processes.restarts import sentence_of
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorPipe, ErrorRecord
+from streamrl.error_record import ErrorPipe, ErrorRecord, sentence_of
 from streamrl.errors import StreamRLError
 from streamrl.placement.hosts import facts_here
 from streamrl.process_environment import processes_with
@@ -136,7 +135,7 @@ class Supervisor:
 
     async def run(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_format: str
-    ) -> tuple[int, tuple[int, str, str] | None]:
+    ) -> tuple[int, ErrorRecord | None]:
         """Exit code and record of the command, which begins here. Waits for its end; then nothing
         of it is left."""
         log = self._folder / "logs" / f"{name}.log"
@@ -147,14 +146,15 @@ class Supervisor:
             try:
                 process = await task
             except OSError as error:
-                return 1, (1, f"cannot start {command[0]}: {error.strerror or error}", "")
+                sentence = f"cannot start {command[0]}: {error.strerror or error}"
+                return 1, ErrorRecord(1, sentence, "")
             code, record = await process.wait(), pipe.read()
         await end_left(f"{self._mark}:{name}:")
         if code != 0:
             line = launcher_line(name, sentence_of(code, record), log_format)
             with contextlib.suppress(OSError), log.open("a") as output:
                 print(line, file=output)
-        return code, _plain(record)
+        return code, record
 
     async def files(self, pattern: str) -> dict[str, tuple[int, int]]:
         """Size and time, in ns, of the files of the run's folder that the pattern matches."""
@@ -219,10 +219,6 @@ def _restore_priority(pid: int) -> None:
     Without the right to that it stays as it is."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
-
-
-def _plain(record: ErrorRecord | None) -> tuple[int, str, str] | None:
-    return None if record is None else (record.exit_code, record.sentence, record.origin)
 
 
 def _files(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:

@@ -7,7 +7,7 @@ from this one must not have what is secret in them.
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +18,7 @@ import yaml
 from streamrl.config.loading.foreign_names.values import computed
 from streamrl.config.loading.load import with_setting
 from streamrl.config.loading.sources import Loader, Setting, parse
+from streamrl.config.section import leaves, overlaid
 from streamrl.errors import ConfigError
 
 Tree = Mapping[str, Any]
@@ -50,7 +51,7 @@ def read_keys(path: Path, default: Callable[[str], Any]) -> tuple[dict[str, Any]
     tree = _script(_text(path)) if path.suffix == ".sh" else _yaml(path, missing)
     if not tree:
         raise ConfigError(f"{path}: has no settings; give a YAML file, or a shell script (.sh)")
-    return dict(_leaves(_filled(tree, (), tree, default))), missing
+    return dict(leaves(_filled(tree, (), tree, default))), missing
 
 
 def _text(path: Path) -> str:
@@ -78,7 +79,7 @@ def _yaml(path: Path, missing: list[str]) -> Tree:
     }
     merged: Tree = {}
     for entry in defaults:
-        merged = _merged(merged, tree if entry == "_self_" else _of(entry, path, chosen, missing))
+        merged = overlaid(merged, tree if entry == "_self_" else _of(entry, path, chosen, missing))
     return merged
 
 
@@ -99,12 +100,6 @@ def _of(entry: Any, path: Path, chosen: Mapping[str, Any], missing: list[str]) -
     keys = [] if is_global else (package or file.rpartition("/")[0].replace("/", ".")).split(".")
     keys = [key for key in keys if key and not key.startswith("_")]
     return reduce(lambda below, key: {key: below}, reversed(keys), _yaml(found, missing))
-
-
-def _merged(below: Any, above: Any) -> Any:
-    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
-        return above
-    return {**below, **{key: _merged(below.get(key), item) for key, item in above.items()}}
 
 
 def _script(text: str) -> Tree:
@@ -169,14 +164,6 @@ def _with_variables(word: str, variables: Mapping[str, str]) -> str:
     return _VARIABLE.sub(
         lambda found: variables.get(found[1] or found[3], found[2] or found[0]), word
     )
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and (value or not path):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _filled(

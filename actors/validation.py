@@ -1,4 +1,10 @@
-"""The validator: it loads a version, keeps it until held-out prompts are scored, and reports.
+"""Validation: `streamrl validator`, a daemon of one engine, scores versions of the policy on
+held-out prompts while a run trains.
+
+Waits for the learner without a limit; ends by a signal or when the run is over. An engine in this
+process is made once the run has made a step, which has the cores to itself until then.
+
+`Validator`: it loads a version, keeps it until held-out prompts are scored, and reports.
 
     receiver.run      receives the versions that are due, as a generator does
     run               waits for a version, samples and scores all prompts with it, reports
@@ -9,24 +15,43 @@ Invariant: all responses of a validation are sampled by one version, since no ot
 meanwhile. Nothing waits for a validator but the end of the run: while it is busy the learner sends
 it nothing, and versions that come due then are not validated. It holds no leases of the buffer, so
 training is admitted as without it. What a kill interrupts is begun anew with the newest version.
+
+`scores`: what a validation says of the responses to its prompts: mean@k, pass@k and majority@k.
+Each prompt counts alike, whatever its data source. Responses with the same answer vote together:
+what a reward has extracted, or the whole last turn where none has.
 """
 
+import argparse
 import asyncio
 import contextlib
 import logging
+import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
+import torch
 from msgspec import structs
 
+from actors.daemon import require_model
+from actors.engines import make_engine
 from actors.engines.targets import weight_locality
-from actors.episodes.runner import MixedRunner
-from actors.validation.scores import PREFIX, PromptResult, scores, vote
+from actors.environments.stream import HeldOutStream, open_held_out_stream
+from actors.episodes.runner import MixedRunner, make_runner
+from actors.rendering.renderer import ChatRenderer
+from actors.rewards.answers import shown_number, whole_number, words, written
+from buffers.connect import connect, try_stats
+from streamrl import service
 from streamrl.config import RunConfig
-from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.interfaces import Prompt
+from streamrl.errors import ConfigError, RolloutError, WeightTransferError
+from streamrl.interfaces import Prompt, TrajectoryBuffer
 from streamrl.samples.files import validation_file, write_validation
-from streamrl.samples.record import Decoder, Sample, sample_of
+from streamrl.samples.record import Decoder, Sample, open_decoder, sample_of
+from streamrl.shutdown import Shutdown
+from streamrl.tracking.prometheus import exporting, of_validator
 from streamrl.types import (
     LoadReport,
     Trajectory,
@@ -35,7 +60,101 @@ from streamrl.types import (
     ValidatorStatus,
     WeightUpdate,
 )
+from streamrl.types.validation import MAX_METRICS
 from streamrl.weights.receiver import WeightReceiver
+
+
+def vote(extracted: str) -> str:
+    """An extracted answer as `math` compares it, but that formulas are compared as they are
+    written: 0.5 and \\frac{1}{2} vote together, as "Left." and "left" do."""
+    number = whole_number(extracted)
+    return (words(extracted) or written(extracted)) if number is None else shown_number(number)
+
+
+PREFIX = "validation"
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """The k responses to one prompt: their rewards, and the answers that they give."""
+
+    data_source: str
+    rewards: tuple[float, ...]
+    answers: tuple[str, ...]
+
+
+def scores(
+    results: Sequence[PromptResult], num_samples: int, pass_reward: float
+) -> dict[str, float]:
+    """Metrics over all prompts, and for each data source if there are several.
+
+    Sources beyond those that fit into a report are in the metrics over all prompts alone.
+    """
+    overall = dict(_named(PREFIX, results, num_samples, pass_reward))
+    by_source: Mapping[str, list[PromptResult]] = defaultdict(list)
+    for result in results:
+        by_source[result.data_source].append(result)
+    num_shown = (MAX_METRICS - 2 * len(overall)) // len(overall)
+    largest = sorted(by_source, key=lambda source: (-len(by_source[source]), source))[:num_shown]
+    of_sources = (
+        _named(f"{PREFIX}/{source}", by_source[source], num_samples, pass_reward)
+        for source in largest
+        if len(by_source) > 1 or source
+    )
+    return {**overall, **{name: value for pairs in of_sources for name, value in pairs}}
+
+
+def _named(
+    prefix: str, results: Sequence[PromptResult], num_samples: int, pass_reward: float
+) -> Iterator[tuple[str, float]]:
+    def over_prompts(values: Iterable[float]) -> float:
+        return statistics.fmean(values)
+
+    yield f"{prefix}/mean@{num_samples}", over_prompts(statistics.fmean(r.rewards) for r in results)
+    passed = [sum(reward >= pass_reward for reward in r.rewards) for r in results]
+    for k in sizes(num_samples):
+        yield f"{prefix}/pass@{k}", over_prompts(pass_at(num_samples, c, k) for c in passed)
+    if num_samples > 1:
+        yield f"{prefix}/majority@{num_samples}", over_prompts(map(majority, results))
+    yield f"{prefix}/num_prompts", float(len(results))
+
+
+def sizes(num_samples: int) -> tuple[int, ...]:
+    """The k of pass@k: 1, the powers of two below the number of samples, and that number.
+
+    >>> sizes(1), sizes(6), sizes(8)
+    ((1,), (1, 2, 4, 6), (1, 2, 4, 8))
+    """
+    powers = tuple(2**i for i in range(num_samples.bit_length()) if 2**i < num_samples)
+    return (*powers, num_samples)
+
+
+def pass_at(num_samples: int, num_passed: int, k: int) -> float:
+    """Probability that one of k responses passes, drawn without replacement from these: the
+    unbiased estimator of Chen et al. 2021 (arXiv 2107.03374).
+
+    >>> pass_at(4, 1, 2)
+    0.5
+    """
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def majority(result: PromptResult) -> float:
+    """The mean reward of the responses with the commonest answer; of the answers that are as
+    common, each counts alike.
+
+    >>> majority(PromptResult("", (1.0, 0.0, 0.0), ("7", "8", "8")))
+    0.0
+    """
+    counts = Counter(result.answers)
+    most = max(counts.values())
+    given = list(zip(result.answers, result.rewards, strict=True))
+    commonest = [answer for answer, count in counts.items() if count == most]
+    return statistics.fmean(
+        statistics.fmean(reward for other, reward in given if other == answer)
+        for answer in commonest
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -242,3 +361,101 @@ def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _sentence(metrics: dict[str, float]) -> str:
     shown = [f"{name.removeprefix('validation/')} {value:.3g}" for name, value in metrics.items()]
     return ", ".join(shown[:8])
+
+
+NAME = "validator"
+ASK_S = 1.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    config: RunConfig = arguments.run_config
+    return service.run(partial(validate, config), role=NAME, config=config)
+
+
+async def validate(config: RunConfig, shutdown: Shutdown) -> None:
+    """Validates until the run is over or a signal arrives.
+
+    Raises:
+        ConfigError: the run is not validated, or there are no held-out prompts.
+    """
+    if not config.is_validated:
+        raise ConfigError(
+            f"validation.every: was {config.validation.every}, so there is nothing to validate; a "
+            "number is the versions between two validations, auto takes 5 % of the time"
+        )
+    config = config.for_validator()
+    with shutdown.empty_handed():
+        require_model(config)
+        stream = open_held_out_stream(config)
+    buffer = connect(config)
+    try:
+        if config.generator.engine == "hf" and not await _first_step(buffer, shutdown):
+            return
+        await _validate(config, shutdown, buffer, stream)
+    finally:
+        await buffer.close()
+
+
+async def _first_step(buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
+    """Waits for the first step of the run; whether it came before a signal, or the run's end."""
+    ended, made = shutdown.requested, False
+    log.info("waiting for the first step of the run")
+    while not (made or ended.is_set()):
+        stats, _ = await try_stats(buffer)
+        if stats is not None and stats.is_over:
+            log.info("the run is over")
+            return False
+        made = stats is not None and stats.policy_version > 0
+        if not made:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), ASK_S)
+    return made
+
+
+async def _validate(
+    config: RunConfig, shutdown: Shutdown, buffer: TrajectoryBuffer, stream: HeldOutStream
+) -> None:
+    with shutdown.empty_handed():
+        if config.generator.num_threads:
+            torch.set_num_threads(config.generator.num_threads)
+        renderer, decoder = ChatRenderer.from_config(config), open_decoder(config.model)
+        engine = make_engine(config, seed=config.run.seed)
+    try:
+        runner = make_runner(config, engine, renderer, stream).single()
+        several = runner.changed(group_size=config.validation.num_samples)
+        validator = Validator(config, NAME, several, len(stream), decoder)
+        log.info("%s serves %s with %s", NAME, config.model.path, config.generator.engine)
+        with exporting(config, "validator", NAME) as exported:
+            validator.on_status = lambda status: exported.show(
+                "status", lambda: of_validator(status, engine.gauges()["num_tokens"])
+            )
+            await _run_until_over(validator, buffer, shutdown)
+    finally:
+        await engine.close()
+
+
+async def _run_until_over(
+    validator: Validator, buffer: TrajectoryBuffer, shutdown: Shutdown
+) -> None:
+    """Waits for a failure of the validator, the end of the run, or a signal."""
+    validating = asyncio.create_task(validator.run())
+    endings = [asyncio.create_task(shutdown.requested.wait()), asyncio.create_task(_ended(buffer))]
+    try:
+        await asyncio.wait([validating, *endings], return_when=asyncio.FIRST_COMPLETED)
+        if validating.done():
+            validating.result()
+    finally:
+        for task in (validating, *endings):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await validating
+
+
+async def _ended(buffer: TrajectoryBuffer) -> None:
+    """Waits until the buffer says that the run is over; asks every ASK_S."""
+    while True:
+        await asyncio.sleep(ASK_S)
+        stats, _ = await try_stats(buffer)
+        if stats is not None and stats.is_over:
+            log.info("the run is over")
+            return

@@ -1,1 +1,0 @@
-"""Validation: versions of the policy are scored on held-out prompts while a run trains."""

@@ -1,0 +1,343 @@
+"""`streamrl launch FILE --slurm`: a run within a job of Slurm or an allocation, on its nodes, by
+steps that this process starts and watches.
+
+ask the nodes; plan; write the plan's configuration; make the model if it has a recipe; run
+the steps until the learner ends or a signal comes; evaluate; report
+
+    SIGUSR1  Slurm's warning before the time limit: stop in order, save, and wait in the queue again
+    SIGINT   stop in order and save
+    SIGTERM  Slurm ends the job, and has told every step
+
+srun ends its step without grace when it is signaled itself, and forwards nothing, so signals go
+through Slurm to the step (scancel). When Slurm ends the whole job (scancel, preemption, the time
+limit, a requeue), every step gets SIGTERM from Slurm; a second signal would end the daemons at
+once, so none is sent then.
+
+Invariant: nothing outlives the job; what runs in it are steps. A step is one process of the plan;
+what it prints goes to logs/NAME.log in the run's folder, written on its node. Every node is asked
+on the node, within a step as those of the run, so its GPUs are those that a step sees.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from streamrl.checkpoints.find import require_steps_to_launch
+from streamrl.cli.display.view import ProgressView
+from streamrl.cli.launchers import JOB_VARIABLE
+from streamrl.cli.processes.daemons import PlannedChild, make_children, supervise
+from streamrl.cli.processes.run_commands import (
+    evaluate_final,
+    launching,
+    make_missing_model,
+    require_books,
+)
+from streamrl.config import RunConfig, to_yaml
+from streamrl.curve import make_keys
+from streamrl.durable_files import write_file
+from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord, read_record
+from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.placement.assign import make_plan
+from streamrl.placement.hosts import facts_here
+from streamrl.placement.plan import Device, Host, Plan, PlannedProcess
+from streamrl.process_environment import PARENT_VARIABLE
+
+# A node that has failed may hold the run's lock until the file server's lease of it ends.
+_LOST_LOCK_S = 180.0
+
+
+class _Requeue:
+    """Whether SIGUSR1 has come; it then stops the run as SIGINT does."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.is_wanted = True
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Exit code of the run; with `--dry-run`, of making the plan.
+
+    Raises:
+        ConfigError: this is no job of Slurm.
+    """
+    job = os.environ.get(JOB_VARIABLE)
+    if job is None:
+        raise ConfigError(
+            "--slurm: this is no job of Slurm; submit one with `sbatch deploy/slurm/run.sbatch "
+            "run.yaml`, or take an allocation with `salloc`"
+        )
+    console = Console()
+    requeue = _Requeue()
+    hosts = hosts_of_job()
+    has_own_keys = config.buffer.curve is None and len(hosts) > 1
+    if has_own_keys:
+        buffer = config.buffer.model_copy(update={"curve": config.run.path / "keys"})
+        config = config.model_copy(update={"buffer": buffer})
+    if arguments.dry_run:
+        require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
+        _print(make_plan(config, hosts, resume=arguments.resume))
+        return 0
+    try:
+        with launching(config, arguments, console, wait_s=_LOST_LOCK_S) as (config, _):
+            if has_own_keys and not (config.run.path / "keys").exists():
+                make_keys(config.run.path / "keys")
+            plan = make_plan(config, hosts, resume=arguments.resume)
+            write_file(plan.config_file, to_yaml(plan.config))
+            _run(plan, arguments, console, job)
+    except KeyboardInterrupt:
+        if not requeue.is_wanted:
+            raise
+        console.print(f"job {job} goes on when it is its turn again")
+        subprocess.run(["scontrol", "requeue", job], check=False)
+    return 0
+
+
+def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
+    """
+    Raises:
+        Interrupted: a signal stopped the run before its end.
+        StreamRLError: a process failed and is not started again.
+    """
+    config = plan.config
+    require_books(config, resume=arguments.resume, new=arguments.new)
+    make_missing_model(config, console)
+    view = ProgressView(config, console, live=not arguments.no_view)
+    stopped_by, lost = asyncio.run(
+        supervise(
+            _children(plan, view, job),
+            view=view.run,
+            notify=view.print,
+            background=None,
+            stop_s=config.stop_within_s,
+            strict=arguments.strict,
+        )
+    )
+    if stopped_by is not None:
+        raise Interrupted(stopped_by)
+    evaluate_final(config)
+    if lost is not None:
+        raise lost
+
+
+def _children(plan: Plan, view: ProgressView, job: str) -> "list[StepChild]":
+    may_be_lost = {
+        host.name
+        for host in plan.hosts
+        if plan.config.cluster.on_host_failure == "continue"
+        and {process.role for process in plan.on(host.name)} <= {"generator", "validator"}
+    }
+
+    def own(process: PlannedProcess) -> Mapping[str, Any]:
+        return {"node": process.host, "job": job, "may_be_lost": process.host in may_be_lost}
+
+    return make_children(StepChild, plan, view.print, own)
+
+
+def _print(plan: Plan) -> None:
+    logs = plan.config.run.path / "logs"
+    for process in plan.processes:
+        words = step_command(
+            process.name,
+            process.host,
+            process.command,
+            process.environment,
+            logs / f"{process.name}.log",
+        )
+        print(shlex.join(words))
+
+
+# All cores, memory and GPUs of the node that the job has, shared by its steps.
+ON_NODES = ("--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")
+# The parent is Slurm's step daemon.
+_SCRIPT = (
+    f'log=$1; shift; {PARENT_VARIABLE}=$PPID; export {PARENT_VARIABLE}; exec "$@" >>"$log" 2>&1'
+)
+NODE_CHECK_S, CANCEL_S = 15.0, 5.0
+_GONE = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
+
+
+@dataclass(kw_only=True)
+class StepChild(PlannedChild):
+    """A node that has failed ends the child, and not the run, if it `may_be_lost`."""
+
+    node: str
+    job: str
+    may_be_lost: bool = False
+    _signaling: "set[asyncio.Task[None]]" = field(default_factory=set)
+    _lost: bool = False
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Have Slurm send SIGINT, which drains, or SIGKILL."""
+        self.stopping.set()
+        if self.process is None or self.process.returncode is not None:
+            return
+        self._begin_signal("KILL" if number == signal.SIGKILL else "INT")
+
+    def begin_kill(self) -> bool:
+        self._begin_signal("KILL")
+        return True
+
+    def _begin_signal(self, name: str) -> None:
+        task = asyncio.create_task(self._signal(name))
+        self._signaling.add(task)
+        task.add_done_callback(self._signaling.discard)
+
+    async def _signal(self, name: str) -> None:
+        if name != "KILL" and await self._is_ending():
+            return
+        steps = await _output(
+            "squeue", "--noheader", "--steps", f"--jobs={self.job}", "-o", "%i %j"
+        )
+        for line in steps.splitlines():
+            step, _, step_name = line.strip().partition(" ")
+            if step_name.strip() == self.role:
+                # A node that has failed answers nothing.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(_output("scancel", f"--signal={name}", step), CANCEL_S)
+        if name == "KILL" and self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+    async def _is_ending(self) -> bool:
+        """Whether Slurm has told every step to end."""
+        state = await _output("squeue", "--noheader", f"--jobs={self.job}", "-o", "%T")
+        return state.strip() != "RUNNING"
+
+    async def _run(self) -> tuple[int, ErrorRecord | None]:
+        """Exit code and record of a step that is started here. Waits for its end."""
+        record = self.log_file.with_name(f".{self.role}.error")
+        record.unlink(missing_ok=True)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.process = await asyncio.create_subprocess_exec(
+            *step_command(
+                self.role, self.node, self._next_command, self.environment, self.log_file
+            ),
+            stdin=DEVNULL,
+            start_new_session=True,
+            env=_launcher_environment(record),
+        )
+        self.budget.on_start()
+        self.state = "running"
+        if self.stopping.is_set():
+            self.stop()
+        code = await self._wait(self.process)
+        self._lost = code != 0 and await self._node_is_gone()
+        return (128 - code if code > 128 else code), read_record(record)
+
+    async def _wait(self, process: Process) -> int:
+        """Exit code of srun, which goes on when its node does not. Waits for its end; asks Slurm
+        about the node every NODE_CHECK_S."""
+        ending = asyncio.create_task(process.wait())
+        while not (await asyncio.wait({ending}, timeout=NODE_CHECK_S))[0]:
+            if await self._node_is_gone():
+                process.kill()
+        return ending.result()
+
+    async def _node_is_gone(self) -> bool:
+        shown = await _output("scontrol", "show", "--oneliner", "node", self.node)
+        words = [word for word in shown.split() if word.startswith("State=")]
+        return bool(words) and any(state in words[0] for state in _GONE)
+
+    def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
+        if self._lost:
+            self.is_optional = self.may_be_lost
+            raise StreamRLError(f"{self.role}: its node {self.node} has failed")
+        return super()._delay_s(code, record)
+
+
+def step_command(
+    name: str, node: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
+) -> Sequence[str]:
+    """What starts the step, with its variables set on the node: Slurm sets CUDA_VISIBLE_DEVICES
+    itself."""
+    place = ("--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", *ON_NODES)
+    script = ("sh", "-c", _SCRIPT, name, str(log_file))
+    settings = (f"{key}={value}" for key, value in environment.items())
+    return ("srun", *place, *script, "env", *settings, *command)
+
+
+def _launcher_environment(record: Path) -> dict[str, str]:
+    """This process's, which srun hands on; the commands of this Python are found first."""
+    beside = str(Path(sys.executable).parent)
+    path = f"{beside}:{os.environ.get('PATH', os.defpath)}"
+    return {**os.environ, "PATH": path, ERROR_FILE_VARIABLE: str(record.resolve())}
+
+
+async def _output(*command: str) -> str:
+    """Standard output of one of Slurm's commands, "" if it fails. Waits for it."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
+    return (await process.communicate())[0].decode()
+
+
+def hosts_of_job() -> tuple[Host, ...]:
+    """In Slurm's order; the first one is where the launcher runs.
+
+    Raises:
+        ConfigError: there is no Slurm here.
+        StreamRLError: Slurm does not answer, or a node does not.
+    """
+    names = _said("scontrol", "show", "hostnames").split()
+    answers = _ask_all(names)
+    return tuple(_host(answers[name]) for name in names)
+
+
+def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    """What this module prints on each node, by name. Waits for all of them."""
+    step = ["srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
+    said = _said(*step, *ON_NODES, sys.executable, "-P", "-m", __name__)
+    answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    facts = {answer["name"]: answer for answer in answers}
+    if missing := sorted(set(names) - set(facts)):
+        raise StreamRLError(f"node {missing[0]} of the job did not answer")
+    return facts
+
+
+def _host(answer: Mapping[str, Any]) -> Host:
+    devices = tuple(Device(**device) for device in answer["devices"])
+    return Host(**{**answer, "devices": devices})
+
+
+def _said(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ConfigError(f"--slurm: there is no `{command[0]}` here") from None
+    if done.returncode != 0:
+        raise StreamRLError(f"{command[0]}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def main() -> None:
+    """On a node: its name, its address, and what it has, as a line of JSON."""
+    name = os.environ["SLURMD_NODENAME"]
+    shown = _said("scontrol", "show", "--oneliner", "node", name)
+    found = re.search(r"NodeAddr=(\S+)", shown)
+    address = found.group(1) if found else name
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(address)
+    facts = asdict(facts_here(address))
+    print(json.dumps({"name": name, "address": address, **facts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

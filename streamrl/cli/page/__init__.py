@@ -1,1 +1,0 @@
-"""`report.html`: the page of a run, one file that loads nothing from elsewhere."""

@@ -1,0 +1,305 @@
+"""`environments`: those of a run with every default filled in, or the one that `generator` names;
+and what says which prompt each index of the run is: settings, and the rows of the sources.
+
+Invariant: a run has at least one entry, and no two of them have one name. Two configurations with
+the same settings of prompts, and the same rows, have the same prompt at each index. A setting that
+cannot move a prompt is not among them, so a run may go on with another value of it.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from msgspec import Struct
+from pydantic import Field, ValidationError
+from pydantic_core import InitErrorDetails
+
+from streamrl.config.data import DataSettings
+from streamrl.config.section import Positive, PositiveNumber, Section
+from streamrl.data_files import fingerprint, has_rows
+from streamrl.errors import did_you_mean
+from streamrl.user_code import is_user_code
+
+if TYPE_CHECKING:
+    from streamrl.config.run_config import RunConfig
+
+
+class EnvironmentSettings(Section):
+    """One of several environments, mixed by weight, instead of the one of `generator`."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Its tag in metrics, samples and reward normalization."""
+    environment: str
+    """As `generator.environment`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments."""
+    weight: PositiveNumber = 1.0
+    """Share of the prompts, relative to the other entries."""
+    group_size: Positive | None = None
+    """Episodes per prompt; null: `generator.group_size`."""
+    max_trajectories: Positive | None = None
+    """Most episodes of it among `learner.groups_per_step` consecutive prompts; the other entries
+    play the rest."""
+    reward: str | None = None
+    """Null: `data.reward`."""
+    reward_kwargs: dict[str, Any] | None = None
+    """Null: none, or `data.reward_kwargs` where reward is null, too."""
+    data: dict[str, Any] = Field(default_factory=dict)
+    """Settings of its prompts other than those of `data`: source, source_kwargs, ..."""
+
+
+# The renderer and the evaluation are one for all entries, and the reward has settings of its own.
+_OF_THE_RUN = (
+    "chat_template",
+    "tool_parser",
+    "tool_schemas",
+    "system_prompt",
+    "max_prompt_length",
+    "truncation",
+    "num_eval_prompts",
+    "changed",
+    "first_prompt_index",
+    "reward",
+    "reward_kwargs",
+)
+
+
+@dataclass(frozen=True)
+class EnvironmentEntry:
+    """One environment of the run."""
+
+    name: str
+    environment: str
+    kwargs: Mapping[str, Any]
+    weight: float
+    group_size: int
+    max_trajectories: int | None
+    data: DataSettings
+    """Its prompts and its reward."""
+    place: str = ""
+    """Of its settings, such as "environments.0."; "" for the one that `generator` names."""
+
+    @property
+    def setting(self) -> str:
+        """That names the environment."""
+        return f"{self.place or 'generator.'}environment"
+
+    @property
+    def kwargs_setting(self) -> str:
+        """That has its arguments."""
+        return f"{self.place}kwargs" if self.place else "generator.environment_kwargs"
+
+    @property
+    def group_size_setting(self) -> str:
+        return f"{self.place or 'generator.'}group_size"
+
+    @property
+    def max_groups(self) -> int | None:
+        """Prompts that it plays at most among `learner.groups_per_step` consecutive ones."""
+        return None if self.max_trajectories is None else self.max_trajectories // self.group_size
+
+
+def entries_of(config: "RunConfig") -> tuple[EnvironmentEntry, ...]:
+    """The entries in their order.
+
+    Raises:
+        ValidationError: `data` of an entry is refused.
+    """
+    generator = config.generator
+    if not config.environments:
+        alone = EnvironmentEntry(
+            name=generator.environment,
+            environment=generator.environment,
+            kwargs=generator.environment_kwargs,
+            weight=1.0,
+            group_size=generator.group_size,
+            max_trajectories=None,
+            data=config.data,
+        )
+        return (alone,)
+    return tuple(_entry(config, i, entry) for i, entry in enumerate(config.environments))
+
+
+def _entry(config: "RunConfig", index: int, settings: EnvironmentSettings) -> EnvironmentEntry:
+    return EnvironmentEntry(
+        name=settings.name,
+        environment=settings.environment,
+        kwargs=settings.kwargs,
+        weight=settings.weight,
+        group_size=settings.group_size or config.generator.group_size,
+        max_trajectories=settings.max_trajectories,
+        data=_data(config.data, index, settings),
+        place=f"environments.{index}.",
+    )
+
+
+def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> DataSettings:
+    """The run's `data` with what the entry sets."""
+    own = set(DataSettings.model_fields) - set(_OF_THE_RUN)
+    unknown = [
+        {"type": "value_error", "loc": (key,), "input": value, "ctx": {"error": _why_not(key, own)}}
+        for key, value in settings.data.items()
+        if key not in own
+    ]
+    if unknown:
+        raise _refused(index, unknown)
+    changed = {**_inherited(data, settings), **settings.data, **_reward(settings)}
+    try:
+        return DataSettings.model_validate(changed)
+    except ValidationError as error:
+        raise _refused(index, error.errors()) from error
+
+
+def _refused(index: int, details: Iterable[Any]) -> ValidationError:
+    """Of `data` of an entry: what pydantic says of it, at its place in the configuration."""
+    return ValidationError.from_exception_data(
+        "RunConfig",
+        [
+            InitErrorDetails(
+                type=detail["type"],
+                loc=("environments", index, "data", *detail["loc"]),
+                input=detail["input"],
+                ctx=detail.get("ctx", {}),
+            )
+            for detail in details
+        ],
+    )
+
+
+def _inherited(data: DataSettings, settings: EnvironmentSettings) -> dict[str, Any]:
+    """What is set of `data`, without the rewards if the entry has rewards of its own."""
+    values = data.model_dump(exclude_unset=True)
+    if settings.reward is None and "rewards" not in settings.data:
+        return values
+    return {k: v for k, v in values.items() if k not in ("reward", "reward_kwargs", "rewards")}
+
+
+def _reward(settings: EnvironmentSettings) -> dict[str, Any]:
+    if settings.reward is None:
+        return {} if settings.reward_kwargs is None else {"reward_kwargs": settings.reward_kwargs}
+    return {"reward": settings.reward, "reward_kwargs": settings.reward_kwargs or {}}
+
+
+def _why_not(key: str, own: set[str]) -> ValueError:
+    if key in ("reward", "reward_kwargs"):
+        return ValueError(f"stands beside data, as {key} of the entry")
+    if key in _OF_THE_RUN:
+        return ValueError(f"is one for the whole run: set data.{key}")
+    return ValueError(f"unknown key; {did_you_mean(key, own)}")
+
+
+_PromptSetting: TypeAlias = tuple[str, str]
+"""Its name, and its value as a person reads it."""
+
+# What a prompt's tokens are made of: of the run, of an entry, and of one of its sources.
+_MEASURED = ("max_prompt_length", "chat_template", "system_prompt")
+_MEASURED_OF_ENTRY = ("prompt_key", "prompt_template", "image_key", "video_key")
+_MEASURED_OF_SOURCE = ("prompt_key", "prompt_template")
+
+
+class SourceRows(Struct, frozen=True):
+    """The rows of one source, which `setting` names."""
+
+    setting: str
+    path: str
+    num_rows: int
+    sha256: str
+
+
+def rows_of(config: "RunConfig") -> tuple[SourceRows, ...]:
+    """Of the sources that are sets of rows. Reads all of their files.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    return tuple(
+        SourceRows(
+            name,
+            source.path,
+            *fingerprint(name, source.path, subset=source.subset, split=source.split),
+        )
+        for entry in config.entries
+        for name in (f"{entry.place}data.source",)
+        for source in entry.data.sources
+        if has_rows(source.path)
+    )
+
+
+def first_difference(then: "RunConfig", now: "RunConfig") -> tuple[str, str, str] | None:
+    """The first setting by which the two have other prompts, and its values; None if none is."""
+    pairs = zip(_settings_of(then), _settings_of(now), strict=False)
+    return next(((new[0], old[1], new[1]) for old, new in pairs if old[1] != new[1]), None)
+
+
+def _settings_of(config: "RunConfig") -> Iterator[_PromptSetting]:
+    """Those of two configurations stand beside each other up to the first that differs."""
+    entries = config.entries
+    yield "run.seed", str(config.run.seed)
+    yield "environments", str(len(entries))
+    if len(entries) > 1:
+        yield from _mixture(config)
+    for entry in entries:
+        yield from _sources(entry)
+        if _is_finite(entry.data):
+            yield from _order(entry)
+    if any(_is_finite(entry.data) for entry in entries):
+        yield from _filter(config)
+
+
+def _mixture(config: "RunConfig") -> Iterator[_PromptSetting]:
+    """Which entry plays a prompt."""
+    batch = config.learner.groups_per_step
+    yield "learner.groups_per_step", str(batch)
+    for entry in config.entries:
+        limit = batch if entry.max_groups is None else min(entry.max_groups, batch)
+        yield f"{entry.place}weight", str(entry.weight)
+        yield f"{entry.place}max_trajectories / group_size", str(limit)
+
+
+def _sources(entry: EnvironmentEntry) -> Iterator[_PromptSetting]:
+    """The sets and streams of an entry, and how they are mixed."""
+    sources, name = entry.data.sources, f"{entry.place}data.source"
+    paths = (source.path for source in sources)
+    yield name, ", ".join(os.path.abspath(path) if Path(path).exists() else path for path in paths)
+    is_mixed = any(source.weight is not None for source in sources)
+    for i, source in enumerate(sources):
+        weight = 1.0 if source.weight is None else source.weight
+        is_alone = isinstance(entry.data.source, str)
+        yield f"{name}.{i}.weight", str(weight) if is_mixed else "null"
+        yield f"{name}.{i}.subset", _text(source.subset)
+        yield f"{name}.{i}.split", _text(source.split)
+        yield f"{name}_kwargs" if is_alone else f"{name}.{i}.kwargs", _text(source.kwargs)
+
+
+def _is_finite(data: DataSettings) -> bool:
+    """Whether one of its sources may be a set, which is read in an order."""
+    return any(has_rows(source.path) or is_user_code(source.path) for source in data.sources)
+
+
+def _order(entry: EnvironmentEntry) -> Iterator[_PromptSetting]:
+    curriculum = entry.data.curriculum
+    yield f"{entry.place}data.shuffle", _text(entry.data.shuffle)
+    yield f"{entry.place}data.curriculum", _text(curriculum and curriculum.model_dump())
+
+
+def _filter(config: "RunConfig") -> Iterator[_PromptSetting]:
+    """Which rows are read; a truncation of another kind leaves all of them."""
+    is_filter = config.data.truncation == "filter"
+    yield "data.truncation", "filter" if is_filter else "another than filter"
+    if not is_filter:
+        return
+    for name in _MEASURED:
+        yield f"data.{name}", str(getattr(config.data, name))
+    for entry in config.entries:
+        for name in _MEASURED_OF_ENTRY:
+            yield f"{entry.place}data.{name}", str(getattr(entry.data, name))
+        for i, source in enumerate(entry.data.sources):
+            for name in _MEASURED_OF_SOURCE:
+                yield f"{entry.place}data.source.{i}.{name}", str(getattr(source, name))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,407 @@
+"""The newest readings of a daemon, what prometheus-client makes of them, and its server.
+
+Invariant: one thread of the daemon writes, any thread reads: a writer replaces whole mappings and
+changes none, so a reader sees the old one or the new one and nobody waits.
+
+The names of metrics.jsonl become those of Prometheus by families.csv, and all others by a rule:
+names begin with `streamrl_`, units are seconds, bytes and ratios, and counters end with `_total`. A
+name that no row matches keeps its words: `learner/grad_norm` is `streamrl_learner_grad_norm`.
+
+What a generator says of itself is `self/...`; what the buffer knows of it `generator/ID/...`.
+
+Prometheus finds a daemon by a file of service discovery beside the run folders. `file_sd_configs`
+reads runs/.prometheus/*.json, a file NAME@ID.json for each daemon of each run. A launch removes
+those of its run, a daemon that ends as it should its own; that of one that was killed stays, so
+that Prometheus shows that it is gone. prometheus-client is imported only where it is asked for.
+"""
+
+import csv
+import json
+import logging
+import math
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import resources
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import streamrl
+from streamrl.config import RunConfig
+from streamrl.config.addresses import is_loopback
+from streamrl.config.tracking import PrometheusSettings
+from streamrl.durable_files import write_file
+from streamrl.errors import ConfigError
+from streamrl.interfaces import Tracker
+from streamrl.metrics import (
+    OWN,
+    STALENESS_BUCKETS,
+    STALENESS_EDGES,
+    books_metrics,
+    buffer_metrics,
+    find,
+)
+from streamrl.run_folder import target_file
+from streamrl.types import (
+    BufferStats,
+    GeneratorStatus,
+    LearnerActivity,
+    LearnerStatus,
+    ValidatorStatus,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+PREFIX = "streamrl_"
+_BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
+_NUM_GROUPS = [f"buffer/staleness_{bucket}/num_groups" for bucket in STALENESS_BUCKETS]
+
+
+Kind: TypeAlias = Literal["gauge", "counter", "sum", "histogram"]
+"""`counter`: a running total already; `sum`: of a step, added up; `histogram`: so by bucket."""
+
+
+class MetricRow(NamedTuple):
+    """`pattern` matches a metric's whole name; its named groups are labels, `{}` in `family` is its
+    one group without a name."""
+
+    pattern: str
+    kind: Kind
+    family: str
+    text: str
+
+
+class Family(NamedTuple):
+    """What a metric is to Prometheus; `name` lacks the prefix and, of a counter, `_total`."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def _rows() -> Iterator[MetricRow]:
+    file = resources.files("streamrl.tracking") / "families.csv"
+    for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
+        yield MetricRow(**row)  # type: ignore[arg-type]
+
+
+ROWS = tuple(_rows())
+_PATTERNS = tuple((re.compile(row.pattern), row) for row in ROWS)
+_UNITS = (
+    ("_per_s", "_per_second"),
+    ("_s", "_seconds"),
+    ("_frac", "_ratio"),
+    ("_fraction", "_ratio"),
+)
+
+
+@lru_cache(maxsize=2**14)
+def family_of(metric: str) -> Family:
+    """Of a metric of metrics.jsonl, or of `streamrl.tracking.prometheus`."""
+    for pattern, row in _PATTERNS:
+        if found := pattern.fullmatch(metric):
+            unnamed = set(range(1, pattern.groups + 1)) - set(pattern.groupindex.values())
+            name = row.family.format(*(found.group(number) for number in sorted(unnamed)))
+            labels = tuple(sorted(found.groupdict().items()))
+            return Family(_name(name), row.kind, row.text, labels)
+    known = find(metric)
+    text = f"{metric} of metrics.jsonl, of the last step." if known is OWN else known.meaning
+    return Family(_name(metric), "gauge", text)
+
+
+def _name(words: str) -> str:
+    name = re.sub(r"[^a-zA-Z0-9_]", "_", words)
+    for suffix, unit in _UNITS:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + unit
+    return name
+
+
+class Exported(Tracker):
+    """What one daemon exports. `is_on` says whether anybody can read it.
+
+    Families whose name begins with one of `left_out` are another daemon's.
+    """
+
+    def __init__(self, *, is_on: bool, left_out: Sequence[str] = ()) -> None:
+        self.is_on = is_on
+        self._left_out = tuple(left_out)
+        self._newest: Mapping[str, Mapping[str, float]] = {}
+        self._sums: Mapping[str, float] = {}
+
+    def show(self, source: str, metrics: Callable[[], Mapping[str, Any]]) -> None:
+        """A reading of this source replaces the one before; `metrics` is called if it is on."""
+        if self.is_on:
+            self._newest = {**self._newest, source: _numbers(metrics())}
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """The line of a step; those of its metrics that count something are added up."""
+        if not self.is_on:
+            return
+        # The status of the learner is as new, and newer between two steps.
+        line = {k: v for k, v in _numbers(metrics).items() if k != "learner/policy_version"}
+        added = {name: line.pop(name) for name in [*line] if _is_added(family_of(name))}
+        num_groups = sum(added.get(name, 0.0) for name in _NUM_GROUPS)
+        added["buffer/staleness_sum"] = num_groups * line.get("buffer/staleness_mean", 0.0)
+        sums = {name: self._sums.get(name, 0.0) + value for name, value in added.items()}
+        steps = self._sums.get("learner/num_steps", 0.0) + 1
+        self._sums = {**self._sums, **sums, "learner/num_steps": steps}
+        # A validation is in the line of one step.
+        scores = {k: v for k, v in self._newest.get("line", {}).items() if "validation/" in k}
+        self._newest = {**self._newest, "line": {**scores, **line}}
+
+    def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
+        self.show("validation", lambda: metrics)
+
+    def collect(self) -> Iterator["Metric"]:
+        """Families with their samples; what prometheus-client asks a collector for."""
+        newest = {k: v for reading in self._newest.values() for k, v in reading.items()}
+        families: dict[str, list[tuple[Family, float]]] = {}
+        for metric, value in {**newest, **self._sums}.items():
+            family = family_of(metric)
+            if not family.name.startswith(self._left_out or ("-",)):
+                families.setdefault(family.name, []).append((family, value))
+        for name, found in families.items():
+            yield _metric(name, found)
+
+
+def _is_added(family: Family) -> bool:
+    return family.kind in ("sum", "histogram")
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are finite numbers."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _metric(name: str, found: Iterable[tuple[Family, float]]) -> "Metric":
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+
+    samples = list(found)
+    (family, _), *_ = samples
+    labels = [label for label, _ in family.labels]
+    if family.kind == "histogram":
+        counts = {dict(f.labels).get("bucket", ""): value for f, value in samples}
+        totals = [*accumulate(counts.get(bucket, 0.0) for bucket in STALENESS_BUCKETS)]
+        buckets = list(zip(_BOUNDS, totals, strict=True))
+        return HistogramMetricFamily(PREFIX + name, family.text, buckets, counts.get("", 0.0))
+    of_kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
+    metric = of_kind(PREFIX + name, family.text, labels=labels)
+    for each, value in samples:
+        metric.add_metric([text for _, text in each.labels], value)
+    return metric
+
+
+def of_buffer(stats: BufferStats) -> dict[str, float]:
+    return {
+        **books_metrics(stats.books),
+        **buffer_metrics(stats),
+        "buffer/policy_version": stats.policy_version,
+        "buffer/max_staleness_versions": stats.max_staleness,
+        "buffer/is_refusing": bool(stats.refusal),
+        "buffer/is_draining": stats.draining,
+        "buffer/is_finished": stats.finished,
+        "buffer/due_wait_s": stats.wait_due_s,
+    }
+
+
+def of_learner(status: LearnerStatus, config: RunConfig) -> dict[str, float]:
+    return {
+        **{
+            f"learner/activity/{activity.name.lower()}": activity is status.activity
+            for activity in LearnerActivity
+        },
+        "learner/activity_s": status.activity_s,
+        "learner/policy_version": status.policy_version,
+        "learner/max_steps": config.run.max_steps,
+        "learner/max_staleness_versions": config.buffer.largest_staleness,
+        "learner/stalls": status.num_stalls,
+        "learner/cannot_save": bool(status.unsaved),
+        "learner/checkpoint_every_steps": config.learner.checkpoint.every,
+        "weights/num_receivers": status.num_receivers,
+        "weights/num_behind": len(status.behind),
+    }
+
+
+def of_generator(status: GeneratorStatus) -> dict[str, float]:
+    return {
+        "self/policy_version": status.policy_version,
+        "self/num_tokens": status.num_tokens,
+        "self/tokens_per_s": status.tokens_per_s,
+        "self/num_active": status.num_active,
+        "self/num_waiting": status.num_waiting,
+        "self/leases": len(status.lease_ids),
+        "self/oldest_lease_s": max(status.lease_ages_s, default=0.0),
+        "self/pause_s": status.pause_s,
+        "self/busy_s": status.busy_s,
+        "self/uptime_s": status.uptime_s,
+        **({} if status.kv_usage is None else {"self/kv_usage_frac": status.kv_usage}),
+        "self/is_catching_up": status.is_catching_up,
+        "self/num_lost_agents": status.num_lost_agents,
+        **{f"self/reward/{f.reward}/num_failures": f.num_failures for f in status.failed_rewards},
+        "self/last_heartbeat_timestamp_seconds": time.time(),
+    }
+
+
+def of_validator(status: ValidatorStatus, num_tokens: float) -> dict[str, float]:
+    """`num_tokens` are those that its engine has sampled."""
+    return {
+        "validator/is_busy": status.is_busy,
+        "validator/prompts": status.num_prompts,
+        "validator/prompts_done": status.num_done,
+        "validator/next_policy_version": status.next_version,
+        "validator/sampled_tokens": num_tokens,
+    }
+
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client import CollectorRegistry, Metric
+
+log = logging.getLogger(__name__)
+
+_PLACES = {"buffer": 0, "learner": 1, "validator": 2}
+_GENERATORS = 10
+
+
+def port_of(settings: PrometheusSettings, daemon_id: str) -> int:
+    """The port that the setting gives to this daemon; 0 is any free one.
+
+    >>> port_of(PrometheusSettings(port=9400), "generator-3")
+    9413
+    """
+    numbered = re.fullmatch(r".*-(\d{1,3})", daemon_id)
+    if not settings.port or (daemon_id not in _PLACES and not numbered):
+        return 0
+    if numbered:
+        return settings.port + _GENERATORS + int(numbered[1])
+    return settings.port + _PLACES[daemon_id]
+
+
+def serve(
+    settings: PrometheusSettings, daemon_id: str, registry: "CollectorRegistry"
+) -> "WSGIServer":
+    """The server of prometheus-client at the daemon's port, or at a free one where another process
+    has it. It answers each scrape in a thread of its own.
+
+    Raises:
+        ConfigError: this machine has no such address.
+    """
+    from prometheus_client import start_http_server
+
+    host, port = settings.host, port_of(settings, daemon_id)
+    try:
+        try:
+            return start_http_server(port, host, registry)[0]
+        except OSError as error:
+            if not port:
+                raise
+            log.warning(
+                "metrics: cannot listen at %s:%d: %s; taking a free port", host, port, error
+            )
+            return start_http_server(0, host, registry)[0]
+    except OSError as error:
+        raise ConfigError(f"tracking.prometheus.host: cannot listen at {host}: {error}") from error
+
+
+def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> Path | None:
+    """The file for Prometheus; None where it cannot be written, which ends no daemon."""
+    path = target_file(folder, labels["run"], labels["id"])
+    reached_at = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+    place = f"[{reached_at}]:{port}" if ":" in reached_at else f"{reached_at}:{port}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps([{"targets": [place], "labels": labels}]) + "\n")
+    except OSError as error:
+        log.warning("metrics: cannot write %s: %s", path, error)
+        return None
+    return path
+
+
+@contextmanager
+def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported]:
+    """What the daemon exports is read at its endpoint until the block ends.
+
+    Raises:
+        ConfigError: `tracking.prometheus.host` is no address of this machine.
+    """
+    settings = config.tracking.prometheus
+    is_left_out = role == "learner"
+    exported = Exported(is_on=settings.enabled, left_out=("buffer_",) if is_left_out else ())
+    if not settings.enabled:
+        yield exported
+        return
+    labels = {"run": config.run.name, "role": role, "id": daemon_id}
+    server = serve(settings, daemon_id, _registry(exported, config.run.path, labels))
+    host, port = server.socket.getsockname()[:2]
+    log.info("metrics at http://%s:%d/metrics", host, port)
+    if not is_loopback(f"http://{host}:{port}"):
+        log.warning("metrics: whoever reaches %s:%d can read them, without a key", host, port)
+    target = write_target(config.run.folder, settings.host, port, labels)
+    try:
+        yield exported
+        if target is not None:
+            target.unlink(missing_ok=True)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _registry(exported: Exported, run: Path, labels: Mapping[str, str]) -> "CollectorRegistry":
+    """All families of a daemon, each sample with the daemon's labels."""
+    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+
+    unlabeled = CollectorRegistry()
+    unlabeled.register(exported)
+    ProcessCollector(registry=unlabeled)
+    GCCollector(registry=unlabeled)
+    unlabeled.register(_Machine(run))
+    labeled = CollectorRegistry()
+    labeled.register(_Labeled(unlabeled, labels))
+    return labeled
+
+
+class _Labeled:
+    def __init__(self, registry: "CollectorRegistry", labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+
+    def collect(self) -> Iterator["Metric"]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                s._replace(labels={**s.labels, **self._labels}) for s in metric.samples
+            ]
+            yield metric
+
+
+class _Machine:
+    """The disk that has the run's folder, and the release."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def collect(self) -> Iterator["Metric"]:
+        from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
+
+        disk = shutil.disk_usage(self._run)
+        for name, value in (("free", disk.free), ("size", disk.total)):
+            text = f"{name.capitalize()} bytes of the disk that has the run's folder."
+            yield GaugeMetricFamily(f"{PREFIX}run_disk_{name}_bytes", text, value=value)
+        version = {"version": streamrl.__version__}
+        yield InfoMetricFamily(PREFIX.rstrip("_"), "The release of StreamRL.", value=version)
