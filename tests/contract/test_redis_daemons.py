@@ -578,7 +578,8 @@ async def test_a_failover_in_mid_put_loses_nothing_and_trains_nothing_twice(
     num_steps, groups_per_step = 30, 4
     ledger = {"groups_per_step": groups_per_step, "max_staleness": 2, "final_version": num_steps}
     await failover.until_watched()
-    clients = [redis_client(failover.url, retry_s=0.5, **ledger) for _ in range(5)]
+    settings = {**ledger, "retry_s": 0.5, "deadline_s": 3 * DEADLINE_S}
+    clients = [redis_client(failover.url, **settings) for _ in range(5)]
     learner = {"groups_per_step": groups_per_step}
     config = make_config(learner=learner, buffer={"max_staleness": 2})
     session = LearnerSession(config, clients[0], Reporter(), LearnerState())
