@@ -21,8 +21,14 @@ from typing import Any
 
 from streamrl.config.algorithm.settings import DynamicSamplingSettings
 from streamrl.diagnosis.causes import NOTHING_SCORED
-from streamrl.error_record import ErrorRecord
-from streamrl.errors import LostAgentError, RewardError, RolloutError, StreamRLError, WireError
+from streamrl.errors import (
+    ErrorRecord,
+    LostAgentError,
+    RewardError,
+    RolloutError,
+    StreamRLError,
+    WireError,
+)
 from streamrl.service import user_code_details
 from streamrl.types import MAX_FAILED_ROWS, FailedReward, FailedRow, GroupFailure, TrajectoryGroup
 from streamrl.types.reasons import shortened

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from learners.checkpoints.records import RunRecords
-from learners.checkpoints.saver import RETRY_S, CheckpointSaver, wait_for_retry
+from learners.checkpoints.schedule import RETRY_S, CheckpointSaver, wait_for_retry
 from learners.executor.lockstep import Accumulate, Discard, Lockstep, Save, Snapshot, Update
 from learners.fairness import FairnessWindow
 from learners.profiling import ScalingWindow, StepTimes

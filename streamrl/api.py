@@ -39,8 +39,7 @@ from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.data_files import as_json_values
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorPipe, sentence_of
-from streamrl.errors import ConfigError, error_of
+from streamrl.errors import ConfigError, ErrorPipe, error_of, sentence_of
 from streamrl.extras import missing
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import METRICS_FILE, read_metrics

@@ -22,7 +22,6 @@ import zmq
 
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
-from streamrl.error_record import leave_record
 from streamrl.errors import (
     EXIT_CRASHED,
     ConfigError,
@@ -32,6 +31,7 @@ from streamrl.errors import (
     StreamRLError,
     TransportError,
     exit_code_of,
+    leave_record,
 )
 from streamrl.log_lines import JsonFormatter, log_as_json
 from streamrl.process_environment import PARENT_VARIABLE, processes_with

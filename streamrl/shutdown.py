@@ -26,8 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from streamrl.error_record import leave_record
-from streamrl.errors import EXIT_CRASHED, StreamRLError
+from streamrl.errors import EXIT_CRASHED, StreamRLError, leave_record
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FORWARDED_S = 1.0

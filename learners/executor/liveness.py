@@ -22,8 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from streamrl.error_record import leave_record
-from streamrl.errors import EXIT_UNREACHABLE, TransportError
+from streamrl.errors import EXIT_UNREACHABLE, TransportError, leave_record
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from learners.executor import liveness
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings
-from streamrl.error_record import ErrorPipe, ErrorRecord
-from streamrl.errors import EXIT_UNREACHABLE, StreamRLError, error_of
+from streamrl.errors import EXIT_UNREACHABLE, ErrorPipe, ErrorRecord, StreamRLError, error_of
 from streamrl.placement.hosts import num_cores
 from streamrl.service import force_s
 from streamrl.shutdown import Shutdown

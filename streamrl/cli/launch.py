@@ -27,7 +27,7 @@ from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
-from streamrl.errors import Interrupted, StreamRLError
+from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import resume_command
@@ -47,6 +47,11 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     if refusal is not None:
         raise refusal
     assert loaded is not None, "what is not refused is usable"
+    if name and loaded.config.parity.is_required:
+        raise ConfigError(
+            "parity: is compared on one machine, and this run has several: run `streamrl parity` "
+            "on one of them first, and leave its limits out here"
+        )
     if name:
         return launcher(name)(loaded.config, arguments)
     if arguments.dry_run:

@@ -80,8 +80,8 @@ def _report(command: str, error: Exception) -> int:
 
 
 def _leave_record(error: Exception) -> bool:
-    """See `streamrl.error_record`, which is imported only here."""
-    from streamrl.error_record import leave_record
+    """See `streamrl.errors`, which is imported only here."""
+    from streamrl.errors import leave_record
 
     return leave_record(error)
 

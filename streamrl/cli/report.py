@@ -43,7 +43,7 @@ from streamrl.cli.launchers import options_of
 from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorRecord
+from streamrl.errors import ErrorRecord
 from streamrl.run_folder import PAGE_FILE, Launch, find_run, note_launch, read_books
 from streamrl.samples.files import newest_first, side_by_side
 from streamrl.samples.record import Message, Sample, cut, printable, without_markup
@@ -53,7 +53,7 @@ from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE, read_lines, r
 
 def main(arguments: argparse.Namespace) -> int:
     config = find_run(arguments.folder)
-    path = write_report(config)
+    path = write_page(config)
     if arguments.html:
         print(path)
     else:
@@ -82,13 +82,8 @@ def reported(config: RunConfig, arguments: argparse.Namespace, console: Console)
 
 
 def _summarize(config: RunConfig, console: Console) -> None:
-    write_report(config)
+    write_page(config)
     console.print(summary(config))
-
-
-def write_report(config: RunConfig) -> Path:
-    """The run's page; returns where it is."""
-    return write_page(config, read_metrics(config.run.path / METRICS_FILE, SUMMARY_METRICS))
 
 
 NUM_SAMPLES, NUM_PROMPTS, NUM_VERSIONS = 24, 8, 4
@@ -97,9 +92,10 @@ _CHARTS = "uPlot-1.6.32"
 """The library that draws the charts, as npm has it: https://www.npmjs.com/package/uplot."""
 
 
-def write_page(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Path:
-    """From the files of the run's folder and the lines of its metrics; returns where it is."""
+def write_page(config: RunConfig) -> Path:
+    """From the files of the run's folder; returns where it is."""
     path = config.run.path / PAGE_FILE
+    lines = read_metrics(config.run.path / METRICS_FILE, SUMMARY_METRICS)
     write_file(path, page(config.run.name, page_data(config, lines)))
     return path
 

@@ -14,7 +14,6 @@ import shutil
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,32 +147,17 @@ _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
-@dataclass(frozen=True)
-class HostFacts:
-    """What a machine says of itself; see `Host`."""
-
-    devices: tuple[Device, ...] = ()
-    num_cores: int = 0
-    is_counted: bool = True
-    interface: str = ""
-
-
-def this_machine() -> Host:
-    """The machine that this process runs on, as the only host of a run."""
-    facts = facts_here()
+def this_machine(name: str = "here", address: str = "127.0.0.1") -> Host:
+    """The machine that this process runs on, with all its GPUs and the cores of this process; of
+    the only host of a run nothing else is asked."""
     return Host(
-        "here",
-        "127.0.0.1",
-        facts.devices,
-        facts.num_cores,
-        is_counted=facts.is_counted,
+        name,
+        address,
+        usable_devices(),
+        num_cores(),
+        interface=interface_of(address),
+        is_counted=not is_rocm(),
     )
-
-
-def facts_here(address: str = "") -> HostFacts:
-    """What this machine has: GPUs, the cores of this process, the interface with the address."""
-    cores = num_cores()
-    return HostFacts(usable_devices(), cores, not is_rocm(), interface_of(address))
 
 
 def interface_of(address: str) -> str:

@@ -247,11 +247,8 @@ class LearnerMemory:
             if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
                 reference = _FLOAT32 if self._is_sharded else self._compute_bytes
                 yield MemoryPart("reference", self._shard(reference * total))
-            teachers = ModelShape.of_teachers(self.config)
-            if teachers and not learner.offload.reference:
-                counts = [(teacher or self.shape).num_parameters for teacher in teachers]
-                size = _FLOAT32 if self._is_sharded else self._compute_bytes
-                yield MemoryPart("teachers", self._shard(size * sum(counts)))
+            if not learner.offload.reference:
+                yield from self._teachers()
             if not learner.offload.optimizer:
                 yield MemoryPart("optimizer", self._shard(_MOMENTS * self.num_trained))
             if not self._is_sharded and self._compute_bytes < _FLOAT32:
@@ -261,6 +258,24 @@ class LearnerMemory:
             yield MemoryPart("unsummed gradients", _FLOAT32 * self.num_trained)
         if self.sends:
             yield MemoryPart("weights to send", _SEND_BUFFERS * self._sent_bytes)
+
+    def _teachers(self) -> Iterator[MemoryPart]:
+        if teachers := ModelShape.of_teachers(self.config):
+            counts = [(teacher or self.shape).num_parameters for teacher in teachers]
+            size = _FLOAT32 if self._is_sharded else self._compute_bytes
+            yield MemoryPart("teachers", self._shard(size * sum(counts)))
+
+    def on_host(self, *, on_cpu: bool) -> tuple[MemoryPart, ...]:
+        """What `algorithm.rescore_share` and teachers take of the host's memory; `on_cpu`: the
+        learner has no GPU."""
+        parts: tuple[MemoryPart, ...] = ()
+        num_versions = self.config.buffer.largest_staleness
+        if self.config.algorithm.rescore_share and num_versions:
+            # The newest weights, too, while an older version scores.
+            copies = (num_versions + 1) * self._shard(_FLOAT32 * self.num_trained)
+            parts = (MemoryPart("copies for rescore_share", copies),)
+        is_there = on_cpu or self.config.learner.offload.reference
+        return (*parts, *self._teachers()) if is_there else parts
 
     def _step(self) -> tuple[MemoryPart, ...]:
         """Of a pass, or of the update where its moments come from the host then."""

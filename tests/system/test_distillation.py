@@ -75,13 +75,17 @@ def test_teachers_here_and_by_url_train_and_failures_cost_their_groups_alone(
 
 
 @pytest.mark.long
-def test_a_policy_that_is_its_teacher_stays(launch: Launch, model: Path):
-    settings = f"teachers: [{{path: {model}}}], student: proximal"
+@pytest.mark.parametrize(
+    "how", ["student: proximal", "top_k: 4", "top_k: 4, divergence: forward_kl"]
+)
+def test_a_policy_that_is_its_teacher_stays(launch: Launch, model: Path, how: str):
+    settings = f"teachers: [{{path: {model}}}], {how}"
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
     sizes = ("--set=run.max_steps=3", "--set=learner.optimizer.eps=0.01")
     run = launch(f"--set=algorithm.distillation={{{settings}}}", *sizes)
     assert run.end() == 0, run.output
     assert all(abs(line["reward/teacher_kl"]) < 1e-3 for line in run.lines)
+    assert all(abs(line.get("actor/teacher_kl", 0)) < 1e-4 for line in run.lines)
     assert run.books["balanced"]
 
 

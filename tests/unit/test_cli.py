@@ -25,7 +25,7 @@ from streamrl.cli.display.numbers import sparkline, summary_rows, wait_shares
 from streamrl.cli.display.view import headline, read_wait, render
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import sole_launch
-from streamrl.cli.report import write_report
+from streamrl.cli.report import write_page
 from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import family_of, host_of, port_of
 from streamrl.config.environments import SourceRows
@@ -592,7 +592,7 @@ def test_the_report_is_drawn_from_the_metrics(tmp_path):
     for line in LINES:
         tracker.log(line, int(line["step"]))
     tracker.close()
-    text = write_report(config).read_text()
+    text = write_page(config).read_text()
     assert '"state":"30 of' in text
     assert '"title":"Staleness in versions"' in text
 

@@ -443,7 +443,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_one_is_written_at_a
 
 async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypatch):
     monkeypatch.setattr("learners.session.TAKE_WAIT_S", 0.02)
-    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.schedule.RETRY_S", 0.02)
     run = Run(configure(max_steps=8, every=1))
     await until(lambda: run.records.is_begun)
     run.records.is_full = True
@@ -461,7 +461,7 @@ async def test_a_learner_with_too_many_unsaved_steps_waits_for_the_disk(monkeypa
 
 
 async def test_the_last_checkpoint_is_waited_for_until_the_learner_is_stopped(monkeypatch):
-    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.schedule.RETRY_S", 0.02)
     run = Run(configure())
     await until(lambda: run.records.is_begun)
     run.records.is_full = True
@@ -518,7 +518,7 @@ async def test_the_end_of_a_run_that_no_buffer_hears_is_an_error(monkeypatch):
 
 
 async def test_a_learner_that_starts_on_a_full_disk_waits_before_its_first_step(monkeypatch):
-    monkeypatch.setattr("learners.checkpoints.saver.RETRY_S", 0.02)
+    monkeypatch.setattr("learners.checkpoints.schedule.RETRY_S", 0.02)
     run = Run(configure())
     run.records.is_full = True
     await until(lambda: run.records.num_failures >= 3)

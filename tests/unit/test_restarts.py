@@ -12,10 +12,10 @@ from streamrl.cli.processes.child import (
     sentence_of,
 )
 from streamrl.config.run import RunSettings
-from streamrl.error_record import ErrorRecord
 from streamrl.errors import (
     ConfigError,
     DivergedError,
+    ErrorRecord,
     FencedError,
     RolloutError,
     StreamRLError,

@@ -187,7 +187,7 @@ def test_the_versions_of_a_held_out_prompt_stand_side_by_side(tmp_path, capsys):
     assert [(line["prompt_index"], line["step"]) for line in lines] == [(3, 20), (4, 20)]
     assert main(["samples", run, "--validation", "all", "--best"]) == 2
     assert "--best: has no effect on --validation all" in capsys.readouterr().err
-    write_page(config, [])
+    write_page(config)
     (section,) = page_data(config, [])["samples"]
     (first, _) = section["samples"]
     assert (first["title"], first["verdict"]) == ("prompt 3", "expected 9")
@@ -221,7 +221,7 @@ def test_the_page_and_the_tables_escape_what_the_model_wrote(tmp_path):
     file = SampleFile(config.run.path, 1, 10_000)
     file.append([make_sample(text=NASTY, prompt=NASTY, environment=NASTY)])
     write_validation(config.run.path, 4, [make_sample(4, text=NASTY)], keep=2)
-    write_page(config, [])
+    write_page(config)
     page = (config.run.path / "report.html").read_text()
     assert page.count("\\u003cscript>") == 4
     assert page.count("<script") == page.count("</script") == 2

@@ -13,9 +13,9 @@ import zmq
 
 from streamrl import service
 from streamrl.config import RunConfig
-from streamrl.error_record import ErrorRecord
 from streamrl.errors import (
     ConfigError,
+    ErrorRecord,
     FencedError,
     LedgerError,
     RolloutError,

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from streamrl import service, shutdown
-from streamrl.error_record import ErrorRecord
-from streamrl.errors import FencedError
+from streamrl.errors import ErrorRecord, FencedError
 from streamrl.shutdown import Shutdown
 from tests.unit.test_service import make_config
 

@@ -3,8 +3,8 @@
 import msgspec
 import zmq
 
-from actors.engines.vllm.receiver import UpdateInfo, WorkerReceiver
 from actors.engines.vllm.weights import WorkerReport
+from actors.engines.vllm.worker_receiver import UpdateInfo, WorkerReceiver
 from streamrl.curve import serve_with_new_key
 from tests.ports import free_port
 

@@ -24,7 +24,7 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(
-        BACKEND, "actors.engines.vllm.receiver", "WorkerReceiver"
+        BACKEND, "actors.engines.vllm.worker_receiver", "WorkerReceiver"
     )
     request_amx()
     if multiprocessing.parent_process() and (log_file := os.environ.get(ERROR_LOG_VARIABLE)):

@@ -2,7 +2,7 @@
 
 Invariant: vLLM's label of the weights changes in the same pause as the weights, so the label vLLM
 gives each sampled token is that of the version whose forward pass sampled it. The workers' end is
-`actors.engines.vllm.receiver`.
+`actors.engines.vllm.worker_receiver`.
 """
 
 import time

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-import streamrl
 from actors.engines import make_engine
 from actors.environments import require_rendering
 from actors.environments.stream import open_stream
@@ -27,9 +26,9 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode, Prompt, Reward, Score
 from streamrl.types import TrajectoryGroup
+from streamrl.user_code import user_traceback
 
 _TRIED = 32
-_PACKAGES = tuple(str(Path(streamrl.__file__).parents[1] / name) for name in ("streamrl", "actors"))
 
 
 @dataclass
@@ -58,7 +57,7 @@ def sample_one_group(config: RunConfig) -> int:
     try:
         asyncio.run(_sample(config))
     except RolloutError as error:
-        print("".join(_user_frames(error.__cause__)), end="", file=sys.stderr)
+        traceback.print_tb(user_traceback(error.__cause__))
         raise
     return 0
 
@@ -132,10 +131,3 @@ def _of_group(group: TrajectoryGroup, renderer: ChatRenderer) -> Iterator[str]:
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
-
-
-def _user_frames(error: BaseException | None) -> list[str]:
-    """File, line and source of the frames below StreamRL's own, innermost last."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_PACKAGES)]
-    return traceback.format_list(frames[ours[-1] + 1 :] if ours else [])

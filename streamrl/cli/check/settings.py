@@ -23,7 +23,7 @@ from streamrl.model_folder import local_folder
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine, torch_has_cuda
 from streamrl.placement.limits import expert_bytes
-from streamrl.placement.memory import DoesNotFitError
+from streamrl.placement.memory import DoesNotFitError, LearnerMemory, ModelShape
 from streamrl.placement.plan import Plan, gib
 from streamrl.placement.seats import counted, devices_per_engine
 
@@ -176,6 +176,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
     yield from _check_engine(config, plan)
     yield from plan.notes
     yield from _needs(plan)
+    yield from _host_of_learner(config, plan)
     yield CONFIGURATION.ok(f"learner.device: {config.learner.device}, {counted(hosts)}")
 
 
@@ -191,6 +192,29 @@ def _needs(plan: Plan) -> Iterator[Finding]:
                 f"{need.describe()}",
                 cause=process.name,
             )
+
+
+def _host_of_learner(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """What versions and teachers that the learner's ranks here keep take of this machine."""
+    ranks = [process for process in plan.processes if process.role == "learner"]
+    here = [rank for rank in ranks if rank.host == "here"]
+    shape, memory = ModelShape.of(config), _memory()
+    if shape is None or not here:
+        return
+    of_rank = LearnerMemory(config, shape, len(ranks))
+    parts = of_rank.on_host(on_cpu=not any(rank.devices for rank in here))
+    need = len(here) * sum(part.num_bytes for part in parts)
+    if not need:
+        return
+    names = " and ".join(part.name for part in parts)
+    sentence = f"learner: its {names} take {gib(need)} of this machine's memory"
+    if memory and need > memory:
+        yield MEMORY.problem(
+            f"{sentence}, which has {gib(memory)}: lower buffer.max_staleness, set "
+            "algorithm.rescore_share 0, or name a smaller teacher"
+        )
+        return
+    yield MEMORY.ok(sentence)
 
 
 def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:

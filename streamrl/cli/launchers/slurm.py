@@ -51,10 +51,16 @@ from streamrl.cli.processes.run_commands import (
 from streamrl.config import RunConfig, to_yaml
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
-from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorRecord, read_record
-from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.errors import (
+    ERROR_FILE_VARIABLE,
+    ConfigError,
+    ErrorRecord,
+    Interrupted,
+    StreamRLError,
+    read_record,
+)
 from streamrl.placement.assign import make_plan
-from streamrl.placement.hosts import facts_here
+from streamrl.placement.hosts import this_machine
 from streamrl.placement.plan import Device, Host, Plan, PlannedProcess
 from streamrl.process_environment import PARENT_VARIABLE
 
@@ -314,7 +320,7 @@ def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
 
 def _host(answer: Mapping[str, Any]) -> Host:
     devices = tuple(Device(**device) for device in answer["devices"])
-    return Host(**{**answer, "devices": devices})
+    return Host(**{**answer, "devices": devices, "roles": tuple(answer["roles"])})
 
 
 def _said(*command: str) -> str:
@@ -335,8 +341,7 @@ def main() -> None:
     address = found.group(1) if found else name
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(address)
-    facts = asdict(facts_here(address))
-    print(json.dumps({"name": name, "address": address, **facts}), flush=True)
+    print(json.dumps(asdict(this_machine(name, address))), flush=True)
 
 
 if __name__ == "__main__":

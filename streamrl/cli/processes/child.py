@@ -28,15 +28,17 @@ from pathlib import Path
 from streamrl.cli.processes.command import executable
 from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
 from streamrl.config.run import RunSettings
-from streamrl.error_record import ErrorPipe, ErrorRecord, sentence_of
 from streamrl.errors import (
     EXIT_CONFIG,
     EXIT_CRASHED,
     EXIT_DIVERGED,
     EXIT_FENCED,
     EXIT_ROLLOUTS,
+    ErrorPipe,
+    ErrorRecord,
     StreamRLError,
     error_of,
+    sentence_of,
 )
 from streamrl.log_lines import FORMAT_VARIABLE, json_line
 from streamrl.run_folder import note_restart

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
-from streamrl.error_record import ErrorPipe, sentence_of
-from streamrl.errors import Interrupted, StreamRLError, error_of
+from streamrl.errors import ErrorPipe, Interrupted, StreamRLError, error_of, sentence_of
 
 GRACE_PERIOD_S = 10.0
 T = TypeVar("T")

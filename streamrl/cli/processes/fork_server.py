@@ -252,7 +252,7 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
     import numpy
     import torch
 
-    from streamrl.error_record import ERROR_FILE_VARIABLE
+    from streamrl.errors import ERROR_FILE_VARIABLE
 
     if os.getppid() != request.launcher:
         os._exit(1)

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from learners.executor.starter import failure
-from streamrl.error_record import ERROR_FILE_VARIABLE, read_record
+from streamrl.errors import ERROR_FILE_VARIABLE, read_record
 from streamrl.process_environment import PARENT_VARIABLE
 
 

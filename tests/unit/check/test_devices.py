@@ -106,3 +106,16 @@ def test_a_device_is_shown_alone_by_the_name_that_it_has_here():
     assert visible_alone("auto", {"CUDA_VISIBLE_DEVICES": "5"}) == {}
     with pytest.raises(ConfigError, match=r"generator.device: was 'cuda:1', and CUDA_VI.* names 1"):
         visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "5"})
+
+
+def test_copies_that_rescore_are_said_and_refused_where_the_machine_cannot_hold_them(
+    config, monkeypatch
+):
+    algorithm = config.algorithm.model_copy(update={"rescore_share": 0.1})
+    config = config.model_copy(update={"algorithm": algorithm})
+    for memory, severity in ((2**50, Severity.OK), (2**20, Severity.PROBLEM)):
+        monkeypatch.setattr(settings, "_memory", lambda memory=memory: memory)
+        found = of_memory(config, one_host(2, 80), monkeypatch)
+        (said,) = [f for f in found if "copies for rescore_share take " in f.sentence]
+        assert said.severity is severity
+        assert ("buffer.max_staleness" in said.sentence) == (severity is Severity.PROBLEM)

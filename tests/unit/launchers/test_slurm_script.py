@@ -66,6 +66,12 @@ def test_what_is_no_job_is_refused(capsys, file, tmp_path, monkeypatch, job, sen
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("launcher", ["--slurm", "--ray"])
+def test_limits_of_parity_are_for_one_machine(capsys, file, launcher):
+    assert main(["launch", file, launcher, "--set", "parity.max_gap=0.1"]) == 2
+    assert "parity: is compared on one machine" in capsys.readouterr().err
+
+
 def test_a_step_gets_its_variables_on_its_node(tmp_path):
     """The command after `srun`'s options is what a node runs: it is run here."""
     log = tmp_path / "learner.log"

@@ -89,7 +89,7 @@ def test_nothing_in_the_data_ends_its_block():
 
 def test_the_page_runs_its_own_script_alone_and_loads_nothing(tmp_path):
     config = make_run(tmp_path, [{"step": 1, "reward/mean": 0.5}])
-    text = write_page(config, []).read_text()
+    text = write_page(config).read_text()
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text

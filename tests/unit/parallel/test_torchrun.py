@@ -11,14 +11,20 @@ import pytest
 
 from streamrl.cli.arguments.commands import parse
 from streamrl.cli.processes.torchrun import main
-from streamrl.error_record import ERROR_FILE_VARIABLE, ErrorPipe
-from streamrl.errors import ConfigError, DivergedError, StreamRLError, TransportError
+from streamrl.errors import (
+    ERROR_FILE_VARIABLE,
+    ConfigError,
+    DivergedError,
+    ErrorPipe,
+    StreamRLError,
+    TransportError,
+)
 from streamrl.process_environment import PARENT_VARIABLE
 
 RANK = """
 import os, sys, time
 from streamrl import errors
-from streamrl.error_record import leave_record
+from streamrl.errors import leave_record
 rank = int(os.environ["RANK"])
 names = sys.argv[1].split(",")
 if names[rank] == "killed later":

@@ -292,6 +292,31 @@ def test_a_fraction_that_was_set_by_hand_stays_and_counts():
         make_plan(configured(generator={**by_hand, "count": 2}), one_host(1, 80))
 
 
+@pytest.mark.parametrize(("num_ranks", "lora"), [(1, None), (8, None), (1, {"rank": 4})])
+def test_copies_that_rescore_and_teachers_on_a_host_are_counted(folder, num_ranks, lora):
+    shape = ModelShape.of_facts(EIGHT_B)
+    algorithm = {"preset": "stream", "rescore_share": 0.1}
+    teachers = {"distillation": {"teachers": [{"path": "nowhere"}]}}
+    learner = {"num_ranks": num_ranks, "lora": lora}
+    found = {}
+    for name, more in {"none": {}, "teacher": teachers}.items():
+        config = with_model(
+            folder,
+            algorithm={**algorithm, **more},
+            buffer={"max_staleness": 3},
+            learner=learner,
+        )
+        of_rank = LearnerMemory(config, shape, num_ranks)
+        found[name] = {p.name: p.num_bytes for p in of_rank.on_host(on_cpu=True)}
+        assert "teachers" not in {p.name for p in of_rank.on_host(on_cpu=False)}
+    # Three versions, and the newest while one of them scores.
+    copies = 4 * (4 * of_rank.num_trained // num_ranks)
+    assert found["none"] == {"copies for rescore_share": copies}
+    assert found["teacher"].keys() == {"copies for rescore_share", "teachers"}
+    none = with_model(folder, algorithm=algorithm, buffer={"max_staleness": 0}, learner=learner)
+    assert not LearnerMemory(none, shape, num_ranks).on_host(on_cpu=True)
+
+
 def test_teachers_in_the_learner_are_counted(folder):
     shape = ModelShape.of_facts(EIGHT_B)
     teachers = [{"name": "a", "path": "nowhere"}, {"name": "b", "url": "http://127.0.0.1:1"}]

@@ -35,8 +35,7 @@ from streamrl.cli.launchers.ray.supervisor import Supervisor
 from streamrl.cli.processes.mirror import complete_checkpoints
 from streamrl.config import RunConfig
 from streamrl.config.addresses import port_of
-from streamrl.error_record import ErrorRecord
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, ErrorRecord
 from streamrl.placement.plan import Plan
 
 CONNECT_S, RETRY_S = 10.0, 5.0

@@ -55,8 +55,15 @@ from streamrl.cli.processes.run_commands import (
 )
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorRecord, sentence_of
-from streamrl.errors import EXIT_UNREACHABLE, ConfigError, Interrupted, StreamRLError, error_of
+from streamrl.errors import (
+    EXIT_UNREACHABLE,
+    ConfigError,
+    ErrorRecord,
+    Interrupted,
+    StreamRLError,
+    error_of,
+    sentence_of,
+)
 from streamrl.placement.assign import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.run_folder import resume_command
@@ -64,11 +71,6 @@ from streamrl.run_folder import resume_command
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Exit code of the run; with `--dry-run`, of making the plan."""
-    if config.parity.is_required:
-        raise ConfigError(
-            "parity: is compared on one machine, and this run has several: run `streamrl parity` "
-            "on one of them first, and leave its limits out here"
-        )
     config, console = _with_absolute_folder(config), Console()
     with connected(arguments.ray), sigterm_raises():
         if arguments.dry_run:

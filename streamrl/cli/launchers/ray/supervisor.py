@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import io
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -30,9 +29,8 @@ from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.durable_files import write_file
-from streamrl.error_record import ErrorPipe, ErrorRecord, sentence_of
-from streamrl.errors import StreamRLError
-from streamrl.placement.hosts import facts_here
+from streamrl.errors import ErrorPipe, ErrorRecord, StreamRLError, sentence_of
+from streamrl.placement.hosts import this_machine
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import held_run, move_aside
 
@@ -60,19 +58,18 @@ class Supervisor:
 
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
-        facts = facts_here(address)
+        here = this_machine(address=address)
         given = context.get_accelerator_ids().get("GPU", [])
-        known = list(facts.devices) + [None] * (len(given) - len(facts.devices))
+        known = list(here.devices) + [None] * (len(given) - len(here.devices))
         self._folder = Path(folder)
         shares = _read(self._folder / "launch.id") == launch_id
         shares_directory = shares and _inode(directory[0]) == directory[1]
         self._directory = Path(directory[0]) if shares_directory else self._folder / "files"
         return {
             "release": __version__,
-            "python": platform.python_version(),
             "address": address,
             "node": context.get_node_id(),
-            "interface": facts.interface,
+            "interface": here.interface,
             "devices": [
                 (index, device.memory_bytes if device else 0, device.name if device else "", name)
                 for index, (name, device) in enumerate(zip(given, known, strict=False))
