@@ -155,6 +155,8 @@ async def _serve_term(
         return stats
     finally:
         renewing.cancel()
+        # Both may have found that another daemon has taken over.
+        await asyncio.gather(renewing, return_exceptions=True)
         await asyncio.to_thread(journal.close)
 
 

@@ -117,11 +117,6 @@ class Layout:
     def names(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.manifest)
 
-    @property
-    def largest_bucket(self) -> int:
-        """Bytes."""
-        return max((bucket.num_bytes for bucket in self.buckets), default=0)
-
 
 def manifest_of(
     parameters: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None

@@ -31,7 +31,7 @@ from streamrl.errors import (
     StorageError,
     UnknownLeaseError,
 )
-from streamrl.types import DropReason, GroupHeader, SiblingHeader
+from streamrl.types import DropReason, GroupHeader, SiblingHeader, TakenBatch
 from tests.contract.conftest import Connect, fill
 from tests.contract.test_buffers import make_ledger, status
 from tests.records import lease_one, make_group
@@ -578,7 +578,8 @@ async def test_a_failover_in_mid_put_loses_nothing_and_trains_nothing_twice(
     num_steps, groups_per_step = 30, 4
     ledger = {"groups_per_step": groups_per_step, "max_staleness": 2, "final_version": num_steps}
     await failover.until_watched()
-    clients = [redis_client(failover.url, retry_s=0.5, **ledger) for _ in range(5)]
+    settings = {**ledger, "retry_s": 0.5, "deadline_s": 3 * DEADLINE_S}
+    clients = [redis_client(failover.url, **settings) for _ in range(5)]
     learner = {"groups_per_step": groups_per_step}
     config = make_config(learner=learner, buffer={"max_staleness": 2})
     session = LearnerSession(config, clients[0], Reporter(), LearnerState())
@@ -589,10 +590,10 @@ async def test_a_failover_in_mid_put_loses_nothing_and_trains_nothing_twice(
         for number, client in enumerate(clients[1:]):
             generators.create_task(sample(client, f"generator-{number}", sampled))
         for version in range(1, num_steps + 1):
-            batch = await session.take(asyncio.Event(), waited)
-            assert batch is not None
-            assert len(batch.groups) == groups_per_step
-            trained += (group.prompt_index for group in batch.groups)
+            batch = TakenBatch(headers=())
+            while len(batch.headers) < groups_per_step:
+                batch = await session.take(asyncio.Event(), waited) or batch
+            trained += (header.prompt_index for header in batch.headers)
             await session.advance(version, batch)
             if version % 3 == 0:
                 await session.acknowledge(version)
