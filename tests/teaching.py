@@ -9,15 +9,38 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from actors.rendering.renderer import ChatRenderer
+from actors.rewards.calls.limits import FinalError
+from actors.rewards.remote.http import Service, ServiceSettings
 from actors.rewards.remote.teachers import RemoteTeachers
 from streamrl.config.algorithm.distillation import DistillationSettings
 from streamrl.config.data import DataSettings
+from streamrl.errors import RolloutError
 from streamrl.types import Trajectory, TrajectoryGroup
 from tests.engines import make_model
 from tests.training import make_groups
 
 GROUP = structs.replace(make_groups(num_groups=1, group_size=3)[0], teacher="", teacher_prompt=None)
 TOP_K = 4
+START_S = 400.0
+
+
+def wait_until_served(url: str) -> None:
+    """At most START_S."""
+    asyncio.run(_until_served(url))
+
+
+async def _until_served(url: str) -> None:
+    service = Service(ServiceSettings(url=url))
+    async with asyncio.timeout(START_S):
+        while True:
+            try:
+                await service.post("/detokenize", {"tokens": [3]}, dict)
+            except FinalError:
+                return  # It has no tokenizer.
+            except RolloutError:
+                await asyncio.sleep(1.0)
+            else:
+                return
 
 
 def scored(tokenizer: object, top_k: int = 0, **teacher: object) -> TrajectoryGroup:

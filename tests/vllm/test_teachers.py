@@ -1,6 +1,5 @@
 """A real vLLM as a teacher: what it answers is what the learner computes with its model."""
 
-import asyncio
 import sys
 from collections.abc import Iterator
 
@@ -8,15 +7,19 @@ import pytest
 
 from actors.engines.served.process import ServerProcess
 from actors.engines.vllm.arguments import IN_ONE_PROCESS
-from actors.rewards.remote.http import Service, ServiceSettings
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import ConfigError
 from tests.engines import ENVIRONMENT, make_model
 from tests.ports import free_port
-from tests.teaching import TOP_K, require_likeliest_of_model, require_logprobs_of_model, scored
+from tests.teaching import (
+    TOP_K,
+    require_likeliest_of_model,
+    require_logprobs_of_model,
+    scored,
+    wait_until_served,
+)
 from tests.tiny_model import make_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-START_S = 400.0
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +34,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     words = [*program, *where, *sizes, "--distributed-executor-backend", IN_ONE_PROCESS]
     server = ServerProcess(words, folder / "vllm.log", ENVIRONMENT)
     try:
-        asyncio.run(_until_served(f"http://127.0.0.1:{port}"))
+        wait_until_served(f"http://127.0.0.1:{port}")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.close()
-
-
-async def _until_served(url: str) -> None:
-    """Waits for the server, at most START_S."""
-    service = Service(ServiceSettings(url=url))
-    async with asyncio.timeout(START_S):
-        while True:
-            try:
-                await service.post("/detokenize", {"tokens": [3]}, dict)
-            except RolloutError:
-                await asyncio.sleep(1.0)
-            else:
-                return
 
 
 def test_what_vllm_answers_is_what_its_model_computes(url: str):
