@@ -165,7 +165,7 @@ def audit_journal(path: Path) -> EventAudit:
 async def audit_redis(url: str, run: str) -> EventAudit:
     """Of a run at rest: its snapshot and its events are read one after the other."""
     require("buffer.url: redis://", "redis")
-    from buffers.redis import storage as stream
+    from buffers.redis import journal_storage as stream
 
     snapshot = await stream.read_snapshot(url, run)
     result = audit([event async for event in stream.read_events(url, run)])

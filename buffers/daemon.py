@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffers.journal.journal import Journal
-from buffers.journal.segments import PayloadPlace
+from buffers.journal.payload_segments import PayloadPlace
 from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
@@ -128,7 +128,7 @@ async def _serve_term(
     Raises:
         HandedOverError: the journal is no longer as this daemon left it.
     """
-    from buffers.redis.storage import RedisStorage
+    from buffers.redis.journal_storage import RedisStorage
 
     ended = threading.Event()
     state: BufferState[Frame] = _blank(config)

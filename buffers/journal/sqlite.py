@@ -1,5 +1,5 @@
 """The journal in one SQLite file, and the payloads in append-only segments beside it
-(`buffers.journal.segments`).
+(`buffers.journal.payload_segments`).
 
 Invariant: a payload is written before the row that names it, and its bytes are freed after the row
 is gone. One process at a time writes the file; others may read it while the buffer runs. Every
@@ -8,8 +8,9 @@ change is one transaction, and a failed one changes nothing. The tables:
     settings  the format and the settings of the run (one row, JSON)
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
     entry     every open prompt: its lease, state, header and siblings; or that it is free
-    payload   where the payload of every group that is held is (`buffers.journal.segments`), and of
-              every sibling that is held before its group, by its number (a group's is -1)
+    payload   where the payload of every group that is held is
+              (`buffers.journal.payload_segments`), and of every sibling that is held before its
+              group, by its number (a group's is -1)
     scheduling_state   of each generator that is not active
     events    one row a lease: the states it was in, one letter each, and the lengths of the
               responses that were put (msgpack); never deleted
@@ -27,7 +28,7 @@ from typing import TextIO
 import msgspec
 
 from buffers.journal.journal import Changes, JournalContent, events_of, read_entries
-from buffers.journal.segments import Payload, PayloadPlace, Segments
+from buffers.journal.payload_segments import Payload, PayloadPlace, Segments
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.ledger.state import PayloadKey
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError

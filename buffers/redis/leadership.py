@@ -3,8 +3,8 @@
     daemon   its name, address and key, with an expiry of LEASE_S that it renews every RENEW_S
 
 Invariant: who takes over writes its name, which is new, as the term into the fence
-(`buffers.redis.storage`) first, so what an earlier daemon still writes is refused, whatever it
-believes and whatever the server has lost. The expiry only decides how soon another one tries.
+(`buffers.redis.journal_storage`) first, so what an earlier daemon still writes is refused, whatever
+it believes and whatever the server has lost. The expiry only decides how soon another one tries.
 `acquire` waits until no other daemon holds the run, and polls every POLL_S.
 """
 
@@ -19,8 +19,8 @@ from msgspec import Struct
 from redis import exceptions
 
 from buffers.redis.connection import Answer, Command, RedisConnection, namespace
+from buffers.redis.journal_storage import connected, read_fence, require_format
 from buffers.redis.memory_limit import RedisMemoryLimit
-from buffers.redis.storage import connected, read_fence, require_format
 from streamrl.errors import HandedOverError, TransportError
 
 log = logging.getLogger(__name__)

@@ -231,7 +231,7 @@ def _stored(journal: str, folder: Path) -> Iterator[tuple[Any, SetKeys]]:
             import redis
 
             from buffers.redis.connection import namespace
-            from buffers.redis.storage import RedisStorage
+            from buffers.redis.journal_storage import RedisStorage
 
             with redis_server(folder / "redis", "appendfsync everysec") as server:
                 client = redis.Redis.from_url(server.url)

@@ -20,7 +20,7 @@ import pytest
 
 from buffers.connect import connect
 from buffers.journal.journal import Journal
-from buffers.journal.segments import PayloadPlace
+from buffers.journal.payload_segments import PayloadPlace
 from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState

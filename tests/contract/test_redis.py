@@ -12,8 +12,8 @@ from redis import Redis
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.messages import AttachReply, AttachRequest
 from buffers.redis.client import RedisBuffer
+from buffers.redis.journal_storage import forget, read_events, read_snapshot
 from buffers.redis.leadership import LEASE_S
-from buffers.redis.storage import forget, read_events, read_snapshot
 from streamrl.cli.buffer import running
 from streamrl.config import load_config
 from streamrl.errors import (

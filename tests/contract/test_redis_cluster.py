@@ -10,7 +10,7 @@ from redis import Redis
 from redis.crc import key_slot
 
 from buffers.redis.connection import namespace
-from buffers.redis.storage import forget, read_events
+from buffers.redis.journal_storage import forget, read_events
 from streamrl.errors import ConfigError
 from tests.contract.conftest import Connect
 from tests.contract.test_buffers import fill

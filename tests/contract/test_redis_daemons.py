@@ -21,8 +21,8 @@ from buffers.journal.journal import Changes, Journal
 from buffers.ledger.state import GROUP, BufferState
 from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import Command, RedisConnection
+from buffers.redis.journal_storage import RedisStorage
 from buffers.redis.leadership import Leadership, served_at
-from buffers.redis.storage import RedisStorage
 from learners.session import LearnerSession, LearnerState
 from streamrl.errors import (
     HandedOverError,
@@ -477,7 +477,7 @@ def test_a_journal_of_any_size_is_read_by_pages(
         return answers
 
     server.delete("payload of g7")
-    monkeypatch.setattr("buffers.redis.storage.PAGE", page)
+    monkeypatch.setattr("buffers.redis.journal_storage.PAGE", page)
     monkeypatch.setattr(RedisConnection, "call", record)
     again, _, other = journal_of(redis.url, "pages", num_groups)
     assert again.ledger.books().buffered == num_groups - 1

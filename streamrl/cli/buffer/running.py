@@ -248,7 +248,7 @@ def books(arguments: argparse.Namespace) -> int:
 
 
 async def _require_none(config: RunConfig) -> None:
-    from buffers.redis.storage import read_snapshot
+    from buffers.redis.journal_storage import read_snapshot
 
     deadline_s = _deadline_s(config)
     url, run = config.buffer.secret_url, config.run.name
@@ -257,8 +257,8 @@ async def _require_none(config: RunConfig) -> None:
 
 
 async def _forget(config: RunConfig) -> None:
+    from buffers.redis.journal_storage import forget
     from buffers.redis.leadership import served_at
-    from buffers.redis.storage import forget
 
     url, run, deadline_s = config.buffer.secret_url, config.run.name, _deadline_s(config)
     if (server := await served_at(url, run, deadline_s=deadline_s)) is not None:

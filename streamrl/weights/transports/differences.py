@@ -4,9 +4,9 @@ With `weights.delta` a receiver that has the version before gets only the differ
 has not, or that failed, gets a whole version, and so does everyone after `weights.full_every`
 differences.
 
-A difference has one compressed frame per bucket (`streamrl.weights.transports.delta`), none where
-the bucket is the same, and the checksums of the result, per bucket: it counts as applied only after
-those matched, which with another base they do not.
+A difference has one compressed frame per bucket (`streamrl.weights.transports.difference_codec`),
+none where the bucket is the same, and the checksums of the result, per bucket: it counts as applied
+only after those matched, which with another base they do not.
 """
 
 import threading
@@ -20,7 +20,7 @@ import torch
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.weights.layout import Bucket, Layout
-from streamrl.weights.transports import delta
+from streamrl.weights.transports import difference_codec
 from streamrl.weights.transports.checksums import SIZE, checksum
 
 MAX_THREADS = 4
@@ -46,7 +46,7 @@ class Difference:
 
         def encoded(number: int, bucket: Bucket) -> tuple[torch.Tensor | None, bytes]:
             result = bucket.of(data)
-            return delta.encode(bucket.of(base), result), _checksum(number, result, key)
+            return difference_codec.encode(bucket.of(base), result), _checksum(number, result, key)
 
         pairs = _of_each(encoded, layout)
         sums = b"".join(one for _, one in pairs)
@@ -73,7 +73,7 @@ class Difference:
             ours, target, frame = bucket.of(base), bucket.of(into), self.frames[number]
             if frame is not None:
                 try:
-                    delta.decode(frame, ours, target)
+                    difference_codec.decode(frame, ours, target)
                 except ValueError as error:
                     raise _error(source, f"is corrupt in bucket {number}: {error}") from error
             elif target.data_ptr() != ours.data_ptr():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from streamrl.weights.transports import delta
+from streamrl.weights.transports import difference_codec
 
 GAPS = (0, 1, 254, 255, 256, 70_000)
 
@@ -29,13 +29,13 @@ def versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @given(versions())
 def test_a_difference_gives_exactly_the_second_version(pair):
     base, data = pair
-    frame = delta.encode(base, data)
+    frame = difference_codec.encode(base, data)
     assert (frame is None) == torch.equal(base, data)
     if frame is not None:
         into = torch.empty_like(base)
-        delta.decode(frame, base, into)
+        difference_codec.decode(frame, base, into)
         assert torch.equal(into, data)
-        delta.decode(frame, base, base)
+        difference_codec.decode(frame, base, base)
         assert torch.equal(base, data)
 
 
@@ -44,12 +44,12 @@ def test_a_difference_gives_exactly_the_second_version(pair):
 def test_a_frame_that_has_changed_is_refused_or_keeps_the_length(pair, place, change):
     """Which other bytes it gives, the checksum of the result finds out."""
     base, data = pair
-    if (frame := delta.encode(base, data)) is None:
+    if (frame := difference_codec.encode(base, data)) is None:
         return
     frame[place % len(frame)] ^= change
     into = torch.empty_like(base)
     with contextlib.suppress(ValueError):
-        delta.decode(frame, base, into)
+        difference_codec.decode(frame, base, into)
 
 
 @pytest.mark.parametrize("gap", GAPS)
@@ -57,8 +57,8 @@ def test_words_stand_any_gap_apart(gap):
     base = torch.zeros(2 * (gap + 1) * 4 + 3, dtype=torch.uint8)
     data = base.clone()
     data[2 * gap :: 2 * (gap + 1)] = 7
-    frame = delta.encode(base, data)
-    delta.decode(frame, base, base)
+    frame = difference_codec.encode(base, data)
+    difference_codec.decode(frame, base, base)
     assert torch.equal(base, data)
 
 
@@ -69,22 +69,22 @@ def test_words_stand_any_gap_apart(gap):
 def test_a_frame_that_was_cut_off_is_refused(cut, message):
     base = torch.zeros(1000, dtype=torch.uint8)
     for data in (torch.arange(1000).byte(), torch.arange(1000).byte() * (torch.rand(1000) < 0.01)):
-        frame = delta.encode(base, data)
+        frame = difference_codec.encode(base, data)
         with pytest.raises(ValueError, match=message):
-            delta.decode(frame[cut].clone(), base, torch.empty_like(base))
+            difference_codec.decode(frame[cut].clone(), base, torch.empty_like(base))
 
 
 def test_a_frame_for_more_bytes_is_refused():
     data = torch.zeros(1000).byte()
     data[::21] = 1
-    frame = delta.encode(torch.zeros(1000).byte(), data)
+    frame = difference_codec.encode(torch.zeros(1000).byte(), data)
     few = torch.zeros(80, dtype=torch.uint8)
     with pytest.raises(ValueError, match="changes more than 80 bytes"):
-        delta.decode(frame, few, few)
+        difference_codec.decode(frame, few, few)
     few = torch.zeros(96, dtype=torch.uint8)
     frame[:8] = torch.tensor([40, 0, 0, 0, 0, 0, 0, 0]).byte()
     with pytest.raises(ValueError, match="has not the 120 bytes"):
-        delta.decode(frame, few, few)
+        difference_codec.decode(frame, few, few)
 
 
 def test_a_step_at_the_learning_rate_of_rl_costs_two_bytes_for_each_word_that_changed():
@@ -93,7 +93,7 @@ def test_a_step_at_the_learning_rate_of_rl_costs_two_bytes_for_each_word_that_ch
     before = master.bfloat16()
     after = (master + 1e-6 * torch.randn(2**20).clamp(-1, 1)).bfloat16()
     changed = int((before != after).sum())
-    frame = delta.encode(before.view(torch.uint8), after.view(torch.uint8))
+    frame = difference_codec.encode(before.view(torch.uint8), after.view(torch.uint8))
     print(f"{changed / 2**20:.2%} changed, {len(frame) / changed:.2f} bytes for each")
     assert 0.001 < changed / 2**20 < 0.03
     assert len(frame) < 2 * changed
