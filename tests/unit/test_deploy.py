@@ -184,7 +184,7 @@ def test_the_buffers_image_has_all_that_its_commands_import():
     assert "torch" in without
     names = {name.replace("-", "_") for name in without}
     modules = ["buffers.daemon", "buffers.redis.client"]
-    modules += [f"streamrl.cli.{name}" for name in ("status", "keys")]
+    modules += [f"streamrl.cli.{name}" for name in ("status", "new")]
     modules += [f"streamrl.cli.buffer.{name}" for name in ("running", "audit")]
     modules += ["streamrl.cli.samples", "streamrl.cli.buffer.running"]
     code = NEEDS_NO_TORCH.format(names=names, modules=modules)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from buffers.audit import audit_journal
-from buffers.journal import segments, sqlite as sqlite_module
+from buffers.journal import payload_segments as segments, sqlite as sqlite_module
 from buffers.journal.journal import Journal
 from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.entries import State
