@@ -85,9 +85,9 @@ class FunctionReward:
         Raises:
             RewardError: the group cannot be scored.
         """
-        known = [None if self._at_once is None else self._at_once(e) for e in episodes]
-        rest = [e for e, value in zip(episodes, known, strict=True) if value is None]
         try:
+            known = [None if self._at_once is None else self._at_once(e) for e in episodes]
+            rest = [e for e, value in zip(episodes, known, strict=True) if value is None]
             called = iter(await self._by_calls(rest) if rest else ())
         except RolloutError as error:
             raise RewardError(str(error), self.label) from error.__cause__

@@ -200,13 +200,15 @@ class Network(torch.nn.Module):
         logprobs = entropy = values = None
         others: dict[str, torch.Tensor | None] = {}
         if with_logprobs:
+            top = micro_batch.top_candidates if with_top_logprobs else None
             options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
+            # Candidates take their normalizer from these, and Liger rounds the target's logit.
+            options["allow_liger"] = top is None and taught is None
             computed = self._logprobs(hidden, tokens, micro_batch, **options)
             logprobs, entropy = computed.logprobs, computed.entropy
-            top = micro_batch.top_candidates if with_top_logprobs else None
             others = {
-                "top_logprobs": self._of(top, hidden, tokens, logprobs.detach()),
-                "taught_logprobs": self._of(taught, hidden, tokens, logprobs),
+                "top_logprobs": self._candidate_logprobs(top, hidden, tokens, logprobs.detach()),
+                "taught_logprobs": self._candidate_logprobs(taught, hidden, tokens, logprobs),
             }
         if self.value_head is not None:
             values = self._values(hidden, self.value_head)
@@ -223,7 +225,7 @@ class Network(torch.nn.Module):
         )
 
     def _logprobs(
-        self, hidden: torch.Tensor, tokens: TokenSlice, micro_batch: MicroBatch, **entropy: bool
+        self, hidden: torch.Tensor, tokens: TokenSlice, micro_batch: MicroBatch, **options: bool
     ) -> TokenLogprobs:
         """Of this rank's response tokens [r]."""
         head: Any = self.model.get_output_embeddings()
@@ -231,11 +233,11 @@ class Network(torch.nn.Module):
         mask = micro_batch.sampling_mask
         if mask is None:
             return token_logprobs(
-                hidden, head.weight, tokens.targets, bias, self._transform, **entropy
+                hidden, head.weight, tokens.targets, bias, self._transform, **options
             )
         mask = mask.rows(*tokens.rows)
         return masked_logprobs(
-            hidden, head.weight, tokens.targets, mask, bias, self._transform, **entropy
+            hidden, head.weight, tokens.targets, mask, bias, self._transform, **options
         )
 
     def _likeliest(
@@ -254,7 +256,7 @@ class Network(torch.nn.Module):
             for name, column in columns.items()
         }
 
-    def _of(
+    def _candidate_logprobs(
         self,
         candidates: Candidates | None,
         hidden: torch.Tensor,

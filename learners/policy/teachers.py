@@ -26,7 +26,7 @@ from streamrl.algorithms.candidates import Likeliest
 from streamrl.config import RunConfig
 from streamrl.config.algorithm.distillation import DistillationSettings
 from streamrl.errors import ConfigError, did_you_mean
-from streamrl.types import TopLogprobs
+from streamrl.types import TopLogprobs, Trajectory
 
 SETTING = "algorithm.distillation.teachers"
 
@@ -141,13 +141,21 @@ def _take_recorded(batch: TrainingBatch, members: Sequence[int], top: Likeliest)
     if not is_response.any():
         return
     # A place has fewer where the teacher gives some of its likeliest tokens no probability.
-    counts = np.zeros(1, np.int32) if sets is None else sets.counts[is_response]
-    if sets is None or counts.max() != top_k:
+    if sets is None or not all(_has_candidates(t, top_k) for t in trajectories):
         raise ConfigError(
             f"algorithm.distillation.top_k: was {top_k}, and groups came with other candidates of "
             "the teachers by url: start every daemon of a run with one configuration"
         )
-    places = offsets_within(torch.from_numpy(counts).long())
-    owners = batch.rows(members).repeat_interleave(torch.from_numpy(counts).long())
+    counts = torch.from_numpy(sets.counts[is_response]).long()
+    places = offsets_within(counts)
+    owners = batch.rows(members).repeat_interleave(counts)
     top.token_ids[owners, places] = torch.from_numpy(sets.token_ids).long()
     top.logprobs[owners, places] = torch.from_numpy(sets.logprobs)
+
+
+def _has_candidates(trajectory: Trajectory, top_k: int) -> bool:
+    """So many at some place, and more at none; true without a response."""
+    if not trajectory.response_mask.any():
+        return True
+    sets = trajectory.teacher_top_logprobs
+    return sets is not None and sets.counts[trajectory.response_mask].max() == top_k

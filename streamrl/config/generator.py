@@ -318,7 +318,7 @@ class ToolSettings(CallLimits):
     tool: str
     """calculator, python (code in a sandbox), or PATH.py:NAME, a function or a class."""
     function_schema: dict[str, Any] | Path | None = None
-    """OpenAI schema, or a YAML or JSON file with one; null: of signature and docstring."""
+    """OpenAI schema, or a YAML or JSON file with one; null: made of signature and docstring."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class, made anew for each episode, or limits and isolation of python."""
 

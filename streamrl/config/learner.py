@@ -88,7 +88,7 @@ class LoraSettings(Section):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Last parts of the names of linear layers, such as [q_proj, v_proj]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of its inputs, in passes with gradient."""
+    """Of the adapter's inputs, in passes with gradient."""
     publish: Literal["merged", "adapter"] = "merged"
     """Send generators all parameters, or the adapter, which they merge: fewer bytes, a copy more in
     memory."""
@@ -334,7 +334,7 @@ class LearnerSettings(Section):
     """At start, compare packing with plain transformers; run unpacked what it changes."""
     offload: OffloadSettings = OffloadSettings()
     report_entropy: bool = True
-    """Measure it each step, also where the loss does not need it."""
+    """Measure the policy's entropy each step, also where the loss does not need it."""
 
     @model_validator(mode="after")
     def _keeps_what_it_offloads(self) -> "LearnerSettings":

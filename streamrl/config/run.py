@@ -35,8 +35,8 @@ class SignSettings(Section):
     max_reward_fall: Share = 0.5
     """Part of the best mean reward that may be lost."""
     max_held_out_fall: Share = 0.2
-    """Part of the best held-out reward that the last two validations may both have lost; more with
-    few prompts."""
+    """Part of the best held-out reward that the last two validations may both have lost; with
+    few prompts more is allowed, since that may be chance."""
     max_passes: PositiveNumber = 16.0
     """Passes over the prompts without a rise of the held-out reward."""
     min_entropy_frac: Probability = 0.05

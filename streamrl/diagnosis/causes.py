@@ -1,7 +1,13 @@
 """Every known cause of a stalled run, each a function of a reading to sentences.
 
 Invariant: a cause is reported only if the reading shows it. Those that come first are nearest to
-what a person can change. What is absent is in `streamrl.diagnosis.causes`.
+what a person can change.
+
+What is absent (buffer, learner, generators that may sample, a validator) comes by itself while a
+process starts, is restarted, or a person has said so. An absence is late, and a finding, once it
+has lasted longer than a start takes (`Reading.start_s`), or the run stands still for it; before
+that it is pending, neither wrong nor healthy. A new one is a function of a reading and a line in
+`ABSENCES`.
 
 Displays show two of them before they are findings: the group that the learner waits for although
 enough others are finished (with `buffer.overdue: wait` such a wait belongs to the work until

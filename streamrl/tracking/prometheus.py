@@ -104,7 +104,7 @@ _UNITS = (
 
 @lru_cache(maxsize=2**14)
 def family_of(metric: str) -> Family:
-    """Of a metric of metrics.jsonl, or of `streamrl.tracking.prometheus`."""
+    """Of a metric of metrics.jsonl, or of a reading of this module."""
     for pattern, row in _PATTERNS:
         if found := pattern.fullmatch(metric):
             unnamed = set(range(1, pattern.groups + 1)) - set(pattern.groupindex.values())

@@ -173,7 +173,8 @@ def test_the_gradient_over_candidates_is_that_of_the_formula_in_float64(
 def test_candidates_of_another_number_are_refused():
     far = {"url": "http://127.0.0.1:1"}
     teachers = teachers_of(configure(teachers=[far], top_k=3))
-    for groups in (make_groups(), [with_likeliest(group, 4) for group in make_groups()]):
+    few, many = ([with_likeliest(g, k) for g in make_groups()] for k in (3, 4))
+    for groups in (make_groups(), many, [few[0], *many[1:]], [few[0], *make_groups()[1:]]):
         groups = [recorded(group, -1.0) for group in groups]
         with pytest.raises(ConfigError, match="top_k: was 3, and groups came with other candid"):
             teachers.score(batch_of(groups))

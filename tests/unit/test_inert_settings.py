@@ -188,3 +188,15 @@ def test_a_run_loads_the_configuration_that_it_wrote(tmp_path, loss, overrides):
     if loss not in SEQUENCE_MEAN_LOSSES or overrides:
         changed = load_config(path, ["algorithm.loss_config.loss_agg_mode=token-sum"], {}).config
         assert changed.algorithm.loss_config == wanted
+
+
+@pytest.mark.parametrize("loss", SEQUENCE_MEAN_LOSSES)
+def test_the_kl_to_a_teacher_is_a_term_that_the_mode_is_for(tmp_path, loss):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {source: addition}\n")
+    given = [f"algorithm.loss={loss}", "algorithm.loss_config.loss_agg_mode=token-sum"]
+    with pytest.raises(ConfigError, match="there is no other term"):
+        load_config(path, given, {})
+    taught = "algorithm.distillation={teachers: [{path: t}], top_k: 4}"
+    config = load_config(path, [*given, taught], {}).config
+    assert config.algorithm.loss_config.loss_agg_mode == "token-sum"

@@ -15,6 +15,7 @@ launch` refuses it; all else to standard output, which is YAML where it has the 
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ from streamrl.cli.check.settings import (
     check_host_memory,
     check_sizes,
 )
+from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.addresses import is_loopback
 from streamrl.config.loading.load import config_file, configuration, load_usable
@@ -90,11 +92,9 @@ def main(arguments: argparse.Namespace) -> int:
         assert refused is not None, "something is wrong with a configuration that is not usable"
         raise refused
     config = loaded.config
-    buffer, is_alone = (
-        config.buffer,
-        all(map(is_loopback, (config.buffer.url, config.weights.address))),
-    )
-    has_journal = buffer.binds_url and buffer.journal
+    has_journal = config.buffer.binds_url and config.buffer.journal
+    is_local = is_loopback(config.buffer.url) and is_loopback(config.weights.address)
+    is_alone = is_local and JOB_VARIABLE not in os.environ
     found = [
         *machine_findings(config.run.path, has_journal=has_journal, is_alone=is_alone),
         *run_findings(loaded, refused),

@@ -26,13 +26,13 @@ from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, did_you_mean
 from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Line(msgspec.Struct, frozen=True):
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     response_mask: list[bool | Literal[0, 1]]
 
@@ -133,10 +133,14 @@ def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
 
 
 def _parsed(where: str, line: str) -> tuple[list[int], list[bool]]:
+    fields = _Line.__struct_fields__
     try:
-        given = msgspec.json.decode(line, type=_Line)
+        found = msgspec.json.decode(line)
+        for name in sorted(found.keys() - set(fields)) if isinstance(found, dict) else ():
+            raise ConfigError(f"{where}: {name} is unknown; {did_you_mean(name, fields)}")
+        given = msgspec.convert(found, _Line)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {error}; a line has {' and '.join(fields)}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{where}: is not JSON: {error}") from error
     if len(given.response_mask) != len(given.token_ids):

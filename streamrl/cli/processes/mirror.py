@@ -115,6 +115,7 @@ class Mirror:
             if new:
                 aside = f"{self.url}.{time.strftime('%Y%m%d-%H%M%S')}"
                 self._store.move_to(aside)
+                self._whole_s = None
                 self._say(f"the run that was in {self.url} is in {aside}")
             elif not resume:
                 raise ConfigError(

@@ -30,7 +30,7 @@ class LossSettings(Section):
     loss_scale_factor: PositiveNumber | None = None
     """What seq-mean-token-sum-norm divides by; null: `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
-    """Whether it divides by the number of sequences, too."""
+    """Whether seq-mean-token-sum-norm divides by the number of sequences, too."""
 
 
 class ClipRangeSettings(LossSettings):

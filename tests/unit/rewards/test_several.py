@@ -1,11 +1,13 @@
 """Several rewards: weights, data sources, and whose failure it was."""
 
+from dataclasses import replace
+
 import pytest
 
 from actors.rewards import make_reward
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RewardError, RolloutError
-from streamrl.interfaces import Score
+from streamrl.interfaces import Prompt, Score
 from tests.unit.rewards.episodes import episode
 
 
@@ -80,6 +82,16 @@ async def test_rewards_score_the_rows_of_their_data_sources():
         RolloutError, match="none of exact_match, numeric_answer has the origin 'x'"
     ):
         await reward.score(map_episodes("42", origin="x"))
+
+
+@pytest.mark.parametrize("name", ["exact_match", "numeric_answer"])
+async def test_a_reward_that_is_scored_at_once_names_itself_too(name):
+    """A row without an answer: what cannot be scored is counted under the reward's name."""
+    unanswered = episode("42", answer="")
+    unanswered = replace(unanswered, prompt=Prompt("question", None))
+    with pytest.raises(RewardError) as caught:
+        await make_reward(data({"reward": name})).score([unanswered])
+    assert caught.value.reward == name
 
 
 async def test_an_error_names_its_reward_and_cancels_the_others(tmp_path):
