@@ -9,14 +9,14 @@ last line, at exit. Only a direct child of the process that made the file writes
 """
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-
-import msgspec
 
 from streamrl.process_environment import PARENT_VARIABLE
 
@@ -216,7 +216,8 @@ def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
     return next(iter(get_close_matches(name, list(names), n=1, cutoff=likeness)), None)
 
 
-class ErrorRecord(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class ErrorRecord:
     """What failed, in one line; `origin` is alike for failures that are alike."""
 
     exit_code: int
@@ -237,6 +238,13 @@ class ErrorRecord(msgspec.Struct, frozen=True):
             message = f"{kind}: {message} ({place})" if message else f"{kind} ({place})"
         return cls(exit_code_of(error), message[: _MAX_BYTES // 8], f"{kind} at {place}")
 
+    @classmethod
+    def read(cls, data: bytes) -> "ErrorRecord | None":
+        """Of JSON; None of what is no record."""
+        with contextlib.suppress(ValueError, TypeError):
+            return cls(**json.loads(data))
+        return None
+
 
 class ErrorPipe:
     """For one child process: `environment` and `descriptor` are for it, `read` for the parent."""
@@ -252,8 +260,8 @@ class ErrorPipe:
 
     def read(self) -> ErrorRecord | None:
         """The record of the child, which has ended; None if it left none."""
-        with contextlib.suppress(BlockingIOError, msgspec.MsgspecError):
-            return msgspec.json.decode(os.read(self._read_end, _MAX_BYTES), type=ErrorRecord)
+        with contextlib.suppress(BlockingIOError):
+            return ErrorRecord.read(os.read(self._read_end, _MAX_BYTES))
         return None
 
     def __enter__(self) -> "ErrorPipe":
@@ -271,7 +279,7 @@ def leave_record(error: BaseException) -> bool:
     if file is None or os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         return False
     try:
-        Path(os.path.expandvars(file)).write_bytes(msgspec.json.encode(ErrorRecord.of(error)))
+        Path(os.path.expandvars(file)).write_text(json.dumps(asdict(ErrorRecord.of(error))))
     except OSError:
         return False
     return True
@@ -279,8 +287,8 @@ def leave_record(error: BaseException) -> bool:
 
 def read_record(file: Path) -> ErrorRecord | None:
     """The record of a process that has ended; None if it left none."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(file.read_bytes(), type=ErrorRecord)
+    with contextlib.suppress(OSError):
+        return ErrorRecord.read(file.read_bytes())
     return None
 
 

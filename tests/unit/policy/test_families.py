@@ -8,6 +8,7 @@ from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from tests.documents import ROOT
 from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
+from tests.model_gaps import documented_name
 from tests.training import make_micro_batch
 
 LENGTHS = (1, 3 * WINDOW, 5, 2, 1, 2 * WINDOW + 3, 9)
@@ -86,9 +87,7 @@ def test_the_table_of_the_documents_has_every_family_and_how_it_runs():
         if row.startswith(("| packed | ", "| unpacked | "))
     ]
     documented = {
-        member.rpartition(" ")[0]: how == "unpacked"
-        for how, _, members in rows
-        for member in members.split("; ")
+        member: how == "unpacked" for how, _, members in rows for member in members.split(", ")
     }
-    assert documented == {family: family in UNPACKED for family in FAMILIES}
+    assert documented == {documented_name(family): family in UNPACKED for family in FAMILIES}
     assert max(float(gap) for _, gap, _ in rows) <= 1e-4
