@@ -35,7 +35,7 @@ def mirrored_steps(mirror: Path) -> list[int]:
     return [int(p.parent.name[5:]) for p in mirror.glob("run/checkpoints/step-*/manifest.json")]
 
 
-@pytest.mark.parametrize("learner_dies_first", [False, True])
+@pytest.mark.parametrize("learner_dies_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_lost_machine_costs_the_steps_since_the_last_mirrored_checkpoint(
     launch: Callable[..., Launched], tmp_path: Path, learner_dies_first: bool
 ):

@@ -47,7 +47,7 @@ def saved_weights(run: Launched) -> tuple[int, dict[str, torch.Tensor]]:
 BROADCAST = ("weights.backend=gloo", "weights.delta=true", "weights.catch_up=broadcast")
 
 
-@pytest.mark.parametrize("way", ["store", "broadcast"])
+@pytest.mark.parametrize("way", ["store", pytest.param("broadcast", marks=pytest.mark.long)])
 def test_a_run_by_differences_survives_kill_9_and_learns_as_one_without(
     launch: Callable[..., Launched], tmp_path: Path, way: str
 ):
@@ -80,6 +80,7 @@ def test_a_run_by_differences_survives_kill_9_and_learns_as_one_without(
     assert all(torch.equal(tensor, saved[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.long
 def test_a_generator_that_cannot_reach_the_learner_joins_by_the_store(
     launch: Callable[..., Launched], tmp_path: Path
 ):
