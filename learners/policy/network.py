@@ -197,7 +197,7 @@ class Network(torch.nn.Module):
         tokens = TokenSlice.of(micro_batch, self.sequence_block, shared, experts)
         hidden = self._hidden_states(tokens, micro_batch)
         head: Any = self.model.get_output_embeddings()
-        logprobs = entropy = values = None
+        logprobs = entropy = None
         others: dict[str, torch.Tensor | None] = {}
         if with_logprobs:
             top = micro_batch.top_candidates if with_top_logprobs else None
@@ -210,8 +210,7 @@ class Network(torch.nn.Module):
                 "top_logprobs": self._candidate_logprobs(top, hidden, tokens, logprobs.detach()),
                 "taught_logprobs": self._candidate_logprobs(taught, hidden, tokens, logprobs),
             }
-        if self.value_head is not None:
-            values = self._values(hidden, self.value_head)
+        values = None if self.value_head is None else self._values(hidden, self.value_head)
         return NetworkOutput(
             hidden=hidden,
             head_weight=head.weight,
