@@ -96,10 +96,11 @@ class Learner:
         self._fairness = FairnessWindow(self._stats, self._config.mean_group_size)
         if not await self._begin():
             return
-        done = read_lines(self._config.run.path / METRICS_FILE)
-        await asyncio.to_thread(self._signs.go_on, done)
         self._validations.begin()
         await self._publish()
+        # Generators sample meanwhile: a long run has many lines.
+        done = read_lines(self._config.run.path / METRICS_FILE)
+        await asyncio.to_thread(self._signs.go_on, done)
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
         self._logged_s = time.perf_counter()
         try:

@@ -1,7 +1,7 @@
 """The journal: a buffer's state as it changes, in a storage that outlasts the process.
 
-    SqliteStorage   `buffers.journal.sqlite`, a file and segments      zmq://
-    RedisStorage    `buffers.redis.journal_storage`, the keys of a run         redis://
+    SqliteStorage   `buffers.journal.sqlite`, a file and segments        zmq://
+    RedisStorage    `buffers.redis.journal_storage`, the keys of a run   redis://
 
 Invariant: after `commit` the storage holds exactly the ledger's state, however this process ends;
 after a failed commit it holds the state of the last success, and the next commit writes the same

@@ -196,7 +196,7 @@ class Network(torch.nn.Module):
         experts = None if records is None else records.of(micro_batch)
         tokens = TokenSlice.of(micro_batch, self.sequence_block, shared, experts)
         hidden = self._hidden_states(tokens, micro_batch)
-        head: Any = self.model.get_output_embeddings()
+        weight, bias = self._head
         logprobs = entropy = None
         others: dict[str, torch.Tensor | None] = {}
         if with_logprobs:
@@ -213,8 +213,8 @@ class Network(torch.nn.Module):
         values = None if self.value_head is None else self._values(hidden, self.value_head)
         return NetworkOutput(
             hidden=hidden,
-            head_weight=head.weight,
-            head_bias=getattr(head, "bias", None),
+            head_weight=weight,
+            head_bias=bias,
             logprobs=tokens.gather(logprobs),
             entropy=tokens.gather(entropy),
             values=tokens.gather(values),
@@ -223,20 +223,23 @@ class Network(torch.nn.Module):
             **self._likeliest(hidden, tokens, num_likeliest),
         )
 
+    @property
+    def _head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the LM head."""
+        head: Any = self.model.get_output_embeddings()
+        return head.weight, getattr(head, "bias", None)
+
     def _logprobs(
         self, hidden: torch.Tensor, tokens: TokenSlice, micro_batch: MicroBatch, **options: bool
     ) -> TokenLogprobs:
         """Of this rank's response tokens [r]."""
-        head: Any = self.model.get_output_embeddings()
-        bias: torch.Tensor | None = getattr(head, "bias", None)
+        weight, bias = self._head
         mask = micro_batch.sampling_mask
         if mask is None:
-            return token_logprobs(
-                hidden, head.weight, tokens.targets, bias, self._transform, **options
-            )
+            return token_logprobs(hidden, weight, tokens.targets, bias, self._transform, **options)
         mask = mask.rows(*tokens.rows)
         return masked_logprobs(
-            hidden, head.weight, tokens.targets, mask, bias, self._transform, **options
+            hidden, weight, tokens.targets, mask, bias, self._transform, **options
         )
 
     def _likeliest(
@@ -245,9 +248,8 @@ class Network(torch.nn.Module):
         """The columns [R, K] of the whole micro-batch."""
         if not top_k:
             return {}
-        head: Any = self.model.get_output_embeddings()
-        bias: torch.Tensor | None = getattr(head, "bias", None)
-        found: Likeliest = likeliest(hidden, head.weight, top_k, bias, self._transform)
+        weight, bias = self._head
+        found: Likeliest = likeliest(hidden, weight, top_k, bias, self._transform)
         columns = {"likeliest_ids": found.token_ids, "likeliest_logprobs": found.logprobs}
         first, num_all = tokens.first_row * top_k, tokens.num_rows * top_k
         return {
@@ -266,16 +268,11 @@ class Network(torch.nn.Module):
         None without any."""
         if candidates is None:
             return None
-        head: Any = self.model.get_output_embeddings()
+        weight, bias = self._head
+        own = candidates.rows(*tokens.rows)
         with torch.set_grad_enabled(logprobs.requires_grad):
             column = candidate_logprobs(
-                hidden,
-                head.weight,
-                tokens.targets,
-                logprobs,
-                candidates.rows(*tokens.rows),
-                getattr(head, "bias", None),
-                self._transform,
+                hidden, weight, tokens.targets, logprobs, own, bias, self._transform
             )
         first = candidates.entries(*tokens.rows).start
         return tokens.gather(column, first, len(candidates.owners))
@@ -284,10 +281,9 @@ class Network(torch.nn.Module):
         """Of this rank's response tokens [r], to the reference, over the whole vocabulary."""
         if reference is None:
             return None
-        head: Any = self.model.get_output_embeddings()
+        weight, bias = self._head
         theirs = (reference.hidden, reference.head_weight)
-        biases = (getattr(head, "bias", None), reference.head_bias)
-        return full_kl(hidden, head.weight, *theirs, self._transform, *biases)
+        return full_kl(hidden, weight, *theirs, self._transform, bias, reference.head_bias)
 
     def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
         """[R]; products of the compute dtype are summed in float32."""

@@ -47,12 +47,12 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     if refusal is not None:
         raise refusal
     assert loaded is not None, "what is not refused is usable"
-    if name and loaded.config.parity.is_required:
-        raise ConfigError(
-            "parity: is compared on one machine, and this run has several: run `streamrl parity` "
-            "on one of them first, and leave its limits out here"
-        )
     if name:
+        if loaded.config.parity.is_required:
+            raise ConfigError(
+                "parity: is compared on one machine, and this run has several: run `streamrl "
+                "parity` on one of them first, and leave its limits out here"
+            )
         return launcher(name)(loaded.config, arguments)
     if arguments.dry_run:
         print_plan(make_plan(loaded.config, [this_machine()], resume=arguments.resume))

@@ -262,7 +262,7 @@ class Signs:
 
     def go_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """After the steps of these lines of a `metrics.jsonl`, where null is no finite number."""
-        for line in lines:
+        for line in lines if self.settings.steps else ():
             of_step = {k: math.nan if v is None else v for k, v in line.items()}
             self.add(line["step"], of_step)
 

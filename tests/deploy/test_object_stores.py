@@ -18,11 +18,11 @@ import pytest
 
 from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.object_store import StoreFolder
+from tests.deploy.conftest import kept_environment
 from tests.ports import free_port
 from tests.unit.test_mirror import FIRST, Machine
 from tests.unit.weights.test_store import Generator, Learner
 
-ROOT = Path(__file__).parents[2]
 # Each version of s3fs takes fsspec of the same version.
 PACKAGES = ("moto[server]>=5.1,<6", f"s3fs=={version('fsspec')}")
 SECRET = "never-to-be-printed"
@@ -31,16 +31,7 @@ START_S = 60.0
 
 @pytest.fixture(scope="module")
 def packages() -> Path:
-    """The virtual environment with the packages, kept between runs of the tests."""
-    folder = ROOT / ".venv-stores"
-    python, stamp = folder / "bin" / "python", folder / "installed"
-    if not stamp.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-        command = [sys.executable, ROOT / "deploy" / "install.py", python, *PACKAGES]
-        if subprocess.run(command, check=False).returncode:
-            pytest.skip(f"{' '.join(PACKAGES)} cannot be installed here")
-        stamp.touch()
-    return folder
+    return kept_environment("stores", *PACKAGES)
 
 
 class S3Server:

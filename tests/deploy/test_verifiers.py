@@ -5,14 +5,13 @@ downloaded from elsewhere; a list of the same form is written here in its place.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from streamrl.tracking.jsonl import read_metrics
+from tests.deploy.conftest import kept_environment
 from tests.system.conftest import CONFIG, Launched
 from tests.system.test_agents import assert_exact
 
@@ -47,17 +46,7 @@ class Guesses:
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """The Python with verifiers, kept between runs of the tests."""
-    folder = ROOT / ".venv-verifiers"
-    python = folder / "bin" / "python"
-    stamp = folder / "installed"
-    if not stamp.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-        command = [sys.executable, ROOT / "deploy" / "install.py", python, *PACKAGES]
-        if subprocess.run(command, check=False).returncode:
-            pytest.skip(f"{' '.join(PACKAGES)} cannot be installed here")
-        stamp.touch()
-    return python
+    return kept_environment("verifiers", *PACKAGES) / "bin" / "python"
 
 
 @pytest.fixture

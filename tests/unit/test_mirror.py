@@ -236,7 +236,8 @@ def test_a_run_in_the_mirror_needs_a_flag_and_new_sets_it_aside(machine):
     assert one.bring()
     with pytest.raises(ConfigError, match=r"holds a run already: --resume .* --new"):
         other.mirror.take(resume=False, new=False)
-    other.mirror._whole_s = 1.0
+    other.folder.mkdir(parents=True)
+    (other.folder / "mirror.json").write_text(f'{{"url": "{other.mirror.url}", "whole_s": 1.0}}')
     other.mirror.take(resume=False, new=True)
     assert other.mirror._whole_s is None
     assert f"the run that was in {other.mirror.url} is in" in other.said[-1]

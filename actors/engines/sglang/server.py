@@ -200,8 +200,8 @@ def wire_request(request: ServedRequest, seed: int) -> GenerateReqInput:
     """SGLang's record of the request. `seed` is used if the request has none.
 
     SGLang reports no log-probabilities of a distribution that top-p alone truncates, so top-k goes
-    with it. It can ignore all stops, but not the end-of-sequence tokens alone: in that case
-    `actors.engines.sglang.server` cuts the answer at the first stop.
+    with it. It can ignore all stops, but not the end-of-sequence tokens alone: in that case the
+    answer is cut at the first stop here.
     """
     sampling = request.sampling
     return GenerateReqInput(

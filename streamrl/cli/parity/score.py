@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,8 +28,7 @@ from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
-
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+from streamrl.types.ranges import TokenId
 
 
 class _Line(msgspec.Struct, frozen=True):

@@ -90,8 +90,7 @@ class Mirror:
         """What others than this launch have not written."""
         self._lock = threading.Lock()
         self._done: object = None
-        known = read_mirror(self._folder)
-        self._whole_s = None if known is None or known.url != self.url else known.whole_s
+        self._whole_s: float | None = None
         self._retry_s, self._failure, self._is_taken = 0.0, "", False
 
     def require_writable(self) -> None:
@@ -115,7 +114,6 @@ class Mirror:
             if new:
                 aside = f"{self.url}.{time.strftime('%Y%m%d-%H%M%S')}"
                 self._store.move_to(aside)
-                self._whole_s = None
                 self._say(f"the run that was in {self.url} is in {aside}")
             elif not resume:
                 raise ConfigError(
@@ -123,6 +121,8 @@ class Mirror:
                     "moves it aside, or choose another run.name"
                 )
         if resume:
+            known = read_mirror(self._folder)
+            self._whole_s = known.whole_s if known and known.url == self.url else None
             self.fetch(names)
         self._histories = {self._store.read(_HISTORY)}
 
