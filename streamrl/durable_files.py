@@ -41,6 +41,16 @@ def open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
+def visible_files(folder: Path) -> Iterator[Path]:
+    """Those below a folder that others write to and delete from: no link, and nothing hidden, as
+    what is being written is. What is deleted meanwhile is left out."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(place, name) for name in sorted(names) if not name.startswith(".")):
+            if path.is_file() and not path.is_symlink():
+                yield path
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to write, which gets its name at the end of the block; none if that fails. What a

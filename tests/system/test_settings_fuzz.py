@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from streamrl.config import load_config
+from streamrl.config.loading.rendering import to_yaml
 from streamrl.errors import ConfigError
 from tests.fuzz.settings import ALWAYS, SOURCE, VALUES
 
@@ -21,18 +23,20 @@ def test_runs_of_random_settings_train():
     assert json.loads(done.stdout.splitlines()[-1]) == {"trained": 6}
 
 
-def refusal(override: str) -> str:
-    """What the configuration says of it alone; empty if it is accepted."""
-    try:
-        load_config(SOURCE, [*ALWAYS, override])
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("name", VALUES)
-def test_what_is_drawn_is_known(name: str):
+def test_what_is_drawn_is_known_and_what_is_accepted_is_read_back(name: str, tmp_path: Path):
+    file = tmp_path / "config.yaml"
     for value in VALUES[name]:
-        said = refusal(f"{name}={value}")
-        assert "unknown key; allowed" not in said
-        assert "is unknown" not in said
+        try:
+            config = load_config(SOURCE, [*ALWAYS, f"{name}={value}"]).config
+        except ConfigError as error:
+            refusal = str(error)
+        else:
+            refusal = ""
+        assert "unknown key; allowed" not in refusal
+        assert "is unknown" not in refusal
+        if refusal:
+            continue
+        # As the daemons of a run read what its launch has written.
+        file.write_text(to_yaml(config))
+        assert load_config(str(file)).config == config, value

@@ -111,6 +111,55 @@ def test_another_machine_has_the_run_and_what_is_of_one_machine_stays_there(mach
     assert other.said == []
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_there_whole(machine, monkeypatch):
+    one, other = machine("one"), machine("other")
+    one.begin(FIRST)
+    one.save(1)
+    put = one.mirror._store.put
+
+    def slowly(file: Path, name: str, **given: Any) -> None:
+        # The learner has saved others meanwhile, and keeps those alone.
+        if path_of(one.folder, 1).exists():
+            shutil.rmtree(path_of(one.folder, 1))
+            one.save(2)
+        put(file, name, **given)
+
+    monkeypatch.setattr(one.mirror._store, "put", slowly)
+    assert one.bring()
+    other.mirror.take(resume=True, new=False)
+    assert other.step == 1
+    assert [path.name for path in list_checkpoints(one.folder)] == ["step-00000002"]
+    assert one.bring()
+    names = one.mirror._store.names()
+    assert {name.split("/")[1] for name in names if "/step-" in name} == {"step-00000002"}
+    assert not (one.folder / ".mirrored").exists()
+
+
+def test_where_links_cannot_be_had_one_that_loses_files_meanwhile_gets_no_manifest(
+    machine, monkeypatch
+):
+    one = machine("one")
+    one.begin(FIRST)
+    one.save(1)
+    put = one.mirror._store.put
+
+    def no_link(*paths: Any, **given: Any) -> None:
+        raise PermissionError("no links here")
+
+    def slowly(file: Path, name: str, **given: Any) -> None:
+        put(file, name, **given)
+        (path_of(one.folder, 1) / "shards" / "rank-00000.safetensors").unlink(missing_ok=True)
+
+    monkeypatch.setattr(mirror_module.os, "link", no_link)
+    monkeypatch.setattr(one.mirror._store, "put", slowly)
+    one.bring()
+    assert not [name for name in one.mirror._store.names() if name.endswith("manifest.json")]
+    monkeypatch.setattr(one.mirror._store, "put", put)
+    one.save(2)
+    assert one.bring()
+    assert [name for name in one.mirror._store.names() if name.endswith("2/manifest.json")]
+
+
 def test_only_what_has_changed_is_taken_there_and_what_is_deleted_goes(machine, monkeypatch):
     one = machine("one")
     one.begin(FIRST)

@@ -4,13 +4,14 @@
                     journal, and what is hidden
 
 Brought up to date with each complete checkpoint and at the end: history and records first, then the
-checkpoints, each manifest last, then all else; then checkpoints go that the folder has no more. A
-thread does it, from the disk, so no step waits; what fails is said and tried again, and never ends
-the run.
+checkpoints, the newest first and each manifest last, then all else; then checkpoints go that the
+folder has no more. A thread does it, from the disk, so no step waits; what fails is said and tried
+again, and never ends the run.
 
 Invariant: a checkpoint with a manifest there is complete, the lines of the steps up to it are
 there, and so is a history that contains it; whatever breaks off an upload costs the newest
-checkpoint at most. `Mirror.take` comes before a launch reads the folder: it fetches what that
+checkpoint at most, and a store that is slower than checkpoints come has one that is as old as a
+copy takes. `Mirror.take` comes before a launch reads the folder: it fetches what that
 lacks, and refuses two that have gone on apart, since one of them would be lost.
 
 The journal is not there: what waited in the buffer is lost with the machine. A learner that
@@ -19,6 +20,7 @@ attaches with the books of its checkpoint opens those prompts again, and each is
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 import threading
@@ -41,7 +43,7 @@ from streamrl.checkpoints.find import (
 from streamrl.checkpoints.history import HISTORY_FILE, History
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
-from streamrl.durable_files import new_folder, write_file
+from streamrl.durable_files import new_folder, visible_files, write_file
 from streamrl.errors import ConfigError, DamagedCheckpointError, FencedError, TransportError
 from streamrl.object_store import StoreFolder
 from streamrl.run_folder import MIRROR_FILE, MirrorStatus, held_run, move_aside, read_mirror
@@ -51,6 +53,8 @@ POLL_S, RETRY_S, END_S = 1.0, 5.0, 60.0
 _SETTING = "run.folder_mirror"
 _CHECKPOINTS, _ABANDONED = "checkpoints", "abandoned"
 _HISTORY = f"{_CHECKPOINTS}/{HISTORY_FILE}"
+_HELD = ".mirrored"
+"""The checkpoint that is being copied."""
 _OF_A_MACHINE = frozenset({"weights", "keys", "buffer", "files", "launch.id", MIRROR_FILE})
 _RECORDS = (".jsonl", ".json", ".yaml")
 
@@ -245,13 +249,15 @@ class Mirror:
         # Those of before the records, which then have the lines of their steps.
         found = list_checkpoints(self._folder)
         self._put_records()
-        kept = [path for path in found if self._put_checkpoint(path)]
-        for file in self._files(self._folder):
+        # The newest first: while it is copied, the others may go.
+        kept = [path.name for path in reversed(found) if self._put_checkpoint(path)]
+        for file in self._files():
             if file.parent != self._folder or file.suffix not in _RECORDS:
-                self._put(file, may_change=True)
+                self._put(file, str(file.relative_to(self._folder)), may_change=True)
         if kept:
-            self._remove_old({path.name for path in list_checkpoints(self._folder)})
-        self._whole_s = time.time()
+            self._remove_old({kept[0], *(path.name for path in list_checkpoints(self._folder))})
+        if bool(kept) == bool(found):
+            self._whole_s = time.time()
 
     def _put_records(self) -> None:
         """Lines are cut only after a history is replaced, so these are of this history or later."""
@@ -259,7 +265,7 @@ class Mirror:
             history = _content(self._folder / _HISTORY)
             stamps = {
                 file: (_stamp(file), _content(file))
-                for file in self._files(self._folder)
+                for file in self._files()
                 if file.parent == self._folder and file.suffix in _RECORDS
                 if _stamp(file) != self._sent.get(file.name)
             }
@@ -276,31 +282,35 @@ class Mirror:
                 self._sent[file.name] = stamp
 
     def _put_checkpoint(self, path: Path) -> bool:
-        """Whether it is there; one that is deleted here meanwhile, or is not complete, is not."""
+        """Whether it is there; one that is not complete, or is deleted here before it is held, is
+        not."""
         name = f"{_CHECKPOINTS}/{path.name}"
         try:
-            verify(path, contents=False)
-            manifest = (path / MANIFEST_FILE).read_bytes()
-            if self._sent.get(name) == manifest:
-                return True
-            there = self._store.read(f"{name}/{MANIFEST_FILE}")
-            if there != manifest:
-                if there is not None:
-                    # Of another history that had come to this version.
-                    self._store.remove(f"{name}/{MANIFEST_FILE}")
-                for file in self._files(path):
-                    if file.name != MANIFEST_FILE:
-                        self._put(file)
-                self._store.replace(f"{name}/{MANIFEST_FILE}", manifest)
+            with _held(path, self._folder / _HELD) as held:
+                verify(held, contents=False)
+                manifest = (held / MANIFEST_FILE).read_bytes()
+                if self._sent.get(name) == manifest:
+                    return True
+                there = self._store.read(f"{name}/{MANIFEST_FILE}")
+                if there != manifest:
+                    if there is not None:
+                        # Of another history that had come to this version.
+                        self._store.remove(f"{name}/{MANIFEST_FILE}")
+                    for file in visible_files(held):
+                        if file.name != MANIFEST_FILE:
+                            self._put(file, f"{name}/{file.relative_to(held)}")
+                    # One that could not be held may have lost files meanwhile.
+                    verify(held, contents=False)
+                    self._store.replace(f"{name}/{MANIFEST_FILE}", manifest)
         except (DamagedCheckpointError, FileNotFoundError):
             return False
         self._sent[name] = manifest
         return True
 
-    def _put(self, file: Path, *, may_change: bool = False) -> None:
+    def _put(self, file: Path, name: str, *, may_change: bool = False) -> None:
         """Unless it is there; a copy of one that is written to, since libraries read its size
         first."""
-        name, stamp = str(file.relative_to(self._folder)), _stamp(file)
+        stamp = _stamp(file)
         if stamp is None or self._sent.get(name) == stamp:
             return
         if may_change:
@@ -323,15 +333,28 @@ class Mirror:
             if top == _CHECKPOINTS and folder.startswith(PREFIX) and folder not in kept:
                 self._store.remove(name)
 
-    def _files(self, folder: Path) -> Iterator[Path]:
-        """Below a folder of the run; of the run's own, what is no checkpoint."""
-        for path in sorted(folder.rglob("*")):
-            parts = path.relative_to(self._folder).parts
-            is_left_out = parts[0] in _OF_A_MACHINE or any(p.startswith(".") for p in parts)
-            if folder == self._folder and parts[0] == _CHECKPOINTS:
-                continue
-            if not is_left_out and path.is_file() and not path.is_symlink():
+    def _files(self) -> Iterator[Path]:
+        """Of the run's folder, but for checkpoints."""
+        for path in visible_files(self._folder):
+            top = path.relative_to(self._folder).parts[0]
+            if top != _CHECKPOINTS and top not in _OF_A_MACHINE:
                 yield path
+
+
+@contextmanager
+def _held(checkpoint: Path, folder: Path) -> Iterator[Path]:
+    """The checkpoint by links of its own in this folder, which a learner that deletes it, as it
+    does with all but the newest, leaves; where links cannot be had, the checkpoint itself."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        try:
+            shutil.copytree(checkpoint, folder, copy_function=os.link)
+        except OSError:
+            yield checkpoint
+        else:
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def mirror_of(config: RunConfig, arguments: argparse.Namespace, console: Console) -> Mirror | None:

@@ -109,7 +109,7 @@ class DistillationSettings(Section):
                 f"divergence: was {self.divergence}, and top_k 0 compares the sampled token alone, "
                 "which is the reverse KL; set top_k, such as 32"
             )
-        if self.top_k and "student" in self.model_fields_set:
+        if self.top_k and self.student != "proximal":
             raise ValueError(
                 f"student: was {self.student}, and the KL of top_k is that of the policy as it is "
                 "trained; leave it out"

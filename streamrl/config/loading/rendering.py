@@ -56,6 +56,8 @@ def to_yaml(config: RunConfig) -> str:
     values = config.model_dump(mode="json")
     for (section, name), _ in inert_settings(config.algorithm, config.learner.num_updates):
         algorithm = values["algorithm"]
+        if algorithm[section][name] is None:
+            continue
         kept = {key: value for key, value in algorithm[section].items() if key != name}
         values = {**values, "algorithm": {**algorithm, section: kept}}
     return dump(values, allow_unicode=True)

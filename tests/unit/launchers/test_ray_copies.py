@@ -1,5 +1,6 @@
 """What a driver has of a node's files when they have changed in any way between two looks."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from streamrl.cli.launchers.ray.cluster import Copies, Place
 from streamrl.cli.launchers.ray.supervisor import _files
+from streamrl.durable_files import visible_files
 
 
 class Node:
@@ -20,8 +22,8 @@ class Node:
         self._folder = folder
         self.actor = SimpleNamespace(files=_remote(self._list), read=_remote(self._read))
 
-    def _list(self, pattern: str) -> dict[str, tuple[int, int]]:
-        return _files(self._folder, pattern)
+    def _list(self, prefix: str) -> dict[str, tuple[int, int]]:
+        return _files(self._folder, prefix)
 
     def _read(self, path: str, offset: int, size: int) -> bytes:
         return (self._folder / path).read_bytes()[offset : offset + size]
@@ -81,3 +83,14 @@ async def test_a_checkpoint_goes_that_the_node_has_deleted_before_the_first_look
     await copies.bring()
     names = sorted(path.name for path in (here / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
+
+
+def test_a_folder_that_is_deleted_while_files_are_listed_is_left_out(tmp_path: Path):
+    for name in ("a/one", "b/two", "c/.hidden", ".d/three"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "b" / "two")
+    listed = visible_files(tmp_path)
+    assert next(listed) == tmp_path / "a" / "one"
+    shutil.rmtree(tmp_path / "b")
+    assert list(listed) == []

@@ -332,9 +332,9 @@ class Copies:
 
     async def _bring_from(self, place: Place, but: Sequence[str]) -> None:
         is_learner = place.bundle.name == "learner"
-        pattern = "**/*" if is_learner else f"logs/{place.bundle.name}.log"
+        prefix = "" if is_learner else f"logs/{place.bundle.name}.log"
         known = self._known.get(place, {})
-        now: Mapping[str, tuple[int, int]] = await place.actor.files.remote(pattern)
+        now: Mapping[str, tuple[int, int]] = await place.actor.files.remote(prefix)
         if is_learner:
             self._forget(now)
         for path, (size, time_ns) in sorted(now.items(), key=_turn):

@@ -28,7 +28,7 @@ from streamrl.cli.processes.child import launcher_line
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
-from streamrl.durable_files import write_file
+from streamrl.durable_files import visible_files, write_file
 from streamrl.errors import ErrorPipe, ErrorRecord, StreamRLError, sentence_of
 from streamrl.placement.hosts import this_machine
 from streamrl.process_environment import processes_with
@@ -153,9 +153,9 @@ class Supervisor:
                 print(line, file=output)
         return code, record
 
-    async def files(self, pattern: str) -> dict[str, tuple[int, int]]:
-        """Size and time, in ns, of the files of the run's folder that the pattern matches."""
-        return await asyncio.to_thread(_files, self._folder, pattern)
+    async def files(self, prefix: str) -> dict[str, tuple[int, int]]:
+        """Size and time, in ns, of the files whose names in the run's folder begin so."""
+        return await asyncio.to_thread(_files, self._folder, prefix)
 
     async def read(self, path: str, offset: int, size: int) -> bytes:
         """A part of a file of the run's folder; nothing of one that is gone."""
@@ -218,20 +218,16 @@ def _restore_priority(pid: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
 
 
-def _files(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
+def _files(folder: Path, prefix: str) -> dict[str, tuple[int, int]]:
     """Sizes of after all were found, so that the records have the lines of each checkpoint."""
     found: dict[str, tuple[int, int]] = {}
-    for path in [path for path in folder.glob(pattern) if not _is_hidden(path, folder)]:
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            if path.is_file():
-                found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
+    names = {str(path.relative_to(folder)): path for path in visible_files(folder)}
+    for name, path in names.items():
+        if name.startswith(prefix):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found[name] = (status.st_size, status.st_mtime_ns)
     return found
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    """As what is being written is."""
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _read(file: Path) -> str:
