@@ -439,20 +439,23 @@ def _of_validated_checkpoints(c: "RunConfig") -> Iterator[str]:
 
 
 def _of_environments(c: "RunConfig") -> Iterator[str]:
-    generator, agent, default = c.generator, c.generator.agent, type(c.generator)()
-    is_set = generator.model_fields_set & {"environment", "environment_kwargs"}
-    if c.environments and any(getattr(generator, n) != getattr(default, n) for n in is_set):
+    agent = c.generator.agent
+    changed = c.generator.model_dump(
+        include={"environment", "environment_kwargs"}, exclude_defaults=True
+    )
+    if c.environments and changed:
         yield (
-            f"generator.{min(is_set)} and environments both say what answers the policy; leave out "
+            f"generator.{min(changed)} and environments both say what answers the policy; leave out "
             "one of them"
         )
     names = [entry.name for entry in c.environments]
     if name := twice(names):
         yield f"environments: {names.count(name)} entries have the name {name!r}"
     is_agent = [entry.environment == "agent" for entry in c.entries]
-    if agent != type(agent)() and not any(is_agent):
+    changed = agent.model_dump(exclude_defaults=True)
+    if changed and not any(is_agent):
         yield (
-            f"generator.agent.{min(agent.model_fields_set)} cannot act: no environment is agent; "
+            f"generator.agent.{min(changed)} cannot act: no environment is agent; "
             "set generator.environment to agent, or leave it out"
         )
     if c.parity.is_required and all(is_agent):
