@@ -13,11 +13,11 @@ from decimal import Decimal
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
-from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.prompts.media import MediaColumns, is_content, text_of
-from actors.rendering.messages import normalized
+from actors.rendering.messages import normalized, template_errors
 from streamrl.config.data import DataSettings, MessageTemplate, SourceSettings
 from streamrl.data_files import Row, RowSource, shown
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
@@ -236,12 +236,8 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it cannot be rendered.
     """
-    try:
+    with template_errors():
         return _compiled(template).render(values)
-    # It calls methods of text, which raise what they like.
-    except Exception as error:
-        is_sentence = isinstance(error, TemplateError | TypeError | ValueError | ArithmeticError)
-        raise ValueError(str(error) if is_sentence else repr(error)) from error
 
 
 @cache

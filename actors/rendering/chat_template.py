@@ -21,9 +21,9 @@ from functools import cached_property
 from itertools import count, takewhile
 from typing import Any, Literal
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from actors.rendering.messages import template_errors
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Message, ToolSchema
 from streamrl.vision.parts import as_template_reads
@@ -72,6 +72,19 @@ class RenderedCalls:
     completion: str
 
 
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any
+) -> str:
+    """By the tokenizer's chat template, or that of the options of `apply_chat_template`.
+
+    Raises:
+        ValueError: it cannot render them.
+    """
+    copies = [dict(message) for message in messages]
+    with template_errors():
+        return str(tokenizer.apply_chat_template(copies, tokenize=False, **options))
+
+
 class ChatTemplate:
     """That of a tokenizer, which may have one more for prompts with tools; or another `source`."""
 
@@ -104,7 +117,7 @@ class ChatTemplate:
                 add_generation_prompt=is_open and not is_begun,
                 continue_final_message=is_begun,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"data.chat_template: it cannot render {place}: {error}") from error
 
     def reply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Reply:
@@ -198,18 +211,11 @@ class ChatTemplate:
     def _shows(self, content: Any) -> bool:
         try:
             return _PROBE in self._rendered([{"role": "user", "content": content}])
-        except (TemplateError, TypeError, ValueError):
+        except ValueError:
             return False
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=self._source,
-                tokenize=False,
-                **options,
-            )
-        )
+        return rendered(self._tokenizer, messages, chat_template=self._source, **options)
 
     @cached_property
     def _place_of_results(self) -> Literal["behind contents", "behind calls", "nowhere"]:

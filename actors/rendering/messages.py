@@ -9,10 +9,11 @@ tool calls may be JSON text, as OpenAI's API has them, where nulls were written 
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+from jinja2 import TemplateError
 
 from streamrl.interfaces import Message
 
@@ -35,6 +36,21 @@ def normalized(message: Message) -> Message:
 def is_prefill(message: Message) -> bool:
     """Whether the policy goes on with this message, if a prompt ends with it."""
     return message.get("role") == "assistant" and not message.get("tool_calls")
+
+
+@contextlib.contextmanager
+def template_errors() -> Iterator[None]:
+    """Around the rendering of a template, which calls methods of text, and they raise what they
+    like.
+
+    Raises:
+        ValueError: whatever was raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_sentence = isinstance(error, TemplateError | TypeError | ValueError | ArithmeticError)
+        raise ValueError(str(error) if is_sentence else repr(error)) from error
 
 
 def _normalized_call(call: Mapping[str, Any]) -> Mapping[str, Any]:

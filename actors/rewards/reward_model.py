@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jinja2 import TemplateError
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -32,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from actors.rendering.chat_template import rendered
 from actors.rewards.forms import conversation
 from actors.threads import Threads
 from streamrl.config.section import Device, Dtype, NotNegative, Positive, Section
@@ -232,12 +232,8 @@ class RewardModel:
 
     def _rendered(self, messages: list[dict[str, Any]], template: str) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, chat_template=template, tokenize=False
-                )
-            )
-        except TemplateError as error:
+            return rendered(self._tokenizer, messages, chat_template=template)
+        except ValueError as error:
             raise RolloutError(f"its chat template cannot render the episode: {error}") from error
 
     @cached_property

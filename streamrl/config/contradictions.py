@@ -445,8 +445,8 @@ def _of_environments(c: "RunConfig") -> Iterator[str]:
     )
     if c.environments and changed:
         yield (
-            f"generator.{min(changed)} and environments both say what answers the policy; leave out "
-            "one of them"
+            f"generator.{min(changed)} and environments both say what answers the policy; leave "
+            "out one of them"
         )
     names = [entry.name for entry in c.environments]
     if name := twice(names):

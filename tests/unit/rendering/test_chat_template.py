@@ -95,6 +95,13 @@ class TestResults:
         assert read(renderer, twice) == "[call00000]7[call00001]7"
 
 
+def test_whatever_a_template_raises_is_a_sentence():
+    # A method of text that raises a KeyError.
+    renderer = make("{{ messages[0]['content'].format(1) }}")
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: it cannot render .*KeyError"):
+        renderer.encode_messages([{"role": "user", "content": "{name}"}])
+
+
 class TestSchemas:
     """The policy knows its tools, or somebody has said that it need not."""
 
