@@ -17,7 +17,7 @@ import torch
 from actors.engines import make_engine
 from actors.environments import make_environment, require_rendering
 from actors.environments.stream import open_stream
-from actors.episodes.runner import make_runner
+from actors.episodes.mixed_runner import make_runner
 from actors.gateway.agent import serving_agents
 from actors.generator import Generator
 from actors.rendering.renderer import ChatRenderer

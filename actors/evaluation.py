@@ -20,7 +20,7 @@ from actors.daemon import require_model
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
 from actors.environments.stream import open_held_out_stream
-from actors.episodes.runner import FirstGroups, make_runner, sampling_params
+from actors.episodes.mixed_runner import FirstGroups, make_runner, sampling_params
 from actors.rendering.renderer import ChatRenderer
 from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig

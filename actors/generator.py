@@ -22,8 +22,8 @@ from functools import partial
 
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.episode_record import Rollout
-from actors.episodes.rollout import GroupProgress, GroupRunner, TruncatedGroupError
-from actors.episodes.runner import MixedRunner
+from actors.episodes.group import GroupProgress, GroupRunner, TruncatedGroupError
+from actors.episodes.mixed_runner import MixedRunner
 from actors.failures import FailureLimit, FailureRecord, UniformFilter
 from actors.leased_group import (
     LeasedGroup,

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from actors.episode_record import Rollout
-from actors.episodes.rollout import GroupProgress
+from actors.episodes.group import GroupProgress
 from streamrl.config.generator import GeneratorSettings
 from streamrl.types import Lease, LoadReport
 

@@ -7,7 +7,7 @@ import torch
 from actors.daemon import require_model
 from actors.engines import make_engine
 from actors.environments.stream import open_stream
-from actors.episodes.runner import make_runner
+from actors.episodes.mixed_runner import make_runner
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError

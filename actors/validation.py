@@ -40,7 +40,7 @@ from actors.daemon import require_model
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
 from actors.environments.stream import HeldOutStream, open_held_out_stream
-from actors.episodes.runner import MixedRunner, make_runner
+from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards.answers import shown_number, whole_number, words, written
 from buffers.connect import connect, try_stats

@@ -40,7 +40,7 @@ from learners.policy.policy import Policy
 from learners.policy.teachers import Teachers
 from learners.profiling import StepProfile
 from streamrl.algorithms.parts import accepts_parts
-from streamrl.algorithms.rewards import pf_ppo_resample
+from streamrl.algorithms.reward_shaping import pf_ppo_resample
 from streamrl.algorithms.rollout_is import SEQUENCE_ESS
 from streamrl.config import RunConfig
 

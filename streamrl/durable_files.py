@@ -52,6 +52,27 @@ def visible_files(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def held_by_links(folder: Path, links: Path) -> Iterator[Path]:
+    """The folder by links of its own, for the block: `links`, which stays whole where somebody
+    deletes the folder meanwhile; the folder itself where links cannot be had."""
+    try:
+        yield links if link_folder(folder, links) else folder
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def link_folder(folder: Path, links: Path) -> bool:
+    """Whether `links` now has links to the folder's files, in the place of whatever it had."""
+    shutil.rmtree(links, ignore_errors=True)
+    try:
+        shutil.copytree(folder, links, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(links, ignore_errors=True)
+        return False
+    return True
+
+
+@contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to write, which gets its name at the end of the block; none if that fails. What a
     killed process has left of it is removed.

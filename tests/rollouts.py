@@ -1,7 +1,7 @@
 """Trajectories of a rollout alone."""
 
 from actors.episode_record import Rollout
-from actors.episodes.rollout import assembled
+from actors.episodes.group import assembled
 from streamrl.interfaces import Score
 from streamrl.types import Trajectory
 

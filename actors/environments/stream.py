@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from actors.prompts import open_held_out, open_prompts
+from actors.prompts.mixture import NUM_BATCHES, Mixture
 from actors.prompts.rows import ConcatenatedPrompts
-from actors.prompts.streams import NUM_BATCHES, Mixture
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError

@@ -14,9 +14,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.prompts.epochs import Epochs
+from actors.prompts.mixture import FirstPrompts, MixedPrompts, Mixture, NamedPrompts
 from actors.prompts.rows import ConcatenatedPrompts, PromptRows, RowColumns, RowPrompts
 from actors.prompts.seeds import HELD_OUT_RUN_SEED
-from actors.prompts.streams import Epochs, FirstPrompts, MixedPrompts, Mixture, NamedPrompts
 from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, LevelPrompts, TaskPrompts
 from actors.prompts.user import open_user_source
 from streamrl.config.data import DataSettings, SourceSettings

@@ -27,7 +27,7 @@ from streamrl.algorithms.kl import (
     kl_penalty,
     teacher_advantages,
 )
-from streamrl.algorithms.rewards import (
+from streamrl.algorithms.reward_shaping import (
     RunningMoments,
     difficulty_mask,
     sample_weights,

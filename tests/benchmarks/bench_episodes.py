@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from actors.engines.hf.engine import HfEngine
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
+from actors.episodes.group import GroupRunner, unbuffered_lease
 from actors.generator import Generator
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer

@@ -27,7 +27,7 @@ import numpy as np
 
 from actors import generator
 from actors.environments import SingleTurn
-from actors.episodes.rollout import GroupRunner
+from actors.episodes.group import GroupRunner
 from actors.generator import Generator
 from buffers.journal.journal import Journal
 from buffers.journal.sqlite import SqliteStorage

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from actors.episodes.rollout import unbuffered_lease
+from actors.episodes.group import unbuffered_lease
 from streamrl.interfaces import Transition
 from streamrl.types import Completion, TrajectoryGroup
 from tests.contract.test_buffers import connect, lease_ttl_s  # noqa: F401

@@ -243,6 +243,7 @@ def test_without_shared_storage_a_lost_learner_and_resume_go_on_from_the_mirror(
     assert run.end() == 128 + signal.SIGTERM, run.output
     assert f"file://{mirror}/run has the run's folder" in run.output
     done = len(run.lines)
+    assert f"step-{done:08}" in checkpoints_in(mirror), run.output + run.log("learner")[-4000:]
     # On another machine, and another node.
     shutil.rmtree(run.folder)
     run = start(*settings, "--resume", "--set", f"run.max_steps={done + 4}")

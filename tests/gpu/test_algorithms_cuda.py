@@ -14,7 +14,7 @@ from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, Advantag
 from streamrl.algorithms.kl import full_kl, kl_penalty  # noqa: E402
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs  # noqa: E402
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput  # noqa: E402
-from streamrl.algorithms.rewards import normalize, sample_weights, token_rewards  # noqa: E402
+from streamrl.algorithms.reward_shaping import normalize, sample_weights, token_rewards  # noqa: E402
 from streamrl.algorithms.rollout_is import (  # noqa: E402
     ROLLOUT_IS_PRESETS,
     RolloutISConfig,

@@ -25,8 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.hf.engine import HfEngine
 from actors.environments.stream import open_stream
-from actors.episodes.rollout import unbuffered_lease
-from actors.episodes.runner import MixedRunner, make_runner
+from actors.episodes.group import unbuffered_lease
+from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.evaluation import greedy_groups_of, scores_of
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from learners.batch.training_batch import TrainingBatch

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.rewards import FunctionReward
 from actors.rewards.forms import BoundFunction
+from actors.rewards.weighted_sum import FunctionReward
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation
 from streamrl.types import FilesEndpoint, LoadReport, WeightUpdate
@@ -84,7 +84,7 @@ def test_a_reward_that_never_ends_does_not_keep_the_process():
     program = (
         "import asyncio, time\n"
         "from actors.rewards.forms import BoundFunction\n"
-        "from actors.rewards import FunctionReward\n"
+        "from actors.rewards.weighted_sum import FunctionReward\n"
         "endless = BoundFunction(lambda episode: time.sleep(600), {}, 'endless')\n"
         "async def main():\n"
         "    call = asyncio.create_task(FunctionReward(endless).score([None]))\n"

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from actors.episodes.rollout import first_finished, first_of_each, unbuffered_lease
+from actors.episodes.group import first_finished, first_of_each, unbuffered_lease
 from actors.failures import UniformFilter
 from buffers.audit import EventLengths
 from streamrl.config.algorithm.settings import DynamicSamplingSettings

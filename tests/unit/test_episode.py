@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.rollout import GroupProgress
+from actors.episodes.group import GroupProgress
 from streamrl.errors import RolloutError
 from streamrl.interfaces import (
     CompletionHandle,

@@ -14,7 +14,7 @@ import pytest
 from actors import leased_group
 from actors.engines.targets import WeightTarget
 from actors.environments import SingleTurn
-from actors.episodes.rollout import GroupProgress, GroupRunner
+from actors.episodes.group import GroupProgress, GroupRunner
 from actors.generator import Generator
 from actors.leased_group import LeasedGroup, StarvedLeases, VersionGate
 from actors.status_report import TokenRate

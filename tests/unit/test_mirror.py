@@ -150,7 +150,7 @@ def test_where_links_cannot_be_had_one_that_loses_files_meanwhile_gets_no_manife
         put(file, name, **given)
         (path_of(one.folder, 1) / "shards" / "rank-00000.safetensors").unlink(missing_ok=True)
 
-    monkeypatch.setattr(mirror_module.os, "link", no_link)
+    monkeypatch.setattr("streamrl.durable_files.os.link", no_link)
     monkeypatch.setattr(one.mirror._store, "put", slowly)
     one.bring()
     assert not [name for name in one.mirror._store.names() if name.endswith("manifest.json")]

@@ -8,8 +8,8 @@ import pytest
 
 from actors.environments import BUILT_IN, make_environment
 from actors.environments.stream import open_held_out_stream, open_stream
-from actors.episodes.rollout import unbuffered_lease
-from actors.episodes.runner import make_runner
+from actors.episodes.group import unbuffered_lease
+from actors.episodes.mixed_runner import make_runner
 from actors.make_model import make_tokenizer
 from actors.prompts import open_held_out, open_prompts
 from actors.prompts.reasoning import _BLOCK, UNEARNED

@@ -8,7 +8,7 @@ import torch
 
 from actors.environments import make_environment
 from actors.environments.stream import open_stream
-from actors.episodes.runner import make_runner
+from actors.episodes.mixed_runner import make_runner
 from actors.make_model import make_tokenizer
 from actors.prompts import open_held_out, open_prompts
 from actors.prompts.seeds import HELD_OUT_RUN_SEED

@@ -1,4 +1,5 @@
-"""Rejection: which tokens leave the loss, by divergence tests, independently of the weights.
+"""Rejection: which tokens leave the loss, by divergence tests, independently of the weights; and
+the veto, which gives a whole sequence the weight 0.
 
 With d = log(train / behavior) clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d
 (Schulman, "Approximating KL divergence", 2020), per token or as sum, mean or maximum over a
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from streamrl.algorithms.rollout_is.statistics import SAFETY_BOUND, largest, smallest
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.algorithm.rollout_is import RejectionRule
+from streamrl.config.algorithm.rollout_is import RejectionRule, RolloutISSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,22 @@ def reject(log_ratio: Tensor, sequences: Sequences, rules: Iterable[RejectionRul
         sums, extremes = sums | verdict.sums, extremes | verdict.extremes
     together = _masked("rollout_rs", keep, sequences) if sums else {}
     return Rejection(keep, sums | together, extremes)
+
+
+def veto(
+    log_ratio: Tensor, sequences: Sequences, config: RolloutISSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """vetoed [S]: sequences with a token that the training policy finds all but impossible."""
+    floor = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
+    catastrophic = log_ratio < floor
+    count = catastrophic.sum()
+    vetoed = torch.zeros(len(sequences), dtype=torch.bool, device=log_ratio.device)
+    if count > 0:
+        vetoed = sequences.sum(catastrophic) > 0
+    return vetoed, {
+        "mismatch/rollout_is_catastrophic_token_fraction": count,
+        "mismatch/rollout_is_veto_fraction": vetoed.sum(),
+    }
 
 
 def _judge(log_ratio: Tensor, sequences: Sequences, rule: RejectionRule) -> Rejection:

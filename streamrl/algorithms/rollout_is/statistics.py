@@ -316,22 +316,6 @@ def _bin_centers(device: torch.device) -> Tensor:
     return (bins - _NUM_BINS // 2) / _BINS_PER_NAT
 
 
-def veto(
-    log_ratio: Tensor, sequences: Sequences, config: RolloutISSettings
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """vetoed [S]: sequences with a token that the training policy finds all but impossible."""
-    floor = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
-    catastrophic = log_ratio < floor
-    count = catastrophic.sum()
-    vetoed = torch.zeros(len(sequences), dtype=torch.bool, device=log_ratio.device)
-    if count > 0:
-        vetoed = sequences.sum(catastrophic) > 0
-    return vetoed, {
-        "mismatch/rollout_is_catastrophic_token_fraction": count,
-        "mismatch/rollout_is_veto_fraction": vetoed.sum(),
-    }
-
-
 def mismatch_sums(
     log_ratio: Tensor, log_ratio_sums: Tensor, train_sums: Tensor, sequences: Sequences
 ) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
-from streamrl.algorithms.rollout_is.rejection import reject
+from streamrl.algorithms.rollout_is.rejection import reject, veto
 from streamrl.algorithms.rollout_is.split import split
 from streamrl.algorithms.rollout_is.statistics import (
     SAFETY_BOUND,
@@ -38,7 +38,6 @@ from streamrl.algorithms.rollout_is.statistics import (
     raw_sums,
     smallest,
     staleness_sums,
-    veto,
     weight_percentiles,
 )
 from streamrl.algorithms.sequences import Sequences

@@ -20,7 +20,6 @@ attaches with the books of its checkpoint opens those prompts again, and each is
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -43,7 +42,7 @@ from streamrl.checkpoints.find import (
 from streamrl.checkpoints.history import HISTORY_FILE, History
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
-from streamrl.durable_files import new_folder, visible_files, write_file
+from streamrl.durable_files import held_by_links, new_folder, visible_files, write_file
 from streamrl.errors import ConfigError, DamagedCheckpointError, FencedError, TransportError
 from streamrl.object_store import StoreFolder
 from streamrl.run_folder import MIRROR_FILE, MirrorStatus, held_run, move_aside, read_mirror
@@ -286,7 +285,7 @@ class Mirror:
         not."""
         name = f"{_CHECKPOINTS}/{path.name}"
         try:
-            with _held(path, self._folder / _HELD) as held:
+            with held_by_links(path, self._folder / _HELD) as held:
                 verify(held, contents=False)
                 manifest = (held / MANIFEST_FILE).read_bytes()
                 if self._sent.get(name) == manifest:
@@ -339,22 +338,6 @@ class Mirror:
             top = path.relative_to(self._folder).parts[0]
             if top != _CHECKPOINTS and top not in _OF_A_MACHINE:
                 yield path
-
-
-@contextmanager
-def _held(checkpoint: Path, folder: Path) -> Iterator[Path]:
-    """The checkpoint by links of its own in this folder, which a learner that deletes it, as it
-    does with all but the newest, leaves; where links cannot be had, the checkpoint itself."""
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        try:
-            shutil.copytree(checkpoint, folder, copy_function=os.link)
-        except OSError:
-            yield checkpoint
-        else:
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def mirror_of(config: RunConfig, arguments: argparse.Namespace, console: Console) -> Mirror | None:

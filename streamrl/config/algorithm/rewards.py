@@ -1,6 +1,6 @@
 """`algorithm.reward`, `sample_weight` and `pf_ppo`: from rewards to what is trained.
 
-The order is fixed and stands in `streamrl.algorithms.rewards`.
+The order is fixed and stands in `streamrl.algorithms.reward_shaping`.
 """
 
 from typing import Literal, Self

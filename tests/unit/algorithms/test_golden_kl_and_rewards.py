@@ -16,7 +16,7 @@ from streamrl.algorithms.losses import (
     value_loss,
 )
 from streamrl.algorithms.moments import whiten
-from streamrl.algorithms.rewards import (
+from streamrl.algorithms.reward_shaping import (
     RunningMoments,
     difficulty_mask,
     normalize,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from streamrl.algorithms.rewards import (
+from streamrl.algorithms.reward_shaping import (
     RunningMoments,
     difficulty_mask,
     normalize,

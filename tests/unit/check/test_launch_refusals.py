@@ -213,7 +213,8 @@ SAID: Mapping[str, str] = {
     "check calls what raises": """
         actors/engines/__init__ actors/environments/__init__ actors/environments/stream
         actors/prompts/__init__ actors/prompts/media
-        actors/prompts/reasoning actors/prompts/rows actors/prompts/streams actors/prompts/tasks
+        actors/prompts/epochs actors/prompts/reasoning
+        actors/prompts/rows actors/prompts/tasks
         actors/prompts/user
         actors/rendering/chat_template actors/rendering/parsing actors/rendering/renderer
         actors/rewards/__init__ actors/rewards/checks actors/rewards/remote/http

@@ -4,7 +4,7 @@ import inspect
 from types import SimpleNamespace
 
 from actors.environments import SingleTurn
-from actors.episodes.runner import make_runner
+from actors.episodes.mixed_runner import make_runner
 from actors.rewards.forms import BoundFunction
 from streamrl.config import RunConfig
 from streamrl.interfaces import Episode, Prompt, Score

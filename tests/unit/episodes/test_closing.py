@@ -15,8 +15,8 @@ from actors import concurrency
 from actors.concurrency import DeadlineError, deadline
 from actors.environments import SingleTurn, make_environment
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.rollout import unbuffered_lease
-from actors.episodes.runner import open_group
+from actors.episodes.group import unbuffered_lease
+from actors.episodes.mixed_runner import open_group
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Transition
 from streamrl.types import Completion, SamplingParams

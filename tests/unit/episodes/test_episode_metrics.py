@@ -6,7 +6,7 @@ import json
 import pytest
 from msgspec import structs
 
-from actors.episodes.rollout import unbuffered_lease
+from actors.episodes.group import unbuffered_lease
 from learners.batch.training_batch import (
     TrainingBatch,
     add_episode_sums,

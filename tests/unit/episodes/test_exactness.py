@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.engines.hf.engine import HfEngine
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
+from actors.episodes.group import GroupRunner, unbuffered_lease
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from learners.batch.training_batch import TrainingBatch

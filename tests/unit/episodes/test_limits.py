@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from actors.episodes.episode import EpisodeRun
-from actors.episodes.rollout import TruncatedGroupError, unbuffered_lease
-from actors.episodes.runner import MixedRunner
+from actors.episodes.group import TruncatedGroupError, unbuffered_lease
+from actors.episodes.mixed_runner import MixedRunner
 from streamrl import wire
 from streamrl.config.generator import EpisodeSettings
 from streamrl.errors import RolloutError

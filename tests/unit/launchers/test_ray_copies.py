@@ -1,47 +1,47 @@
 """What a driver has of a node's files when they have changed in any way between two looks."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from streamrl.cli.launchers.ray.cluster import Copies, Place
-from streamrl.cli.launchers.ray.supervisor import _files
+from streamrl.cli.launchers.ray.supervisor import Supervisor
 from streamrl.durable_files import visible_files
 
 
 class Node:
-    """The learner's, as a `Place`: it answers from a folder."""
+    """The learner's, as a `Place`: its supervisor answers from a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.is_ready, self.found = True, {"shares_folder": False}
         self.bundle = SimpleNamespace(name="learner")
-        self._folder = folder
-        self.actor = SimpleNamespace(files=_remote(self._list), read=_remote(self._read))
+        self.folder, self.before_read = folder, lambda: None
+        supervisor = Supervisor()
+        supervisor._folder = folder
 
-    def _list(self, prefix: str) -> dict[str, tuple[int, int]]:
-        return _files(self._folder, prefix)
+        async def read(path: str, offset: int, size: int) -> bytes:
+            self.before_read()
+            return await supervisor.read(path, offset, size)
 
-    def _read(self, path: str, offset: int, size: int) -> bytes:
-        return (self._folder / path).read_bytes()[offset : offset + size]
+        self.actor = SimpleNamespace(
+            files=SimpleNamespace(remote=supervisor.files), read=SimpleNamespace(remote=read)
+        )
 
     def write(self, name: str, text: str) -> None:
-        (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (self._folder / name).write_text(text)
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(text)
 
-
-def _remote(call: Callable[..., Any]) -> SimpleNamespace:
-    async def remote(*arguments: Any) -> Any:
-        return call(*arguments)
-
-    return SimpleNamespace(remote=remote)
+    def save(self, step: int, text: str = "weights") -> None:
+        for name in ("model.safetensors", "shards/rank-0", "manifest.json"):
+            self.write(f"checkpoints/step-{step:08}/{name}", f"{text} of {name}")
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setattr("streamrl.cli.launchers.ray.supervisor._start_watcher", lambda mark: -1)
     return Node(tmp_path / "node")
 
 
@@ -83,6 +83,35 @@ async def test_a_checkpoint_goes_that_the_node_has_deleted_before_the_first_look
     await copies.bring()
     names = sorted(path.name for path in (here / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+async def test_a_checkpoint_that_its_node_deletes_while_it_is_copied_arrives_whole(
+    copies, node, here, tmp_path
+):
+    def saves_another() -> None:
+        node.before_read = lambda: None
+        shutil.rmtree(node.folder / "checkpoints" / "step-00000001")
+        shutil.rmtree(node.folder / "checkpoints" / "step-00000002")
+        node.save(3)
+
+    node.save(1)
+    node.save(2)
+    expected = contents(node.folder / "checkpoints" / "step-00000002")
+    node.before_read = saves_another
+    await copies.bring()
+    assert contents(here / "checkpoints" / "step-00000002") == expected
+    assert contents(here / "checkpoints" / "step-00000001") == {}, "no part of a file"
+    # The learner has gone back, and come to the same step again.
+    shutil.rmtree(node.folder / "checkpoints" / "step-00000003")
+    node.save(3, "other weights")
+    await copies.bring()
+    expected = contents(node.folder / "checkpoints" / "step-00000003")
+    assert contents(here / "checkpoints") == {f"step-00000003/{k}": v for k, v in expected.items()}
 
 
 def test_a_folder_that_is_deleted_while_files_are_listed_is_left_out(tmp_path: Path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from actors.episode_record import EpisodeRecord
-from actors.episodes.rollout import GroupRunner, unbuffered_lease
+from actors.episodes.group import GroupRunner, unbuffered_lease
 from streamrl.interfaces import EnvironmentContext, Observation, Prompt, Transition
 from streamrl.types import Completion, FinishReason, Media, SamplingParams
 from tests.tiny_vision import END, IMAGE, START, image, png

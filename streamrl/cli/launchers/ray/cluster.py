@@ -342,9 +342,9 @@ class Copies:
                 continue
             had = known.get(path, (0, 0))[0]
             goes_on = 0 < had <= size and await self._goes_on(place, path, had)
-            await self._copy(place, path, had if goes_on else 0, size)
-            known = {**known, path: (size, time_ns)}
-            self._known[place] = known
+            if await self._copy(place, path, had if goes_on else 0, size):
+                known = {**known, path: (size, time_ns)}
+                self._known[place] = known
 
     async def _goes_on(self, place: Place, path: str, had: int) -> bool:
         """Whether the node's file goes on behind the bytes that are here; not one whose lines were
@@ -367,8 +367,9 @@ class Copies:
                 (path / MANIFEST_FILE).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
-    async def _copy(self, place: Place, path: str, start: int, size: int) -> None:
-        """The bytes from `start` to `size`, of a file that may be gone by now."""
+    async def _copy(self, place: Place, path: str, start: int, size: int) -> bool:
+        """Whether the bytes from `start` to `size` are here; a file that is gone by now is left as
+        it was."""
         target = self._folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part") if start == 0 else target
@@ -382,8 +383,11 @@ class Copies:
                     break
                 file.write(body)
                 start += len(body)
-        if part != target:
+        if part != target and start == size:
             os.replace(part, target)
+        elif part != target:
+            part.unlink()
+        return start == size
 
 
 def _turn(item: tuple[str, tuple[int, int]]) -> tuple[bool, bool, str]:

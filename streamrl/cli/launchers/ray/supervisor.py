@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from streamrl import __version__
+from streamrl.checkpoints.manifest import MANIFEST_FILE
 from streamrl.cli.processes.child import launcher_line
-from streamrl.cli.processes.mirror import Mirror
+from streamrl.cli.processes.mirror import Mirror, complete_checkpoints
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
-from streamrl.durable_files import visible_files, write_file
+from streamrl.durable_files import link_folder, visible_files, write_file
 from streamrl.errors import ErrorPipe, ErrorRecord, StreamRLError, sentence_of
 from streamrl.placement.hosts import this_machine
 from streamrl.process_environment import processes_with
@@ -37,6 +38,7 @@ from streamrl.run_folder import held_run, move_aside
 MARK = "STREAMRL_PROCESS"
 NUM_PORTS = 3
 _TRIES = 100
+_KEPT, _NONE = ".kept", ("", (0, 0))
 
 
 class Supervisor:
@@ -47,6 +49,8 @@ class Supervisor:
         self._starts: dict[str, asyncio.Task[Process]] = {}
         self._held: list[socket.socket] = []
         self._folder = self._directory = Path()
+        self._kept = _NONE
+        """Where the newest checkpoint is, and size and time of its manifest."""
         self._watched_by = _start_watcher(self._mark)
 
     async def hello(
@@ -154,15 +158,30 @@ class Supervisor:
         return code, record
 
     async def files(self, prefix: str) -> dict[str, tuple[int, int]]:
-        """Size and time, in ns, of the files whose names in the run's folder begin so."""
-        return await asyncio.to_thread(_files, self._folder, prefix)
+        """Size and time, in ns, of the files whose names in the run's folder begin so. The newest
+        checkpoint among them can be read until the next call, though a learner deletes it."""
+        return await asyncio.to_thread(self._list, prefix)
+
+    def _list(self, prefix: str) -> dict[str, tuple[int, int]]:
+        found = _files(self._folder, prefix)
+        newest = f"checkpoints/{max(complete_checkpoints(found), default='')}/"
+        kept = (newest, found.get(newest + MANIFEST_FILE, (0, 0)))
+        if kept != self._kept:
+            # Another history may have a checkpoint of the same name.
+            self._kept = _NONE
+            if kept[1] != (0, 0) and link_folder(self._folder / newest, self._folder / _KEPT):
+                self._kept = kept
+        return found
 
     async def read(self, path: str, offset: int, size: int) -> bytes:
         """A part of a file of the run's folder; nothing of one that is gone."""
+        file, (kept, _) = self._folder / path, self._kept
+        if kept and path.startswith(kept):
+            file = self._folder / _KEPT / path.removeprefix(kept)
         try:
-            with (self._folder / path).open("rb") as file:
-                file.seek(offset)
-                return file.read(size)
+            with file.open("rb") as content:
+                content.seek(offset)
+                return content.read(size)
         except OSError:
             return b""
 
