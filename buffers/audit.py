@@ -330,6 +330,5 @@ def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
 
 _ENTRIES = "SELECT prompt_index, lease_id, state FROM entry"
 _WITHOUT_PAYLOAD = (
-    "SELECT prompt_index, lease_id FROM entry WHERE header IS NOT NULL "
-    "AND prompt_index NOT IN (SELECT prompt_index FROM payload WHERE sibling = -1)"
+    "SELECT prompt_index, lease_id FROM entry WHERE header IS NOT NULL AND places IS NULL"
 )
