@@ -421,10 +421,6 @@ class Ledger:
         num_new = self.admission.num_admitted(self.version, draining=self.draining)
         return num_new + len(self._entries.vacant)
 
-    def knows(self, lease_id: str) -> bool:
-        """Whether this lease is open here, with its group or without."""
-        return self._entries.find(lease_id) is not None
-
     def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
         """Extend these leases; those that are no longer honored are returned."""
         self.expire(now_s)
@@ -493,7 +489,7 @@ class Ledger:
         return entry.prompt_index
 
     def find(self, lease_id: str) -> Entry | None:
-        """The open entry of this lease, to read."""
+        """The open entry of this lease, to read, with its group or without."""
         return self._entries.find(lease_id)
 
     def end_lease(self, lease_id: str, reason: DropReason) -> None:
@@ -599,9 +595,8 @@ class Ledger:
         self._drop_vacant(newer_than=-1)
 
     def books(self) -> Books:
-        return replace(
-            self._entries.books(self.learner_term), steered_bound=self.admission.steered_bound
-        )
+        bound = self.admission.steered_bound
+        return replace(self._entries.books(), learner_term=self.learner_term, steered_bound=bound)
 
     @property
     def revision(self) -> int:
@@ -637,9 +632,17 @@ class Ledger:
         return self._entries.drain_freed()
 
     def snapshot(self) -> LedgerSnapshot:
-        state = (self.version, self.learner_term, self.learner_id, self.finished, self.draining)
-        totals = self._entries.snapshot(*state, self._refused, self.admission.final_version)
-        return replace(totals, steered_bound=self.admission.steered_bound)
+        return replace(
+            self._entries.snapshot(),
+            version=self.version,
+            learner_term=self.learner_term,
+            learner_id=self.learner_id,
+            finished=self.finished,
+            draining=self.draining,
+            refused=self.refused(),
+            final_version=self.admission.final_version if self.learner_term else None,
+            steered_bound=self.admission.steered_bound,
+        )
 
     def restore(
         self,

@@ -33,8 +33,6 @@ from streamrl.errors import LostMemoryError, StreamRLError, TransportError, Wire
 from streamrl.types import (
     BufferStats,
     DropReason,
-    GeneratorStatus,
-    HeartbeatReply,
     PackedGroup,
     SiblingHeader,
     TrajectoryGroup,
@@ -76,8 +74,6 @@ class RedisBuffer(ZmqBuffer):
         self._quarantine = None if quarantine is None else Quarantine(quarantine)
         self._memory_limit = RedisMemoryLimit(self._connection)
         self._daemon: Daemon | None = None
-        self._siblings: dict[str, list[bytes]] = {}
-        """The keys of those that are kept of each lease's group."""
         self._failure: StreamRLError | None = None
         self._unreachable: TransportError | None = None
         self._follower = asyncio.create_task(self._follow())
@@ -92,11 +88,11 @@ class RedisBuffer(ZmqBuffer):
                 self._quarantine.keep(lease_id, [payload], error)
             await self.release(lease_id, DropReason.MALFORMED)
             raise
-        siblings = self._siblings.pop(lease_id, [])
         async with self._puts:
-            if siblings and await self._memory_limit.refusal(len(payload)):
+            is_full = await self._memory_limit.refusal(len(payload))
+            if is_full and (siblings := await super().fetch_siblings(lease_id)):
                 # Else a group could never be put whose siblings have filled Redis.
-                await self._connection.call("put", ("UNLINK", *siblings))
+                await self._connection.call("put", ("UNLINK", *map(bytes, siblings)))
             key = await self._write(payload)
             stored = m.StoredGroup(packed.header(len(payload)), key)
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(stored))
@@ -112,23 +108,11 @@ class RedisBuffer(ZmqBuffer):
         async with self._puts:
             key = await self._write(payload)
         await super().put_sibling(sibling, key)
-        self._siblings.setdefault(sibling.lease_id, []).append(key)
 
     async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
         """With b"" for one that Redis has lost, which is sampled again."""
         keys = await super().fetch_siblings(lease_id)
-        self._siblings[lease_id] = [bytes(key) for key in keys]
         return tuple(payload or b"" for payload in await self._read_payloads(keys))
-
-    async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
-        self._siblings.pop(lease_id, None)
-        await super().release(lease_id, reason, lengths)
-
-    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        reply = await super().heartbeat(status)
-        for lease_id in reply.lost_lease_ids:
-            self._siblings.pop(lease_id, None)
-        return reply
 
     async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
         return await self._with_refusal(await super().advance(policy_version, steered_bound))

@@ -149,7 +149,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.state.drain()
+        self.state.ledger.draining = True
         self._die_and_come_back()
 
     @rule()
@@ -213,7 +213,7 @@ class JournalMachine(RuleBasedStateMachine):
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
         status = GeneratorStatus(generator_id=generator_id, session="s", policy_version=0)
         self.state.heartbeat(status, self.now_s)
-        self.state.set_scheduling_state(generator_id, scheduling_state)
+        self.state.registry.set_scheduling_state(generator_id, scheduling_state)
         self._die_and_come_back()
 
     @rule()
@@ -393,7 +393,7 @@ def test_a_new_end_of_the_run_is_recovered_and_a_file_without_one_keeps_the_blan
 
 def test_before_a_learner_attaches_the_run_ends_where_its_settings_say(tmp_path):
     state, journal = open_journal(tmp_path, final_version=2)
-    state.drain()
+    state.ledger.draining = True
     journal.commit()
     journal.close()
     state, journal = open_journal(tmp_path, final_version=5)
