@@ -23,7 +23,7 @@ import msgspec
 from buffers.ledger.entries import BY_BOOKS, Entry, Event, LedgerSnapshot, State
 from buffers.ledger.state import GROUP, BufferState, PayloadKey
 from streamrl.errors import ConfigError, StorageError
-from streamrl.types import DropReason, GroupHeader, SchedulingState, SiblingHeader
+from streamrl.types import DropReason, GroupHeader, SiblingHeader
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ class JournalContent(NamedTuple):
     settings: dict[str, str | int] | None
     snapshot: LedgerSnapshot
     rows: Iterable[EntryRow]
-    scheduling_states: dict[str, SchedulingState]
     next_number: int
 
 
@@ -79,7 +78,6 @@ class Changes(NamedTuple, Generic[Place]):
 
     settings: Mapping[str, str | int] | None
     snapshot: LedgerSnapshot | None
-    scheduling_states: Mapping[str, SchedulingState] | None
     events: Sequence[EventRow]
     entries: Sequence[EntryRow]
     closed: Sequence[int]
@@ -188,7 +186,6 @@ class Journal(Generic[Place]):
         self._ledger = state.ledger
         self._pending: list[tuple[int, Event]] = []
         self._snapshot = LedgerSnapshot()
-        self._scheduling_states: dict[str, SchedulingState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._stored: dict[int, dict[int, _Stored[Place]]] = {}
@@ -219,8 +216,6 @@ class Journal(Generic[Place]):
                 for sibling, owner in self._owners(entry).items()
             }
         self._snapshot = content.snapshot
-        self._scheduling_states = content.scheduling_states
-        self._state.registry.scheduling_states = content.scheduling_states
         self._ledger.subscribe(self._on_event)
         self._state.on_sibling = self._with_sibling.add
         if content.snapshot != LedgerSnapshot():
@@ -240,11 +235,10 @@ class Journal(Generic[Place]):
             StorageError: nothing was written, or all but the new payloads, because they do not fit;
                 the next call writes what is missing.
         """
-        snapshot = self._ledger.snapshot()
-        scheduling_states = self._state.registry.scheduling_states
-        has_changed = (snapshot, scheduling_states) != (self._snapshot, self._scheduling_states)
+        snapshot = self._state.snapshot()
         has_payloads = self._unwritten or self._with_sibling
-        if not (self._pending or has_payloads or self._settings or has_changed):
+        has_changed = self._pending or has_payloads or self._settings
+        if not (has_changed or snapshot != self._snapshot):
             return
         last = {event.prompt_index: event for _, event in self._pending}
         touched = {*last, *self._with_sibling, *self._unwritten}
@@ -263,9 +257,6 @@ class Journal(Generic[Place]):
         changes = Changes(
             settings=self._settings,
             snapshot=None if snapshot == self._snapshot else snapshot,
-            scheduling_states=None
-            if scheduling_states == self._scheduling_states
-            else scheduling_states,
             events=self._events(),
             entries=entries,
             closed=closed,
@@ -276,7 +267,7 @@ class Journal(Generic[Place]):
         self._pending.clear()
         self._with_sibling.clear()
         self._settings = None
-        self._snapshot, self._scheduling_states = snapshot, scheduling_states
+        self._snapshot = snapshot
         self._stored.update(named)
         for index in [index for index, payloads in named.items() if not payloads]:
             del self._stored[index]

@@ -9,7 +9,6 @@ change is one transaction, and a failed one changes nothing. The tables:
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
     entry     every open prompt: its lease, state, header, siblings, and by their numbers (a group's
               is -1) where its payloads are (`buffers.journal.payload_segments`); or that it is free
-    scheduling_state   of each generator that is not active
     events    one row a lease: the states it was in, one letter each, and the lengths of the
               responses that were put (msgpack); never deleted
 """
@@ -30,7 +29,6 @@ from buffers.journal.payload_segments import Payload, PayloadPlace, Segments
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.ledger.state import PayloadKey
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
-from streamrl.types import SchedulingState
 
 FORMAT = 9
 MAX_LOG_BYTES = 4 * 2**20
@@ -47,7 +45,6 @@ CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 0), data
 CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEGER, lease_id TEXT,
     min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB, siblings BLOB,
     places BLOB);
-CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
     states TEXT, response_lengths BLOB);
 """
@@ -94,12 +91,6 @@ class SqliteStorage:
                 settings={k: v for k, v in known.items() if k != "format"} if known else None,
                 snapshot=read_snapshot(self._db),
                 rows=self._db.execute("SELECT * FROM entry").fetchall(),
-                scheduling_states={
-                    generator_id: SchedulingState(scheduling_state)
-                    for generator_id, scheduling_state in self._db.execute(
-                        "SELECT * FROM scheduling_state"
-                    )
-                },
                 next_number=0 if newest is None else newest + 1,
             )
 
@@ -132,10 +123,6 @@ class SqliteStorage:
         if changes.snapshot is not None:
             snapshot = msgspec.msgpack.encode(changes.snapshot)
             db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (snapshot,))
-        if changes.scheduling_states is not None:
-            db.execute("DELETE FROM scheduling_state")
-            rows = ((name, str(state)) for name, state in changes.scheduling_states.items())
-            db.executemany("INSERT INTO scheduling_state VALUES (?, ?)", rows)
         db.executemany(_PUT_EVENTS, changes.events)
         db.executemany(_PUT_ENTRY, changes.entries)
         gone = [(prompt_index,) for prompt_index in changes.closed]

@@ -40,6 +40,7 @@ from streamrl.types import (
     LengthHistogram,
     RefusalReason,
     ResponseLengths,
+    SchedulingState,
     SiblingHeader,
     rounded_length,
 )
@@ -217,6 +218,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     `unseen` are the leases that count as granted because a learner's books contain them. `lengths`
     are counted here alone, so books that are adopted do not change them. `final_version` is None
     until a learner has attached, which says where the run ends. `steered_bound` is that of `Books`.
+    `scheduling_states` are those of generators that are not active, which a `BufferState` adds.
     """
 
     version: int = 0
@@ -234,6 +236,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     lengths: ResponseLengths = ResponseLengths()
     final_version: int | None = None
     steered_bound: int = 0
+    scheduling_states: dict[str, SchedulingState] = {}
 
 
 class Entries:

@@ -487,6 +487,11 @@ class BufferState(Generic[Payload]):
         self._orphan_lost()
         self._delete_freed()
 
+    def snapshot(self) -> LedgerSnapshot:
+        """All but the entries and their payloads."""
+        scheduling_states = self.registry.scheduling_states
+        return replace(self.ledger.snapshot(), scheduling_states=scheduling_states)
+
     def restore(
         self,
         snapshot: LedgerSnapshot,
@@ -497,6 +502,7 @@ class BufferState(Generic[Payload]):
     ) -> None:
         """Continue, in a blank state, where a journal ends, which may have lost payloads."""
         self._resumes_until_s = now_s + RESUMES_WITHIN_S
+        self.registry.scheduling_states = snapshot.scheduling_states
         held = list(entries)
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:

@@ -2,8 +2,8 @@
 machine goes on from here on another one.
 
     fence          TERM:COMMIT, the name of the daemon that writes and the number of its last commit
-    journal        hash: the format, the run's settings, the ledger's totals, the next lease's
-                   number and the scheduling states
+    journal        hash: the format, the run's settings, the ledger's totals, and the next lease's
+                   number
     entries        hash by prompt: its lease, state, header, siblings, and by their numbers (a
                    group's is -1) the keys of its payloads; or that it is free
     payload:UUID   a group or a sibling, written by its generator and read by the learner or another
@@ -43,7 +43,6 @@ from streamrl.errors import (
     StorageError,
     TransportError,
 )
-from streamrl.types import SchedulingState
 
 # Of a run's keys and their values; raised with every change of them. To 6, the ledger was in Lua.
 FORMAT = 9
@@ -83,12 +82,10 @@ class RedisStorage:
         self._require_ours(fence)
         journal, entries = (self._wait(self._read_hash(name)) for name in ("journal", "entries"))
         self._next_number = int(journal.get(b"next_number", 0))
-        states = journal.get(b"scheduling_states")
         return JournalContent(
             settings=msgspec.json.decode(journal[b"settings"]) if b"settings" in journal else None,
             snapshot=_snapshot(journal),
             rows=map(msgspec.msgpack.Decoder(EntryRow).decode, entries.values()),
-            scheduling_states=_unpack(states, type=dict[str, SchedulingState]) if states else {},
             next_number=self._next_number,
         )
 
@@ -163,8 +160,6 @@ class RedisStorage:
             journal |= {"format": FORMAT, "settings": msgspec.json.encode(changes.settings)}
         if changes.snapshot is not None:
             journal["snapshot"] = _pack(changes.snapshot)
-        if changes.scheduling_states is not None:
-            journal["scheduling_states"] = _pack(changes.scheduling_states)
         if changes.events:
             numbers = (1 + row[0] for row in changes.events)
             journal["next_number"] = max(self._next_number, *numbers)

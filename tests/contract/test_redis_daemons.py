@@ -493,7 +493,7 @@ def test_a_daemon_writes_nothing_once_another_has_the_run(redis: RedisServer):
     state.attach(0, None)
     with pytest.raises(HandedOverError, match="another daemon has taken over"):
         journal.commit()
-    nothing: Changes[bytes] = Changes(None, None, None, (), (), (), {}, ())
+    nothing: Changes[bytes] = Changes(None, None, (), (), (), {}, ())
     with pytest.raises(HandedOverError):
         storage.commit(nothing)
     for one in (journal, successor):
