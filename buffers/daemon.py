@@ -54,16 +54,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     """Serve until the run is complete. Waits for the server's thread, which a signal stops."""
-    with exporting(config, "buffer", "buffer") as exported:
-        await _serve(config, shutdown, exported)
-
-
-async def _serve(config: RunConfig, shutdown: Shutdown, exported: Exported) -> None:
     stop = threading.Event()
     signaled = asyncio.create_task(_asked_to_stop(shutdown, service.force_s(config)))
     signaled.add_done_callback(lambda _: stop.set())
-    serve = _serve_from_disk if config.buffer.binds_url else serve_from_redis
-    stats = await serve(config, stop, exported)
+    of_storage = _serve_from_disk if config.buffer.binds_url else serve_from_redis
+    with exporting(config, "buffer", "buffer") as exported:
+        stats = await of_storage(config, stop, exported)
     signaled.cancel()
     if stats is not None:
         write_books(config, stats)

@@ -9,6 +9,7 @@ daemon that has taken over, and sends its open requests again.
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from buffers.client import Reply
 from buffers.quarantine import Quarantine
 from buffers.redis.connection import Command, RedisConnection, namespace
 from buffers.redis.leadership import Daemon, find_daemon, require_usable
-from buffers.redis.memory_limit import POLL_S, RedisMemoryLimit
+from buffers.redis.memory_limit import RedisMemoryLimit
 from buffers.zmq.client import ZmqBuffer
 from streamrl import wire
 from streamrl.curve import choose_family, use_key
@@ -42,7 +43,7 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 FETCHED_AT_ONCE = 16
-FOLLOW_S, FIRST_FOLLOW_S = 0.5, 0.05
+FOLLOW_S, FIRST_FOLLOW_S, POLL_S = 0.5, 0.05, 0.5
 # An answer to a put that is later than the deadline by this comes to nobody.
 LATE_S = 600
 
@@ -181,21 +182,25 @@ class RedisBuffer(ZmqBuffer):
                 reply.set_exception(error)
 
     async def _write(self, payload: bytes) -> bytes:
-        """Its key. Waits for memory in Redis, until the deadline."""
+        """Its key. Waits for memory in Redis, which acknowledged groups free; polls every POLL_S.
+
+        Raises:
+            BufferFullError: it does not fit until the deadline.
+        """
         key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._deadline_s
         # NX: an earlier attempt that arrives late must not set an expiry on what is kept by then.
         command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S, "NX")
         while True:
-            await self._memory_limit.wait_for(len(payload))
-            try:
-                await self._connection.call("put", command)
-                return key
-            except exceptions.OutOfMemoryError as error:
-                full = self._memory_limit.full(len(payload))
-                if loop.time() >= deadline:
-                    raise full from error
+            if await self._memory_limit.admits(len(payload)):
+                with contextlib.suppress(exceptions.OutOfMemoryError):
+                    await self._connection.call("put", command)
+                    return key
+            full = self._memory_limit.full(len(payload))
+            if loop.time() >= deadline:
+                raise full
+            log.warning("waiting: %s", full)
             await asyncio.sleep(POLL_S)
 
     async def _groups(
