@@ -197,7 +197,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
         prompts[event.prompt_index] = PromptState(
             event.state,
             event.lease_id,
-            is_free=event.state == "dropped" and _returns(event.reason),
+            is_free=event.frees_prompt,
             by_books=event.reason == BY_BOOKS,
         )
     result = EventAudit(
@@ -306,10 +306,6 @@ def _end(event: Event) -> str:
 
 def _waits(prompt: PromptState) -> bool:
     return prompt.state in _WAITING
-
-
-def _returns(reason: str | None) -> bool:
-    return reason in list(DropReason) and DropReason(reason).returns_prompt
 
 
 def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:

@@ -336,7 +336,7 @@ class Journal(Generic[Place]):
             entry = self._ledger.entry(prompt_index)
             if entry is not None:
                 rows.append(self._row(entry, payloads))
-            elif _frees(last[prompt_index]):
+            elif last[prompt_index].frees_prompt:
                 rows.append((prompt_index, -1, "", 0, FREE, -1, None, None, None))
             else:
                 closed.append(prompt_index)
@@ -387,8 +387,3 @@ def _is_same(then: object, now: object) -> bool:
     """Also of two ways to name one file."""
     are_texts = isinstance(then, str) and isinstance(now, str)
     return then == now or (are_texts and os.path.abspath(str(then)) == os.path.abspath(str(now)))
-
-
-def _frees(event: Event) -> bool:
-    """Whether the event's prompt may be granted again."""
-    return event.state == "dropped" and DropReason(event.reason or "").returns_prompt

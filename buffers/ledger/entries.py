@@ -96,6 +96,7 @@ def response_lengths(entry: Entry) -> tuple[int, ...]:
     return () if entry.header is None else entry.header.response_lengths
 
 
+_RETURNS_PROMPT = frozenset(reason for reason in DropReason if reason.returns_prompt)
 BY_BOOKS = "books"
 """The reason of an "acknowledged" that a learner's books decided, not a training here."""
 
@@ -112,6 +113,11 @@ class Event(Struct, frozen=True):
     reason: str | None
     lease_id: str
     response_lengths: tuple[int, ...] = ()
+
+    @property
+    def frees_prompt(self) -> bool:
+        """Whether its prompt may be granted again."""
+        return self.state == "dropped" and self.reason in _RETURNS_PROMPT
 
 
 class Columns:

@@ -208,13 +208,12 @@ class GeneratorRegistry:
             del self.scheduling_states[generator_id]
 
 
-_RETURNS_PROMPT = frozenset(reason for reason in DropReason if reason.returns_prompt)
 _ENDS = ("buffered", "acknowledged", "dropped")
 
 
 def ends_without_group(event: Event) -> bool:
     """Whether a lease ends here and its prompt is granted again."""
-    return bool(event.lease_id) and event.state == "dropped" and event.reason in _RETURNS_PROMPT
+    return bool(event.lease_id) and event.frees_prompt
 
 
 class RetryCounter:
@@ -226,7 +225,7 @@ class RetryCounter:
     def on_event(self, event: Event) -> None:
         if ends_without_group(event):
             self._num_leases[event.prompt_index] += 1
-        elif event.state in _ENDS and event.reason not in _RETURNS_PROMPT:
+        elif event.state in _ENDS and not event.frees_prompt:
             self._num_leases.pop(event.prompt_index, None)
 
     def retried(self) -> tuple[RetriedPrompt, ...]:
