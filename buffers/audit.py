@@ -197,7 +197,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
         prompts[event.prompt_index] = PromptState(
             event.state,
             event.lease_id,
-            is_free=event.state == "dropped" and _returns(event.reason),
+            is_free=event.frees_prompt,
             by_books=event.reason == BY_BOOKS,
         )
     result = EventAudit(
@@ -308,10 +308,6 @@ def _waits(prompt: PromptState) -> bool:
     return prompt.state in _WAITING
 
 
-def _returns(reason: str | None) -> bool:
-    return reason in list(DropReason) and DropReason(reason).returns_prompt
-
-
 def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
     """Where the rows that a restart would recover are not what the events give."""
     prompts = result.prompts
@@ -330,6 +326,5 @@ def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
 
 _ENTRIES = "SELECT prompt_index, lease_id, state FROM entry"
 _WITHOUT_PAYLOAD = (
-    "SELECT prompt_index, lease_id FROM entry WHERE header IS NOT NULL "
-    "AND prompt_index NOT IN (SELECT prompt_index FROM payload WHERE sibling = -1)"
+    "SELECT prompt_index, lease_id FROM entry WHERE header IS NOT NULL AND places IS NULL"
 )

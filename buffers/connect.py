@@ -20,8 +20,7 @@ from streamrl.types import BufferStats
 def connect(config: RunConfig) -> TrajectoryBuffer:
     """A client of the run's buffer at `buffer.url`; call it in the event loop that will use it."""
     settings = config.buffer
-    scheme = settings.url.partition("://")[0]
-    match scheme:
+    match settings.url.partition("://")[0]:
         case "zmq":
             from buffers.zmq.client import ZmqBuffer
 
@@ -37,26 +36,22 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
                 final_version=config.run.max_steps,
             )
         case "redis" | "rediss" | "redis+sentinel" | "redis+cluster" | "rediss+cluster":
-            return _redis(config)
+            require("buffer.url: redis://", "redis")
+            from buffers.redis.client import RedisBuffer
+
+            return RedisBuffer(
+                settings.secret_url,
+                config.run.name,
+                deadline_s=settings.deadline_s,
+                final_version=config.run.max_steps,
+                max_group_bytes=settings.max_group_bytes,
+                quarantine=config.run.path / "quarantine",
+            )
         case _:
             raise ConfigError(
                 f"buffer.url {settings.url} cannot be shared between processes; use "
                 "zmq://host:port or redis://host:port"
             )
-
-
-def _redis(config: RunConfig) -> TrajectoryBuffer:
-    require("buffer.url: redis://", "redis")
-    from buffers.redis.client import RedisBuffer
-
-    return RedisBuffer(
-        config.buffer.secret_url,
-        config.run.name,
-        deadline_s=config.buffer.deadline_s,
-        final_version=config.run.max_steps,
-        max_group_bytes=config.buffer.max_group_bytes,
-        quarantine=config.run.path / "quarantine",
-    )
 
 
 ANSWER_S = 5.0

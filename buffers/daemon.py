@@ -54,16 +54,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def serve(config: RunConfig, shutdown: Shutdown) -> None:
     """Serve until the run is complete. Waits for the server's thread, which a signal stops."""
-    with exporting(config, "buffer", "buffer") as exported:
-        await _serve(config, shutdown, exported)
-
-
-async def _serve(config: RunConfig, shutdown: Shutdown, exported: Exported) -> None:
     stop = threading.Event()
     signaled = asyncio.create_task(_asked_to_stop(shutdown, service.force_s(config)))
     signaled.add_done_callback(lambda _: stop.set())
-    serve = _serve_from_disk if config.buffer.binds_url else serve_from_redis
-    stats = await serve(config, stop, exported)
+    of_storage = _serve_from_disk if config.buffer.binds_url else serve_from_redis
+    with exporting(config, "buffer", "buffer") as exported:
+        stats = await of_storage(config, stop, exported)
     signaled.cancel()
     if stats is not None:
         write_books(config, stats)
@@ -75,11 +71,15 @@ async def _serve_from_disk(
     """`zmq://`: at the address of the configuration, with the journal of the run's folder. None if
     it was stopped before that could be opened."""
     state: BufferState[Frame] = _blank(config)
-    with service.binding("buffer.url", config.buffer.url):
-        journal = await _wait_for_journal(config, state, stop)
-        if journal is None and config.buffer.journal:
-            return None
-        server = _server(config, state, config.buffer.url, journal, exported)
+    url, curve = config.buffer.url, config.buffer.curve
+    journal: Journal[PayloadPlace] | None = None
+    with service.binding("buffer.url", url):
+        if config.buffer.journal:
+            open_journal = partial(_open_journal, config, state)
+            journal = await asyncio.to_thread(wait_for_journal, open_journal, url, curve, stop)
+            if journal is None:
+                return None
+        server = _server(config, state, url, journal, exported)
     log.info("serving at %s", server.url)
     stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
     if journal is not None:
@@ -239,17 +239,6 @@ async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
             async with asyncio.timeout(others_s + LATE_S):
                 while service.has_siblings():  # noqa: ASYNC110
                     await asyncio.sleep(SIBLINGS_S)
-
-
-async def _wait_for_journal(
-    config: RunConfig, state: BufferState[Frame], stop: threading.Event
-) -> Journal[PayloadPlace] | None:
-    """None if it has none, or once `stop` is set."""
-    if not config.buffer.journal:
-        return None
-    url, curve = config.buffer.url, config.buffer.curve
-    open_journal = partial(_open_journal, config, state)
-    return await asyncio.to_thread(wait_for_journal, open_journal, url, curve, stop)
 
 
 def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal[PayloadPlace]:

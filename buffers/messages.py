@@ -237,8 +237,10 @@ class FinishRequest(Struct, frozen=True, tag="finish"):
 
 
 class DrainRequest(Struct, frozen=True, tag="drain"):
+    """Grant only the leases that complete the last batch, until a learner attaches."""
+
     def apply(self, state: State, now_s: float) -> Answer:
-        state.drain()
+        state.ledger.draining = True
         return (Done(),)
 
 
@@ -247,7 +249,7 @@ class SchedulingStateRequest(Struct, frozen=True, tag="scheduling_state"):
     scheduling_state: SchedulingState
 
     def apply(self, state: State, now_s: float) -> Answer:
-        state.set_scheduling_state(self.generator_id, self.scheduling_state)
+        state.registry.set_scheduling_state(self.generator_id, self.scheduling_state)
         return (Done(),)
 
 

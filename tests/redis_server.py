@@ -9,8 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from redis import Redis
 
+from buffers.journal.journal import EntryRow, read_rows
 from tests.ports import free_port, is_free
 
 START_DEADLINE_S = 20.0
@@ -99,3 +102,11 @@ def redis_server(folder: Path, *settings: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.kill()
+
+
+def named_payloads(server: "Redis", run: str) -> dict[tuple[int, int], bytes]:
+    """The keys of the payloads that the run's journal names, by prompt and sibling."""
+    rows = map(
+        msgspec.msgpack.Decoder(EntryRow).decode, server.hvals(f"streamrl:{{{run}}}:entries")
+    )
+    return read_rows(rows, bytes).places

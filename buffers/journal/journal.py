@@ -23,7 +23,7 @@ import msgspec
 from buffers.ledger.entries import BY_BOOKS, Entry, Event, LedgerSnapshot, State
 from buffers.ledger.state import GROUP, BufferState, PayloadKey
 from streamrl.errors import ConfigError, StorageError
-from streamrl.types import DropReason, GroupHeader, SchedulingState, SiblingHeader
+from streamrl.types import DropReason, GroupHeader, SiblingHeader
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ _WORDS = {letter: word for word, letter in LETTERS.items()}
 _GRANTED = LETTERS["leased"]
 
 Place = TypeVar("Place")
-EntryRow = tuple[int, int, str, int, str, int, bytes | None, bytes | None]
-"""prompt_index, number of its lease, lease_id, min_policy_version, state, version, header, finished
-siblings."""
+EntryRow = tuple[int, int, str, int, str, int, bytes | None, bytes | None, bytes | None]
+"""prompt_index, number of its lease, lease_id, min_policy_version, state, version, header, siblings
+and, by sibling, the places of its payloads, None for one that was lost; these three are msgpack."""
 EventRow = tuple[int, int, str, str, bytes | None]
 """number of the lease, prompt_index, lease_id, the letters of its new states, lengths."""
 
@@ -60,34 +60,29 @@ _Siblings = tuple[SiblingHeader, ...]
 Owner: TypeAlias = int | SiblingHeader
 
 
-class JournalContent(NamedTuple, Generic[Place]):
-    """What a storage holds; `numbers` and `next_number` are those of the leases' events."""
+class JournalContent(NamedTuple):
+    """What a storage holds; `next_number` is that of the next lease's events."""
 
     settings: dict[str, str | int] | None
     snapshot: LedgerSnapshot
-    entries: list[Entry]
-    numbers: dict[str, int]
-    free: list[int]
-    places: dict[PayloadKey, Place]
-    scheduling_states: dict[str, SchedulingState]
+    rows: Iterable[EntryRow]
     next_number: int
 
 
 class Changes(NamedTuple, Generic[Place]):
     """What one commit writes; None where nothing has changed.
 
-    `closed` are prompts without an entry from here on. `added` and `freed` are the places of
-    payloads; one may be in both, as of a group that follows another. What was lost has no place.
+    `closed` are prompts without an entry from here on. `added` are the places of the payloads that
+    the entries name now, `freed` those that they named before.
     """
 
     settings: Mapping[str, str | int] | None
     snapshot: LedgerSnapshot | None
-    scheduling_states: Mapping[str, SchedulingState] | None
     events: Sequence[EventRow]
     entries: Sequence[EntryRow]
     closed: Sequence[int]
     added: Mapping[PayloadKey, Place]
-    freed: Mapping[PayloadKey, Place | None]
+    freed: Sequence[Place]
 
 
 class JournalStorage(Protocol[Place]):
@@ -95,10 +90,10 @@ class JournalStorage(Protocol[Place]):
 
     name: str
     """Of the storage, for people to read."""
+    place_type: type[Place]
 
-    def read(self, now_s: float) -> JournalContent[Place]:
-        """Everything but the events; changes nothing, so it may be repeated. Leases expire at
-        `now_s`."""
+    def read(self) -> JournalContent:
+        """Everything but the events; changes nothing, so it may be repeated."""
 
     def recover(self, places: Mapping[PayloadKey, Place]) -> Mapping[PayloadKey, Any]:
         """The payloads, without those that are missing or damaged."""
@@ -140,22 +135,36 @@ def _event(prompt_index: int, lease_id: str, letter: str, lengths: tuple[int, ..
     return Event(prompt_index, word, None, lease_id, lengths)
 
 
-def read_entries(
-    rows: Iterable[EntryRow], now_s: float
-) -> tuple[list[Entry], dict[str, int], list[int]]:
-    """The entries, the numbers of their leases, and the prompts that are free."""
-    entries, numbers, free = [], {}, []
-    for prompt_index, number, lease_id, min_policy_version, state, version, *packed in rows:
+class JournalRows(NamedTuple, Generic[Place]):
+    """The entries, the numbers of their leases' events, the prompts that are free, and where the
+    payloads are."""
+
+    entries: list[Entry]
+    numbers: dict[str, int]
+    free: list[int]
+    places: dict[PayloadKey, Place]
+
+
+def read_rows(rows: Iterable[EntryRow], place_type: type[Place]) -> JournalRows[Place]:
+    """The leases expire at 0."""
+    read: JournalRows[Place] = JournalRows([], {}, [], {})
+    unpack_header = msgspec.msgpack.Decoder(GroupHeader).decode
+    unpack_siblings = msgspec.msgpack.Decoder(_Siblings).decode
+    unpack_places = msgspec.msgpack.Decoder(dict[int, place_type | None]).decode  # type: ignore[valid-type]
+    for index, number, lease_id, min_policy_version, state, version, *packed in rows:
         if state == FREE:
-            free.append(prompt_index)
+            read.free.append(index)
             continue
-        header, siblings = packed
-        group = msgspec.msgpack.decode(header, type=GroupHeader) if header else None
-        kept = msgspec.msgpack.decode(siblings, type=_Siblings) if siblings else ()
-        lease = (prompt_index, lease_id, min_policy_version, now_s)
-        entries.append(Entry(*lease, State(state), group, version, kept))
-        numbers[lease_id] = number
-    return entries, numbers, free
+        header, siblings, places = packed
+        group = unpack_header(header) if header else None
+        kept = unpack_siblings(siblings) if siblings else ()
+        lease = (index, lease_id, min_policy_version, 0.0)
+        read.entries.append(Entry(*lease, State(state), group, version, kept))
+        read.numbers[lease_id] = number
+        for sibling, place in unpack_places(places).items() if places else ():
+            if place is not None:
+                read.places[index, sibling] = place
+    return read
 
 
 class _Stored(NamedTuple, Generic[Place]):
@@ -177,7 +186,6 @@ class Journal(Generic[Place]):
         self._ledger = state.ledger
         self._pending: list[tuple[int, Event]] = []
         self._snapshot = LedgerSnapshot()
-        self._scheduling_states: dict[str, SchedulingState] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._stored: dict[int, dict[int, _Stored[Place]]] = {}
@@ -194,21 +202,24 @@ class Journal(Generic[Place]):
             ConfigError: the journal is of another run.
             StorageError: it cannot be read now; the state is still blank.
         """
-        content = self._storage.read(now_s)
+        content = self._storage.read()
         has_new_bound = self._check_settings(content.settings, settings)
-        payloads = self._storage.recover(content.places)
-        self._next_number, self._numbers = content.next_number, content.numbers
-        for entry in content.entries:
-            for key, owner in self._owners(entry).items():
-                place = content.places[key] if key in payloads else None
-                self._stored.setdefault(key[0], {})[key[1]] = _Stored(owner, place)
+        read = read_rows(content.rows, self._storage.place_type)
+        payloads = self._storage.recover(read.places)
+        self._next_number, self._numbers = content.next_number, read.numbers
+        for entry in read.entries:
+            index = entry.prompt_index
+            self._stored[index] = {
+                sibling: _Stored(
+                    owner, read.places[index, sibling] if (index, sibling) in payloads else None
+                )
+                for sibling, owner in self._owners(entry).items()
+            }
         self._snapshot = content.snapshot
-        self._scheduling_states = content.scheduling_states
-        self._state.registry.scheduling_states = content.scheduling_states
         self._ledger.subscribe(self._on_event)
         self._state.on_sibling = self._with_sibling.add
         if content.snapshot != LedgerSnapshot():
-            self._restore(content, payloads, now_s)
+            self._restore(content.snapshot, read, payloads, now_s)
         if has_new_bound and self._ledger.learner_term:
             # Fences a learner that still uses the old bound.
             self._ledger.learner_term += 1
@@ -224,44 +235,43 @@ class Journal(Generic[Place]):
             StorageError: nothing was written, or all but the new payloads, because they do not fit;
                 the next call writes what is missing.
         """
-        snapshot = self._ledger.snapshot()
-        scheduling_states = self._state.registry.scheduling_states
-        has_changed = (snapshot, scheduling_states) != (self._snapshot, self._scheduling_states)
+        snapshot = self._state.snapshot()
         has_payloads = self._unwritten or self._with_sibling
-        if not (self._pending or has_payloads or self._settings or has_changed):
+        has_changed = self._pending or has_payloads or self._settings
+        if not (has_changed or snapshot != self._snapshot):
             return
         last = {event.prompt_index: event for _, event in self._pending}
         touched = {*last, *self._with_sibling, *self._unwritten}
-        held, stored = self._held(touched), self._stored_of(touched)
-        freed = dict(stored.items() - held.items())
+        held = {index: self._owners(self._ledger.entry(index)) for index in touched}
+        named, freed = self._kept(held)
+        new = sorted((i, sibling) for i in held for sibling in held[i].keys() - named[i].keys())
         try:
-            added = self._stage(dict(sorted(held.items() - stored.items())))
+            places = self._storage.stage([self._state.payload(key) for key in new])
         except StorageError:
             if not freed:
                 raise
-            added = {}
-        entries, closed = self._entries(last)
+            new, places = [], []
+        for (index, sibling), place in zip(new, places, strict=True):
+            named[index][sibling] = _Stored(held[index][sibling], place)
+        entries, closed = self._entries(last, named)
         changes = Changes(
             settings=self._settings,
             snapshot=None if snapshot == self._snapshot else snapshot,
-            scheduling_states=None
-            if scheduling_states == self._scheduling_states
-            else scheduling_states,
             events=self._events(),
             entries=entries,
             closed=closed,
-            added={key: stored.place for key, stored in added.items() if stored.place is not None},
-            freed={
-                (index, sibling): self._stored[index][sibling].place for index, sibling in freed
-            },
+            added=dict(zip(new, places, strict=True)),
+            freed=freed,
         )
         missing = self._storage.commit(changes)
         self._pending.clear()
         self._with_sibling.clear()
         self._settings = None
-        self._snapshot, self._scheduling_states = snapshot, scheduling_states
-        self._note(added, freed)
-        self._unwritten = {index for index, _ in held.keys() - self._stored_of(touched).keys()}
+        self._snapshot = snapshot
+        self._stored.update(named)
+        for index in [index for index, payloads in named.items() if not payloads]:
+            del self._stored[index]
+        self._unwritten = {index for index in held if held[index].keys() - named[index].keys()}
         if missing:
             self._state.lose(missing)
         if self._unwritten:
@@ -283,42 +293,28 @@ class Journal(Generic[Place]):
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _owners(self, entry: Entry) -> dict[PayloadKey, Owner]:
-        """The payloads that the entry has, and whose they are. See `_Stored`."""
-        index = entry.prompt_index
+    def _owners(self, entry: Entry | None) -> dict[int, Owner]:
+        """The payloads that the entry has by sibling, and whose they are. See `_Stored`."""
+        if entry is None:
+            return {}
         if entry.header is not None:
-            return {(index, GROUP): self._numbers[entry.lease_id]}
-        return {(index, sibling.number): sibling for sibling in entry.siblings}
+            return {GROUP: self._numbers[entry.lease_id]}
+        return {sibling.number: sibling for sibling in entry.siblings}
 
-    def _held(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, Owner]:
-        """Those that these prompts have."""
-        entries = (entry for entry in map(self._ledger.entry, prompt_indices) if entry is not None)
-        return {key: owner for entry in entries for key, owner in self._owners(entry).items()}
-
-    def _stored_of(self, prompt_indices: Iterable[int]) -> dict[PayloadKey, Owner]:
-        """Those of these prompts that the storage names."""
-        return {
-            (index, sibling): payload.owner
-            for index in prompt_indices
-            for sibling, payload in self._stored.get(index, {}).items()
-        }
-
-    def _note(
-        self, added: Mapping[PayloadKey, _Stored[Place]], freed: Iterable[PayloadKey]
-    ) -> None:
-        """What the storage names from here on."""
-        for index, sibling in freed:
-            del self._stored[index][sibling]
-            if not self._stored[index]:
-                del self._stored[index]
-        for (index, sibling), payload in added.items():
-            self._stored.setdefault(index, {})[sibling] = payload
-
-    def _stage(self, new: Mapping[PayloadKey, Owner]) -> dict[PayloadKey, _Stored[Place]]:
-        """Write these payloads, whose owners are given."""
-        places = self._storage.stage([self._state.payload(key) for key in new])
-        payloads = zip(new.items(), places, strict=True)
-        return {key: _Stored(owner, place) for (key, owner), place in payloads}
+    def _kept(
+        self, held: Mapping[int, Mapping[int, Owner]]
+    ) -> tuple[dict[int, dict[int, _Stored[Place]]], list[Place]]:
+        """Of what the storage names of these prompts that which is still held, by prompt and
+        sibling; and the places of the rest."""
+        kept: dict[int, dict[int, _Stored[Place]]] = {index: {} for index in held}
+        freed: list[Place] = []
+        for index, owners in held.items():
+            for sibling, payload in self._stored.get(index, {}).items():
+                if owners.get(sibling) == payload.owner:
+                    kept[index][sibling] = payload
+                elif payload.place is not None:
+                    freed.append(payload.place)
+        return kept, freed
 
     def _events(self) -> list[EventRow]:
         rows: dict[int, tuple[int, str, str, bytes | None]] = {}
@@ -330,32 +326,40 @@ class Journal(Generic[Place]):
             rows[number] = (event.prompt_index, event.lease_id, states, lengths)
         return [(number, *row) for number, row in rows.items()]
 
-    def _entries(self, last: Mapping[int, Event]) -> tuple[list[EntryRow], list[int]]:
-        """The present entry of each prompt that has a last event or another sibling, and the
-        prompts that have none."""
+    def _entries(
+        self, last: Mapping[int, Event], named: Mapping[int, Mapping[int, _Stored[Place]]]
+    ) -> tuple[list[EntryRow], list[int]]:
+        """The present entries of the prompts of `named`, and those that have none."""
         rows: list[EntryRow] = []
         closed = []
-        for prompt_index in (*last, *(self._with_sibling - last.keys())):
+        for prompt_index, payloads in named.items():
             entry = self._ledger.entry(prompt_index)
             if entry is not None:
-                rows.append(self._row(entry))
-            elif _frees(last[prompt_index]):
-                rows.append((prompt_index, -1, "", 0, FREE, -1, None, None))
+                rows.append(self._row(entry, payloads))
+            elif last[prompt_index].frees_prompt:
+                rows.append((prompt_index, -1, "", 0, FREE, -1, None, None, None))
             else:
                 closed.append(prompt_index)
         return rows, closed
 
-    def _row(self, entry: Entry) -> EntryRow:
-        header = None if entry.header is None else msgspec.msgpack.encode(entry.header)
+    def _row(self, entry: Entry, payloads: Mapping[int, _Stored[Place]]) -> EntryRow:
+        pack = msgspec.msgpack.encode
+        header = None if entry.header is None else pack(entry.header)
+        siblings = pack(entry.siblings) if entry.siblings else None
+        places = {sibling: payload.place for sibling, payload in payloads.items()}
         number = self._numbers[entry.lease_id]
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
-        siblings = msgspec.msgpack.encode(entry.siblings) if entry.siblings else None
-        return (*key, str(entry.state), entry.version, header, siblings)
+        packed = (header, siblings, pack(places) if places else None)
+        return (*key, str(entry.state), entry.version, *packed)
 
     def _restore(
-        self, content: JournalContent[Place], payloads: Mapping[PayloadKey, Any], now_s: float
+        self,
+        snapshot: LedgerSnapshot,
+        read: JournalRows[Place],
+        payloads: Mapping[PayloadKey, Any],
+        now_s: float,
     ) -> None:
-        self._state.restore(content.snapshot, content.entries, content.free, payloads, now_s)
+        self._state.restore(snapshot, read.entries, read.free, payloads, now_s)
         books = msgspec.structs.asdict(self._ledger.books())
         columns = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}
         name, version = self._storage.name, self._ledger.version
@@ -383,8 +387,3 @@ def _is_same(then: object, now: object) -> bool:
     """Also of two ways to name one file."""
     are_texts = isinstance(then, str) and isinstance(now, str)
     return then == now or (are_texts and os.path.abspath(str(then)) == os.path.abspath(str(now)))
-
-
-def _frees(event: Event) -> bool:
-    """Whether the event's prompt may be granted again."""
-    return event.state == "dropped" and DropReason(event.reason or "").returns_prompt

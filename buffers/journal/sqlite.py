@@ -7,11 +7,8 @@ change is one transaction, and a failed one changes nothing. The tables:
 
     settings  the format and the settings of the run (one row, JSON)
     snapshot  the totals of the ledger, a `LedgerSnapshot` (one row)
-    entry     every open prompt: its lease, state, header and siblings; or that it is free
-    payload   where the payload of every group that is held is
-              (`buffers.journal.payload_segments`), and of every sibling that is held before its
-              group, by its number (a group's is -1)
-    scheduling_state   of each generator that is not active
+    entry     every open prompt: its lease, state, header, siblings, and by their numbers (a group's
+              is -1) where its payloads are (`buffers.journal.payload_segments`); or that it is free
     events    one row a lease: the states it was in, one letter each, and the lengths of the
               responses that were put (msgpack); never deleted
 """
@@ -27,14 +24,13 @@ from typing import TextIO
 
 import msgspec
 
-from buffers.journal.journal import Changes, JournalContent, events_of, read_entries
+from buffers.journal.journal import Changes, JournalContent, events_of
 from buffers.journal.payload_segments import Payload, PayloadPlace, Segments
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.ledger.state import PayloadKey
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
-from streamrl.types import SchedulingState
 
-FORMAT = 8
+FORMAT = 9
 MAX_LOG_BYTES = 4 * 2**20
 # Another reader, a full disk or a failing one; the same statement may succeed later.
 _TEMPORARY = {
@@ -47,14 +43,12 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY CHECK (id = 0), data TEXT);
 CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 0), data BLOB);
 CREATE TABLE IF NOT EXISTS entry (prompt_index INTEGER PRIMARY KEY, number INTEGER, lease_id TEXT,
-    min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB, siblings BLOB);
-CREATE TABLE IF NOT EXISTS payload (prompt_index INTEGER, sibling INTEGER, segment INTEGER,
-    position INTEGER, num_bytes INTEGER, checksum BLOB, PRIMARY KEY (prompt_index, sibling));
-CREATE TABLE IF NOT EXISTS scheduling_state (generator_id TEXT PRIMARY KEY, scheduling_state TEXT);
+    min_policy_version INTEGER, state TEXT, version INTEGER, header BLOB, siblings BLOB,
+    places BLOB);
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, prompt_index INTEGER, lease_id TEXT,
     states TEXT, response_lengths BLOB);
 """
-_PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_PUT_ENTRY = "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
     ON CONFLICT (number) DO UPDATE SET states = states || excluded.states,
     response_lengths = coalesce(excluded.response_lengths, response_lengths)"""
@@ -67,6 +61,8 @@ def journal_path(run: Path) -> Path:
 
 class SqliteStorage:
     """`buffers.journal.journal.JournalStorage`; holds a lock on the file until it is closed."""
+
+    place_type = PayloadPlace
 
     def __init__(self, path: Path, *, durability: str) -> None:
         """`durability`: a commit outlasts the death of the "process", or of the "machine".
@@ -86,28 +82,15 @@ class SqliteStorage:
         is_synced = durability == "machine"
         self._segments = Segments(path.with_name("payloads"), is_synced=is_synced)
 
-    def read(self, now_s: float) -> JournalContent[PayloadPlace]:
+    def read(self) -> JournalContent:
         with translated_errors(self._path):
-            entries, numbers, free = read_entries(self._db.execute("SELECT * FROM entry"), now_s)
             settings = self._db.execute("SELECT data FROM settings").fetchone()
             newest = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
             known = settings and json.loads(settings[0])
             return JournalContent(
                 settings={k: v for k, v in known.items() if k != "format"} if known else None,
                 snapshot=read_snapshot(self._db),
-                entries=entries,
-                numbers=numbers,
-                free=free,
-                places={
-                    (prompt_index, sibling): PayloadPlace(*place)
-                    for prompt_index, sibling, *place in self._db.execute("SELECT * FROM payload")
-                },
-                scheduling_states={
-                    generator_id: SchedulingState(scheduling_state)
-                    for generator_id, scheduling_state in self._db.execute(
-                        "SELECT * FROM scheduling_state"
-                    )
-                },
+                rows=self._db.execute("SELECT * FROM entry").fetchall(),
                 next_number=0 if newest is None else newest + 1,
             )
 
@@ -124,8 +107,7 @@ class SqliteStorage:
         except StorageError:
             self._segments.discard()
             raise
-        freed = (place for place in changes.freed.values() if place is not None)
-        self._segments.settle(changes.added.values(), freed)
+        self._segments.settle(changes.added.values(), changes.freed)
         return frozenset()
 
     def close(self) -> None:
@@ -141,18 +123,10 @@ class SqliteStorage:
         if changes.snapshot is not None:
             snapshot = msgspec.msgpack.encode(changes.snapshot)
             db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (snapshot,))
-        if changes.scheduling_states is not None:
-            db.execute("DELETE FROM scheduling_state")
-            rows = ((name, str(state)) for name, state in changes.scheduling_states.items())
-            db.executemany("INSERT INTO scheduling_state VALUES (?, ?)", rows)
         db.executemany(_PUT_EVENTS, changes.events)
         db.executemany(_PUT_ENTRY, changes.entries)
         gone = [(prompt_index,) for prompt_index in changes.closed]
         db.executemany("DELETE FROM entry WHERE prompt_index = ?", gone)
-        free = "DELETE FROM payload WHERE prompt_index = ? AND sibling = ?"
-        db.executemany(free, list(changes.freed))
-        places = [(*key, *place) for key, place in changes.added.items()]
-        db.executemany("INSERT OR REPLACE INTO payload VALUES (?, ?, ?, ?, ?, ?)", places)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from streamrl.types import (
     LengthHistogram,
     RefusalReason,
     ResponseLengths,
+    SchedulingState,
     SiblingHeader,
     rounded_length,
 )
@@ -53,7 +54,8 @@ class State(StrEnum):
     TRAINED = "trained"
 
 
-class Entry(Struct):
+# Of no cycle, so that the garbage collector need not look at a hundred thousand of them.
+class Entry(Struct, gc=False):
     """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
 
     `version` is the one it is lent for, or was trained at. `siblings` are those of a leased group
@@ -94,6 +96,7 @@ def response_lengths(entry: Entry) -> tuple[int, ...]:
     return () if entry.header is None else entry.header.response_lengths
 
 
+_RETURNS_PROMPT = frozenset(reason for reason in DropReason if reason.returns_prompt)
 BY_BOOKS = "books"
 """The reason of an "acknowledged" that a learner's books decided, not a training here."""
 
@@ -110,6 +113,11 @@ class Event(Struct, frozen=True):
     reason: str | None
     lease_id: str
     response_lengths: tuple[int, ...] = ()
+
+    @property
+    def frees_prompt(self) -> bool:
+        """Whether its prompt may be granted again."""
+        return self.state == "dropped" and self.reason in _RETURNS_PROMPT
 
 
 class Columns:
@@ -172,19 +180,9 @@ class ResponseCounter:
 
     def restore(self, lengths: ResponseLengths) -> None:
         """Continue from these counts."""
-        self._sampled = _Outcome(lengths.sampled)
-        self._trained = _Outcome(lengths.trained)
+        self.sampled = _Outcome(lengths.sampled)
+        self.trained = _Outcome(lengths.trained)
         self._dropped = {reason: _Outcome(counted) for reason, counted in lengths.dropped.items()}
-
-    def put(self, lengths: Sequence[int]) -> None:
-        self._sampled.add(lengths)
-
-    def train(self, lengths: Sequence[int]) -> None:
-        self._trained.add(lengths)
-
-    def give_back(self, lengths: Sequence[int]) -> None:
-        """They were trained after the version that a learner attached with."""
-        self._trained.remove(lengths)
 
     def drop(self, lengths: Sequence[int], reason: DropReason) -> None:
         if lengths:
@@ -192,7 +190,7 @@ class ResponseCounter:
 
     def frozen(self) -> ResponseLengths:
         dropped = {reason: outcome.frozen() for reason, outcome in self._dropped.items()}
-        return ResponseLengths(self._sampled.frozen(), self._trained.frozen(), dropped)
+        return ResponseLengths(self.sampled.frozen(), self.trained.frozen(), dropped)
 
 
 class _Outcome:
@@ -226,6 +224,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     `unseen` are the leases that count as granted because a learner's books contain them. `lengths`
     are counted here alone, so books that are adopted do not change them. `final_version` is None
     until a learner has attached, which says where the run ends. `steered_bound` is that of `Books`.
+    `scheduling_states` are those of generators that are not active, which a `BufferState` adds.
     """
 
     version: int = 0
@@ -243,6 +242,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     lengths: ResponseLengths = ResponseLengths()
     final_version: int | None = None
     steered_bound: int = 0
+    scheduling_states: dict[str, SchedulingState] = {}
 
 
 class Entries:
@@ -365,12 +365,13 @@ class Entries:
         self.revision += 1
         lengths = response_lengths(entry)
         if is_put := entry.state is State.LEASED:
-            self.responses.put(lengths)
+            self.responses.sampled.add(lengths)
             self._free_siblings(entry)
         elif entry.state is State.TRAINED:
-            self.responses.give_back(lengths)
+            # After the version that a learner attached with.
+            self.responses.trained.remove(lengths)
         if state is State.TRAINED:
-            self.responses.train(lengths)
+            self.responses.trained.add(lengths)
         self.columns.remove(entry)
         entry.state = state
         entry.version = version
@@ -381,7 +382,7 @@ class Entries:
     def acknowledge(self, entry: Entry, *, by_books: bool = False) -> None:
         """The entry is contained in a durable checkpoint."""
         if entry.state is not State.TRAINED:
-            self.responses.train(response_lengths(entry))
+            self.responses.trained.add(response_lengths(entry))
         self._close(entry)
         self._open.discard(entry.prompt_index)
         self._acknowledged += 1
@@ -392,7 +393,7 @@ class Entries:
         """`lengths` are those of a group's responses that are dropped instead of taken in; without
         them its siblings are."""
         lengths = lengths or [sibling.num_tokens for sibling in entry.siblings]
-        self.responses.put(lengths)
+        self.responses.sampled.add(lengths)
         self.responses.drop(lengths or response_lengths(entry), reason)
         self._close(entry)
         self._dropped[reason] += 1
@@ -407,7 +408,8 @@ class Entries:
         self._freed.clear()
         return freed
 
-    def books(self, learner_term: int) -> Books:
+    def books(self) -> Books:
+        """Without what the ledger knows of its learner."""
         return Books(
             granted=self._granted,
             leased=self.columns.count(State.LEASED),
@@ -418,7 +420,6 @@ class Entries:
             dropped={reason: count for reason, count in self._dropped.items() if count},
             next_prompt_index=self._next_prompt_index,
             revision=self.revision,
-            learner_term=learner_term,
             open_ranges=self._open.frozen(),
         )
 
@@ -466,23 +467,9 @@ class Entries:
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
         self.revision = max(self.revision, books.revision)
 
-    def snapshot(
-        self,
-        version: int,
-        learner_term: int,
-        learner_id: str,
-        finished: bool,
-        draining: bool,
-        refused: Counter[RefusalReason],
-        final_version: int | None,
-    ) -> LedgerSnapshot:
+    def snapshot(self) -> LedgerSnapshot:
+        """Of what is counted here."""
         return LedgerSnapshot(
-            version=version,
-            learner_term=learner_term,
-            learner_id=learner_id,
-            finished=finished,
-            draining=draining,
-            refused=dict(refused),
             granted=self._granted,
             acknowledged=self._acknowledged,
             dropped={reason: count for reason, count in self._dropped.items() if count},
@@ -490,7 +477,6 @@ class Entries:
             revision=self.revision,
             unseen=self._unseen,
             lengths=self.responses.frozen(),
-            final_version=final_version if learner_term else None,
         )
 
     def restore(

@@ -38,10 +38,9 @@ makes leases fewer and their versions newer.
 
 The fence: a call of a learner is refused unless its term is the ledger's.
 
-Taken batches: which groups are lent for which version, and which version trained them. These are
-exactly the ledger's TAKEN and TRAINED entries, each under the version that the entry has.
-
-Batches: which finished groups are lent for the next step, and which are too far from it.
+Batches: which finished groups are lent for the next step, which are too far from it, and which
+version trained them: these are exactly the ledger's TAKEN and TRAINED entries, each under the
+version that the entry has.
 
 Under `overdue: train` and `drop` a batch is lent as soon as enough groups are finished, the oldest
 first; `drop` evicts what is too old, `train` nothing. Under `wait` a batch leaves no due group
@@ -202,73 +201,16 @@ def require_learner_term(learner_term: int, current: int) -> None:
         raise LostMemoryError(f"lost memory: this buffer knows term {current}, not {learner_term}")
 
 
-class TakenBatches:
-    def __init__(self, entries: Entries) -> None:
-        self._entries = entries
-        self._lent: dict[int, list[int]] = {}
-        self._trained: dict[int, list[int]] = {}
-
-    def require_turn(self, version: int, current: int) -> None:
-        """Refuse to take a batch out of turn."""
-        following = current + len(self._lent.keys() - {version})
-        if version != following:
-            raise LedgerError(f"take for version {version}; the next to be trained is {following}")
-
-    def prompt_indices(self, version: int) -> tuple[int, ...]:
-        """The groups lent for `version`, oldest first; () if there is no such taken batch."""
-        return tuple(self._lent.get(version, ()))
-
-    def lend(self, entry: Entry, version: int) -> None:
-        """For the training at `version`."""
-        self._entries.move(entry, State.TAKEN, version)
-        self._lent.setdefault(version, []).append(entry.prompt_index)
-
-    def train(self, version: int, current: int) -> None:
-        """The taken batch of the version before, which is the `current` one, has made `version`."""
-        if version != current + 1 or current not in self._lent:
-            raise LedgerError(
-                f"advance to {version}: the ledger is at {current} and has lent for "
-                f"{sorted(self._lent)}"
-            )
-        taken = self._lent.pop(version - 1)
-        for prompt_index in taken:
-            self._entries.move(self._entries[prompt_index], State.TRAINED, version)
-        self._trained[version] = taken
-
-    def settle(self, version: int) -> None:
-        """Acknowledge what was trained at versions <= `version`."""
-        for trained in sorted(v for v in self._trained if v <= version):
-            for prompt_index in self._trained.pop(trained):
-                self._entries.acknowledge(self._entries[prompt_index])
-
-    def give_back(self) -> list[Entry]:
-        """All entries, which are removed here; the caller moves them to another state."""
-        prompt_indices = list(chain(*self._lent.values(), *self._trained.values()))
-        self._lent.clear()
-        self._trained.clear()
-        return [self._entries[prompt_index] for prompt_index in prompt_indices]
-
-    def restore(self, entry: Entry) -> None:
-        """Add an entry with the state and version that a journal kept; in the order of lending."""
-        versions = self._lent if entry.state is State.TAKEN else self._trained
-        versions.setdefault(entry.version, []).append(entry.prompt_index)
-
-
 class Batches:
-    """The batches of one ledger, from its ready queue to its taken batches."""
+    """The batches of one ledger, from its ready queue to what was trained, by version."""
 
     def __init__(
-        self,
-        entries: Entries,
-        ready: ReadyQueue,
-        taken_batches: TakenBatches,
-        groups_per_step: int,
-        max_staleness: int,
-        overdue: OverduePolicy,
+        self, entries: Entries, groups_per_step: int, max_staleness: int, overdue: OverduePolicy
     ) -> None:
         self._entries = entries
-        self._ready = ready
-        self._taken_batches = taken_batches
+        self.ready = ReadyQueue(entries)
+        self._lent: dict[int, list[int]] = {}
+        self._trained: dict[int, list[int]] = {}
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._overdue = overdue
@@ -277,25 +219,66 @@ class Batches:
         self, num_groups: int, version: int, current: int, num_held: int | None
     ) -> tuple[GroupHeader, ...]:
         """See `Ledger.take`; the ledger is at version `current`."""
-        num_missing = num_groups - len(self._taken_batches.prompt_indices(version))
+        num_missing = num_groups - len(self._lent.get(version, ()))
         if num_missing > 0:
-            self._taken_batches.require_turn(version, current)
+            following = current + len(self._lent.keys() - {version})
+            if version != following:
+                raise LedgerError(
+                    f"take for version {version}; the next to be trained is {following}"
+                )
             require_capacity(num_groups, self._max_staleness, self._groups_per_step)
             self.evict(version)
             self._drop_abandoned(num_missing, version)
             num_lendable = self._num_lendable(num_missing, version)
             if num_lendable == num_missing or num_held is not None:
                 self._lend(num_lendable, version)
-        taken = self._taken_batches.prompt_indices(version)
+        taken = self._lent.get(version, ())
         if len(taken) < num_groups and (num_held is None or len(taken) <= num_held):
             return ()
         return tuple(header_of(self._entries[prompt_index]) for prompt_index in taken)
+
+    def train(self, version: int, current: int) -> None:
+        """The taken batch of the version before, which is the `current` one, has made `version`."""
+        if version != current + 1 or current not in self._lent:
+            raise LedgerError(
+                f"advance to {version}: the ledger is at {current} and has lent for "
+                f"{sorted(self._lent)}"
+            )
+        taken = self._trained[version] = self._lent.pop(current)
+        for prompt_index in taken:
+            self._entries.move(self._entries[prompt_index], State.TRAINED, version)
+
+    def settle(self, version: int) -> None:
+        """Acknowledge what was trained at versions <= `version`."""
+        for trained in sorted(v for v in self._trained if v <= version):
+            for prompt_index in self._trained.pop(trained):
+                self._entries.acknowledge(self._entries[prompt_index])
+
+    def give_back(self) -> None:
+        """What is lent and trained is buffered again."""
+        prompt_indices = list(chain(*self._lent.values(), *self._trained.values()))
+        self._lent.clear()
+        self._trained.clear()
+        for prompt_index in prompt_indices:
+            self.make_ready(self._entries[prompt_index])
+
+    def make_ready(self, entry: Entry) -> None:
+        self._entries.move(entry, State.BUFFERED)
+        self.ready.add(entry)
+
+    def restore(self, entry: Entry) -> None:
+        """Add an entry with the state and version that a journal kept; in the order of lending."""
+        if entry.state is State.BUFFERED:
+            self.ready.add(entry)
+        else:
+            versions = self._lent if entry.state is State.TAKEN else self._trained
+            versions.setdefault(entry.version, []).append(entry.prompt_index)
 
     def awaited(self, version: int) -> tuple[Entry, ...]:
         """The leased groups among which the batch for `version` waits for some, because they are
         due; first due first. () unless enough others are finished.
         """
-        num_missing = self._groups_per_step - len(self._taken_batches.prompt_indices(version))
+        num_missing = self._groups_per_step - len(self._lent.get(version, ()))
         is_short = self._entries.count(State.BUFFERED) < num_missing
         if num_missing <= 0 or is_short or self._overdue is not OverduePolicy.WAIT:
             return ()
@@ -310,7 +293,7 @@ class Batches:
 
     def evict(self, version: int) -> None:
         """Drop what is too old to be trained at `version`."""
-        while (entry := self._ready.first()) and self.is_stale(header_of(entry), version):
+        while (entry := self.ready.first()) and self.is_stale(header_of(entry), version):
             self._entries.drop(entry, DropReason.STALE)
 
     def is_stale(self, header: GroupHeader, version: int) -> bool:
@@ -333,9 +316,10 @@ class Batches:
 
     def _lend(self, num_groups: int, version: int) -> None:
         for _ in range(num_groups):
-            entry = self._ready.first()
+            entry = self.ready.first()
             assert entry is not None, "they were counted"
-            self._taken_batches.lend(entry, version)
+            self._entries.move(entry, State.TAKEN, version)
+            self._lent.setdefault(version, []).append(entry.prompt_index)
 
     def _num_lendable(self, num_missing: int, version: int) -> int:
         """How many of the oldest finished groups the batch for `version` may get now.
@@ -386,14 +370,11 @@ class Ledger:
         self.finished = self.draining = False
         self._entries = Entries()
         self.responses = self._entries.responses
-        self._ready = ReadyQueue(self._entries)
         self._expiries = Expiries(self._entries)
-        self._taken_batches = TakenBatches(self._entries)
         smallest = max_staleness if min_staleness is None else min_staleness
         limits = (smallest, max_staleness)
         self.admission = Admission(self._entries, groups_per_step, *limits, final_version)
-        columns = (self._entries, self._ready, self._taken_batches)
-        self._batches = Batches(*columns, groups_per_step, max_staleness, overdue)
+        self._batches = Batches(self._entries, groups_per_step, max_staleness, overdue)
         self._refused: Counter[RefusalReason] = Counter()
 
     # The generators' side.
@@ -420,10 +401,6 @@ class Ledger:
             return 0
         num_new = self.admission.num_admitted(self.version, draining=self.draining)
         return num_new + len(self._entries.vacant)
-
-    def knows(self, lease_id: str) -> bool:
-        """Whether this lease is open here, with its group or without."""
-        return self._entries.find(lease_id) is not None
 
     def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
         """Extend these leases; those that are no longer honored are returned."""
@@ -470,7 +447,7 @@ class Ledger:
             self._entries.drop(entry, DropReason.STALE, header.response_lengths)
             return False
         entry.header = header
-        self._make_ready(entry)
+        self._batches.make_ready(entry)
         return True
 
     def put_sibling(self, sibling: SiblingHeader, now_s: float) -> int | None:
@@ -493,7 +470,7 @@ class Ledger:
         return entry.prompt_index
 
     def find(self, lease_id: str) -> Entry | None:
-        """The open entry of this lease, to read."""
+        """The open entry of this lease, to read, with its group or without."""
         return self._entries.find(lease_id)
 
     def end_lease(self, lease_id: str, reason: DropReason) -> None:
@@ -541,9 +518,8 @@ class Ledger:
         here, and every other prompt is open here or will be granted again.
         """
         is_older = books is not None and not self._entries.follows(books, self.learner_term)
-        self._taken_batches.settle(version)
-        for entry in self._taken_batches.give_back():
-            self._make_ready(entry)
+        self._batches.settle(version)
+        self._batches.give_back()
         if books is not None and (is_older or self.version < version):
             self._entries.adopt(books)
         elif books is not None:
@@ -581,7 +557,7 @@ class Ledger:
         self.admission.steered_bound = steered_bound
         if version == self.version:
             return
-        self._taken_batches.train(version, self.version)
+        self._batches.train(version, self.version)
         self.version = version
         self._batches.evict(version)
 
@@ -590,7 +566,7 @@ class Ledger:
         require_learner_term(learner_term, self.learner_term)
         if version > self.version:
             raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
-        self._taken_batches.settle(version)
+        self._batches.settle(version)
 
     def finish(self, learner_term: int) -> None:
         """No lease is granted from here on."""
@@ -599,9 +575,8 @@ class Ledger:
         self._drop_vacant(newer_than=-1)
 
     def books(self) -> Books:
-        return replace(
-            self._entries.books(self.learner_term), steered_bound=self.admission.steered_bound
-        )
+        bound = self.admission.steered_bound
+        return replace(self._entries.books(), learner_term=self.learner_term, steered_bound=bound)
 
     @property
     def revision(self) -> int:
@@ -613,7 +588,7 @@ class Ledger:
 
     def oldest_version(self) -> int | None:
         """Oldest policy version in the ready queue."""
-        entry = self._ready.first()
+        entry = self._batches.ready.first()
         return None if entry is None else header_of(entry).oldest_version
 
     def entry(self, prompt_index: int) -> Entry | None:
@@ -637,9 +612,17 @@ class Ledger:
         return self._entries.drain_freed()
 
     def snapshot(self) -> LedgerSnapshot:
-        state = (self.version, self.learner_term, self.learner_id, self.finished, self.draining)
-        totals = self._entries.snapshot(*state, self._refused, self.admission.final_version)
-        return replace(totals, steered_bound=self.admission.steered_bound)
+        return replace(
+            self._entries.snapshot(),
+            version=self.version,
+            learner_term=self.learner_term,
+            learner_id=self.learner_id,
+            finished=self.finished,
+            draining=self.draining,
+            refused=self.refused(),
+            final_version=self.admission.final_version if self.learner_term else None,
+            steered_bound=self.admission.steered_bound,
+        )
 
     def restore(
         self,
@@ -661,10 +644,8 @@ class Ledger:
             if entry.state is State.LEASED:
                 entry.expires_at_s = expires_at_s
                 self._expiries.add(entry)
-            elif entry.state is State.BUFFERED:
-                self._ready.add(entry)
             else:
-                self._taken_batches.restore(entry)
+                self._batches.restore(entry)
 
     def subscribe(self, on_event: Callable[[Event], None]) -> None:
         """Call `on_event` with every transition from here on."""
@@ -682,7 +663,3 @@ class Ledger:
         for entry in self._entries.vacant_entries():
             if entry.min_policy_version > newer_than:
                 self._entries.drop(entry, self._entries.vacant[entry.lease_id])
-
-    def _make_ready(self, entry: Entry) -> None:
-        self._entries.move(entry, State.BUFFERED)
-        self._ready.add(entry)

@@ -173,7 +173,7 @@ class GeneratorRegistry:
     def remove(self, generator_id: str) -> None:
         self._reports.pop(generator_id, None)
         if self.scheduling_state(generator_id) is SchedulingState.DRAINING:
-            self.scheduling_states = _without(self.scheduling_states, generator_id)
+            self.set_scheduling_state(generator_id, SchedulingState.ACTIVE)
 
     def forget_silent(self, now_s: float, timeout_s: float) -> None:
         """Remove the generators whose last report is older than `timeout_s`.
@@ -202,28 +202,18 @@ class GeneratorRegistry:
         known = self._reports.keys() | self.scheduling_states.keys()
         if generator_id not in known:
             raise UnknownGeneratorError.among(generator_id, known)
-        others = _without(self.scheduling_states, generator_id)
-        is_active = scheduling_state is SchedulingState.ACTIVE
-        self.scheduling_states = others if is_active else {**others, generator_id: scheduling_state}
+        # A journal compares it with what it was before.
+        self.scheduling_states = {**self.scheduling_states, generator_id: scheduling_state}
+        if scheduling_state is SchedulingState.ACTIVE:
+            del self.scheduling_states[generator_id]
 
 
-def _without(
-    scheduling_states: dict[str, SchedulingState], generator_id: str
-) -> dict[str, SchedulingState]:
-    return {
-        name: scheduling_state
-        for name, scheduling_state in scheduling_states.items()
-        if name != generator_id
-    }
-
-
-_RETURNS_PROMPT = frozenset(reason for reason in DropReason if reason.returns_prompt)
 _ENDS = ("buffered", "acknowledged", "dropped")
 
 
 def ends_without_group(event: Event) -> bool:
     """Whether a lease ends here and its prompt is granted again."""
-    return bool(event.lease_id) and event.state == "dropped" and event.reason in _RETURNS_PROMPT
+    return bool(event.lease_id) and event.frees_prompt
 
 
 class RetryCounter:
@@ -235,7 +225,7 @@ class RetryCounter:
     def on_event(self, event: Event) -> None:
         if ends_without_group(event):
             self._num_leases[event.prompt_index] += 1
-        elif event.state in _ENDS and event.reason not in _RETURNS_PROMPT:
+        elif event.state in _ENDS and not event.frees_prompt:
             self._num_leases.pop(event.prompt_index, None)
 
     def retried(self) -> tuple[RetriedPrompt, ...]:
@@ -295,7 +285,7 @@ class BufferState(Generic[Payload]):
     ) -> tuple[Lease, ...]:
         """Those of these leases that are open, and new ones up to the generator's share."""
         self.ledger.expire(now_s)
-        known = {lease_id for lease_id in lease_ids if self.ledger.knows(lease_id)}
+        known = {lease_id for lease_id in lease_ids if self.ledger.find(lease_id)}
         others = [lease_id for lease_id in lease_ids if lease_id not in known]
         chosen = known.union(others[: self._share(generator_id, learner_id)])
         asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
@@ -353,9 +343,6 @@ class BufferState(Generic[Payload]):
             scheduling_state=self.registry.scheduling_state(status.generator_id),
             is_fenced=is_fenced,
         )
-
-    def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
-        self.registry.set_scheduling_state(generator_id, scheduling_state)
 
     def attach(
         self,
@@ -431,10 +418,6 @@ class BufferState(Generic[Payload]):
         self.ledger.finish(learner_term)
         self._delete_freed()
 
-    def drain(self) -> None:
-        """Grant only the leases that complete the last batch, until a learner attaches."""
-        self.ledger.draining = True
-
     def expire(self, now_s: float) -> None:
         """End expired leases; remove generators that have not reported for `lease_ttl_s`."""
         self.ledger.expire(now_s)
@@ -503,6 +486,11 @@ class BufferState(Generic[Payload]):
         self._orphan_lost()
         self._delete_freed()
 
+    def snapshot(self) -> LedgerSnapshot:
+        """All but the entries and their payloads."""
+        scheduling_states = self.registry.scheduling_states
+        return replace(self.ledger.snapshot(), scheduling_states=scheduling_states)
+
     def restore(
         self,
         snapshot: LedgerSnapshot,
@@ -513,6 +501,7 @@ class BufferState(Generic[Payload]):
     ) -> None:
         """Continue, in a blank state, where a journal ends, which may have lost payloads."""
         self._resumes_until_s = now_s + RESUMES_WITHIN_S
+        self.registry.scheduling_states = snapshot.scheduling_states
         held = list(entries)
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:

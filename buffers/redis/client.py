@@ -9,6 +9,7 @@ daemon that has taken over, and sends its open requests again.
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from buffers.client import Reply
 from buffers.quarantine import Quarantine
 from buffers.redis.connection import Command, RedisConnection, namespace
 from buffers.redis.leadership import Daemon, find_daemon, require_usable
-from buffers.redis.memory_limit import POLL_S, RedisMemoryLimit
+from buffers.redis.memory_limit import RedisMemoryLimit
 from buffers.zmq.client import ZmqBuffer
 from streamrl import wire
 from streamrl.curve import choose_family, use_key
@@ -33,8 +34,6 @@ from streamrl.errors import LostMemoryError, StreamRLError, TransportError, Wire
 from streamrl.types import (
     BufferStats,
     DropReason,
-    GeneratorStatus,
-    HeartbeatReply,
     PackedGroup,
     SiblingHeader,
     TrajectoryGroup,
@@ -44,7 +43,7 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 FETCHED_AT_ONCE = 16
-FOLLOW_S, FIRST_FOLLOW_S = 0.5, 0.05
+FOLLOW_S, FIRST_FOLLOW_S, POLL_S = 0.5, 0.05, 0.5
 # An answer to a put that is later than the deadline by this comes to nobody.
 LATE_S = 600
 
@@ -76,8 +75,6 @@ class RedisBuffer(ZmqBuffer):
         self._quarantine = None if quarantine is None else Quarantine(quarantine)
         self._memory_limit = RedisMemoryLimit(self._connection)
         self._daemon: Daemon | None = None
-        self._siblings: dict[str, list[bytes]] = {}
-        """The keys of those that are kept of each lease's group."""
         self._failure: StreamRLError | None = None
         self._unreachable: TransportError | None = None
         self._follower = asyncio.create_task(self._follow())
@@ -92,11 +89,11 @@ class RedisBuffer(ZmqBuffer):
                 self._quarantine.keep(lease_id, [payload], error)
             await self.release(lease_id, DropReason.MALFORMED)
             raise
-        siblings = self._siblings.pop(lease_id, [])
         async with self._puts:
-            if siblings and await self._memory_limit.refusal(len(payload)):
+            is_full = await self._memory_limit.refusal(len(payload))
+            if is_full and (siblings := await super().fetch_siblings(lease_id)):
                 # Else a group could never be put whose siblings have filled Redis.
-                await self._connection.call("put", ("UNLINK", *siblings))
+                await self._connection.call("put", ("UNLINK", *map(bytes, siblings)))
             key = await self._write(payload)
             stored = m.StoredGroup(packed.header(len(payload)), key)
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(stored))
@@ -112,23 +109,11 @@ class RedisBuffer(ZmqBuffer):
         async with self._puts:
             key = await self._write(payload)
         await super().put_sibling(sibling, key)
-        self._siblings.setdefault(sibling.lease_id, []).append(key)
 
     async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
         """With b"" for one that Redis has lost, which is sampled again."""
         keys = await super().fetch_siblings(lease_id)
-        self._siblings[lease_id] = [bytes(key) for key in keys]
         return tuple(payload or b"" for payload in await self._read_payloads(keys))
-
-    async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
-        self._siblings.pop(lease_id, None)
-        await super().release(lease_id, reason, lengths)
-
-    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        reply = await super().heartbeat(status)
-        for lease_id in reply.lost_lease_ids:
-            self._siblings.pop(lease_id, None)
-        return reply
 
     async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
         return await self._with_refusal(await super().advance(policy_version, steered_bound))
@@ -197,21 +182,25 @@ class RedisBuffer(ZmqBuffer):
                 reply.set_exception(error)
 
     async def _write(self, payload: bytes) -> bytes:
-        """Its key. Waits for memory in Redis, until the deadline."""
+        """Its key. Waits for memory in Redis, which acknowledged groups free; polls every POLL_S.
+
+        Raises:
+            BufferFullError: it does not fit until the deadline.
+        """
         key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._deadline_s
         # NX: an earlier attempt that arrives late must not set an expiry on what is kept by then.
         command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S, "NX")
         while True:
-            await self._memory_limit.wait_for(len(payload))
-            try:
-                await self._connection.call("put", command)
-                return key
-            except exceptions.OutOfMemoryError as error:
-                full = self._memory_limit.full(len(payload))
-                if loop.time() >= deadline:
-                    raise full from error
+            if await self._memory_limit.admits(len(payload)):
+                with contextlib.suppress(exceptions.OutOfMemoryError):
+                    await self._connection.call("put", command)
+                    return key
+            full = self._memory_limit.full(len(payload))
+            if loop.time() >= deadline:
+                raise full
+            log.warning("waiting: %s", full)
             await asyncio.sleep(POLL_S)
 
     async def _groups(

@@ -2,12 +2,10 @@
 machine goes on from here on another one.
 
     fence          TERM:COMMIT, the name of the daemon that writes and the number of its last commit
-    journal        hash: the format, the run's settings, the ledger's totals, the next lease's
-                   number and the scheduling states
-    entries        hash by prompt: its lease, state, header and siblings; or that it is
-                   free
-    payloads       hash by prompt and number: the key of the payload of every group that is held,
-                   whose number is -1, and of every sibling that is held before its group
+    journal        hash: the format, the run's settings, the ledger's totals, and the next lease's
+                   number
+    entries        hash by prompt: its lease, state, header, siblings, and by their numbers (a
+                   group's is -1) the keys of its payloads; or that it is free
     payload:UUID   a group or a sibling, written by its generator and read by the learner or another
                    generator
     events         hash by commit: its transitions; never deleted
@@ -15,7 +13,7 @@ machine goes on from here on another one.
 Invariant: each commit is one transaction (MULTI), made only if the fence is as this daemon left it.
 So of two daemons one writes, and a server that has lost commits (a failover, a snapshot) is noticed
 before anything is added to them: `HandedOverError` then, and the daemon begins anew from what the
-server has. A payload has no expiry exactly while `payloads` names it: generators write it with one,
+server has. A payload has no expiry exactly while an entry names it: generators write it with one,
 the commit that names it removes it, and the commit that frees it deletes it. So a payload that no
 header followed ends by itself, and none is named that is not there.
 """
@@ -35,7 +33,6 @@ from buffers.journal.journal import (
     EventRow,
     JournalContent,
     events_of,
-    read_entries,
 )
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.ledger.state import PayloadKey
@@ -46,10 +43,9 @@ from streamrl.errors import (
     StorageError,
     TransportError,
 )
-from streamrl.types import SchedulingState
 
 # Of a run's keys and their values; raised with every change of them. To 6, the ledger was in Lua.
-FORMAT = 8
+FORMAT = 9
 PAGE = 1000
 # The server's thread waits this long for Redis; then it refuses its clients, who ask again.
 ANSWER_S, RETRY_S = 1.5, 1.0
@@ -65,6 +61,8 @@ class RedisStorage:
     Its calls wait for Redis, ANSWER_S at most, in an event loop of their own: one thread at a time.
     """
 
+    place_type = bytes
+
     def __init__(self, url: str, run: str, term: str) -> None:
         self._run = asyncio.Runner()
         self._connection = RedisConnection(url, run, deadline_s=ANSWER_S, retry_s=RETRY_S)
@@ -73,29 +71,21 @@ class RedisStorage:
         self._fence = self._namespace + "fence"
         self._term = term
         self._confirmed = self._attempted = 0
-        self._uncertain: set[tuple[PayloadKey, bytes]] = set()
+        self._uncertain: set[bytes] = set()
         self._next_number = 0
 
-    def read(self, now_s: float) -> JournalContent[bytes]:
+    def read(self) -> JournalContent:
         fence = self._wait(self._connection.call("read", ("GET", self._fence)))[0]
         _, self._confirmed = read_fence(fence)
         self._attempted = self._confirmed
         # From here on nobody else changes what is read.
         self._require_ours(fence)
-        names = ("journal", "entries", "payloads")
-        journal, entries, payloads = (self._wait(self._read_hash(name)) for name in names)
-        rows: list[EntryRow] = [_unpack(row, type=EntryRow) for row in entries.values()]
-        known, numbers, free = read_entries(rows, now_s)
+        journal, entries = (self._wait(self._read_hash(name)) for name in ("journal", "entries"))
         self._next_number = int(journal.get(b"next_number", 0))
-        states = journal.get(b"scheduling_states")
         return JournalContent(
             settings=msgspec.json.decode(journal[b"settings"]) if b"settings" in journal else None,
             snapshot=_snapshot(journal),
-            entries=known,
-            numbers=numbers,
-            free=free,
-            places={_key_of(field): key for field, key in payloads.items()},
-            scheduling_states=_unpack(states, type=dict[str, SchedulingState]) if states else {},
+            rows=map(msgspec.msgpack.Decoder(EntryRow).decode, entries.values()),
             next_number=self._next_number,
         )
 
@@ -119,7 +109,7 @@ class RedisStorage:
         number = self._attempted = self._attempted + 1
         commands: list[Command] = [("PERSIST", key) for key in changes.added.values()]
         commands += [("SET", self._fence, f"{self._term}:{number}"), *self._commands(changes)]
-        self._uncertain |= changes.added.items()
+        self._uncertain |= set(changes.added.values())
         answers = self._wait(self._write(commands))[: len(changes.added)]
         # 0: it was persistent, since this is the second attempt, or it is not there.
         unsure = [i for i, is_new in zip(changes.added, answers, strict=True) if not is_new]
@@ -170,24 +160,17 @@ class RedisStorage:
             journal |= {"format": FORMAT, "settings": msgspec.json.encode(changes.settings)}
         if changes.snapshot is not None:
             journal["snapshot"] = _pack(changes.snapshot)
-        if changes.scheduling_states is not None:
-            journal["scheduling_states"] = _pack(changes.scheduling_states)
         if changes.events:
             numbers = (1 + row[0] for row in changes.events)
             journal["next_number"] = max(self._next_number, *numbers)
         # Named by a commit that has failed, and freed since.
-        left = self._uncertain - changes.added.items()
-        freed = [key for _, key in left]
-        freed += (key for key in changes.freed.values() if key is not None)
+        freed = [*(self._uncertain - set(changes.added.values())), *changes.freed]
         commands: list[Command] = [
             *self._set("journal", journal),
             *self._set("entries", {row[0]: _pack(row) for row in changes.entries}),
-            *self._delete("entries", changes.closed),
-            *self._delete(
-                "payloads", [_field(at) for at in (*(at for at, _ in left), *changes.freed)]
-            ),
-            *self._set("payloads", {_field(at): key for at, key in changes.added.items()}),
         ]
+        if changes.closed:
+            commands.append(("HDEL", self._namespace + "entries", *changes.closed))
         if freed:
             commands.append(("UNLINK", *freed))
         if changes.events:
@@ -198,9 +181,6 @@ class RedisStorage:
     def _set(self, name: str, values: Mapping[Any, bytes | int]) -> list[Command]:
         pairs = [word for pair in values.items() for word in pair]
         return [("HSET", self._namespace + name, *pairs)] if pairs else []
-
-    def _delete(self, name: str, fields: Sequence[int | bytes]) -> list[Command]:
-        return [("HDEL", self._namespace + name, *fields)] if fields else []
 
     def _require_ours(self, fence: bytes | None) -> None:
         """
@@ -295,15 +275,6 @@ def _pages(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
     rest = iter(items)
     while page := tuple(islice(rest, PAGE)):
         yield page
-
-
-def _field(key: PayloadKey) -> bytes:
-    return b"%d:%d" % key
-
-
-def _key_of(field: bytes) -> PayloadKey:
-    prompt_index, _, number = field.partition(b":")
-    return int(prompt_index), int(number)
 
 
 def _snapshot(journal: Mapping[bytes, bytes]) -> LedgerSnapshot:

@@ -3,21 +3,17 @@
 Invariant: only payloads wait. The ledger's own few bytes a group come out of RESERVE_BYTES, so
 leases, heartbeats and acknowledgements, which free memory, work at any time. One reading is used
 for READING_S; what other clients put meanwhile is in the next reading, or makes Redis refuse the
-put, which then waits as well. `wait_for` waits for memory, and polls every POLL_S.
+put, which then waits as well.
 """
 
 import asyncio
-import logging
 
 from redis import exceptions
 
 from buffers.redis.connection import RedisConnection
 from streamrl.errors import BufferFullError, ConfigError
 
-log = logging.getLogger(__name__)
-
 READING_S = 1.0
-POLL_S = 0.5
 RESERVE_BYTES = 2**20
 
 
@@ -30,22 +26,12 @@ class RedisMemoryLimit:
         self._used = 0
         self._read_at_s = float("-inf")
 
-    async def wait_for(self, num_bytes: int) -> None:
-        """Waits until `num_bytes` fit, polled every POLL_S; acknowledging groups frees memory.
-
-        Raises:
-            BufferFullError: they do not fit within the connection's deadline.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._connection.deadline_s
-        while True:
-            if await self._fits(num_bytes):
-                self._used += num_bytes
-                return
-            if loop.time() >= deadline:
-                raise self.full(num_bytes)
-            log.warning("waiting: %s", self.full(num_bytes))
-            await asyncio.sleep(POLL_S)
+    async def admits(self, num_bytes: int) -> bool:
+        """Whether they fit; then they count as used until the next reading."""
+        if not await self._fits(num_bytes):
+            return False
+        self._used += num_bytes
+        return True
 
     async def refusal(self, num_bytes: int) -> str:
         """Why a payload of this size would have to wait; "" if it would not."""

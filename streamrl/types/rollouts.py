@@ -244,7 +244,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
         return (*kept, *self.discarded_lengths)
 
 
-class GroupHeader(Struct, frozen=True, kw_only=True):
+class GroupHeader(Struct, frozen=True, kw_only=True, gc=False):
     """The facts of a group that the ledger and the learner's planning need, without payload.
 
     `oldest_version` and `newest_version` are those of its sampled tokens. `lengths` are the tokens
@@ -281,7 +281,7 @@ class GroupHeader(Struct, frozen=True, kw_only=True):
         )
 
 
-class SiblingHeader(Struct, frozen=True, kw_only=True):
+class SiblingHeader(Struct, frozen=True, kw_only=True, gc=False):
     """The facts of a sibling that is put before its group, finished or not, without payload.
 
     `number` is its place in the group, `lease_id` the lease under which it was sampled.

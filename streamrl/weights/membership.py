@@ -176,22 +176,16 @@ class Membership:
         """The receiver has this version, as its next Hello will confirm."""
         if peer := self._peers.get(name):
             validator = peer.hello.validator
-            self._peers[name] = structs.replace(
-                peer,
-                hello=structs.replace(
-                    peer.hello,
-                    policy_version=version,
-                    learner_id=self._learner_id,
-                    is_loading=False,
-                    validator=validator and structs.replace(validator, is_busy=True),
-                ),
-                has_loaded=True,
-                num_misses=0,
-                asked_again_s=0.0,
-                num_late=0,
-                took_s=0.0,
-                left_out_until_s=0.0,
+            hello = structs.replace(
+                peer.hello,
+                policy_version=version,
+                learner_id=self._learner_id,
+                is_loading=False,
+                validator=validator and structs.replace(validator, is_busy=True),
             )
+            # What its failures have cost it is forgotten.
+            known = (peer.address, hello, peer.seen_s)
+            self._peers[name] = Peer(*known, has_loaded=True, asked_s=peer.asked_s)
 
     def on_failed(self, name: str) -> None:
         """The receiver has answered, and has not loaded what it was sent."""

@@ -18,13 +18,16 @@ import msgspec
 import pytest
 from redis import Redis
 
+from buffers.journal.journal import read_rows
+from buffers.journal.payload_segments import PayloadPlace
 from buffers.journal.sqlite import journal_path, open_to_read
+from buffers.ledger.state import GROUP
 from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.main import main
 from streamrl.errors import ConfigError
 from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer, named_payloads, redis_server
 from tests.research.faults import FaultKind
 from tests.system.conftest import CONFIG, Launched, RunFolder, script
 from tests.system.test_launch import assert_books_close
@@ -163,10 +166,10 @@ def test_the_finished_siblings_of_a_generator_that_is_killed_are_trained_and_not
 def num_kept_siblings(run: Path, url: str) -> int:
     if url.startswith("redis"):
         with closing(Redis.from_url(url)) as server:
-            named = server.hkeys("streamrl:{run}:payloads")
-        return sum(not key.endswith(b":-1") for key in named)
+            return sum(sibling != GROUP for _, sibling in named_payloads(server, "run"))
     with contextlib.suppress(ConfigError), open_to_read(journal_path(run)) as journal:
-        return int(journal.execute("SELECT count(*) FROM payload WHERE sibling >= 0").fetchone()[0])
+        places = read_rows(journal.execute("SELECT * FROM entry"), PayloadPlace).places
+        return sum(sibling != GROUP for _, sibling in places)
     return 0
 
 

@@ -119,7 +119,7 @@ def test_a_ledger_that_disagrees_with_its_events_is_named():
     ("damage", "sentence"),
     [
         (
-            "DELETE FROM payload WHERE prompt_index = 1",
+            "UPDATE entry SET places = NULL WHERE prompt_index = 1",
             "prompt 1: the payload of lease b is missing",
         ),
         ("DELETE FROM entry WHERE prompt_index = 0", "prompt 0: is None in the journal"),

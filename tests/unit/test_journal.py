@@ -17,7 +17,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from buffers.audit import audit_journal
-from buffers.journal.journal import Journal
+from buffers.journal.journal import Journal, read_rows
+from buffers.journal.payload_segments import PayloadPlace
 from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
@@ -148,7 +149,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.state.drain()
+        self.state.ledger.draining = True
         self._die_and_come_back()
 
     @rule()
@@ -212,7 +213,7 @@ class JournalMachine(RuleBasedStateMachine):
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
         status = GeneratorStatus(generator_id=generator_id, session="s", policy_version=0)
         self.state.heartbeat(status, self.now_s)
-        self.state.set_scheduling_state(generator_id, scheduling_state)
+        self.state.registry.set_scheduling_state(generator_id, scheduling_state)
         self._die_and_come_back()
 
     @rule()
@@ -350,8 +351,11 @@ def test_the_siblings_of_a_lease_outlast_the_buffer_and_a_damaged_one_is_sampled
         journal.commit()
     journal.close()
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
-        db.execute("UPDATE payload SET checksum = x'00' WHERE sibling = 0")
-        db.commit()
+        place = read_rows(db.execute("SELECT * FROM entry"), PayloadPlace).places[0, 0]
+    segment = journal_path(tmp_path).with_name("payloads") / f"{place.segment:08d}.segment"
+    with segment.open("r+b") as file:
+        file.seek(place.position)
+        file.write(b"damaged")
     state, journal = open_journal(tmp_path, now_s=1000.0)
     state.expire(1000.0 + TTL_S)
     assert state.ledger.live_leases() == ()
@@ -362,7 +366,7 @@ def test_the_siblings_of_a_lease_outlast_the_buffer_and_a_damaged_one_is_sampled
     put(state, again, 0, 1000.0 + TTL_S)
     journal.commit()
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
-        assert db.execute("SELECT prompt_index, sibling FROM payload").fetchall() == [(0, -1)]
+        assert list(read_rows(db.execute("SELECT * FROM entry"), PayloadPlace).places) == [(0, -1)]
     assert state.stats(0.0).num_bytes == 5
     journal.close()
     assert audit_journal(journal_path(tmp_path)).faults == ()
@@ -389,7 +393,7 @@ def test_a_new_end_of_the_run_is_recovered_and_a_file_without_one_keeps_the_blan
 
 def test_before_a_learner_attaches_the_run_ends_where_its_settings_say(tmp_path):
     state, journal = open_journal(tmp_path, final_version=2)
-    state.drain()
+    state.ledger.draining = True
     journal.commit()
     journal.close()
     state, journal = open_journal(tmp_path, final_version=5)
@@ -506,7 +510,7 @@ def test_a_journal_of_another_release_is_refused_and_left_as_it_is(tmp_path):
         db.commit()
     before = path.read_bytes()
     sentence = (
-        f"the journal {path} has format 1, and this release knows format 8: another release of "
+        f"the journal {path} has format 1, and this release knows format 9: another release of "
         "StreamRL wrote it; start the run anew with --new, or go on with that release"
     )
     with pytest.raises(OtherReleaseError) as refusal:

@@ -567,7 +567,7 @@ def test_a_lease_that_ends_with_kept_siblings_keeps_its_place_and_its_version():
     assert ledger.expire(20.0) == ("b",)
     books = ledger.books()
     assert (books.leased, books.in_flight, books.dropped) == (1, 1, {})
-    assert (ledger.live_leases(), ledger.knows("b")) == ((), False)
+    assert (ledger.live_leases(), ledger.find("b")) == ((), None)
     again = ledger.lease("c", 20.0, 10.0)
     assert again == Lease(
         lease_id="c",

@@ -16,7 +16,7 @@ import pytest
 
 from buffers.audit import audit_journal
 from buffers.journal import payload_segments as segments, sqlite as sqlite_module
-from buffers.journal.journal import Journal
+from buffers.journal.journal import Journal, read_rows
 from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.entries import State
 from buffers.ledger.state import BufferState
@@ -163,8 +163,8 @@ def _kill_at_any_write(folder: Path) -> None:
 
 def places(run: Path) -> list[segments.PayloadPlace]:
     with closing(sqlite3.connect(journal_path(run))) as db:
-        rows = db.execute("SELECT segment, position, num_bytes, checksum FROM payload")
-        return [segments.PayloadPlace(*row) for row in rows]
+        rows = db.execute("SELECT * FROM entry")
+        return list(read_rows(rows, segments.PayloadPlace).places.values())
 
 
 def test_a_payload_reaches_the_disk_before_the_row_that_names_it(tmp_path, monkeypatch):
