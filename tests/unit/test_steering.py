@@ -54,6 +54,19 @@ def test_a_learner_that_waits_gets_a_bound_that_is_higher_by_one(wait_frac: floa
     assert run(steering, 3 + NUM_STEPS, lambda _: 0.999, wait_frac)[0].bound == 3
 
 
+def test_while_the_learning_rate_rises_the_bound_gets_one_too_high_at_most():
+    """Then groups lose less than they will: in the end 0.01 at a bound of 1 and 0.0225 at 2."""
+    limits, bounds = SteeredStaleness(min=1, max=8, ess=0.98), []
+    steering = start(1, limits)
+    for step in range(1, 61):
+        rate = min(1.0, step / 20)
+        lost = 0.0025 * (rate * (steering.bound + 1)) ** 2
+        steering, _ = steering.after(1 - lost, wait_frac=0.5)
+        bounds.append(steering.bound)
+    assert max(bounds) == 2
+    assert bounds[-1] == 1
+
+
 def test_the_bound_rises_as_far_as_the_sample_size_allows():
     assert run(start(1), 200, lambda _: 0.999, wait_frac=0.9)[0].bound == LIMITS.max
     # Another update would lose 0.02 * (3 / 2)^2 if all of them point in one direction.
