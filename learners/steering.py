@@ -2,15 +2,18 @@
 
     1 - ESS of the last steps   learner waits for groups   the bound
     above 1 - ess               whether or not             lower, by what it is above
-    below 1 - ess               yes                        higher, by what the wait asks for
+    below 1 - ess               yes                        higher by one
     below 1 - ess               no                         stays
 
 Lag is worth its cost only where it saves time: a learner that never waits gets nothing for a higher
 bound. With a bound b a group is sampled up to b updates before the one that trains it, b + 1 with
 that one. In their number 1 - ESS grows linearly where updates point in all directions, and
 quadratically where they point in one (it is about the variance of the log-ratio). So the bound is
-lowered as if linearly, and raised only as far as 1 - ESS would stay below its limit quadratically:
-between the two lies a band in which it rests, and neither change calls for the opposite one.
+lowered as if linearly, and raised only if 1 - ESS would stay below its limit quadratically: between
+the two lies a band in which it rests, and neither change calls for the opposite one. It rises by
+one and falls by all that it is too high (additive increase, multiplicative decrease), since what a
+step loses grows while the learning rate does: a bound that is too low costs time, one that is too
+high costs what was learned.
 
 Pure. Groups of the bound before are trained for about as many steps as it was; those steps count
 for nothing. A learner that goes on after a stop begins with the bound that it had, and without
@@ -79,9 +82,6 @@ class Steering:
         if lost - error > allowed:
             lowered = min(self.bound, int(updates * allowed / lost)) - 1
             return max(self.limits.min, lowered)
-        if waited < MIN_WAIT_FRAC:
-            return self.bound
-        # As many groups in flight as a learner that never waits would need; twice at most.
-        wanted = math.ceil(updates / max(0.5, 1 - waited)) - 1
-        possible = int(updates * math.sqrt(allowed / max(lost + error, allowed / 16))) - 1
-        return max(self.bound, min(wanted, possible, self.limits.max))
+        would_lose = (lost + error) * ((updates + 1) / updates) ** 2
+        is_higher = waited >= MIN_WAIT_FRAC and would_lose <= allowed
+        return min(self.bound + is_higher, self.limits.max)

@@ -36,7 +36,7 @@ class SteeredStaleness(Section):
     """The bound at first, and the lowest."""
     max: NotNegative
     """The highest; no older token is trained."""
-    ess: Annotated[float, Field(gt=0, lt=1)] = 0.97
+    ess: Annotated[float, Field(gt=0, lt=1)] = 0.98
     """Lowered where the effective sample size of the last steps is below this; raised where it
     would stay above and the learner waits."""
 

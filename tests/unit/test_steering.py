@@ -42,12 +42,32 @@ def test_a_low_effective_sample_size_lowers_the_bound_by_what_it_lacks():
     assert run(start(8), 9 + NUM_STEPS, lambda _: 0.2)[0].bound == LIMITS.min
 
 
-def test_a_learner_that_waits_gets_a_higher_bound_as_far_as_the_sample_size_allows():
-    steering, changes = run(start(1), 2 + NUM_STEPS, lambda _: 0.999, wait_frac=0.3)
-    assert steering.bound == 2, "two updates of in-flight groups fill 0.7 of the time, three all"
+@pytest.mark.parametrize("wait_frac", [0.3, 0.9])
+def test_a_learner_that_waits_gets_a_bound_that_is_higher_by_one(wait_frac: float):
+    """However long it waits: what a step loses of its sample size may still grow."""
+    steering, changes = run(start(1), 2 + NUM_STEPS, lambda _: 0.999, wait_frac)
+    assert steering.bound == 2
     (change,) = changes
-    assert change.endswith("was 0.999, and the learner waited for groups 30% of the time")
-    assert run(start(1), 2 + NUM_STEPS, lambda _: 0.999, wait_frac=0.9)[0].bound == 3
+    assert change.endswith(
+        f"was 0.999, and the learner waited for groups {wait_frac:.0%} of the time"
+    )
+    assert run(steering, 3 + NUM_STEPS, lambda _: 0.999, wait_frac)[0].bound == 3
+
+
+def test_while_the_learning_rate_rises_the_bound_gets_one_too_high_at_most():
+    """Then groups lose less than they will: in the end 0.01 at a bound of 1 and 0.0225 at 2."""
+    limits, bounds = SteeredStaleness(min=1, max=8, ess=0.98), []
+    steering = start(1, limits)
+    for step in range(1, 61):
+        rate = min(1.0, step / 20)
+        lost = 0.0025 * (rate * (steering.bound + 1)) ** 2
+        steering, _ = steering.after(1 - lost, wait_frac=0.5)
+        bounds.append(steering.bound)
+    assert max(bounds) == 2
+    assert bounds[-1] == 1
+
+
+def test_the_bound_rises_as_far_as_the_sample_size_allows():
     assert run(start(1), 200, lambda _: 0.999, wait_frac=0.9)[0].bound == LIMITS.max
     # Another update would lose 0.02 * (3 / 2)^2 if all of them point in one direction.
     assert run(start(1), 200, lambda _: 0.98, wait_frac=0.9)[1] == []
