@@ -95,9 +95,9 @@ class CreditAssigner:
         self._config = config
         self._running = RunningMoments()
         self._kl = kl_controller(config.kl_reward)
-        numbers = config.advantage_config
-        follows_roles = config.reads_rewards and isinstance(numbers, RaeSettings)
-        self._roles = RoleBaselines(numbers.decay) if follows_roles else None
+        self._roles: RoleBaselines | None = None
+        if config.reads_rewards and isinstance(config.advantage_config, RaeSettings):
+            self._roles = RoleBaselines(config.advantage_config.decay)
 
     def assign(
         self,

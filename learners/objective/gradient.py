@@ -86,6 +86,7 @@ class SeenWeights:
 
 
 Term = TypeVar("Term", float, torch.Tensor)
+Columns: TypeAlias = tuple[torch.Tensor | None, ...]
 Work: TypeAlias = tuple[tuple[MicroBatch, Targets], ...]
 
 
@@ -258,7 +259,7 @@ class Gradient:
         current = self._passes.training(micro_batch, candidates)
         assert current.logprobs is not None, "they are asked for by default"
         teacher_kl = self._teacher_kl(current.taught_logprobs, taught)
-        computed = (current.logprobs, current.entropy, current.kl, teacher_kl)
+        computed: Columns = (current.logprobs, current.entropy, current.kl, teacher_kl)
         is_finite = finite_sequences(micro_batch.sequences, *computed)
         observed = None
         if current.observed_logprobs is not None and observed_totals is not None:
