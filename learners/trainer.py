@@ -39,6 +39,7 @@ from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.policy.teachers import Teachers
 from learners.profiling import StepProfile
+from streamrl.algorithms.objective import OBSERVED
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.reward_shaping import pf_ppo_resample
 from streamrl.algorithms.rollout_is import SEQUENCE_ESS
@@ -215,7 +216,7 @@ class Trainer:
         assert accumulated is not None, "a batch is accumulated first"
         policy_version = self._parts[0].batch.policy_version
         losses = self._gradient.metrics(accumulated)
-        is_masked = losses["actor/trained_token_frac"] == 0
+        is_masked = losses["actor/trained_token_frac"] == 0 and not losses.get(OBSERVED)
         is_warmup = policy_version < self._config.algorithm.value.critic_warmup
         settings = self._config.learner.optimizer
         critic = {}

@@ -137,6 +137,25 @@ def with_metrics(group: TrajectoryGroup, **metrics: float) -> TrajectoryGroup:
     return structs.replace(group, trajectories=members)
 
 
+def observing(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with the middle third of each response read, not sampled: two turns."""
+    members = []
+    for t in group.trajectories:
+        sampled = np.flatnonzero(t.response_mask)
+        third = len(sampled) // 3
+        mask = t.response_mask.copy()
+        mask[sampled[third : 2 * third]] = False
+        members.append(
+            structs.replace(
+                t,
+                response_mask=mask,
+                behavior_logprobs=np.where(mask, t.behavior_logprobs, 0).astype(np.float32),
+                policy_versions=np.where(mask, t.policy_versions, -1).astype(np.int32),
+            )
+        )
+    return structs.replace(group, trajectories=tuple(members))
+
+
 def segmented(group: TrajectoryGroup) -> TrajectoryGroup:
     """The group with two segments for each episode that has two tokens."""
     episodes = [list(_halves(t)) for t in group.trajectories]

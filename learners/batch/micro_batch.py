@@ -16,7 +16,8 @@ Invariant: log-probabilities and gradients are those of the micro-batch without 
 order of sums. A trajectory that is not finite may make those that begin like it so, too.
 The network decides whether it may share.
 Shapes: N tokens of the micro-batch (prompts included), n of them computed, S trajectories, B of
-them in a bucket, L the longest of a bucket, R response tokens, M candidates of these.
+them in a bucket, L the longest of a bucket, R response tokens, M candidates of these, O tokens that
+were observed between them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -237,6 +238,19 @@ def leaders_of(beginnings: Iterable[bytes]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, eq=False)
+class Observed:
+    """What the policy read between its turns: tokens that it did not sample, behind its first of a
+    trajectory and before its last."""
+
+    predictors: torch.Tensor
+    """[O] positions in N of the tokens before them, rising."""
+    targets: torch.Tensor
+    """[O] int64"""
+    sequences: Sequences
+    """Of each trajectory."""
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One forward pass: N tokens of some of the step's trajectories."""
 
@@ -270,6 +284,25 @@ class MicroBatch:
     def is_empty(self) -> bool:
         """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
         return not len(self.members)
+
+    @cached_property
+    def observed(self) -> Observed:
+        """Of trajectories without media, since a place of an image is no token to predict."""
+        is_response = torch.zeros_like(self.token_ids[0], dtype=torch.bool)
+        is_response[self.predictors + 1] = True
+        owners = self.packing.trajectory_indices.long()
+        counts = is_response.new_zeros(len(self.packing.lengths), dtype=torch.int64)
+        counts.index_add_(0, owners, is_response.long())
+        ends, sampled = counts.cumsum(0), is_response.cumsum(0)
+        is_between = (sampled > (ends - counts)[owners]) & (sampled < ends[owners])
+        has_media = torch.tensor([bool(media) for media in self.media], device=owners.device)
+        positions = (is_between & ~is_response & ~has_media[owners]).nonzero()[:, 0]
+        lengths = owners[positions].bincount(minlength=len(counts))
+        return Observed(
+            predictors=positions - 1,
+            targets=self.token_ids[0, positions],
+            sequences=Sequences.from_lengths(lengths.cpu()[: len(self.members)]),
+        )
 
     def select(self, is_kept: torch.Tensor) -> "MicroBatch":
         """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""

@@ -196,8 +196,10 @@ class TrainingBatch:
     """[S]"""
     group_indices: torch.Tensor
     """[S] int64, which group each trajectory belongs to."""
+    environments: tuple[str, ...]
+    """Of each group."""
     environment_indices: torch.Tensor
-    """[S] int64, equal for trajectories of the same environment."""
+    """[S] int64, equal for trajectories of the same environment: its first place in those."""
     policy_version: int
     """The version about to be trained; staleness is counted from it."""
     outcomes: torch.Tensor
@@ -255,6 +257,7 @@ class TrainingBatch:
             episodes=Episodes.of(headers, sequences),
             rewards=torch.tensor([reward for h in headers for reward in h.rewards]),
             group_indices=torch.arange(len(headers)).repeat_interleave(sizes),
+            environments=tuple(environments),
             environment_indices=index.repeat_interleave(sizes),
             policy_version=policy_version,
             outcomes=ranks.sum(_among(own, outcomes)),
@@ -313,8 +316,8 @@ class TrainingBatch:
             )
         return self.outcomes[:, 4]
 
-    def recorded(self, names: Sequence[str], ranks: Ranks) -> torch.Tensor:
-        """[S, K] the metrics of these names, of all ranks, which call it together.
+    def recorded(self, names: Sequence[str], ranks: Ranks, setting: str) -> torch.Tensor:
+        """[S, K] the metrics that a setting names, of all ranks, which call it together.
 
         Raises:
             ConfigError: a trajectory came without one of them.
@@ -326,10 +329,23 @@ class TrainingBatch:
             if bool(column.isnan().any()):
                 known = {known for t in self.trajectories for known in t.metrics}
                 raise ConfigError(
-                    f"algorithm.advantage_config.rewards: names {name!r}, which the environment "
+                    f"algorithm.advantage_config.{setting}: names {name!r}, which the environment "
                     f"did not record of every episode; {did_you_mean(name, known)}"
                 )
         return columns
+
+    def roles(self, metric: str | None, ranks: Ranks) -> list[str]:
+        """[E] ENVIRONMENT/ROLE of each episode; of all ranks, which call it together.
+
+        Raises:
+            ConfigError: an episode came without the metric, whose value is the role.
+        """
+        places = self.episodes.each(self.environment_indices).tolist()
+        names = [self.environments[place] for place in places]
+        if metric is None:
+            return [f"{name}/all" for name in names]
+        values = self.episodes.each(self.recorded((metric,), ranks, "role"))[:, 0].tolist()
+        return [f"{name}/{value:g}" for name, value in zip(names, values, strict=True)]
 
     def anchors(self, ranks: Ranks) -> torch.Tensor:
         """[R] int64, see `AdvantageInput.anchors`; of all ranks, which call it together."""

@@ -28,6 +28,7 @@ from streamrl.algorithms.kl import (
     teacher_advantages,
 )
 from streamrl.algorithms.reward_shaping import (
+    RoleBaselines,
     RunningMoments,
     difficulty_mask,
     sample_weights,
@@ -35,7 +36,7 @@ from streamrl.algorithms.reward_shaping import (
     token_rewards,
 )
 from streamrl.config.algorithm import AlgorithmSettings
-from streamrl.config.algorithm.advantages import GdpoSettings
+from streamrl.config.algorithm.advantages import GdpoSettings, RaeSettings
 from streamrl.config.learner import LearnerSettings
 
 
@@ -87,12 +88,16 @@ class CreditAssignment:
 
 
 class CreditAssigner:
-    """Computes credit from rewards; keeps the running moments and the KL coefficient."""
+    """Computes credit from rewards; keeps the running moments and baselines and the KL
+    coefficient."""
 
     def __init__(self, config: AlgorithmSettings) -> None:
         self._config = config
         self._running = RunningMoments()
         self._kl = kl_controller(config.kl_reward)
+        self._roles: RoleBaselines | None = None
+        if config.reads_rewards and isinstance(config.advantage_config, RaeSettings):
+            self._roles = RoleBaselines(config.advantage_config.decay)
 
     def assign(
         self,
@@ -133,7 +138,7 @@ class CreditAssigner:
         )
         if kl is not None:
             self._kl.update(float(kl.mean()), len(sequences))
-        baseline = episodes.each(batch.greedy_rewards) if config.needs_greedy_rewards else None
+        baseline = self._baseline(batch, sequences.sum(rewards.double()), ranks or Ranks())
         advantage_input = AdvantageInput(
             rewards,
             episodes.each(batch.group_indices),
@@ -152,8 +157,26 @@ class CreditAssigner:
             returns=returns,
             loss_mask=self._loss_mask(batch),
             sample_weights=self._sample_weights(batch),
-            metrics={**metrics, **of_teachers},
+            metrics={**metrics, **of_teachers, **self._role_metrics()},
         )
+
+    def _baseline(
+        self, batch: TrainingBatch, returns: torch.Tensor, ranks: Ranks
+    ) -> torch.Tensor | None:
+        """[E] what an episode's return [E] is compared with, if that is no number of the batch."""
+        if self._config.needs_greedy_rewards:
+            return batch.episodes.each(batch.greedy_rewards)
+        if self._roles is None:
+            return None
+        numbers = self._config.advantage_config
+        assert isinstance(numbers, RaeSettings), "these are of rae"
+        return self._roles.follow(batch.roles(numbers.role, ranks), returns)
+
+    def _role_metrics(self) -> dict[str, float]:
+        known = {} if self._roles is None else self._roles.values
+        # An environment of one's own is named without folders.
+        short = {"/".join(role.split("/")[-2:]): value for role, value in known.items()}
+        return {f"advantage/baseline/{role}": value for role, value in short.items()}
 
     def _advantages(
         self, given: AdvantageInput, teacher_logprobs: torch.Tensor | None
@@ -176,10 +199,13 @@ class CreditAssigner:
 
     def state_dict(self) -> dict[str, float]:
         kl = {"kl_coef": self._kl.value} if isinstance(self._kl, AdaptiveKL) else {}
-        return {**self._running.state_dict(), **kl}
+        roles = {} if self._roles is None else self._roles.state_dict()
+        return {**self._running.state_dict(), **kl, **roles}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._running.load_state_dict(state)
+        if self._roles is not None:
+            self._roles.load_state_dict(state)
         # A coefficient that is not adapted is the configuration's, also after it has changed.
         if isinstance(self._kl, AdaptiveKL):
             self._kl.value = state.get("kl_coef") or self._kl.value
@@ -199,7 +225,7 @@ class CreditAssigner:
         numbers = self._config.advantage_config
         if not isinstance(numbers, GdpoSettings):
             return None
-        return batch.episodes.each(batch.recorded(tuple(numbers.rewards), ranks))
+        return batch.episodes.each(batch.recorded(tuple(numbers.rewards), ranks, "rewards"))
 
     def _loss_mask(self, batch: TrainingBatch) -> torch.Tensor | None:
         config, episodes = self._config.reward, batch.episodes

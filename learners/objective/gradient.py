@@ -10,7 +10,7 @@ Shapes: R response tokens of a micro-batch.
 of a step. What is kept is a number a response token, on the device until they are asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -36,7 +36,7 @@ from learners.policy.policy import Policy
 from learners.policy.sharding import sum_gradients
 from streamrl.algorithms.candidates import Likeliest
 from streamrl.algorithms.kl import topk_teacher_kl
-from streamrl.algorithms.losses import BatchTotals, LossInput
+from streamrl.algorithms.losses import BatchTotals, LossInput, ObservedInput
 from streamrl.algorithms.objective import (
     mask_metrics,
     policy_objective,
@@ -86,6 +86,7 @@ class SeenWeights:
 
 
 Term = TypeVar("Term", float, torch.Tensor)
+Columns: TypeAlias = tuple[torch.Tensor | None, ...]
 Work: TypeAlias = tuple[tuple[MicroBatch, Targets], ...]
 
 
@@ -166,8 +167,10 @@ class Gradient:
         """What is accumulated after this work, and [S] for each micro-batch of it, whether its
         sequences are finite."""
         slices = [(m, targets.select(m)) for m, targets in work]
-        mine = reduce(add, (BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices))
-        totals = reduce(add, self._ranks.gather(mine))
+        totals = self._totals(BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices)
+        observed = None
+        if self._algorithm.echo_coef:
+            observed = self._totals(BatchTotals.of(m.observed.sequences) for m, _ in slices)
         terms, shards, is_finite = [], [], []
         if previous is not None:
             totals = previous.totals + totals
@@ -175,7 +178,7 @@ class Gradient:
             shards = [previous.statistics]
         for i, (micro_batch, rows) in enumerate(slices, 1):
             sum_gradients(self._policy.network, self._sums_each or i == len(slices))
-            policy_terms, statistics, finite = self._backward(micro_batch, rows, totals)
+            policy_terms, statistics, finite = self._backward(micro_batch, rows, totals, observed)
             terms.append(policy_terms)
             shards.append(statistics)
             is_finite.append(finite)
@@ -188,6 +191,10 @@ class Gradient:
             statistics=reduce(RolloutISStatistics.merge, measured) if measured else None,
         )
         return accumulated, is_finite
+
+    def _totals(self, mine: Iterable[BatchTotals]) -> BatchTotals:
+        """Of these and those of the other ranks."""
+        return reduce(add, self._ranks.gather(reduce(add, mine)))
 
     def _clear(self) -> None:
         """Forget what was accumulated."""
@@ -239,7 +246,11 @@ class Gradient:
         return {name: term * rescaling.of_metric(name) for name, term in previous.terms.items()}
 
     def _backward(
-        self, micro_batch: MicroBatch, targets: Targets, totals: BatchTotals
+        self,
+        micro_batch: MicroBatch,
+        targets: Targets,
+        totals: BatchTotals,
+        observed_totals: BatchTotals | None,
     ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
         """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
         whether its sequences are finite."""
@@ -248,21 +259,16 @@ class Gradient:
         current = self._passes.training(micro_batch, candidates)
         assert current.logprobs is not None, "they are asked for by default"
         teacher_kl = self._teacher_kl(current.taught_logprobs, taught)
-        computed = (current.logprobs, current.entropy, current.kl, teacher_kl)
+        computed: Columns = (current.logprobs, current.entropy, current.kl, teacher_kl)
         is_finite = finite_sequences(micro_batch.sequences, *computed)
+        observed = None
+        if current.observed_logprobs is not None and observed_totals is not None:
+            answers, sequences = current.observed_logprobs, micro_batch.observed.sequences
+            observed = ObservedInput(answers, sequences, observed_totals)
+            is_finite = is_finite & finite_sequences(sequences, answers)
+            computed = (*computed, answers)
         proximal = self._proximal(targets, current.logprobs)
-        weights, loss_mask, statistics = targets.importance_weights, targets.loss_mask, None
-        if weights is None:
-            correction = correct(
-                self._algorithm,
-                current.logprobs,
-                targets.behavior_logprobs,
-                targets.staleness,
-                micro_batch.sequences,
-                rescored_logprobs=targets.rescored_logprobs,
-            )
-            weights, statistics = correction.weights, correction.statistics
-            loss_mask = correction.masked(loss_mask)
+        weights, loss_mask, statistics = self._weights(micro_batch, targets, current.logprobs)
         self.seen_weights.add(micro_batch, weights)
         if micro_batch.is_empty:
             _backward_of_nothing(*computed)
@@ -287,6 +293,7 @@ class Gradient:
             exact_kl=current.kl,
             entropy=current.entropy,
             teacher_kl=teacher_kl,
+            observed=observed,
         )
         (output.loss * self._scale.value).backward()
         trained = trained_fraction(loss_input, self._algorithm)
@@ -294,6 +301,23 @@ class Gradient:
         if self._keeps_mask:
             metrics |= mask_metrics(micro_batch.sampling_mask, loss_input)
         return metrics, statistics, is_finite
+
+    def _weights(
+        self, micro_batch: MicroBatch, targets: Targets, logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, RolloutISStatistics | None]:
+        """Importance weights [R], the loss mask [R], and the statistics of a correction that is
+        made here."""
+        if targets.importance_weights is not None:
+            return targets.importance_weights, targets.loss_mask, None
+        correction = correct(
+            self._algorithm,
+            logprobs,
+            targets.behavior_logprobs,
+            targets.staleness,
+            micro_batch.sequences,
+            rescored_logprobs=targets.rescored_logprobs,
+        )
+        return correction.weights, correction.masked(targets.loss_mask), correction.statistics
 
     def _teacher_kl(
         self, logprobs: torch.Tensor | None, taught: Likeliest | None

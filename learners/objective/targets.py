@@ -126,6 +126,7 @@ class PolicyPasses:
         self._with_entropy = algorithm.entropy_coef > 0 or config.learner.report_entropy
         self._trains_entropy = algorithm.entropy_coef != 0
         self._num_top = config.num_top_logprobs
+        self._with_observed = algorithm.echo_coef > 0
         lora = config.learner.lora
         has_dropout = lora is not None and lora.dropout > 0
         # The candidates of a teacher are part of the targets, which come after that pass.
@@ -166,6 +167,7 @@ class PolicyPasses:
             with_entropy=self._with_entropy,
             trains_entropy=self._trains_entropy,
             with_top_logprobs=self._needs_top_logprobs(micro_batch),
+            with_observed=self._with_observed,
             taught=taught,
             reference=self._exact(micro_batch),
         )

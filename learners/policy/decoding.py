@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts
+from learners.batch.micro_batch import MicroBatch, Observed, Packing, SharedPrompts
 from learners.parallel.mesh import Mesh
 from streamrl.errors import ConfigError
 from streamrl.placement.limits import facts_of, require_length, require_shared_tokens, rope_limits
@@ -242,6 +242,23 @@ class TokenSlice:
             first_row=first,
             num_rows=len(predictors),
         )
+
+    def observed(
+        self, observed: Observed, shared: SharedPrompts | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Of what the micro-batch observed, [o] positions in n of this rank's predictors, [o] the
+        tokens, and which of O is the first of o."""
+        predictors, targets = observed.predictors, observed.targets
+        if shared is not None:
+            # Nothing behind a prompt is shared.
+            return torch.searchsorted(shared.tokens, predictors), targets, 0
+        if self.exchange is None:
+            return predictors, targets, 0
+        size = self.token_ids.shape[1]
+        start = self.exchange.block.rank * size
+        bounds = torch.tensor([start, start + size], device=predictors.device)
+        first, last = torch.searchsorted(predictors, bounds).tolist()
+        return predictors[first:last] - start, targets[first:last], first
 
     @property
     def rows(self) -> tuple[int, int]:

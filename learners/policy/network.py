@@ -101,6 +101,8 @@ class NetworkOutput:
     """[M] of the micro-batch's `top_candidates`, in nats, without gradient."""
     taught_logprobs: torch.Tensor | None = None
     """[M] of the candidates of a teacher, in nats."""
+    observed_logprobs: torch.Tensor | None = None
+    """[O] of the micro-batch's `observed`, in nats."""
     likeliest_ids: torch.Tensor | None = None
     """[R, K] the likeliest tokens at the places of the response tokens."""
     likeliest_logprobs: torch.Tensor | None = None
@@ -170,6 +172,7 @@ class Network(torch.nn.Module):
         with_entropy: bool = False,
         trains_entropy: bool = True,
         with_top_logprobs: bool = False,
+        with_observed: bool = False,
         taught: Candidates | None = None,
         num_likeliest: int = 0,
         reference: NetworkOutput | None = None,
@@ -183,6 +186,7 @@ class Network(torch.nn.Module):
         Args:
             trains_entropy: the entropy has a gradient.
             with_top_logprobs: also of the other candidates; the micro-batch has some.
+            with_observed: also of what was observed between the turns, with gradient.
             taught: also of these candidates of a teacher, with gradient.
             num_likeliest: K, 0 for none.
             reference: the output of the policy that `kl` is taken to.
@@ -195,31 +199,25 @@ class Network(torch.nn.Module):
         records = self.router_records if with_records else None
         experts = None if records is None else records.of(micro_batch)
         tokens = TokenSlice.of(micro_batch, self.sequence_block, shared, experts)
-        hidden = self._hidden_states(tokens, micro_batch)
+        states = self._states(tokens, micro_batch)
+        hidden = rows(states, tokens.predictors)
         weight, bias = self._head
-        logprobs = entropy = None
-        others: dict[str, torch.Tensor | None] = {}
+        columns: dict[str, torch.Tensor | None] = {}
         if with_logprobs:
             top = micro_batch.top_candidates if with_top_logprobs else None
             options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
-            # Candidates take their normalizer from these, and Liger rounds the target's logit.
-            options["allow_liger"] = top is None and taught is None
-            computed = self._logprobs(hidden, tokens, micro_batch, **options)
-            logprobs, entropy = computed.logprobs, computed.entropy
-            others = {
-                "top_logprobs": self._candidate_logprobs(top, hidden, tokens, logprobs.detach()),
-                "taught_logprobs": self._candidate_logprobs(taught, hidden, tokens, logprobs),
-            }
+            columns = self._sampled(hidden, tokens, micro_batch, top, taught, **options)
+        if with_observed:
+            observed = self._observed_logprobs(states, tokens, micro_batch, shared)
+            columns = {**columns, "observed_logprobs": observed}
         values = None if self.value_head is None else self._values(hidden, self.value_head)
         return NetworkOutput(
             hidden=hidden,
             head_weight=weight,
             head_bias=bias,
-            logprobs=tokens.gather(logprobs),
-            entropy=tokens.gather(entropy),
             values=tokens.gather(values),
             kl=tokens.gather(self._kl(hidden, reference)),
-            **others,
+            **columns,
             **self._likeliest(hidden, tokens, num_likeliest),
         )
 
@@ -228,6 +226,27 @@ class Network(torch.nn.Module):
         """Weight and bias of the LM head."""
         head: Any = self.model.get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
+
+    def _sampled(
+        self,
+        hidden: torch.Tensor,
+        tokens: TokenSlice,
+        micro_batch: MicroBatch,
+        top: Candidates | None,
+        taught: Candidates | None,
+        **options: bool,
+    ) -> dict[str, torch.Tensor | None]:
+        """The columns of the whole micro-batch's response tokens, and of their candidates."""
+        # Candidates take their normalizer from these, and Liger rounds the target's logit.
+        options["allow_liger"] = top is None and taught is None
+        computed = self._logprobs(hidden, tokens, micro_batch, **options)
+        logprobs = computed.logprobs
+        return {
+            "logprobs": tokens.gather(logprobs),
+            "entropy": tokens.gather(computed.entropy),
+            "top_logprobs": self._candidate_logprobs(top, hidden, tokens, logprobs.detach()),
+            "taught_logprobs": self._candidate_logprobs(taught, hidden, tokens, logprobs),
+        }
 
     def _logprobs(
         self, hidden: torch.Tensor, tokens: TokenSlice, micro_batch: MicroBatch, **options: bool
@@ -277,6 +296,20 @@ class Network(torch.nn.Module):
         first = candidates.entries(*tokens.rows).start
         return tokens.gather(column, first, len(candidates.owners))
 
+    def _observed_logprobs(
+        self,
+        states: torch.Tensor,
+        tokens: TokenSlice,
+        micro_batch: MicroBatch,
+        shared: SharedPrompts | None,
+    ) -> torch.Tensor | None:
+        """[O] of the whole micro-batch's observed tokens, from the states [n, H]; over the whole
+        vocabulary, since none of them was sampled."""
+        weight, bias = self._head
+        predictors, targets, first = tokens.observed(micro_batch.observed, shared)
+        computed = token_logprobs(rows(states, predictors), weight, targets, bias, self._transform)
+        return tokens.gather(computed.logprobs, first, len(micro_batch.observed.targets))
+
     def _kl(self, hidden: torch.Tensor, reference: NetworkOutput | None) -> torch.Tensor | None:
         """Of this rank's response tokens [r], to the reference, over the whole vocabulary."""
         if reference is None:
@@ -290,9 +323,9 @@ class Network(torch.nn.Module):
         weight = head.weight.float()
         return torch.nn.functional.linear(hidden.float(), weight, head.bias.float())[:, 0]
 
-    def _hidden_states(self, tokens: TokenSlice, micro_batch: MicroBatch) -> torch.Tensor:
-        """[R, H] in the compute dtype."""
-        hidden = decode(
+    def _states(self, tokens: TokenSlice, micro_batch: MicroBatch) -> torch.Tensor:
+        """[n, H] in the compute dtype."""
+        return decode(
             self.model,
             tokens,
             packed=self.is_packed,
@@ -300,4 +333,3 @@ class Network(torch.nn.Module):
             tower=self.tower,
             media=micro_batch.media,
         )
-        return rows(hidden, tokens.predictors)

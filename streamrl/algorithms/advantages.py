@@ -26,6 +26,7 @@ from streamrl.config.algorithm.advantages import (
     GigpoSettings,
     GpgAdvantageSettings,
     GroupNormSettings,
+    RaeSettings,
 )
 from streamrl.errors import ConfigError
 from streamrl.user_code import named
@@ -53,7 +54,8 @@ class AdvantageInput:
     values: Tensor | None = None
     """[R] of the critic; gae needs them."""
     baseline: Tensor | None = None
-    """[S] reward of the greedy rollout of the same prompt; remax needs it."""
+    """[S] reward of the greedy rollout of the same prompt, or of the role so far; remax and rae
+    need it."""
     logprobs: Tensor | None = None
     """[R] nats, under the policy at the start of the batch; opob and otb need them."""
     behavior_logprobs: Tensor | None = None
@@ -94,7 +96,7 @@ class AdvantageInput:
         return whiten(values, moments if self.reduce is None else self.reduce(moments))
 
 
-class AdvantageConfig(GaeSettings, GpgAdvantageSettings, GdpoSettings, GigpoSettings):
+class AdvantageConfig(GaeSettings, GpgAdvantageSettings, GdpoSettings, GigpoSettings, RaeSettings):
     """The numbers of all estimators in one record, which every estimator accepts: for Python code
     that sweeps over them. A configuration has the record of one estimator."""
 
@@ -300,6 +302,19 @@ def gigpo(batch: AdvantageInput, config: GigpoSettings) -> Tensor:
     return (episodes + config.step_weight * steps[of_turn]).to(batch.token_rewards.dtype)
 
 
+def rae(batch: AdvantageInput, config: RaeSettings) -> Tensor:
+    """s less the running baseline of the episode's game and role (RAE of SPIRAL, arXiv 2506.24119).
+
+    For every episode in the order of the batch b <- decay b + (1 - decay) s, from 0 on, and the
+    advantage is s less the b before it, as the authors' code has it; that of the paper, with the b
+    behind it, is `decay` times this one. The other episodes of the prompt are not compared: in
+    self-play they were not played from the same states, and one role may win most of the time. The
+    baseline follows what comes, so the first 1 / (1 - decay) episodes of a role are compared with
+    one that is too near to 0.
+    """
+    return batch.to_tokens(batch.returns - _required(batch.baseline, "baseline", "rae"))
+
+
 def _turns(anchors: Tensor, sequences: Sequences) -> tuple[Sequences, Tensor]:
     """How many turns each sequence has, and [R] which turn, of all, a token is of."""
     is_end = anchors != 0
@@ -330,6 +345,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "maxrl": maxrl,
     "gdpo": gdpo,
     "gigpo": gigpo,
+    "rae": rae,
     "gpg": gpg,
 }
 

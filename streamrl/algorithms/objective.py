@@ -1,7 +1,7 @@
 """The whole training objective of one micro-batch, as the `algorithm:` section describes it.
 
     rl_loss_coef * policy loss + kl coef * KL + distillation coef * KL to the teacher
-        - entropy_coef * entropy + sft_coef * SFT
+        - entropy_coef * entropy + sft_coef * SFT + echo_coef * cross-entropy of observations
 
 Invariant: a term with coefficient 0 is not computed. Loss and metrics of micro-batches that share
 totals add up to those of the step.
@@ -20,6 +20,8 @@ choices:
   that of loglinear (of two numbers' means the arithmetic one), most where the two policies differ.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -29,14 +31,21 @@ from streamrl.algorithms.kl import kl_penalty
 from streamrl.algorithms.losses import (
     LossInput,
     LossOutput,
+    ObservedInput,
     entropy_bonus,
     kl_loss,
+    observation_loss,
     policy_loss,
     sft_loss,
     token_mean,
 )
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.errors import ConfigError
+
+OBSERVED = "actor/observation_token_frac"
+"""Metric: the share of tokens that `echo_coef` acts on."""
+
+Given = TypeVar("Given", Tensor, ObservedInput)
 
 
 def proximal_logprobs(
@@ -92,6 +101,7 @@ def policy_objective(
     exact_kl: Tensor | None = None,
     entropy: Tensor | None = None,
     teacher_kl: Tensor | None = None,
+    observed: ObservedInput | None = None,
 ) -> LossOutput:
     """Loss and metrics (prefix `actor/`).
 
@@ -100,6 +110,7 @@ def policy_objective(
         exact_kl: [R] with gradient, from `kl.full_kl`, instead of them for kind `full`.
         entropy: [R] nats with gradient, needed where `entropy_coef` is not 0, reported if given.
         teacher_kl: [R] with gradient, from `kl.topk_teacher_kl`, under `distillation.top_k`.
+        observed: needed where `echo_coef` is not 0.
 
     Raises:
         ValueError: a term that the config switches on lacks its input.
@@ -119,8 +130,14 @@ def policy_objective(
         terms = [*terms, ("actor/entropy_bonus", -config.entropy_coef, bonus)]
     if config.sft_coef:
         terms = [*terms, ("actor/sft_loss", config.sft_coef, sft_loss(batch, numbers))]
+    if config.echo_coef:
+        observed = _given(observed, "observed", "echo_coef")
+        term = observation_loss(observed, numbers)
+        terms = [*terms, ("actor/observation_loss", config.echo_coef, term)]
     loss = torch.stack([coef * value for _, coef, value in terms]).sum()
     metrics = policy.metrics | {name: value.detach() for name, _, value in terms}
+    if observed is not None:
+        metrics = metrics | {OBSERVED: _observed_fraction(observed, batch)}
     if entropy is not None:
         mean = token_mean(entropy, batch.sequences, batch.batch_totals, batch.loss_mask)
         metrics = metrics | {"actor/entropy": mean}
@@ -136,6 +153,12 @@ def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
     if batch.importance_weights is not None and not config.has_other_terms:
         trained = (batch.importance_weights != 0).to(trained.dtype)
     return token_mean(trained, batch.sequences, batch.batch_totals, batch.loss_mask)
+
+
+def _observed_fraction(observed: ObservedInput, batch: LossInput) -> Tensor:
+    """Of the tokens that the loss counts, those that the policy has read; adds up as they do."""
+    num_all = observed.totals.num_tokens + batch.batch_totals.num_tokens
+    return observed.logprobs.new_tensor(observed.sequences.num_tokens / max(num_all, 1))
 
 
 def mask_metrics(mask: Candidates | None, batch: LossInput) -> dict[str, Tensor]:
@@ -177,7 +200,7 @@ def _kl(
     return kl_loss(per_token, batch, numbers)
 
 
-def _given(tensor: Tensor | None, name: str, setting: str) -> Tensor:
-    if tensor is None:
+def _given(given: Given | None, name: str, setting: str) -> Given:
+    if given is None:
         raise ValueError(f"{name}: {setting} asks for a term that needs it")
-    return tensor
+    return given

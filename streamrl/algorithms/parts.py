@@ -41,6 +41,7 @@ def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
         or weights.length
         or config.pf_ppo is not None
         or config.kl_reward.coef > 0
+        or config.echo_coef > 0
         or correction.batch_normalize
         or correction.normalize_by == "kept"
         or correction.second_moment is not None

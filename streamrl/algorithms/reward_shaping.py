@@ -8,7 +8,7 @@ Invariant: one call takes the whole batch; every function returns new tensors. S
 per trajectory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,31 @@ class RunningMoments:
 
 
 _MOMENTS = ("count", "mean", "squares")
+_BASELINE = "baseline/"
+
+
+class RoleBaselines:
+    """Running means of the rewards of each role, from 0 on, for advantage rae; part of a
+    checkpoint."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self.values: dict[str, float] = {}
+
+    def follow(self, roles: Sequence[str], rewards: Tensor) -> Tensor:
+        """[E] the baseline of each episode's role before it, in their order; `rewards` are [E]."""
+        before = []
+        for role, reward in zip(roles, rewards.tolist(), strict=True):
+            before.append(self.values.get(role, 0.0))
+            self.values[role] = self._decay * before[-1] + (1 - self._decay) * reward
+        return torch.tensor(before, dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, float]:
+        return {_BASELINE + role: value for role, value in self.values.items()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        known = {name: value for name, value in state.items() if name.startswith(_BASELINE)}
+        self.values = {name.removeprefix(_BASELINE): value for name, value in known.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -289,6 +289,13 @@ def _of_rewards(c: "RunConfig") -> Iterator[str]:
             f"completion, which algorithm.reward.{shaped[0]} does not change; leave it out, or use "
             "another advantage"
         )
+    centered = [name for name in ("agentic", "norm_mean", "whiten") if getattr(reward, name)]
+    if algorithm.advantage == "rae" and algorithm.reads_rewards and centered:
+        yield (
+            f"algorithm.reward.{centered[0]} takes a mean from the rewards before "
+            "algorithm.advantage rae compares them with that of their role; leave it out, or use "
+            "another advantage"
+        )
     named = getattr(algorithm.advantage_config, "rewards", {})
     if algorithm.advantage == "gdpo" and not named:
         yield (
@@ -345,6 +352,12 @@ def _of_episodes(c: "RunConfig") -> Iterator[str]:
         yield (
             f"generator.episode.max_turns {episode.max_turns} cannot act: generator.environment "
             "single_turn has one turn; name another environment, or leave it out"
+        )
+    if c.algorithm.echo_coef and is_single_turn:
+        yield (
+            f"algorithm.echo_coef {c.algorithm.echo_coef:g} cannot act: generator.environment "
+            "single_turn has one turn, behind which nothing is read; name another environment, or "
+            "leave it out"
         )
     if episode.turn_deadline_s is not None and episode.turn_deadline_s >= group_s:
         yield (

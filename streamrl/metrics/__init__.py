@@ -56,6 +56,7 @@ CLOSED: Mapping[str, Sequence[str]] = {
 OPEN: Mapping[str, str] = {
     "generator": "[^/]+",
     "environment": "[^/]+",
+    "role": "[^/]+",
     "tool": "[^/]+",
     "reward": ".+",
     "source": ".+",

@@ -30,7 +30,9 @@ from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
 from streamrl.config.model import RecipeSettings
 from streamrl.errors import EXIT_CONFIG, ConfigError
+from streamrl.interfaces import EnvironmentContext, Observation, Transition
 from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
+from streamrl.types import Completion
 from tests.research.forked import exit_code_of
 from tests.research.lag import Lag
 
@@ -40,6 +42,7 @@ LOG = "stderr.log"
 MODEL = "model"
 EXPERTS = "experts"
 OF_EXPERTS = "algorithm.router_replay"
+OF_TURNS = "algorithm.echo_coef"
 ALWAYS = (
     "run.max_steps=3",
     "generator.group_size=4",
@@ -91,6 +94,8 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.advantage_config.norm_adv_by_std": ("false",),
     "algorithm.advantage_config.rewards": ("{reward/addition: 1.0}",),
     "algorithm.advantage_config.step_weight": ("0.5",),
+    "algorithm.advantage_config.decay": ("0", "0.5"),
+    "algorithm.advantage_config.role": ("reward/addition",),
     "algorithm.loss_config.log_ratio_coef": ("0.001",),
     "algorithm.loss_config.loss_agg_mode": (
         *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
@@ -101,6 +106,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.entropy_coef": ("0.01",),
     "algorithm.sft_coef": ("0.1",),
     "algorithm.rl_loss_coef": ("0",),
+    OF_TURNS: ("0.05",),
     OF_EXPERTS: ("record", "replay"),
     "algorithm.kl_loss.kind": ("kl", "abs", "mse", "low_var_kl", "full", "low_var_kl+"),
     "algorithm.kl_reward.controller": ("adaptive",),
@@ -140,6 +146,29 @@ VALUES: Mapping[str, Sequence[str]] = {
     "data.reward": ("math", "numeric_answer", "format"),
     "run.seed": ("1", "2"),
 }
+
+
+class Twice:
+    """The prompt is read again behind the first answer."""
+
+    def __init__(self) -> None:
+        self._num_turns = 0
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        self._again = Observation(token_ids=context.prompt_token_ids)
+        return self._again
+
+    async def step(self, completion: Completion) -> Transition:
+        self._num_turns += 1
+        return Transition(observation=self._again, done=self._num_turns == 2)
+
+
+def needed_by(drawn: Sequence[str]) -> tuple[str, ...]:
+    """Further overrides, without which a setting is refused."""
+    if not any(one.startswith(OF_TURNS) for one in drawn):
+        return ()
+    environment = f"{Path(__file__).absolute()}:{Twice.__name__}"
+    return (f"generator.environment={environment}", "generator.max_model_len=40")
 
 
 def write_experts(folder: Path, recipe: RecipeSettings, max_model_len: int) -> None:
@@ -185,6 +214,7 @@ def draws(seed: int, always: Sequence[str]) -> Iterator[tuple[str, ...]]:
             *rng.sample(sorted(VALUES), rng.randint(1, 6)),
         ]
         drawn = tuple(f"{name}={rng.choice(VALUES[name])}" for name in dict.fromkeys(names))
+        drawn = (*drawn, *needed_by(drawn))
         try:
             load_config(SOURCE, [*always, *drawn])
         except ConfigError:

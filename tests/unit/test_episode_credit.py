@@ -144,6 +144,63 @@ def test_a_reward_that_no_environment_records_is_named():
         credit(algorithm, TrainingBatch.of(groups(), policy_version=4))
 
 
+def played(*rewards: float, environment: str = "a") -> TrajectoryGroup:
+    """An episode for each reward, whose role is 0 or 1 in turn."""
+    whole = trajectory_of_turns([0.0], 0.0)
+    return TrajectoryGroup(
+        group_id=environment,
+        prompt_index=0,
+        environment=environment,
+        trajectories=tuple(
+            structs.replace(whole, reward=reward, metrics={"role": float(i % 2)})
+            for i, reward in enumerate(rewards)
+        ),
+    )
+
+
+OF_ROLES = {"advantage": "rae", "advantage_config": {"role": "role", "decay": 0.5}}
+
+
+def test_roles_of_environments_have_baselines_that_go_on_where_a_checkpoint_was():
+    config = make_config(algorithm=OF_ROLES).algorithm
+    games = [played(1.0, -1.0, 1.0, -1.0), played(1.0, 0.0, environment="/b/games.py:Go")]
+    first, second = (TrainingBatch.of(one, 0) for one in (games, games[::-1]))
+    assigner = CreditAssigner(config)
+    found = assigner.assign(first)
+    assert found.advantages[::2].tolist() == [1.0, -1.0, 0.5, -0.5, 1.0, 0.0]
+    names = {f"advantage/baseline/{role}" for role in ("a/0", "a/1", "games.py:Go/0")}
+    assert {n: v for n, v in found.metrics.items() if n in names} == {
+        "advantage/baseline/a/0": 0.75,
+        "advantage/baseline/a/1": -0.75,
+        "advantage/baseline/games.py:Go/0": 0.5,
+    }
+    resumed = CreditAssigner(config)
+    resumed.load_state_dict(assigner.state_dict())
+    expected = [0.5, 0.0, 0.25, -0.25, 0.125, -0.125]
+    for one in (assigner, resumed):
+        assert one.assign(second).advantages[::2].tolist() == expected
+
+
+def test_without_a_role_an_environment_has_one_baseline():
+    config = make_config(algorithm={"advantage": "rae", "advantage_config": {"decay": 0.5}})
+    found = CreditAssigner(config.algorithm).assign(TrainingBatch.of([played(1.0, 1.0)], 0))
+    assert found.advantages[::2].tolist() == [1.0, 0.5]
+    assert found.metrics["advantage/baseline/a/all"] == 0.75
+
+
+def test_a_role_that_nobody_records_is_named():
+    algorithm = {**OF_ROLES, "advantage_config": {"role": "roll"}}
+    with pytest.raises(ConfigError, match=r"config\.role: names 'roll', .* did you mean 'role'"):
+        credit(algorithm, TrainingBatch.of([played(1.0)], policy_version=0))
+
+
+@pytest.mark.parametrize("name", ["norm_mean", "agentic", "whiten"])
+def test_rewards_that_have_lost_their_mean_are_refused_beside_rae(name: str):
+    value = {"norm_mean": "group", "agentic": {}, "whiten": True}[name]
+    with pytest.raises(ValueError, match=rf"algorithm\.reward\.{name} takes a mean from"):
+        make_config(algorithm={**OF_ROLES, "reward": {name: value}})
+
+
 def test_a_turns_reward_stands_at_its_end_and_the_rest_at_the_end_of_the_episode():
     batch = batch_of(trajectory_of_turns([1.0, 0.0, 4.0], reward=7.0))
     for placement, expected in (("turn", [7, 7, 6, 6, 6, 6]), ("episode", [7] * 6)):

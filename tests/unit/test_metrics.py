@@ -76,10 +76,12 @@ def test_a_step_reports_what_the_catalogue_has_of_it():
     made = map(with_experts, make_groups(num_groups=4))
     groups = [with_metrics(g, success=1.0, num_turns=2.0) for g in made]
     taught = {"distillation": {"teachers": [{"path": "t"}], "top_k": 2}}
+    of_turns = {"advantage": "rae", "echo_coef": 0.1}
     metrics: dict[str, float] = {}
-    for sections in (STEP, {"algorithm": taught}):
-        trainer = make_trainer(make_config(**sections))
-        metrics |= trainer.step(TrainingBatch.of(groups, 4))
+    for algorithm in (taught, of_turns):
+        given = {"algorithm": algorithm, "generator": {"environment": "tools"}}
+        metrics |= make_trainer(make_config(**given)).step(TrainingBatch.of(groups, 4))
+    metrics |= make_trainer(make_config(**STEP)).step(TrainingBatch.of(groups, 4))
     assert not unknown(metrics)
     assert not unreported(written_by(Writer.BATCH, Writer.POLICY, Writer.CRITIC), metrics)
     assert find("episode/test/success").name == "episode/{environment}/{name}"

@@ -125,6 +125,7 @@ REFUSING: list[dict[str, Any]] = [
     {"rollout_is": {"mode": "clip", "normalize_by": "kept"}},
     {"rollout_is": {"second_moment": 0.04}},
     *({"advantage": name, "proximal": "recompute"} for name in ("opob", "otb")),
+    {"advantage": "rae", "advantage_config": {"role": "num_invalid_turns", "decay": 0.5}},
     {"advantage": "gdpo", "advantage_config": {"rewards": {"num_invalid_turns": 1.0}}},
     {
         "distillation": {"teachers": [{"path": "t"}], "student": "proximal"},
@@ -137,6 +138,7 @@ REFUSING: list[dict[str, Any]] = [
     {"sample_weight": {"difficulty": True}},
     {"sample_weight": {"length": True}},
     {"pf_ppo": {"method": "pow", "weight_pow": 1.0}},
+    {"echo_coef": 0.1},
     {"value": {"clip_range": None, "coef": 0.5, "loss_agg_mode": "token-sum"}, "advantage": "gae"},
     {"value": {"lr": 1e-3, "critic_warmup": 2}, "advantage": "gae"},
     {"value": {"model_path": "a", "max_tokens_per_micro_batch": 40}, "advantage": "gae"},
@@ -184,7 +186,10 @@ def test_every_setting_of_the_algorithm_is_tried():
 def of(algorithm: Mapping[str, Any]) -> RunConfig:
     learner = {"max_tokens_per_micro_batch": 64, "report_entropy": True}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
-    return make_config(algorithm=algorithm, learner=learner, optimizer={"eps": 1e-5})
+    environment = {"environment": "tools"}
+    return make_config(
+        algorithm=algorithm, learner=learner, optimizer={"eps": 1e-5}, generator=environment
+    )
 
 
 def one_turn(trajectory: Trajectory) -> Turn:

@@ -6,7 +6,8 @@ the loss of the batch, however it was cut. Without totals one call is one whole 
 `LossInput`: one that exists has one row per token (or sequence) everywhere, is at least float32,
 and holds no non-finite number in a token that contributes nothing.
 
-Terms added to the policy loss: entropy bonus, KL to a reference, SFT on positives; value loss.
+Terms added to the policy loss: entropy bonus, KL to a reference, SFT on positives, cross-entropy of
+what was observed; value loss.
 
 Each takes [R] tensors and, for micro-batches, the totals of the whole batch, and returns a scalar
 without its coefficient.
@@ -220,6 +221,25 @@ def sft_loss(batch: LossInput, config: LossSettings) -> Tensor:
         raise ValueError("rewards: the SFT term needs the trajectory rewards [S]")
     positive = batch.sequences.expand(batch.rewards > 0)
     return _aggregate(torch.where(positive, -batch.logprobs, 0.0), batch, config)
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedInput:
+    """Of one micro-batch, the O tokens that the policy read between its turns."""
+
+    logprobs: Tensor
+    """[O] nats, under the current policy, with gradient."""
+    sequences: Sequences
+    """The observed tokens of each trajectory."""
+    totals: BatchTotals
+    """Of the observed tokens of the whole step."""
+
+
+def observation_loss(observed: ObservedInput, config: LossSettings) -> Tensor:
+    """Aggregated -log p of what the environment answered (ECHO, arXiv 2605.24517); its denominators
+    count these tokens, and trajectories that have some, whatever the policy loss counts."""
+    mode, totals = config.loss_agg_mode, observed.totals
+    return aggregate(-observed.logprobs, observed.sequences, mode, totals, config=config)
 
 
 def value_loss(

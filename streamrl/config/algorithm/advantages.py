@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from pydantic import ConfigDict, FiniteFloat
 
-from streamrl.config.section import PositiveNumber, Probability, Section
+from streamrl.config.section import Decay, PositiveNumber, Probability, Section
 
 
 class AdvantageSettings(Section):
@@ -61,6 +61,16 @@ class GigpoSettings(GroupNormSettings):
     """Of turns beside episodes."""
 
 
+class RaeSettings(AdvantageSettings):
+    """rae: one running baseline for each environment and role."""
+
+    role: str | None = None
+    """Recorded metric whose value is the role that an episode played, such as role; null: every
+    episode of an environment plays the same."""
+    decay: Decay = 0.95
+    """Of a baseline, for each episode of its role."""
+
+
 class GpgAdvantageSettings(AdvantageSettings):
     """gpg: the group policy gradient."""
 
@@ -91,6 +101,7 @@ ADVANTAGE_SETTINGS: Mapping[str, type[AdvantageSettings]] = {
     "maxrl": AdvantageSettings,
     "gdpo": GdpoSettings,
     "gigpo": GigpoSettings,
+    "rae": RaeSettings,
     "gpg": GpgAdvantageSettings,
 }
 """The record of numbers of each estimator, by its name."""

@@ -32,8 +32,8 @@ _VALUES_STAND = (
 )
 _NO_OTHER_TERM = (
     "{} is a mean over sequences whatever it says, and there is no other term, so it cannot act; "
-    "set algorithm.kl_loss.coef, algorithm.entropy_coef, algorithm.sft_coef or "
-    "algorithm.distillation.top_k"
+    "set algorithm.kl_loss.coef, algorithm.entropy_coef, algorithm.sft_coef, algorithm.echo_coef "
+    "or algorithm.distillation.top_k"
 )
 _NOT_SUM_NORM = (
     f"only {SUM_NORM} reads it, so it cannot act; set algorithm.loss_config.loss_agg_mode to that"
@@ -154,7 +154,8 @@ def _of_the_loss(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[
     if num_updates == 1 and config.proximal == "recompute":
         fields = LOSS_SETTINGS[config.loss].model_fields
         yield from ((name, _RATIO_IS_ONE) for name in fields if name in RATIO_SETTINGS)
-    is_ignored = config.loss in SEQUENCE_MEAN_LOSSES and not config.has_other_terms
+    has_terms = config.has_other_terms or config.echo_coef > 0
+    is_ignored = config.loss in SEQUENCE_MEAN_LOSSES and not has_terms
     if is_ignored:
         yield "loss_agg_mode", _NO_OTHER_TERM.format(config.loss)
     modes = {config.value.loss_agg_mode} if config.needs_values else set()

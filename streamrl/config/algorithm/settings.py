@@ -320,7 +320,7 @@ class AlgorithmSettings(Section):
 
     advantage: str = "grpo"
     """gae, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk,
-    rloo, remax, opo, opob, otb, maxrl, gdpo, gigpo, gpg, or PATH.py:FUNCTION."""
+    rloo, remax, opo, opob, otb, maxrl, gdpo, gigpo, rae, gpg, or PATH.py:FUNCTION."""
     advantage_config: SerializeAsAny[AdvantageSettings] = Field(default_factory=dict)  # type: ignore[assignment]
     loss: str = "ppo"
     """ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl, vespo,
@@ -345,6 +345,11 @@ class AlgorithmSettings(Section):
     """Weight of the entropy bonus."""
     sft_coef: NotNegativeNumber = 0.0
     """Weight of the negative log-likelihood of trajectories with a positive reward."""
+    echo_coef: NotNegativeNumber = 0.0
+    """Weight of the negative log-likelihood of what the policy read between its turns, at the
+    temperature that it samples with, by `loss_config.loss_agg_mode` over these tokens alone and
+    whatever the reward (ECHO, arXiv 2605.24517, which has 0.05). Not of what answered the last
+    turn, nor of trajectories with images."""
     kl_loss: KlLossSettings = KlLossSettings()
     kl_reward: KlRewardSettings = KlRewardSettings()
     distillation: DistillationSettings | None = None
@@ -428,7 +433,7 @@ class AlgorithmSettings(Section):
 
     @property
     def has_other_terms(self) -> bool:
-        """Whether the loss has more terms than that of the policy."""
+        """Whether the loss has more terms of sampled tokens than that of the policy."""
         return bool(self.kl_loss.coef or self.entropy_coef or self.sft_coef or self.num_taught)
 
     @property

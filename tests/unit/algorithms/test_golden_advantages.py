@@ -12,7 +12,7 @@ from streamrl.algorithms.advantages import (
 from streamrl.algorithms.sequences import Sequences
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
-BY_HAND = {"reinforce", "dr_grpo", "opob", "maxrl", "gigpo"}
+BY_HAND = {"reinforce", "dr_grpo", "opob", "maxrl", "gigpo", "rae"}
 """Without a recorded case."""
 OTHER_NAMES = {"optimal_token_baseline": "otb", "tir_optimal_token_baseline": "otb"}
 ALONE = "the original's vectorized variant gives 0 to a group of one; its plain one, and we, s"

@@ -9,6 +9,7 @@ from torch import Tensor
 from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.objective import proximal_logprobs
+from streamrl.algorithms.reward_shaping import RoleBaselines
 from streamrl.algorithms.sequences import Sequences
 from tests.settings import LossConfig
 
@@ -99,6 +100,21 @@ def test_gdpo_of_one_reward_is_grpo_whitened() -> None:
     ours = ADVANTAGES["gdpo"](alone, AdvantageConfig(rewards={"reward": 1.0}))
     grpo = ADVANTAGES["grpo"](batch, AdvantageConfig())
     torch.testing.assert_close(ours, batch.whiten(grpo))
+
+
+def test_rae_compares_an_episode_with_those_of_its_role_before_it() -> None:
+    """b <- .75 b + .25 s from 0 on for each role, and s - b: arXiv 2506.24119.
+
+    The first role has b 0, 1/4, 3/16, the second 0, -1/4; the next batch goes on with 25/64.
+    """
+    batch = outcomes(1, -1, 0, 1, 1, groups=[0, 0, 1, 1, 2])
+    roles = RoleBaselines(decay=0.75)
+    before = roles.follow(["g/0", "g/1", "g/0", "g/0", "g/1"], batch.returns)
+    given = AdvantageInput(batch.token_rewards, batch.groups, batch.sequences, baseline=before)
+    close(ADVANTAGES["rae"](given, AdvantageConfig()), 1, -1, -1 / 4, 13 / 16, 5 / 4)
+    resumed = RoleBaselines(decay=0.75)
+    resumed.load_state_dict({"kl_coef": 0.1, **roles.state_dict()})
+    close(resumed.follow(["g/0", "g/1", "h/0"], tensor(0, 0, 0)), 25 / 64, 1 / 16, 0)
 
 
 def test_gigpo_compares_turns_that_answered_one_observation() -> None:

@@ -33,6 +33,7 @@ from tests.training import (
     make_groups,
     make_network,
     make_trainer,
+    observing,
 )
 
 CPU = torch.device("cpu")
@@ -46,6 +47,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.1,
     },
     "router replay": {"router_replay": "replay"},
+    "echo": {"echo_coef": 0.5, "entropy_coef": 0.1},
     "exact kl": {"loss": "gspo", "kl_loss": {"coef": 0.3, "kind": "full"}, "entropy_coef": 0.1},
 }
 MESHES: dict[int, tuple[dict[str, int], ...]] = {
@@ -57,7 +59,8 @@ MESHES: dict[int, tuple[dict[str, int], ...]] = {
 def untrained(name: str, mesh: Mesh | None = None, recompute: bool = False) -> Trainer:
     learner = {"max_tokens_per_micro_batch": MAX_TOKENS, "gradient_checkpointing": recompute}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
-    config = make_config(algorithm=ALGORITHMS[name], learner=learner, optimizer={"eps": 1e-4})
+    options = {"optimizer": {"eps": 1e-4}, "generator": {"environment": "tools"}}
+    config = make_config(algorithm=ALGORITHMS[name], learner=learner, **options)
     return make_trainer(config, mesh, Ranks() if mesh is None else data_ranks(mesh))
 
 
@@ -70,6 +73,8 @@ def trained(name: str, mesh: Mesh | None = None, recompute: bool = False) -> dic
         groups = {group.prompt_index: group for group in make_groups(step)}
         if name == "candidates":
             groups = {index: with_candidates(g, 9, 4) for index, g in groups.items()}
+        if name == "echo":
+            groups = {index: observing(g) for index, g in groups.items()}
         if name == "router replay":
             groups = {index: with_experts(g) for index, g in groups.items()}
         headers = [GroupHeader.of(group) for group in groups.values()]

@@ -23,6 +23,7 @@ from tests.training import (
     make_config,
     make_groups,
     make_trainer,
+    observing,
     poison,
     poisoned,
     segmented,
@@ -75,6 +76,14 @@ CASES: dict[str, dict[str, Any]] = {
         "proximal": "behavior",
         "loss_config": {"log_ratio_coef": 0.1},
     },
+    "echo": {"echo_coef": 0.5, "rollout_is": {"mode": "mask", "threshold": 1.5}},
+    "updates-echo": {
+        "learner": TWICE,
+        "echo_coef": 0.5,
+        "loss_config": {"loss_agg_mode": "seq-mean-token-mean"},
+    },
+    "not-finite-echo": {"echo_coef": 0.5},
+    "rae": {"advantage": "rae", "advantage_config": {"role": "score", "decay": 0.8}},
     "segments": {"advantage": "reinforce_plus_plus", "reward": {"placement": "turn"}},
     "candidates": {
         "loss": "dppo_tv",
@@ -131,8 +140,10 @@ def configure(case: dict[str, Any]) -> RunConfig:
     algorithm = {name: value for name, value in case.items() if name != "learner"}
     learner = {"max_tokens_per_micro_batch": 70, **case.get("learner", {})}
     # With the usual eps AdamW makes a step of a gradient that is zero but for its rounding.
-    optimizer = {"eps": 1e-5}
-    return make_config(algorithm=algorithm, learner=learner, optimizer=optimizer)
+    optimizer, generator = {"eps": 1e-5}, {"environment": "tools"}
+    return make_config(
+        algorithm=algorithm, learner=learner, optimizer=optimizer, generator=generator
+    )
 
 
 def of_turns(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -177,6 +188,7 @@ def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
     for step in range(NUM_STEPS):
         groups = make_step(step, is_finite=is_finite)
         groups = list(map(of_turns, groups)) if name == "segments" else groups
+        groups = list(map(observing, groups)) if name.endswith("echo") else groups
         groups = [with_candidates(g, 9, 4) for g in groups] if name == "candidates" else groups
         groups = list(map(with_experts, groups)) if name == "router-replay" else groups
         for cut in cuts:
