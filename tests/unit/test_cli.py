@@ -252,7 +252,7 @@ def test_every_command_can_be_loaded():
         assert callable(getattr(importlib.import_module(module), function)), name
 
 
-def test_a_run_folder_is_not_overwritten(tmp_path):
+def test_a_run_folder_is_not_overwritten(tmp_path, capsys):
     config = load_config(
         QUICKSTART,
         [
@@ -271,6 +271,7 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     prepare(config, resume=False, new=True)
     aside = [path for path in tmp_path.iterdir() if path.name.startswith("quickstart.")]
     assert (aside[0] / "metrics.jsonl").exists()
+    assert f"{config.run.path} held is in {aside[0]} now" in capsys.readouterr().err
     assert not (config.run.path / "metrics.jsonl").exists()
 
 
