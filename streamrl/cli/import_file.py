@@ -304,9 +304,10 @@ _ALIKE = 0.8
 def _misspelt(found: list[Found]) -> Iterator[str]:
     """Values that are nothing here, and nearly one that is."""
     for key, own in found:
-        if own is None and key.name is not None and isinstance(key.value, str):
-            if near := nearest(key.value, texts_with_a_rule(key.name), _ALIKE):
-                yield f"{key.key}: was {key.value!r}, which is left out; did you mean {near!r}?"
+        if own is not None or key.name is None or not isinstance(key.value, str):
+            continue
+        if near := nearest(key.value, texts_with_a_rule(key.name), _ALIKE):
+            yield f"{key.key}: was {key.value!r}, which is left out; did you mean {near!r}?"
 
 
 def _in_our_form(setting: str, value: Any) -> Any:
