@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -602,3 +603,12 @@ def test_a_sparkline_shows_the_shape():
     assert sparkline([]) == ""
     assert sparkline([0.0, 0.5, 1.0]) == " ▄█"
     assert len(sparkline(list(range(1000)))) <= 60
+
+
+@pytest.mark.parametrize(("command", "wanted"), [("learner", "1"), ("status", None)])
+def test_progress_bars_of_libraries_stay_out_of_logs(monkeypatch, command, wanted):
+    variable = "HF_HUB_DISABLE_PROGRESS_BARS"
+    monkeypatch.setenv(variable, "to be restored")
+    monkeypatch.delenv(variable)
+    assert main([command, "nothing.yaml"]) == 2
+    assert os.environ.get(variable) == wanted
