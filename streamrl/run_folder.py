@@ -138,8 +138,10 @@ def prepare(
 
 
 def move_aside(folder: Path) -> None:
-    """To the name with the time behind it."""
-    shutil.move(folder, folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+    """To the name with the time behind it, which is said."""
+    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    shutil.move(folder, aside)
+    print(f"run.name: the run that {folder} held is in {aside} now", file=sys.stderr)
 
 
 def held_run(folder: Path) -> str:

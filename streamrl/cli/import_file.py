@@ -9,7 +9,7 @@ file leaves out is set where that system's default is not ours.
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from streamrl.config.loading.foreign_names.values import (
     arithmetic,
     default_of,
     has_other_default,
+    texts_with_a_rule,
     translate,
 )
 from streamrl.config.loading.load import with_setting
@@ -112,7 +113,8 @@ def _summary(found: Imported, output: Path | None) -> str:
     """What a person reads when the file is written."""
     wrote = f"wrote {output}; " if output else ""
     without = _counted(found.left, "has", "have")
-    lines = [f"{wrote}{without} no counterpart{' (comments at its end)' if found.left else ''}"]
+    where = " or another form here (comments at its end)" if found.left else ""
+    lines = [f"{wrote}{without} no counterpart{where}"]
     if found.unknown:
         unknown = _counted(found.unknown, "is", "are")
         lines.append(f"{unknown} not known: {', '.join(found.unknown)}")
@@ -170,7 +172,7 @@ def imported(path: Path, system: str) -> Imported:
     head = [f"# From {path.name} of {system}; behind each setting, the name that it has there."]
     head += [f"# defaults: no file {name!r}; {system}'s own defaults stand" for name in missing]
     to_do = [f"data.reward: {line}" for line in _about_rewards(kept)]
-    to_do += [f"To be mended: {line}" for line in problem.splitlines()]
+    to_do += [f"To be mended: {line}" for line in (*_misspelt(found), *problem.splitlines())]
     head += [f"# {line}" for line in to_do]
     origins = {name: computed.get(name, of[name].origin) for name in kept}
     tail = [key.comment(reason) for key, reason in told]
@@ -293,6 +295,19 @@ def _reason(key: Key) -> str:
 def _meant(key: Key) -> str:
     name = nearest(key.key, (name for name in foreign_names(key.system) if "*" not in name))
     return f" (did you mean {name}?)" if name else ""
+
+
+_ALIKE = 0.8
+"""Less alike are values of the system that have no counterpart."""
+
+
+def _misspelt(found: list[Found]) -> Iterator[str]:
+    """Values that are nothing here, and nearly one that is."""
+    for key, own in found:
+        if own is not None or key.name is None or not isinstance(key.value, str):
+            continue
+        if near := nearest(key.value, texts_with_a_rule(key.name), _ALIKE):
+            yield f"{key.key}: was {key.value!r}, which is left out; did you mean {near!r}?"
 
 
 def _in_our_form(setting: str, value: Any) -> Any:

@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     if parsed.command in DAEMONS and os.environ.get(FORMAT_VARIABLE) == "json":
         import_command("streamrl.log_lines").log_as_json(parsed.command)
+    if parsed.command in (*DAEMONS, "launch"):
+        # Read at the import of transformers; in a log each bar is a line.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     module, _, function = parsed.entry.partition(":")
     try:
         if parsed.imports_much:

@@ -327,6 +327,8 @@ def _short(value: float) -> float:
 
 _PLACES = ("run.name", "run.folder", "model.path", "buffer.url", "weights.address", "cluster.")
 _SHOWN_ABOVE = ("data.source", "data.eval_source", "data.reward", "algorithm.preset")
+_OF_LAUNCH = {"validation.every": "auto"}
+"""What a launch writes where a person has set nothing."""
 _SENTENCES = ("launch failed", "learning", "failures", "scaling", "restarts")
 _OF_INTEGRITY = ("groups", "")
 _OF_STATE = ("steps", "time of the steps")
@@ -372,12 +374,14 @@ def _model(config: RunConfig) -> str:
 
 
 def _changed(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Settings by dotted name, but for those that stand above."""
+    """Settings by dotted name that a person has changed, but for those that stand above."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield from _changed(value, f"{name}.")
-        elif not name.startswith(_PLACES) and name not in _SHOWN_ABOVE:
+        elif name.startswith(_PLACES) or name in _SHOWN_ABOVE or _OF_LAUNCH.get(name) == value:
+            continue
+        else:
             yield name, printable(str(value))
 
 

@@ -118,6 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.best or arguments.worst:
             order = "best" if arguments.best else "worst"
             raise ConfigError(f"--{order}: has no effect on --validation all")
+        _validations(run)
         samples = list(matching(side_by_side(run, num_prompts=arguments.limit), arguments))
     else:
         samples = chosen(_all(run, arguments.validation), arguments)
@@ -147,9 +148,7 @@ def _all(run: Path, validation: str | None) -> Iterator[Sample]:
 
 def _validated(run: Path, given: str) -> Sequence[Sample]:
     """Of the version that is given, or of the newest."""
-    files = validation_files(run)
-    if not files:
-        raise ConfigError(f"--validation: {run} has no responses of a validation")
+    files = _validations(run)
     path = files[-1] if given == "newest" else validation_file(run, _version(given))
     if path not in files:
         versions = ", ".join(str(int(file.stem)) for file in files)
@@ -157,6 +156,15 @@ def _validated(run: Path, given: str) -> Sequence[Sample]:
             f"--validation: there are no responses of version {given}, but of {versions}"
         )
     return list(read_samples(path))
+
+
+def _validations(run: Path) -> Sequence[Path]:
+    if files := validation_files(run):
+        return files
+    raise ConfigError(
+        f"--validation: {run} has no responses of a validation; validation.every says when there "
+        "are validations"
+    )
 
 
 def _version(given: str) -> int:

@@ -67,7 +67,7 @@ from streamrl.run_folder import (
 )
 from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import METRICS_FILE, FollowedMetrics, read_newest
-from streamrl.types import Books, BufferStats, LearnerStatus
+from streamrl.types import Books, BufferStats, LearnerActivity, LearnerStatus
 from streamrl.types.ranges import named_after_host
 
 
@@ -169,9 +169,12 @@ def waiting_as(reading: Reading) -> str:
 def verdict(status: RunStatus) -> str:
     """That of a run in which nothing is wrong."""
     state = state_of(status.reading)
-    if state is RunState.STOPPED and status.config is not None:
+    learner = status.reading.learner
+    is_done = state is RunState.FINISHED and not (learner and learner.ended_early)
+    if status.config is not None and (is_done or state is RunState.STOPPED):
         remedy = resume_command(status.config.run.path)
-        return f"{outcome(status.reading)}; {remedy} goes on with it"
+        more = " --set run.max_steps=N" if is_done else ""
+        return f"{outcome(status.reading)}; {remedy}{more} goes on with it"
     return outcome(status.reading) or ("starting" if state is RunState.STARTING else "healthy")
 
 
@@ -268,7 +271,7 @@ def _ended_buffer_row(status: RunStatus) -> str:
 
 def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
     reading = status.reading
-    if not reading.is_learner_reporting:
+    if learner.activity is LearnerActivity.ENDED or not reading.is_learner_reporting:
         return f"{learner.activity}, {age(reading.learner_age_s)} ago"
     shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
     return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"

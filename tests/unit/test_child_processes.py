@@ -17,6 +17,7 @@ from streamrl.cli.display.numbers import summary_rows
 from streamrl.cli.processes import child, daemons
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import make_children, supervise
+from streamrl.cli.processes.fork_server import ForkServer, forking
 from streamrl.config import RunConfig
 from streamrl.errors import (
     ConfigError,
@@ -58,6 +59,7 @@ class Launch:
         *,
         then: Callable[[], Awaitable[None]] | None = None,
         strict: bool = False,
+        fork_server: ForkServer | None = None,
     ):
         """Runs the roles' scripts; those that are not given wait to be stopped."""
         scripts = {"buffer": WAIT, "learner": WAIT, "generator": WAIT, **scripts}
@@ -70,9 +72,12 @@ class Launch:
             await asyncio.Event().wait()
 
         plan = make_plan(self.config, [this_machine()])
+        children = make_children(Child, plan, self.notices.append, lambda _: {})
+        for one in children:
+            one.fork_server = fork_server
         stopped_by, self.lost = asyncio.run(
             supervise(
-                make_children(Child, plan, self.notices.append, lambda _: {}),
+                children,
                 view=view,
                 notify=self.notices.append,
                 background=None,
@@ -362,3 +367,16 @@ def test_the_first_signal_says_what_it_does_and_what_a_second_one_would(
 
     assert launched.run({}, then=interrupt) is number
     assert launched.notices == [f"finishing the step and saving it; {again} stops now"]
+
+
+def test_a_signal_while_the_libraries_are_imported_ends_the_launch_at_once(launched: Launch):
+    async def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with forking() as server:
+        assert server is not None
+        os.kill(server._process.pid, signal.SIGSTOP)
+        begin_s = time.monotonic()
+        assert launched.run({}, then=interrupt, fork_server=server) is signal.SIGINT
+        assert time.monotonic() - begin_s < 5
+    assert [one.process for one in launched.children] == [None, None, None]

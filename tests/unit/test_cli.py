@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -252,7 +253,7 @@ def test_every_command_can_be_loaded():
         assert callable(getattr(importlib.import_module(module), function)), name
 
 
-def test_a_run_folder_is_not_overwritten(tmp_path):
+def test_a_run_folder_is_not_overwritten(tmp_path, capsys):
     config = load_config(
         QUICKSTART,
         [
@@ -271,6 +272,7 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     prepare(config, resume=False, new=True)
     aside = [path for path in tmp_path.iterdir() if path.name.startswith("quickstart.")]
     assert (aside[0] / "metrics.jsonl").exists()
+    assert f"{config.run.path} held is in {aside[0]} now" in capsys.readouterr().err
     assert not (config.run.path / "metrics.jsonl").exists()
 
 
@@ -601,3 +603,12 @@ def test_a_sparkline_shows_the_shape():
     assert sparkline([]) == ""
     assert sparkline([0.0, 0.5, 1.0]) == " ▄█"
     assert len(sparkline(list(range(1000)))) <= 60
+
+
+@pytest.mark.parametrize(("command", "wanted"), [("learner", "1"), ("status", None)])
+def test_progress_bars_of_libraries_stay_out_of_logs(monkeypatch, command, wanted):
+    variable = "HF_HUB_DISABLE_PROGRESS_BARS"
+    monkeypatch.setenv(variable, "to be restored")
+    monkeypatch.delenv(variable)
+    assert main([command, "nothing.yaml"]) == 2
+    assert os.environ.get(variable) == wanted

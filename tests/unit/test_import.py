@@ -507,7 +507,7 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
     )
     imported(Path("trl.yaml"), "trl")
     assert capsys.readouterr().err == (
-        "wrote run.yaml; 3 keys have no counterpart (comments at its end)\n"
+        "wrote run.yaml; 3 keys have no counterpart or another form here (comments at its end)\n"
         "2 keys are not known: betta (did you mean beta?), qqqq\n"
     )
     assert main(["import", "trl.yaml", "--from", "trl"]) == 0
@@ -518,7 +518,8 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
     assert main(["import", "none.yaml", "--from", "trl", "--output", "other.yaml"]) == 0
     err = capsys.readouterr().err
     assert err.startswith(
-        "wrote other.yaml; 1 key has no counterpart (comments at its end)\n1 key is"
+        "wrote other.yaml; 1 key has no counterpart or another form here (comments at its end)\n"
+        "1 key is not known: betta"
     )
     assert "\ndata.reward: exact_match, as no key names a reward\n" in err
     assert "\nTo be mended: model" in err
@@ -527,3 +528,14 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
     )
     assert main(["import", "twice.yaml", "--from", "trl"]) == 0
     assert "To be mended: data: rewards: two are called 'same'" in capsys.readouterr().err
+
+
+def test_a_value_that_is_nearly_one_of_the_system_is_to_be_mended(folder, capsys):
+    Path("trl.yaml").write_text(
+        "dataset_name: rows/train.jsonl\nreward_funcs: accuracy_reward\nmodel_name_or_path: m\n"
+        "loss_type: dr_grpp\nlr_scheduler_type: cosine_with_restarts\n"
+    )
+    assert main(["import", "trl.yaml", "--from", "trl", "--output", "run.yaml"]) == 0
+    sentence = "To be mended: loss_type: was 'dr_grpp', which is left out; did you mean 'dr_grpo'?"
+    assert capsys.readouterr().err.splitlines()[1:] == [sentence]
+    assert f"# {sentence}" in Path("run.yaml").read_text()

@@ -319,8 +319,11 @@ def test_the_command_prints_what_is_asked_for_and_refuses_the_rest(tmp_path, cap
     config = make_run(tmp_path)
     file = SampleFile(config.run.path, 1, 10**6)
     file.append([make_sample(1, 0.0, "wrong"), make_sample(2, 1.0, "right \x1b[31m")])
-    write_validation(config.run.path, 4, [make_sample(4, 0.25, "held out")], keep=2)
     run = str(config.run.path)
+    for version in ([], ["all"]):
+        assert main(["samples", run, "--validation", *version]) == 2
+        assert "no responses of a validation; validation.every says" in capsys.readouterr().err
+    write_validation(config.run.path, 4, [make_sample(4, 0.25, "held out")], keep=2)
     assert main(["samples", run, "--min-reward", "0.5"]) == 0
     shown = capsys.readouterr().out
     assert "right \\x1b[31m" in shown

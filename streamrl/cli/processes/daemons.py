@@ -129,7 +129,8 @@ async def _stop_in_order(
     interrupted: "asyncio.Future[signal.Signals]",
     stop_s: float,
 ) -> None:
-    """Learner and generators first, so that the buffer gets every lease back; the buffer last.
+    """Learner and generators first, so that the buffer gets every lease back; the buffer last. One
+    that has not begun has no lease, and may stand before the others in the fork server's turn.
 
     Waits for each wave, _OTHERS_S and _BUFFER_S before `stop_s` is over at most, and kills what
     still runs then.
@@ -137,10 +138,8 @@ async def _stop_in_order(
     loop, by_s = asyncio.get_running_loop(), 0.0
     learner = supervised["learner"]
     learner_ended = learner.done() and learner.exception() is None
-    waves = (
-        [c for c in children if c.role != "buffer"],
-        [c for c in children if c.role == "buffer"],
-    )
+    last = [c for c in children if c.role == "buffer" and c.state != "starting"]
+    waves = ([c for c in children if c not in last], last)
     for wave in waves:
         ends_by_itself = learner_ended and all(c.state in ("running", "done") for c in wave)
         tasks = {supervised[child.role] for child in wave}

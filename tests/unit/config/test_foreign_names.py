@@ -315,6 +315,7 @@ def test_names_of_todays_releases_are_known(tmp_path, key, sentence):
     ("override", "sentence"),
     [
         ("algorithm.loss=vanilla", "; verl's vanilla is ppo here"),
+        ("algorithm.loss=bnpo", "; TRL's bnpo is ppo here"),
         (
             "run.resume=disable",
             "was 'disable'; allowed: never, auto or the path of a checkpoint; v",

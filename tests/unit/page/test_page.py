@@ -23,6 +23,7 @@ from streamrl.cli.report import (
 )
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.log_lines import json_line
+from streamrl.run_folder import prepare
 from streamrl.samples.files import SampleFile
 from streamrl.samples.record import Message
 from streamrl.tracking.groups import GROUPS, grouped, groups_of, label_of
@@ -34,7 +35,8 @@ HOSTILE = "</script><SCRIPT>alert(1)</script><!-- \u2028 & \"' \x1b[31m"
 
 
 def make_run(folder: Path, lines: list[dict[str, object]]) -> RunConfig:
-    config = load_config(QUICKSTART, [f"run.folder={folder}", "run.name=run"], {}).config
+    settings = [f"run.folder={folder}", "run.name=run", "data.eval_source=reverse"]
+    config = load_config(QUICKSTART, settings, {}).config
     (config.run.path / "logs").mkdir(parents=True)
     (config.run.path / "config.yaml").write_text(to_yaml(config))
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -118,7 +120,7 @@ def test_the_page_has_the_charts_of_its_metrics_and_all_others(tmp_path):
 
 def test_the_page_says_first_what_the_run_is_and_how_it_went(tmp_path):
     lines = [{"step": i, "reward/mean": i / 10, "learner/step_s": 0.5} for i in range(1, 7)]
-    config = make_run(tmp_path, lines)
+    config = prepare(make_run(tmp_path, lines), resume=True, new=False, binds=True)
     data = page_data(config, lines)
     assert data["state"] == "6 of 550 steps in 3.0 s"
     known = dict(data["about"])
@@ -128,7 +130,8 @@ def test_the_page_says_first_what_the_run_is_and_how_it_went(tmp_path):
     assert settings["learner.optimizer.lr"] == "0.0007"
     assert settings["data.source_kwargs.min_length"] == "3"
     assert "learner.optimizer.eps" not in settings, "is the default"
-    assert not {"run.folder", "buffer.url", "weights.address"} & set(settings)
+    by_launch = {"run.folder", "buffer.url", "weights.address", "validation.every"}
+    assert not by_launch & set(settings)
     (reward,) = (tile for tile in data["tiles"] if tile["name"] == "training reward")
     assert reward["value"] == "0.150 \u2192 0.550"
     assert reward["is_first"]

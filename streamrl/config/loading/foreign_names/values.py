@@ -89,10 +89,17 @@ def meant(setting: str, value: Any) -> str:
     """Of a value that our setting refuses: what it is here, if another system has it; else ""."""
     for system in SYSTEMS:
         for name in foreign_names(system).values():
-            if setting in (name.here, name.name) and _rule(name, value) not in ("$", _DIFFERENT):
+            is_part = setting in name.here.split(" and ") and value in texts_with_a_rule(name)
+            is_asked = is_part or setting in (name.here, name.name)
+            if is_asked and _rule(name, value) not in ("$", _DIFFERENT):
                 ours = answer(name, value).removeprefix(f"{setting}: ")
                 return f"{system}'s {_shown(value)} is {ours} here" if ours else ""
     return ""
+
+
+def texts_with_a_rule(name: ForeignName) -> list[str]:
+    """The texts, as values of the name, of which it is known what they are here."""
+    return [theirs for theirs in _rules(name.values) if isinstance(theirs, str) and theirs != "_"]
 
 
 def _rule(name: ForeignName, value: Any) -> Any:
