@@ -16,7 +16,7 @@ import pytest
 from streamrl import wire
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.checkpoints.history import write_history
-from streamrl.cli.check import model
+from streamrl.cli.check import command, model
 from streamrl.cli.check.command import refusals, run_findings
 from streamrl.cli.check.machine import Machine
 from streamrl.cli.main import main
@@ -364,6 +364,12 @@ def test_what_cannot_start_is_refused_by_name(folder, overrides, sentence):
     problems = report(folder, *overrides).problems
     assert any(re.search(sentence, problem) for problem in problems), problems
     assert len(problems) == 1, problems
+
+
+def test_a_run_that_cannot_start_is_refused_without_waiting_for_torch(folder, monkeypatch, capsys):
+    monkeypatch.setattr(command, "machine_findings", lambda *_, **__: pytest.fail("waits"))
+    assert main(["check", "run.yaml", "--set", "model.path=/nowhere"]) == 2
+    assert "there is no folder /nowhere" in capsys.readouterr().err
 
 
 def test_an_agents_run_needs_no_held_out_prompts(folder):
