@@ -28,9 +28,11 @@ Reply = TypeVar("Reply")
 class RequestClient(ABC):
     """`streamrl.interfaces.TrajectoryBuffer` but for `put` and `close`, which a backend adds."""
 
-    def __init__(self, final_version: int | None = None) -> None:
-        """`final_version` is the last one of a learner's run; None leaves it to the server."""
+    def __init__(self, final_version: int | None = None, run_name: str = "") -> None:
+        """`final_version` is the last one of a learner's run; None leaves it to the server. A
+        buffer of another run than `run_name` refuses the client; "" is of any."""
         self._final_version = final_version
+        self._run_name = run_name
         self._learner_term = 0
 
     @abstractmethod
@@ -48,7 +50,8 @@ class RequestClient(ABC):
     async def lease(
         self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
-        request = m.LeaseRequest(tuple(lease_ids), generator_id, wait_s, learner_id)
+        ids, run_name = tuple(lease_ids), self._run_name
+        request = m.LeaseRequest(ids, generator_id, wait_s, learner_id, run_name)
         return (await self._call(request, m.LeaseReply, wait_s))[0].leases
 
     async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
@@ -61,13 +64,16 @@ class RequestClient(ABC):
         return tuple((await self._call(m.FetchSiblingsRequest(lease_id), m.Done))[1])
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        return (await self._call(m.HeartbeatRequest(status), m.HeartbeatAnswer))[0].reply
+        request = m.HeartbeatRequest(status, self._run_name)
+        return (await self._call(request, m.HeartbeatAnswer))[0].reply
 
     async def attach(
         self, policy_version: int, books: Books | None, learner_id: str = ""
     ) -> BufferStats:
         call_id, final_version = uuid.uuid4().hex, self._final_version
-        request = m.AttachRequest(policy_version, books, call_id, final_version, learner_id)
+        request = m.AttachRequest(
+            policy_version, books, call_id, final_version, learner_id, self._run_name
+        )
         reply, _ = await self._call(request, m.AttachReply)
         self._learner_term = reply.learner_term
         return reply.stats
@@ -111,4 +117,4 @@ class RequestClient(ABC):
         await self._call(m.SchedulingStateRequest(generator_id, scheduling_state), m.Done)
 
     async def stats(self) -> BufferStats:
-        return (await self._call(m.StatsRequest(), m.StatsReply))[0].stats
+        return (await self._call(m.StatsRequest(self._run_name), m.StatsReply))[0].stats

@@ -34,6 +34,7 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
                 deadline_s=settings.deadline_s,
                 curve=settings.curve,
                 final_version=config.run.max_steps,
+                run_name=config.run.name,
             )
         case "redis" | "rediss" | "redis+sentinel" | "redis+cluster" | "rediss+cluster":
             require("buffer.url: redis://", "redis")

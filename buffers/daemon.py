@@ -205,7 +205,8 @@ def _blank(config: RunConfig) -> BufferState[Frame]:
         overdue=OverduePolicy(config.buffer.overdue),
         final_version=config.run.max_steps,
     )
-    return BufferState(ledger, lease_ttl_s=config.buffer.lease_ttl_s)
+    ttl_s, name = config.buffer.lease_ttl_s, config.run.name
+    return BufferState(ledger, lease_ttl_s=ttl_s, run_name=name)
 
 
 def _server(

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from buffers.ledger.ledger import require_learner_term
 from buffers.ledger.state import GROUP, BufferState
 from streamrl import errors
-from streamrl.errors import StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import (
     MAX_GROUPS,
     MAX_NAMES,
@@ -96,13 +96,25 @@ class ErrorReply(Struct, frozen=True, tag="error"):
         return StreamRLError(f"{self.kind}: {self.message}")
 
 
+def _require_run(run_name: str, state: State) -> None:
+    """Refuse a generator or a learner of another run, whose groups are no groups of this one; ""
+    for a caller of no run."""
+    if run_name and state.run_name not in ("", run_name):
+        raise ConfigError(
+            f"buffer.url: the buffer there is of the run {state.run_name}, and this run is "
+            f"{run_name}: give each run an address of its own (port 0 in a launch)"
+        )
+
+
 class LeaseRequest(Struct, frozen=True, tag="lease"):
     lease_ids: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
     generator_id: Name
     wait_s: WaitSeconds
     learner_id: Text = ""
+    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
+        _require_run(self.run_name, state)
         leases = state.lease(self.lease_ids, self.generator_id, now_s, self.learner_id)
         return (LeaseReply(leases),)
 
@@ -164,8 +176,10 @@ class ReleaseRequest(Struct, frozen=True, tag="release"):
 
 class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
     status: GeneratorStatus
+    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
+        _require_run(self.run_name, state)
         return (HeartbeatAnswer(state.heartbeat(self.status, now_s)),)
 
 
@@ -177,8 +191,10 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
     call_id: Name
     final_version: Count | None = None
     learner_id: Text = ""
+    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
+        _require_run(self.run_name, state)
         learner_term = state.attach(
             self.policy_version, self.books, self.call_id, self.final_version, self.learner_id
         )
@@ -254,7 +270,10 @@ class SchedulingStateRequest(Struct, frozen=True, tag="scheduling_state"):
 
 
 class StatsRequest(Struct, frozen=True, tag="stats"):
+    run_name: Text = ""
+
     def apply(self, state: State, now_s: float) -> Answer:
+        _require_run(self.run_name, state)
         return (StatsReply(state.stats(now_s)),)
 
 

@@ -216,6 +216,12 @@ def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
     return next(iter(get_close_matches(name, list(names), n=1, cutoff=likeness)), None)
 
 
+def similar_path(path: Path) -> str:
+    """Closing words where nothing is at the path: what lies beside it with a like name; or ""."""
+    close = nearest(path.name, (found.name for found in path.parent.glob("*")))
+    return "" if close is None or path.exists() else f"; did you mean '{path.parent / close}'?"
+
+
 @dataclass(frozen=True)
 class ErrorRecord:
     """What failed, in one line; `origin` is alike for failures that are alike."""

@@ -259,11 +259,13 @@ MAX_REPEATED = 64
 class BufferState(Generic[Payload]):
     """`Payload` is what the backend keeps of a group: the record itself, or its bytes.
 
-    `refusal` is why the backend accepts no group at present; "" if it does.
+    `refusal` is why the backend accepts no group at present; "" if it does. `run_name` is whose
+    buffer it is; "" is of any run.
     """
 
-    def __init__(self, ledger: Ledger, *, lease_ttl_s: float) -> None:
+    def __init__(self, ledger: Ledger, *, lease_ttl_s: float, run_name: str = "") -> None:
         self.ledger = ledger
+        self.run_name = run_name
         self.lease_ttl_s = lease_ttl_s
         self.incarnation = uuid.uuid4().hex
         self._payloads: dict[int, tuple[Payload, int]] = {}

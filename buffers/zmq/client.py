@@ -43,7 +43,7 @@ class ZmqBuffer(RequestClient):
 
     `deadline_s` is the time for a reply, in addition to the call's own `wait_s`; `retry_s` the time
     for the reply to a first attempt. `curve` is the folder of the keys, if the server has some;
-    `final_version` is for a learner, as of `RequestClient`.
+    `final_version` is for a learner and `run_name` for all, as of `RequestClient`.
     """
 
     def __init__(
@@ -54,8 +54,9 @@ class ZmqBuffer(RequestClient):
         retry_s: float = 5.0,
         curve: Path | None = None,
         final_version: int | None = None,
+        run_name: str = "",
     ) -> None:
-        super().__init__(final_version)
+        super().__init__(final_version, run_name)
         self._url = url
         self._deadline_s = deadline_s
         self._retry_s = retry_s

@@ -16,7 +16,6 @@ import argparse
 import base64
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.console import Console
 
-import streamrl
 from streamrl.cli.display.numbers import (
     SUMMARY_METRICS,
     books_rows,
@@ -397,9 +395,10 @@ def _tile(name: str, text: str) -> dict[str, Any]:
 
 
 def checks(config: RunConfig, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """What a run promises, whether it held, and the page of the documentation that explains it."""
+    """What a run promises, whether it held, and the page of the documentation that explains it: a
+    name and no link, since the report is read elsewhere too."""
     return [
-        {"holds": holds, "text": text, "page": f"docs/{page}", "href": _link(page, config.run.path)}
+        {"holds": holds, "text": text, "page": f"docs/{page}"}
         for holds, text, page in _checks(config, points)
     ]
 
@@ -422,14 +421,6 @@ def _checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, 
 
 def _largest(points: Sequence[Point], name: str) -> float | None:
     return max((point.sums[name][3] for point in points if name in point.sums), default=None)
-
-
-def _link(page: str, run: Path) -> str:
-    """From the run's folder to the page, of the package or of a checkout."""
-    package = Path(streamrl.__file__).parent
-    own = package / "docs"
-    docs = own if own.exists() else package.parent / "docs"
-    return os.path.relpath(docs / page, run)
 
 
 NUM_EVENTS = 400

@@ -272,7 +272,7 @@ def _of_learner(c: "RunConfig") -> Iterator[str]:
             f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
             f"{num_steps}"
         )
-    if c.run.evaluate and "hf_model" not in learner.checkpoint.contents:
+    if c.is_evaluated and "hf_model" not in learner.checkpoint.contents:
         yield (
             "run.evaluate scores the Hugging Face folder in the last checkpoint, and "
             "learner.checkpoint.contents has no hf_model: add it, or set run.evaluate=false"

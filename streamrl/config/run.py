@@ -70,7 +70,7 @@ class RunSettings(Section):
     """`auto`: from the newest complete checkpoint, if there is one; a path: from that one, of this
     run or another. Newer ones are kept in abandoned/."""
     evaluate: bool = True
-    """Whether a launch scores the final checkpoint on held-out prompts."""
+    """Whether a launch scores the final checkpoint on held-out prompts; agents play none."""
     stall_s: Seconds = 300.0
     """A step that waits or computes longer is reported with its cause."""
     signs: SignSettings = SignSettings()

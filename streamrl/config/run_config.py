@@ -100,6 +100,11 @@ class RunConfig(Section):
         )
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether a launch scores the final checkpoint: agents play in generators alone."""
+        return self.run.evaluate and any(e.environment != "agent" for e in self.entries)
+
+    @property
     def final_is_validated(self) -> bool:
         """Whether the validation of the last version scores what `streamrl evaluate` would: one
         greedy response to each of the same prompts, by the same engine."""

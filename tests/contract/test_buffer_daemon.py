@@ -603,3 +603,22 @@ def test_keys_that_are_missing_are_named(tmp_path):
         zmq_server(tmp_path, curve=tmp_path / "nowhere"),
     ):
         pass
+
+
+async def test_a_client_of_another_run_is_refused_and_leases_nothing(tmp_path):
+    with zmq_server(tmp_path, run_name="mine") as server:
+        clients = {n: ZmqBuffer(server.url, deadline_s=10.0, run_name=n) for n in ("", "mine", "x")}
+        other = clients["x"]
+        for call in (
+            other.heartbeat(status()),
+            other.lease(("a",), "g", 0.0),
+            other.attach(0, None),
+            other.stats(),
+        ):
+            with pytest.raises(ConfigError, match="is of the run mine, and this run is x: give"):
+                await call
+        stats = await clients[""].stats()
+        assert (stats.books.granted, stats.books.learner_term, stats.generators) == (0, 0, ())
+        await clients["mine"].attach(0, None)
+        for client in clients.values():
+            await client.close()

@@ -73,10 +73,12 @@ def zmq_server(
     journal: bool = False,
     lease_ttl_s: float = LEASE_TTL_S,
     final_version: int | None = None,
+    run_name: str = "",
     **kwargs: Any,
 ) -> Iterator[ZmqBufferServer]:
     """A server in a thread of its own; one with a journal goes on where the last one ended."""
-    state = BufferState[bytes](make_ledger(final_version), lease_ttl_s=lease_ttl_s)
+    ledger = make_ledger(final_version)
+    state = BufferState[bytes](ledger, lease_ttl_s=lease_ttl_s, run_name=run_name)
     with contextlib.ExitStack() as stack:
         if journal:
             kept = Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)

@@ -95,17 +95,17 @@ def main(arguments: argparse.Namespace) -> int:
     has_journal = config.buffer.binds_url and config.buffer.journal
     is_local = is_loopback(config.buffer.url) and is_loopback(config.weights.address)
     is_alone = is_local and JOB_VARIABLE not in os.environ
-    found = [
-        *machine_findings(config.run.path, has_journal=has_journal, is_alone=is_alone),
-        *run_findings(loaded, refused),
-        *map(CONFIGURATION.warning, filter(None, [held_run(config.run.path)])),
-    ]
+    of_run = run_findings(loaded, refused)
+    of_run += map(CONFIGURATION.warning, filter(None, [held_run(config.run.path)]))
+    if not arguments.json and (problems := refusals(of_run)):
+        # At once: the machine, whose torch takes seconds, is asked when the run can start.
+        _print([finding for finding in of_run if not _refuses(finding)], is_brief=True)
+        raise ConfigError("\n".join(problems))
+    of_machine = machine_findings(config.run.path, has_journal=has_journal, is_alone=is_alone)
+    found = [*of_machine, *of_run]
     if arguments.json:
         _print_json(found)
         return _exit_code(found)
-    if problems := refusals(found):
-        _print([finding for finding in found if not _refuses(finding)], is_brief=True)
-        raise ConfigError("\n".join(problems))
     if arguments.quiet or arguments.deep:
         _print(found, is_brief=True)
     else:

@@ -35,7 +35,13 @@ from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import has_rows, shown
-from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean
+from streamrl.errors import (
+    ConfigError,
+    RolloutError,
+    StreamRLError,
+    did_you_mean,
+    similar_path,
+)
 from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
 from streamrl.interfaces import Prompt, PromptSource, ToolSchema
@@ -232,7 +238,7 @@ def _check_source(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
         yield from _check_gym(data, data.source.removeprefix(_GYM))
         return
     yield from _check_training(config, load)
-    if config.run.evaluate or config.is_validated:
+    if config.is_evaluated or config.is_validated:
         yield from _check_held_out(config)
 
 
@@ -516,7 +522,8 @@ def _read(setting: str, path: Path) -> None:
         path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from error
+        problem = f"{setting}: cannot read {path}: {reason}{similar_path(path)}"
+        raise ConfigError(problem) from error
 
 
 def _size(prompts: PromptSource) -> int | None:

@@ -15,7 +15,7 @@ from actors.engines import require_torchvision
 from streamrl.cli.check.machine import why_not_made
 from streamrl.cli.get_model import PACKAGED
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, did_you_mean, similar_path
 from streamrl.extras import require
 from streamrl.findings import MODEL, Finding
 from streamrl.model_folder import ModelFolder, local_folder, require_same_tokens
@@ -100,7 +100,8 @@ def find_folder(setting: str, name: str) -> ModelFolder | Finding:
         remedy = f"`streamrl get-model {known} --output {name}` writes it"
         return MODEL.problem(f"{setting}: there is no folder {name}; {remedy}")
     if not _HUB_NAME.fullmatch(name) or (Path(name).parent.is_dir() and "/" in name):
-        return MODEL.problem(f"{setting}: there is no folder {name}")
+        remedy = similar_path(Path(name)) or "; give a Hugging Face model, or OWNER/NAME of the hub"
+        return MODEL.problem(f"{setting}: there is no folder {name}{remedy}")
     return _ask_hub(setting, name)
 
 

@@ -172,8 +172,8 @@ def make_missing_model(
 
 
 def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> None:
-    """`evaluation.json` of the final checkpoint, if `run.evaluate` asks for it."""
-    if config.run.evaluate and not take_validated_score(config):
+    """`evaluation.json` of the final checkpoint, if it is evaluated."""
+    if config.is_evaluated and not take_validated_score(config):
         with evaluation_may_fail():
             call_for(config, "evaluate", fork_server=fork_server)
 

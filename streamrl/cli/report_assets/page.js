@@ -216,9 +216,9 @@ function makeEvents() {
   return node("div", { className: "card scroll" }, node("table", { className: "events" }, node("tbody", {}, ...rows)));
 }
 
-function makeCheck({ holds, text, page, href }) {
-  const link = node("a", { className: "faint", textContent: page, href });
-  return node("li", {}, node("b", { className: holds ? "good" : "fault", textContent: holds ? "\u2713" : "\u2717" }), `${text} `, link);
+function makeCheck({ holds, text, page }) {
+  const where = node("span", { className: "faint", textContent: page });
+  return node("li", {}, node("b", { className: holds ? "good" : "fault", textContent: holds ? "\u2713" : "\u2717" }), `${text} `, where);
 }
 
 function section(title, ...children) {

@@ -16,7 +16,7 @@ import pytest
 from streamrl import wire
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.checkpoints.history import write_history
-from streamrl.cli.check import model
+from streamrl.cli.check import command, model
 from streamrl.cli.check.command import refusals, run_findings
 from streamrl.cli.check.machine import Machine
 from streamrl.cli.main import main
@@ -164,7 +164,8 @@ def test_a_run_that_can_start_has_no_problem(folder):
 
 HOST_OF_NOBODY = "http://127.0.0.1:9"
 TRAPS = [
-    (["model.path=/nowhere"], r"model\.path: there is no folder /nowhere"),
+    (["model.path=/nowhere"], r"model\.path: there is no folder /nowhere; give a Hug"),
+    (["model.path=./modle"], r"model\.path: there is no folder \./modle; did you mean 'model'\?"),
     (["model.path=run.yaml"], r"model\.path: run\.yaml is a file"),
     (["model.path=."], r"model\.path: \. has no config\.json"),
     (["model.tokenizer=/nowhere"], r"model\.tokenizer: there is no folder /nowhere"),
@@ -172,6 +173,8 @@ TRAPS = [
     (["generator.max_model_len=99"], r"generator\.max_model_len: 99 is longer .* which is 64"),
     (["generator.stop_token_ids=[13]"], r"generator\.stop_token_ids: has 13.*tokens below 13"),
     (["data.source=nowhere.jsonl"], r"data\.source: cannot read nowhere\.jsonl: No such file"),
+    (["data.source=row.jsonl"], r"row\.jsonl: No such file.*; did you mean 'rows\.jsonl'\?"),
+    (["data.reward=won.py:score"], r"no file won\.py; did you mean 'own\.py'\?"),
     (["data.source=cpoy"], r"data\.source: was 'cpoy'.*did you mean 'copy'"),
     (["data.source=rows.jsonl", "data.prompt_key=promt"], r"data\.prompt_key: .*mean 'prompt'"),
     (["data.source_kwargs={min_length: 9}"], r"data\.source_kwargs: copy with .*ValueError"),
@@ -361,6 +364,19 @@ def test_what_cannot_start_is_refused_by_name(folder, overrides, sentence):
     problems = report(folder, *overrides).problems
     assert any(re.search(sentence, problem) for problem in problems), problems
     assert len(problems) == 1, problems
+
+
+def test_a_run_that_cannot_start_is_refused_without_waiting_for_torch(folder, monkeypatch, capsys):
+    monkeypatch.setattr(command, "machine_findings", lambda *_, **__: pytest.fail("waits"))
+    assert main(["check", "run.yaml", "--set", "model.path=/nowhere"]) == 2
+    assert "there is no folder /nowhere" in capsys.readouterr().err
+
+
+def test_an_agents_run_needs_no_held_out_prompts(folder):
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    chosen = ("generator.environment=agent", "data.chat_template=chat.jinja")
+    found = report(folder, "run.evaluate=true", "data.source=rows.jsonl", *chosen)
+    assert found.problems == ()
 
 
 WARNED = [

@@ -244,7 +244,7 @@ LATER: Mapping[str, str] = {
         learners/policy/router_replay
     """,
     "what other processes or an earlier run left, or send": """
-        buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger
+        buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger buffers/messages
         learners/batch/packing learners/batch/training_batch learners/objective/targets
         learners/policy/teachers learners/session learners/step_record
     """,
