@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -214,6 +215,17 @@ def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
         likeness: the least that counts, from 0 to 1.
     """
     return next(iter(get_close_matches(name, list(names), n=1, cutoff=likeness)), None)
+
+
+def similar_beside(path: Path) -> str:
+    """The file of a like name in the folder of one that is not there, as a question; "" without
+    one."""
+    names: list[str] = []
+    if not path.exists():
+        with contextlib.suppress(OSError):
+            names = [file.name for file in islice(path.parent.iterdir(), MAX_LISTED)]
+    close = nearest(path.name, names)
+    return "" if close is None else f"; did you mean '{path.with_name(close)}'?"
 
 
 @dataclass(frozen=True)

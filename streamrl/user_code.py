@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, SupportsFloat, TypeGuard, TypeVar, cast
 
-from streamrl.errors import ConfigError, StreamRLError, did_you_mean
+from streamrl.errors import ConfigError, StreamRLError, did_you_mean, similar_beside
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
@@ -172,7 +172,8 @@ def _place_of(field: str, entry: str) -> tuple[Path, str]:
     file, _, name = entry.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"{field}: there is no file {path}; give the path of one that has {name}")
+        remedy = f"give the path of one that has {name}{similar_beside(path)}"
+        raise ConfigError(f"{field}: there is no file {path}; {remedy}")
     return path, name
 
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, similar_beside
 
 
 class Row(NamedTuple):
@@ -116,7 +116,8 @@ def explained(setting: str, path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{setting}: {path} is not UTF-8: {error}") from error
     except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror or error}") from error
+        reason = f"{error.strerror or error}{similar_beside(path)}"
+        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from error
 
 
 def shown(value: object) -> str:

@@ -35,7 +35,13 @@ from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import has_rows, shown
-from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean
+from streamrl.errors import (
+    ConfigError,
+    RolloutError,
+    StreamRLError,
+    did_you_mean,
+    similar_beside,
+)
 from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
 from streamrl.interfaces import Prompt, PromptSource, ToolSchema
@@ -515,7 +521,9 @@ def _read(setting: str, path: Path) -> None:
     try:
         path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = "it is not text"
+        if isinstance(error, OSError):
+            reason = f"{error.strerror}{similar_beside(path)}"
         raise ConfigError(f"{setting}: cannot read {path}: {reason}") from error
 
 
