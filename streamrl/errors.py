@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -217,9 +218,14 @@ def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
 
 
 def similar_path(path: Path) -> str:
-    """Closing words where nothing is at the path: what lies beside it with a like name; or ""."""
-    close = nearest(path.name, (found.name for found in path.parent.glob("*")))
-    return "" if close is None or path.exists() else f"; did you mean '{path.parent / close}'?"
+    """The file of a like name in the folder of one that is not there, as a question; "" without
+    one."""
+    names: list[str] = []
+    if not path.exists():
+        with contextlib.suppress(OSError):
+            names = [file.name for file in islice(path.parent.iterdir(), MAX_LISTED)]
+    close = nearest(path.name, names)
+    return "" if close is None else f"; did you mean '{path.with_name(close)}'?"
 
 
 @dataclass(frozen=True)

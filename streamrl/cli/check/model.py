@@ -155,7 +155,7 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     if config.max_model_len > folder.context:
         yield MODEL.problem(
             f"{_length_settings(config)} is longer than the context of {path}, which is "
-            f"{folder.context:g}"
+            f"{folder.context:g}: lower it"
         )
     if config.generator.engine == "hf" and (limit := folder.limited_attention):
         yield MODEL.warning(

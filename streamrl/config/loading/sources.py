@@ -18,9 +18,16 @@ def parse(text: str, origin: str) -> Any:
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{origin}: {text!r} is not YAML: {' '.join(str(error).split())}"
-        ) from error
+        raise ConfigError(f"{origin}: {text!r} is not YAML: {fault(error)}") from error
+
+
+def fault(error: Exception) -> str:
+    """What is no YAML, or no text, in a line: where, what, and within what."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    begins = f", which begins in line {error.context_mark.line + 1}" if error.context_mark else ""
+    within = f" ({error.context}{begins})" if error.context else ""
+    return f"line {error.problem_mark.line + 1}: {error.problem}{within}"
 
 
 def construct(node: yaml.Node) -> Any:
@@ -80,7 +87,7 @@ def from_file(path: Path) -> Iterator[Setting]:
         hint = "" if path.exists() else similar_file(path) or similar_run(path)
         raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {fault(error)}") from error
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):

@@ -222,6 +222,8 @@ TRAPS = [
     (["generator.environment=own.py:Needs"], r"generator\.environment_kwargs: own.py:Needs needs"),
     (["generator.engine=vlm"], r"generator\.engine: was 'vlm'; did you mean 'vllm'"),
     (["algorithm.loss=own.py:loss"], r"algorithm\.loss: own\.py has no function 'loss'"),
+    (["data.reward=brokn.py:score"], r"one that has score; did you mean 'broken\.py'\?"),
+    (["data.source=rwos.jsonl"], r"rwos\.jsonl: No such file .*; did you mean 'rows\.jsonl'\?"),
     (["algorithm.advantage=no.py:f"], r"algorithm\.advantage: there is no file no\.py"),
     (["algorithm.loss=broken.py:f"], r"algorithm\.loss: broken\.py: SyntaxError"),
     (["run.folder=run.yaml"], r"run\.folder: .* cannot be made: .*run\.yaml is a file"),
@@ -538,6 +540,7 @@ def test_a_model_in_the_hubs_cache_is_looked_at(folder):
     make_model_folder(repository / "snapshots" / "abc")
     found = report(folder, "model.path=org/cached", "generator.max_new_tokens=100")
     assert "is longer than the context of org/cached" in found.problems[0]
+    assert "which is 64: lower it (" in found.problems[0]
 
 
 def test_an_address_that_is_in_use_is_a_warning(folder):

@@ -255,7 +255,12 @@ def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
     ("text", "sentence"),
     [
         ("- a\n", "must hold sections"),
-        ("run: {name: a\n", "is not YAML"),
+        (
+            "run: {name: a\nmodel: 3\n",
+            "is not YAML: line 2: expected ',' or '}', but got ':' (while parsing a flow mapping, "
+            "which begins in line 1)",
+        ),
+        ("run:\n\tname: x\n", "line 2: found character '\\t' that cannot start any token"),
         ("run: {seed: 1, seed: 2}\n", "run.seed: stands twice, the second time at"),
         ("", "model: is required and was not given"),
         ("model: {}\ndata: {source: x}\n", "model.path: is required and was not given"),

@@ -17,9 +17,9 @@ import yaml
 
 from streamrl.config.loading.foreign_names.values import computed
 from streamrl.config.loading.load import with_setting
-from streamrl.config.loading.sources import Loader, Setting, parse
+from streamrl.config.loading.sources import Loader, Setting, fault, parse
 from streamrl.config.section import leaves, overlaid
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, similar_path
 
 Tree = Mapping[str, Any]
 _OVERRIDE = re.compile(r"\+*([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
@@ -58,7 +58,8 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+        reason = f"{getattr(error, 'strerror', error)}{similar_path(path)}"
+        raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
 def _yaml(path: Path, missing: list[str]) -> Tree:
@@ -66,7 +67,7 @@ def _yaml(path: Path, missing: list[str]) -> Tree:
     try:
         tree = yaml.load(_text(path), Loader=Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {fault(error)}") from error
     if not isinstance(tree, dict):
         return {}
     defaults = tree.pop("defaults", None) or []
