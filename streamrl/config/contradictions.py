@@ -262,7 +262,7 @@ def _of_learner(c: "RunConfig") -> Iterator[str]:
     if optimizer.warmup_steps > num_steps:
         yield (
             f"learner.optimizer.warmup_steps {optimizer.warmup_steps} is longer than "
-            f"run.max_steps {num_steps}"
+            f"run.max_steps {num_steps}; lower it, or set warmup_ratio, a share of the steps"
         )
     num_warmup = optimizer.num_warmup_steps(num_steps)
     num_decay = optimizer.num_decay_steps(num_steps)
