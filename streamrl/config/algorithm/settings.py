@@ -236,6 +236,8 @@ _PUBLISHED = {
         "algorithm.loss_config.dro_beta"
     ),
     "a-3po": "A-3PO is algorithm.proximal: loglinear",
+    "echo": "ECHO is algorithm.echo_coef: 0.05, beside any advantage and loss",
+    "spiral": "SPIRAL's advantage is algorithm.advantage: rae",
     "optimal_token_baseline": "it is algorithm.advantage: otb",
     "a2c": "it is algorithm.advantage: gae with algorithm.loss: reinforce",
     "vtrace": "off-policy correction is algorithm.rollout_is",
