@@ -193,7 +193,7 @@ class _Run:
                 stop_s=plan.config.stop_within_s,
                 strict=arguments.strict,
             )
-            is_whole = plan.config.run.evaluate and ending.stopped_by is None
+            is_whole = plan.config.is_evaluated and ending.stopped_by is None
             if is_whole and not take_validated_score(plan.config):
                 with evaluation_may_fail():
                     await self._call(plan, "evaluate")
