@@ -398,10 +398,13 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
 
 async def _first_step(buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
     """Waits for the first step of the run; whether it came before a signal, or the run's end."""
-    ended, made = shutdown.requested, False
+    ended, made, said = shutdown.requested, False, ""
     log.info("waiting for the first step of the run")
     while not (made or ended.is_set()):
-        stats, _ = await try_stats(buffer)
+        stats, reason = await try_stats(buffer)
+        if reason not in ("", said):
+            log.warning("%s", reason)
+            said = reason
         if stats is not None and stats.is_over:
             log.info("the run is over")
             return False

@@ -109,12 +109,13 @@ class RequestClient(ABC):
         await self._call(m.FinishRequest(self._learner_term), m.Done)
 
     async def drain(self) -> None:
-        await self._call(m.DrainRequest(), m.Done)
+        await self._call(m.DrainRequest(self._run_name), m.Done)
 
     async def set_scheduling_state(
         self, generator_id: str, scheduling_state: SchedulingState
     ) -> None:
-        await self._call(m.SchedulingStateRequest(generator_id, scheduling_state), m.Done)
+        request = m.SchedulingStateRequest(generator_id, scheduling_state, self._run_name)
+        await self._call(request, m.Done)
 
     async def stats(self) -> BufferStats:
         return (await self._call(m.StatsRequest(self._run_name), m.StatsReply))[0].stats

@@ -96,7 +96,7 @@ class ErrorReply(Struct, frozen=True, tag="error"):
         return StreamRLError(f"{self.kind}: {self.message}")
 
 
-def _require_run(run_name: str, state: State) -> None:
+def require_run(run_name: str, state: State) -> None:
     """Refuse a generator or a learner of another run, whose groups are no groups of this one; ""
     for a caller of no run."""
     if run_name and state.run_name not in ("", run_name):
@@ -114,7 +114,7 @@ class LeaseRequest(Struct, frozen=True, tag="lease"):
     run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        _require_run(self.run_name, state)
+        require_run(self.run_name, state)
         leases = state.lease(self.lease_ids, self.generator_id, now_s, self.learner_id)
         return (LeaseReply(leases),)
 
@@ -179,7 +179,7 @@ class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
     run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        _require_run(self.run_name, state)
+        require_run(self.run_name, state)
         return (HeartbeatAnswer(state.heartbeat(self.status, now_s)),)
 
 
@@ -194,7 +194,7 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
     run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        _require_run(self.run_name, state)
+        require_run(self.run_name, state)
         learner_term = state.attach(
             self.policy_version, self.books, self.call_id, self.final_version, self.learner_id
         )
@@ -255,7 +255,10 @@ class FinishRequest(Struct, frozen=True, tag="finish"):
 class DrainRequest(Struct, frozen=True, tag="drain"):
     """Grant only the leases that complete the last batch, until a learner attaches."""
 
+    run_name: Text = ""
+
     def apply(self, state: State, now_s: float) -> Answer:
+        require_run(self.run_name, state)
         state.ledger.draining = True
         return (Done(),)
 
@@ -263,8 +266,10 @@ class DrainRequest(Struct, frozen=True, tag="drain"):
 class SchedulingStateRequest(Struct, frozen=True, tag="scheduling_state"):
     generator_id: Name
     scheduling_state: SchedulingState
+    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
+        require_run(self.run_name, state)
         state.registry.set_scheduling_state(self.generator_id, self.scheduling_state)
         return (Done(),)
 
@@ -273,7 +278,7 @@ class StatsRequest(Struct, frozen=True, tag="stats"):
     run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        _require_run(self.run_name, state)
+        require_run(self.run_name, state)
         return (StatsReply(state.stats(now_s)),)
 
 

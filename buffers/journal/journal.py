@@ -185,7 +185,7 @@ class Journal(Generic[Place]):
         self._state = state
         self._ledger = state.ledger
         self._pending: list[tuple[int, Event]] = []
-        self._snapshot = LedgerSnapshot()
+        self._snapshot: LedgerSnapshot | None = LedgerSnapshot()
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._stored: dict[int, dict[int, _Stored[Place]]] = {}
@@ -263,6 +263,8 @@ class Journal(Generic[Place]):
             added=dict(zip(new, places, strict=True)),
             freed=freed,
         )
+        # One that fails may have been applied, and then the next one writes the totals again.
+        self._snapshot = None
         missing = self._storage.commit(changes)
         self._pending.clear()
         self._with_sibling.clear()

@@ -474,7 +474,9 @@ class ZmqBufferServer:
             case m.PutSiblingRequest():
                 self._require_space()
                 return request.apply(self._state, self._clock(), self._sibling(frames))
-            case m.HeartbeatRequest(status):
+            case m.HeartbeatRequest(status, run_name):
+                # Generators of every run are named alike, and one of another ends no session here.
+                m.require_run(run_name, self._state)
                 if (before := self._state.registry.session_before(status)) is not None:
                     self._pending_requests.forget_leases(before)
                 if status.is_leaving:

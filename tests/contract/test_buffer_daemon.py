@@ -39,7 +39,15 @@ from streamrl.errors import (
     TransportError,
     UnknownLeaseError,
 )
-from streamrl.types import Books, BufferStats, DropReason, GeneratorStatus, RefusalReason, pack
+from streamrl.types import (
+    Books,
+    BufferStats,
+    DropReason,
+    GeneratorStatus,
+    RefusalReason,
+    SchedulingState,
+    pack,
+)
 from tests.contract.test_buffers import fill, zmq_server
 from tests.ports import free_port
 from tests.records import damaged, lease_one, make_group
@@ -614,11 +622,21 @@ async def test_a_client_of_another_run_is_refused_and_leases_nothing(tmp_path):
             other.lease(("a",), "g", 0.0),
             other.attach(0, None),
             other.stats(),
+            other.drain(),
+            other.set_scheduling_state("g", SchedulingState.CORDONED),
         ):
             with pytest.raises(ConfigError, match="is of the run mine, and this run is x: give"):
                 await call
         stats = await clients[""].stats()
         assert (stats.books.granted, stats.books.learner_term, stats.generators) == (0, 0, ())
+        assert not stats.draining
+        # A lease that waits for the learner is not that of a successor of its generator.
+        await clients["mine"].heartbeat(status())
+        waiting = asyncio.create_task(clients["mine"].lease(("a",), "g", 5.0))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ConfigError, match="is of the run mine"):
+            await other.heartbeat(status(session="another"))
         await clients["mine"].attach(0, None)
+        assert len(await asyncio.wait_for(waiting, 2.0)) == 1
         for client in clients.values():
             await client.close()

@@ -211,6 +211,8 @@ def test_names_of_all_published_algorithms_lead_to_settings_that_are_valid(tmp_p
         overrides = [f"{key}={value}" for key, value in named]
         if "algorithm.advantage=gdpo" in overrides:
             overrides = [*overrides, "algorithm.advantage_config.rewards={reward/exact: 1}"]
+        if any(override.startswith("algorithm.echo_coef") for override in overrides):
+            overrides = [*overrides, "generator.environment=frozen_lake"]
         load_config(tmp_path / "run.yaml", overrides, {})
 
 
