@@ -415,6 +415,32 @@ def test_a_steered_bound_outlasts_the_buffer(tmp_path):
     journal.close()
 
 
+def test_totals_after_a_commit_whose_answer_was_lost_are_those_of_the_next_one(
+    tmp_path, monkeypatch
+):
+    state, journal = open_journal(tmp_path)
+    state.heartbeat(GeneratorStatus(generator_id="g", session="s", policy_version=0), 0.0)
+    journal.commit()
+    commit = SqliteStorage.commit
+
+    def applied_without_an_answer(storage: SqliteStorage, changes: Any) -> None:
+        commit(storage, changes)
+        raise StorageError("no answer")
+
+    state.registry.set_scheduling_state("g", SchedulingState.CORDONED)
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteStorage, "commit", applied_without_an_answer)
+        with pytest.raises(StorageError):
+            journal.commit()
+    state.registry.set_scheduling_state("g", SchedulingState.ACTIVE)
+    journal.commit()
+    journal.close()
+    recovered, journal = open_journal(tmp_path)
+    journal.close()
+    assert recovered.snapshot() == state.snapshot()
+    assert recovered.snapshot().scheduling_states == {}
+
+
 def test_the_file_does_not_grow_with_the_run(tmp_path):
     state, journal = open_journal(tmp_path)
     state.attach(0, None)
