@@ -1,7 +1,7 @@
 """What the policy read and sampled in one episode, token by token.
 
     EpisodeRecord   grows by one completion at a time
-    Segment         one context of the episode; `rollout.py` makes a trajectory of it
+    Segment         one context of the episode; `episodes/group.py` makes a trajectory of it
     Span            consecutive tokens of a segment, observed or sampled
     OpenTurn        where an episode stands that another generator may go on with
 

@@ -88,6 +88,7 @@ class Trainer:
         self._parts: tuple[BatchPart, ...] = ()
         self._accumulated: Accumulated | None = None
         self._corrected: dict[str, float] = {}
+        self._measured = self.credit.state_dict()
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Train a batch; metrics under their public names."""
@@ -137,17 +138,20 @@ class Trainer:
             self._accumulate(batch, targets, self._pack(batch, chosen), chosen)
             updates.append(self._update())
         self.discard()
+        self._measured = self.credit.state_dict()
         work = of_work(parts, self._max_tokens, update_s=time.perf_counter() - start)
         profile = self._profile.take(work["learner/train_s"])
         return {**of_batch(parts), **of_updates(updates), **work, **profile}
 
     def state_dict(self) -> dict[str, float]:
-        """What steps have measured, besides parameters and optimizers."""
-        return {**self.credit.state_dict(), **self._scale.state_dict()}
+        """What the steps that are made have measured, besides parameters and optimizers; not what
+        a batch without its update has."""
+        return {**self._measured, **self._scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """As `state_dict` has given it."""
         self.credit.load_state_dict(state)
+        self._measured = self.credit.state_dict()
         self._scale.load_state_dict(state)
 
     def take_weights(self) -> Mapping[int, NDArray[np.float32]]:

@@ -47,7 +47,9 @@ def visible_files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for path in (Path(place, name) for name in sorted(names) if not name.startswith(".")):
-            if path.is_file() and not path.is_symlink():
+            with suppress(OSError):
+                if path.is_symlink() or not path.is_file():
+                    continue
                 yield path
 
 

@@ -221,8 +221,8 @@ def similar_path(path: Path) -> str:
     """The file of a like name in the folder of one that is not there, as a question; "" without
     one."""
     names: list[str] = []
-    if not path.exists():
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if not path.exists():
             names = [file.name for file in islice(path.parent.iterdir(), MAX_LISTED)]
     close = nearest(path.name, names)
     return "" if close is None else f"; did you mean '{path.with_name(close)}'?"

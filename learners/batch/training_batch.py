@@ -322,30 +322,41 @@ class TrainingBatch:
         Raises:
             ConfigError: a trajectory came without one of them.
         """
-        rows = [[t.metrics.get(name, math.nan) for name in names] for t in self.trajectories]
-        own = torch.tensor(self.owners) == self.rank
-        columns = ranks.sum(_among(own, torch.tensor(rows).view(-1, len(names))))
+        columns = self._recorded(names, ranks)
         for name, column in zip(names, columns.unbind(1), strict=True):
             if bool(column.isnan().any()):
-                known = {known for t in self.trajectories for known in t.metrics}
-                raise ConfigError(
-                    f"algorithm.advantage_config.{setting}: names {name!r}, which the environment "
-                    f"did not record of every episode; {did_you_mean(name, known)}"
-                )
+                raise self._unrecorded(name, setting, "every episode")
         return columns
 
-    def roles(self, metric: str | None, ranks: Ranks) -> list[str]:
-        """[E] ENVIRONMENT/ROLE of each episode; of all ranks, which call it together.
+    def _recorded(self, names: Sequence[str], ranks: Ranks) -> torch.Tensor:
+        """The same, NaN where a trajectory came without."""
+        rows = [[t.metrics.get(name, math.nan) for name in names] for t in self.trajectories]
+        own = torch.tensor(self.owners) == self.rank
+        return ranks.sum(_among(own, torch.tensor(rows).view(-1, len(names))))
+
+    def _unrecorded(self, name: str, setting: str, of: str) -> ConfigError:
+        known = {known for t in self.trajectories for known in t.metrics}
+        return ConfigError(
+            f"algorithm.advantage_config.{setting}: names {name!r}, which the environment did not "
+            f"record of {of}; {did_you_mean(name, known)}"
+        )
+
+    def roles(self, metric: str | None, ranks: Ranks, *, is_first: bool = False) -> list[str]:
+        """[E] ENVIRONMENT/ROLE of each episode, the role being the metric's value, and `all` where
+        none was recorded, as of one that was cut before; of all ranks, which call it together.
 
         Raises:
-            ConfigError: an episode came without the metric, whose value is the role.
+            ConfigError: no episode of the first batch has the metric.
         """
         places = self.episodes.each(self.environment_indices).tolist()
         names = [self.environments[place] for place in places]
         if metric is None:
             return [f"{name}/all" for name in names]
-        values = self.episodes.each(self.recorded((metric,), ranks, "role"))[:, 0].tolist()
-        return [f"{name}/{value:g}" for name, value in zip(names, values, strict=True)]
+        values = self.episodes.each(self._recorded((metric,), ranks))[:, 0]
+        if is_first and bool(values.isnan().all()):
+            raise self._unrecorded(metric, "role", "any episode")
+        roles = ["all" if math.isnan(value) else f"{value:g}" for value in values.tolist()]
+        return [f"{name}/{role}" for name, role in zip(names, roles, strict=True)]
 
     def anchors(self, ranks: Ranks) -> torch.Tensor:
         """[R] int64, see `AdvantageInput.anchors`; of all ranks, which call it together."""

@@ -170,7 +170,8 @@ class CreditAssigner:
             return None
         numbers = self._config.advantage_config
         assert isinstance(numbers, RaeSettings), "these are of rae"
-        return self._roles.follow(batch.roles(numbers.role, ranks), returns)
+        roles = batch.roles(numbers.role, ranks, is_first=not self._roles.values)
+        return self._roles.follow(roles, returns)
 
     def _role_metrics(self) -> dict[str, float]:
         known = {} if self._roles is None else self._roles.values

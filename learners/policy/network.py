@@ -201,15 +201,19 @@ class Network(torch.nn.Module):
         tokens = TokenSlice.of(micro_batch, self.sequence_block, shared, experts)
         states = self._states(tokens, micro_batch)
         hidden = rows(states, tokens.predictors)
+        observed = tokens.observed(micro_batch.observed, shared) if with_observed else None
+        read = None if observed is None else rows(states, observed[0])
+        # What is computed of the rows is the peak of memory, which these need not be part of.
+        del states
         weight, bias = self._head
         columns: dict[str, torch.Tensor | None] = {}
         if with_logprobs:
             top = micro_batch.top_candidates if with_top_logprobs else None
             options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
             columns = self._sampled(hidden, tokens, micro_batch, top, taught, **options)
-        if with_observed:
-            observed = self._observed_logprobs(states, tokens, micro_batch, shared)
-            columns = {**columns, "observed_logprobs": observed}
+        if read is not None and observed is not None:
+            found = self._observed_logprobs(read, *observed[1:], tokens, micro_batch)
+            columns = {**columns, "observed_logprobs": found}
         values = None if self.value_head is None else self._values(hidden, self.value_head)
         return NetworkOutput(
             hidden=hidden,
@@ -298,16 +302,16 @@ class Network(torch.nn.Module):
 
     def _observed_logprobs(
         self,
-        states: torch.Tensor,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        first: int,
         tokens: TokenSlice,
         micro_batch: MicroBatch,
-        shared: SharedPrompts | None,
     ) -> torch.Tensor | None:
-        """[O] of the whole micro-batch's observed tokens, from the states [n, H]; over the whole
-        vocabulary, since none of them was sampled."""
+        """[O] of the whole micro-batch's observed tokens, over the whole vocabulary, since none of
+        them was sampled."""
         weight, bias = self._head
-        predictors, targets, first = tokens.observed(micro_batch.observed, shared)
-        computed = token_logprobs(rows(states, predictors), weight, targets, bias, self._transform)
+        computed = token_logprobs(hidden, weight, targets, bias, self._transform)
         return tokens.gather(computed.logprobs, first, len(micro_batch.observed.targets))
 
     def _kl(self, hidden: torch.Tensor, reference: NetworkOutput | None) -> torch.Tensor | None:

@@ -170,7 +170,8 @@ def token_logprobs(
     """
     _check(hidden, weight, targets)
     trains_entropy = with_entropy and trains_entropy
-    if allow_liger and takes_liger(hidden.device, trains_entropy):
+    # Liger divides by the number of rows.
+    if allow_liger and len(hidden) and takes_liger(hidden.device, trains_entropy):
         logprobs = fused_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
             # Liger has no entropy; without gradient it takes one more matrix product.

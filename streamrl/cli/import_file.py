@@ -306,7 +306,8 @@ def _misspelt(found: list[Found]) -> Iterator[str]:
     for key, own in found:
         if own is not None or key.name is None or not isinstance(key.value, str):
             continue
-        if near := nearest(key.value, texts_with_a_rule(key.name), _ALIKE):
+        known = texts_with_a_rule(key.name)
+        if key.value not in known and (near := nearest(key.value, known, _ALIKE)):
             yield f"{key.key}: was {key.value!r}, which is left out; did you mean {near!r}?"
 
 

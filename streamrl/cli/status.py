@@ -170,7 +170,7 @@ def verdict(status: RunStatus) -> str:
     """That of a run in which nothing is wrong."""
     state = state_of(status.reading)
     learner = status.reading.learner
-    is_done = state is RunState.FINISHED and not (learner and learner.ended_early)
+    is_done = state is RunState.FINISHED and learner is not None and not learner.ended_early
     if status.config is not None and (is_done or state is RunState.STOPPED):
         remedy = resume_command(status.config.run.path)
         more = " --set run.max_steps=N" if is_done else ""

@@ -289,7 +289,9 @@ def _of_rewards(c: "RunConfig") -> Iterator[str]:
             f"completion, which algorithm.reward.{shaped[0]} does not change; leave it out, or use "
             "another advantage"
         )
-    centered = [name for name in ("agentic", "norm_mean", "whiten") if getattr(reward, name)]
+    has_mean = reward.agentic is not None and reward.agentic.method != "identity"
+    centered = ["agentic"] * has_mean
+    centered += [name for name in ("norm_mean", "whiten") if getattr(reward, name)]
     if algorithm.advantage == "rae" and algorithm.reads_rewards and centered:
         yield (
             f"algorithm.reward.{centered[0]} takes a mean from the rewards before "

@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from streamrl.checkpoints.manifest import record_files, write_manifest
 from streamrl.cli.launchers.ray.cluster import Copies, Place
 from streamrl.cli.launchers.ray.supervisor import Supervisor
 from streamrl.durable_files import visible_files
@@ -35,8 +36,10 @@ class Node:
         (self.folder / name).write_text(text)
 
     def save(self, step: int, text: str = "weights") -> None:
-        for name in ("model.safetensors", "shards/rank-0", "manifest.json"):
-            self.write(f"checkpoints/step-{step:08}/{name}", f"{text} of {name}")
+        path = self.folder / "checkpoints" / f"step-{step:08}"
+        for name in ("model.safetensors", "shards/rank-0"):
+            self.write(str((path / name).relative_to(self.folder)), f"{text} of {name}")
+        write_manifest(path, record_files(path, [f for f in path.rglob("*") if f.is_file()]))
 
 
 @pytest.fixture
@@ -103,6 +106,7 @@ async def test_a_checkpoint_that_its_node_deletes_while_it_is_copied_arrives_who
     node.save(2)
     expected = contents(node.folder / "checkpoints" / "step-00000002")
     node.before_read = saves_another
+    (here / "checkpoints" / "step-00000000").mkdir(parents=True)
     await copies.bring()
     assert contents(here / "checkpoints" / "step-00000002") == expected
     assert contents(here / "checkpoints" / "step-00000001") == {}, "no part of a file"

@@ -335,16 +335,22 @@ class Copies:
         prefix = "" if is_learner else f"logs/{place.bundle.name}.log"
         known = self._known.get(place, {})
         now: Mapping[str, tuple[int, int]] = await place.actor.files.remote(prefix)
-        if is_learner:
-            self._forget(now)
+        torn: set[str] = set()
         for path, (size, time_ns) in sorted(now.items(), key=_turn):
             if path.partition("/")[0] in but or known.get(path) == (size, time_ns):
+                continue
+            folder = path.removesuffix(MANIFEST_FILE)
+            if folder != path and any(other.startswith(folder) for other in torn):
                 continue
             had = known.get(path, (0, 0))[0]
             goes_on = 0 < had <= size and await self._goes_on(place, path, had)
             if await self._copy(place, path, had if goes_on else 0, size):
                 known = {**known, path: (size, time_ns)}
                 self._known[place] = known
+            else:
+                torn.add(path)
+        if is_learner:
+            self._forget([path for path in now if known.get(path) == now[path]])
 
     async def _goes_on(self, place: Place, path: str, had: int) -> bool:
         """Whether the node's file goes on behind the bytes that are here; not one whose lines were
@@ -359,7 +365,7 @@ class Copies:
         return ours == theirs
 
     def _forget(self, there: Collection[str]) -> None:
-        """Checkpoints that the node, which has a newer one, has no more."""
+        """Checkpoints that the node has no more, once a newer one is here: of its files these."""
         complete = complete_checkpoints(there)
         last = max((version_of(Path(name)) for name in complete), default=-1)
         for path in list_checkpoints(self._folder):
@@ -390,6 +396,10 @@ class Copies:
         return start == size
 
 
-def _turn(item: tuple[str, tuple[int, int]]) -> tuple[bool, bool, str]:
+def _turn(item: tuple[str, tuple[int, int]]) -> tuple[bool, int, bool, str]:
+    """Checkpoints after the records that have their steps, the newest first, which its node holds;
+    of each the manifest last."""
     path = item[0]
-    return path.startswith("checkpoints/step-"), path.endswith("/manifest.json"), path
+    folder = path.removeprefix("checkpoints/step-").partition("/")[0]
+    version = int(folder) if folder.isdigit() else -1
+    return version >= 0, -version, path.endswith(f"/{MANIFEST_FILE}"), path

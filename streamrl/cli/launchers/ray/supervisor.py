@@ -24,13 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from streamrl import __version__
-from streamrl.checkpoints.manifest import MANIFEST_FILE
+from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.cli.processes.child import launcher_line
 from streamrl.cli.processes.mirror import Mirror, complete_checkpoints
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.durable_files import link_folder, visible_files, write_file
-from streamrl.errors import ErrorPipe, ErrorRecord, StreamRLError, sentence_of
+from streamrl.errors import (
+    DamagedCheckpointError,
+    ErrorPipe,
+    ErrorRecord,
+    StreamRLError,
+    sentence_of,
+)
 from streamrl.placement.hosts import this_machine
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import held_run, move_aside
@@ -169,21 +175,23 @@ class Supervisor:
         if kept != self._kept:
             # Another history may have a checkpoint of the same name.
             self._kept = _NONE
-            if kept[1] != (0, 0) and link_folder(self._folder / newest, self._folder / _KEPT):
-                self._kept = kept
+            links = self._folder / _KEPT
+            if kept[1] != (0, 0) and link_folder(self._folder / newest, links):
+                with contextlib.suppress(DamagedCheckpointError):
+                    verify(links, contents=False)
+                    self._kept = kept
         return found
 
     async def read(self, path: str, offset: int, size: int) -> bytes:
         """A part of a file of the run's folder; nothing of one that is gone."""
-        file, (kept, _) = self._folder / path, self._kept
+        files, (kept, _) = [self._folder / path], self._kept
         if kept and path.startswith(kept):
-            file = self._folder / _KEPT / path.removeprefix(kept)
-        try:
-            with file.open("rb") as content:
+            files = [self._folder / _KEPT / path.removeprefix(kept), *files]
+        for file in files:
+            with contextlib.suppress(OSError), file.open("rb") as content:
                 content.seek(offset)
                 return content.read(size)
-        except OSError:
-            return b""
+        return b""
 
     async def signal(self, name: str, number: int) -> None:
         """Send the signal to the command, if it runs; SIGKILL to all of its group. Waits for its
