@@ -5,6 +5,7 @@ Hugging Face hub. A name is downloaded once; with HF_HUB_OFFLINE=1 it is read fr
 cache.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,7 @@ _HUB = "datasets:"
 
 def is_data_set(source: str) -> bool:
     """Whether it is datasets:NAME, or a folder."""
-    return source.startswith(_HUB) or Path(source).is_dir()
+    return source.startswith(_HUB) or os.path.isdir(source)
 
 
 class DataSetRows:

@@ -188,6 +188,34 @@ def test_without_a_role_an_environment_has_one_baseline():
     assert found.metrics["advantage/baseline/a/all"] == 0.75
 
 
+def test_an_episode_that_was_cut_before_it_had_a_role_ends_no_run():
+    config, whole = make_config(algorithm=OF_ROLES).algorithm, played(1.0, -1.0)
+    cut = structs.replace(whole.trajectories[0], metrics={})
+    assigner = CreditAssigner(config)
+    group = structs.replace(whole, trajectories=(cut, whole.trajectories[1]))
+    found = assigner.assign(TrainingBatch.of([group], 0))
+    assert found.advantages[::2].tolist() == [1.0, -1.0]
+    assert assigner.state_dict()["baseline/a/all"] == 0.5
+    # Nor does a batch of such alone, once it is known that there are roles.
+    alone = TrainingBatch.of([structs.replace(whole, trajectories=(cut,))], 0)
+    assert assigner.assign(alone).advantages[::2].tolist() == [0.5]
+    with pytest.raises(ConfigError, match=r"config\.role: names 'role', .* of any episode"):
+        CreditAssigner(config).assign(alone)
+
+
+def test_what_a_batch_without_its_update_has_measured_is_in_no_checkpoint():
+    trainer = Trainer(make_config(algorithm=OF_ROLES), make_policy())
+    before = trainer.state_dict()
+    batch = TrainingBatch.of([played(1.0, -1.0)], 0)
+    trainer.accumulate(batch)
+    assert trainer.state_dict() == before
+    trainer.update()
+    assert trainer.state_dict()["baseline/a/0"] == 0.5
+    resumed = Trainer(make_config(algorithm=OF_ROLES), make_policy())
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.state_dict() == trainer.state_dict()
+
+
 def test_a_role_that_nobody_records_is_named():
     algorithm = {**OF_ROLES, "advantage_config": {"role": "roll"}}
     with pytest.raises(ConfigError, match=r"config\.role: names 'roll', .* did you mean 'role'"):

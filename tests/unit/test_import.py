@@ -539,3 +539,9 @@ def test_a_value_that_is_nearly_one_of_the_system_is_to_be_mended(folder, capsys
     sentence = "To be mended: loss_type: was 'dr_grpp', which is left out; did you mean 'dr_grpo'?"
     assert capsys.readouterr().err.splitlines()[1:] == [sentence]
     assert f"# {sentence}" in Path("run.yaml").read_text()
+
+
+def test_a_value_that_is_known_and_something_else_here_is_no_misspelling(folder, capsys):
+    Path("verl.yaml").write_text("algorithm: {kl_penalty: full}\n")
+    assert main(["import", "verl.yaml", "--from", "verl", "--output", "run.yaml"]) == 0
+    assert "did you mean 'full'" not in capsys.readouterr().err

@@ -174,6 +174,10 @@ TRAPS = [
     (["generator.stop_token_ids=[13]"], r"generator\.stop_token_ids: has 13.*tokens below 13"),
     (["data.source=nowhere.jsonl"], r"data\.source: cannot read nowhere\.jsonl: No such file"),
     (["data.source=row.jsonl"], r"row\.jsonl: No such file.*; did you mean 'rows\.jsonl'\?"),
+    (
+        [f"data.source={'r' * 300}.jsonl"],
+        r"data\.source: cannot read r+\.jsonl: File name too long",
+    ),
     (["data.reward=won.py:score"], r"no file won\.py; did you mean 'own\.py'\?"),
     (["data.source=cpoy"], r"data\.source: was 'cpoy'.*did you mean 'copy'"),
     (["data.source=rows.jsonl", "data.prompt_key=promt"], r"data\.prompt_key: .*mean 'prompt'"),

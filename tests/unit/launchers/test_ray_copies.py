@@ -118,6 +118,20 @@ async def test_a_checkpoint_that_its_node_deletes_while_it_is_copied_arrives_who
     assert contents(here / "checkpoints") == {f"step-00000003/{k}": v for k, v in expected.items()}
 
 
+async def test_the_last_whole_checkpoint_stays_until_the_next_one_is_here(copies, node, here):
+    def is_gone() -> None:
+        shutil.rmtree(node.folder, ignore_errors=True)
+
+    node.save(1)
+    await copies.bring()
+    node.save(2)
+    shutil.rmtree(node.folder / "checkpoints" / "step-00000001")
+    expected = contents(here / "checkpoints" / "step-00000001")
+    node.before_read = is_gone
+    await copies.bring()
+    assert contents(here / "checkpoints") == {f"step-00000001/{k}": v for k, v in expected.items()}
+
+
 def test_a_folder_that_is_deleted_while_files_are_listed_is_left_out(tmp_path: Path):
     for name in ("a/one", "b/two", "c/.hidden", ".d/three"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
