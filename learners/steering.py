@@ -10,10 +10,10 @@ bound. With a bound b a group is sampled up to b updates before the one that tra
 that one. In their number 1 - ESS grows linearly where updates point in all directions, and
 quadratically where they point in one (it is about the variance of the log-ratio). So the bound is
 lowered as if linearly, and raised only if 1 - ESS would stay below its limit quadratically: between
-the two lies a band in which it rests, and neither change calls for the opposite one. It rises by
-one and falls by all that it is too high (additive increase, multiplicative decrease), since what a
-step loses grows while the learning rate does: a bound that is too low costs time, one that is too
-high costs what was learned.
+the two lies a band in which it rests, and no rise calls for a fall. It rises by one and falls by
+all that it is too high (additive increase, multiplicative decrease), since what a step loses grows
+while the learning rate does: a bound that is too low costs time, one that is too high costs what
+was learned.
 
 Pure. Groups of the bound before are trained for about as many steps as it was; those steps count
 for nothing. A learner that goes on after a stop begins with the bound that it had, and without
