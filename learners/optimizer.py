@@ -1,7 +1,7 @@
 """AdamW, its learning rate and its updates, as `learner.optimizer` describes them.
 
-Invariant: the rate of a step is a function of the step alone, so a resumed run needs no scheduler
-state. An update whose gradient is not finite changes nothing, and few in a row are skipped.
+Invariant: the rate of a step is a function of the step and of what it trains, so a resumed run needs
+no scheduler state. An update whose gradient is not finite changes nothing, and few in a row are skipped.
 
 `by_mesh`: tensor parallelism leaves parameters that are sharded over different meshes. Torch's
 operations on lists of tensors, which AdamW and the gradient's norm are made of, take tensors of one
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from learners.parallel.mesh import full
+from streamrl.algorithms.rollout_is import SEQUENCE_ESS
 from streamrl.config.learner import OptimizerGroup, OptimizerSettings
 from streamrl.errors import ConfigError, DivergedError, did_you_mean
 
@@ -179,6 +180,12 @@ def learning_rate(step: int, settings: OptimizerSettings, max_steps: int) -> flo
             num_decay = settings.num_decay_steps(max_steps)
             share = _decay(_progress(step, max_steps - num_decay, max_steps), settings)
     return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
+
+
+def rate_scale(metrics: Mapping[str, float]) -> float:
+    """What `rollout_is.scale_lr` multiplies the rate by (VCPO, arXiv 2602.17616, section 3.2):
+    sqrt(ESS / B), with ESS = (sum w)^2 / sum w^2 of B sequences."""
+    return math.sqrt(metrics.get(SEQUENCE_ESS, 1.0))
 
 
 def _progress(step: int, first: int, last: int) -> float:

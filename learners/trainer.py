@@ -11,7 +11,6 @@ log-probabilities; `TargetCollector` says when a pass of their own comes first.
 """
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -32,6 +31,7 @@ from learners.optimizer import (
     keep_state_on_host,
     learning_rate,
     make_optimizer,
+    rate_scale,
     update,
 )
 from learners.parallel.ranks import Ranks
@@ -42,7 +42,6 @@ from learners.profiling import StepProfile
 from streamrl.algorithms.objective import OBSERVED
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.algorithms.reward_shaping import pf_ppo_resample
-from streamrl.algorithms.rollout_is import SEQUENCE_ESS
 from streamrl.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -251,10 +250,7 @@ class Trainer:
         return {**losses, **self._corrected, **critic, **policy, **counts}
 
     def _rate_scale(self, losses: Mapping[str, float]) -> float:
-        """What `rollout_is.scale_lr` multiplies the policy's learning rate by (VCPO, arXiv
-        2602.17616, section 3.2): sqrt(ESS / B), with ESS = (sum w)^2 / sum w^2 of the B sequences
-        of the update, or of the batch where weights are those of the batch."""
+        """Of the B sequences of the update, or of the batch where weights are those of the batch."""
         if not self._config.algorithm.rollout_is.scale_lr:
             return 1.0
-        found = {**self._parts[0].means, **self._corrected, **losses}
-        return math.sqrt(found.get(SEQUENCE_ESS, 1.0))
+        return rate_scale({**self._parts[0].means, **self._corrected, **losses})
