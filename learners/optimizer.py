@@ -1,7 +1,8 @@
 """AdamW, its learning rate and its updates, as `learner.optimizer` describes them.
 
-Invariant: the rate of a step is a function of the step and of what it trains, so a resumed run needs
-no scheduler state. An update whose gradient is not finite changes nothing, and few in a row are skipped.
+Invariant: the rate of a step is a function of the step and of what it trains, so a resumed run
+needs no scheduler state. An update whose gradient is not finite changes nothing, and few in a row
+are skipped.
 
 `by_mesh`: tensor parallelism leaves parameters that are sharded over different meshes. Torch's
 operations on lists of tensors, which AdamW and the gradient's norm are made of, take tensors of one

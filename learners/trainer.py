@@ -250,7 +250,7 @@ class Trainer:
         return {**losses, **self._corrected, **critic, **policy, **counts}
 
     def _rate_scale(self, losses: Mapping[str, float]) -> float:
-        """Of the B sequences of the update, or of the batch where weights are those of the batch."""
+        """Of the sequences of the update, or of the batch where weights are the batch's."""
         if not self._config.algorithm.rollout_is.scale_lr:
             return 1.0
         return rate_scale({**self._parts[0].means, **self._corrected, **losses})
