@@ -236,7 +236,8 @@ def test_without_shared_storage_a_lost_learner_and_resume_go_on_from_the_mirror(
     first.terminate()
     run.until(lambda: "goes on from its newest checkpoint" in run.output, "a lost learner")
     blind()
-    # It has gone back to the step that the mirror had: what is new there tells that it goes on.
+    # What the driver had of the first learner is mirrored before the second one starts.
+    run.until(lambda: run.log("learner").count("attached at version") == 2, "another learner")
     known = checkpoints_in(mirror)
     run.until(lambda: bool(checkpoints_in(mirror) - known), "a checkpoint of the new learner")
     os.kill(run.process.pid, signal.SIGTERM)

@@ -55,6 +55,7 @@ class Supervisor:
         self._starts: dict[str, asyncio.Task[Process]] = {}
         self._held: list[socket.socket] = []
         self._folder = self._directory = Path()
+        self._listing = asyncio.Lock()
         self._kept = _NONE
         """Where the newest checkpoint is, and size and time of its manifest."""
         self._watched_by = _start_watcher(self._mark)
@@ -166,7 +167,9 @@ class Supervisor:
     async def files(self, prefix: str) -> dict[str, tuple[int, int]]:
         """Size and time, in ns, of the files whose names in the run's folder begin so. The newest
         checkpoint among them can be read until the next call, though a learner deletes it."""
-        return await asyncio.to_thread(self._list, prefix)
+        # A driver that gave up one call may have made the next.
+        async with self._listing:
+            return await asyncio.to_thread(self._list, prefix)
 
     def _list(self, prefix: str) -> dict[str, tuple[int, int]]:
         found = _files(self._folder, prefix)
