@@ -285,11 +285,11 @@ class Mirror:
         not."""
         name = f"{_CHECKPOINTS}/{path.name}"
         try:
+            if self._sent.get(name) == (path / MANIFEST_FILE).read_bytes():
+                return True
             with held_by_links(path, self._folder / _HELD) as held:
                 verify(held, contents=False)
                 manifest = (held / MANIFEST_FILE).read_bytes()
-                if self._sent.get(name) == manifest:
-                    return True
                 there = self._store.read(f"{name}/{MANIFEST_FILE}")
                 if there != manifest:
                     if there is not None:
