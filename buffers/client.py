@@ -50,8 +50,9 @@ class RequestClient(ABC):
     async def lease(
         self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
-        ids, run_name = tuple(lease_ids), self._run_name
-        request = m.LeaseRequest(ids, generator_id, wait_s, learner_id, run_name)
+        request = m.LeaseRequest(
+            tuple(lease_ids), generator_id, wait_s, learner_id, run_name=self._run_name
+        )
         return (await self._call(request, m.LeaseReply, wait_s))[0].leases
 
     async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
@@ -64,7 +65,7 @@ class RequestClient(ABC):
         return tuple((await self._call(m.FetchSiblingsRequest(lease_id), m.Done))[1])
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
-        request = m.HeartbeatRequest(status, self._run_name)
+        request = m.HeartbeatRequest(status, run_name=self._run_name)
         return (await self._call(request, m.HeartbeatAnswer))[0].reply
 
     async def attach(
@@ -72,7 +73,7 @@ class RequestClient(ABC):
     ) -> BufferStats:
         call_id, final_version = uuid.uuid4().hex, self._final_version
         request = m.AttachRequest(
-            policy_version, books, call_id, final_version, learner_id, self._run_name
+            policy_version, books, call_id, final_version, learner_id, run_name=self._run_name
         )
         reply, _ = await self._call(request, m.AttachReply)
         self._learner_term = reply.learner_term
@@ -109,13 +110,13 @@ class RequestClient(ABC):
         await self._call(m.FinishRequest(self._learner_term), m.Done)
 
     async def drain(self) -> None:
-        await self._call(m.DrainRequest(self._run_name), m.Done)
+        await self._call(m.DrainRequest(run_name=self._run_name), m.Done)
 
     async def set_scheduling_state(
         self, generator_id: str, scheduling_state: SchedulingState
     ) -> None:
-        request = m.SchedulingStateRequest(generator_id, scheduling_state, self._run_name)
+        request = m.SchedulingStateRequest(generator_id, scheduling_state, run_name=self._run_name)
         await self._call(request, m.Done)
 
     async def stats(self) -> BufferStats:
-        return (await self._call(m.StatsRequest(self._run_name), m.StatsReply))[0].stats
+        return (await self._call(m.StatsRequest(run_name=self._run_name), m.StatsReply))[0].stats

@@ -96,25 +96,27 @@ class ErrorReply(Struct, frozen=True, tag="error"):
         return StreamRLError(f"{self.kind}: {self.message}")
 
 
-def require_run(run_name: str, state: State) -> None:
-    """Refuse a generator or a learner of another run, whose groups are no groups of this one; ""
-    for a caller of no run."""
-    if run_name and state.run_name not in ("", run_name):
-        raise ConfigError(
-            f"buffer.url: the buffer there is of the run {state.run_name}, and this run is "
-            f"{run_name}: give each run an address of its own (port 0 in a launch)"
-        )
+class OfRun(Struct, frozen=True, kw_only=True):
+    """A request of a generator, a learner or a command of a run; "" is of any."""
+
+    run_name: Text = ""
+
+    def require_run(self, state: State) -> None:
+        """Refuse those of another run, whose groups are no groups of this one."""
+        if self.run_name and state.run_name not in ("", self.run_name):
+            raise ConfigError(
+                f"buffer.url: the buffer there is of the run {state.run_name}, and this run is "
+                f"{self.run_name}: give each run an address of its own (port 0 in a launch)"
+            )
 
 
-class LeaseRequest(Struct, frozen=True, tag="lease"):
+class LeaseRequest(OfRun, frozen=True, tag="lease"):
     lease_ids: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
     generator_id: Name
     wait_s: WaitSeconds
     learner_id: Text = ""
-    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        require_run(self.run_name, state)
         leases = state.lease(self.lease_ids, self.generator_id, now_s, self.learner_id)
         return (LeaseReply(leases),)
 
@@ -174,16 +176,14 @@ class ReleaseRequest(Struct, frozen=True, tag="release"):
         return (Done(),)
 
 
-class HeartbeatRequest(Struct, frozen=True, tag="heartbeat"):
+class HeartbeatRequest(OfRun, frozen=True, tag="heartbeat"):
     status: GeneratorStatus
-    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        require_run(self.run_name, state)
         return (HeartbeatAnswer(state.heartbeat(self.status, now_s)),)
 
 
-class AttachRequest(Struct, frozen=True, tag="attach"):
+class AttachRequest(OfRun, frozen=True, tag="attach"):
     """`call_id` is the same when it is sent again: a second term would fence the first."""
 
     policy_version: PolicyVersion
@@ -191,10 +191,8 @@ class AttachRequest(Struct, frozen=True, tag="attach"):
     call_id: Name
     final_version: Count | None = None
     learner_id: Text = ""
-    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        require_run(self.run_name, state)
         learner_term = state.attach(
             self.policy_version, self.books, self.call_id, self.final_version, self.learner_id
         )
@@ -252,33 +250,25 @@ class FinishRequest(Struct, frozen=True, tag="finish"):
         return (Done(),)
 
 
-class DrainRequest(Struct, frozen=True, tag="drain"):
+class DrainRequest(OfRun, frozen=True, tag="drain"):
     """Grant only the leases that complete the last batch, until a learner attaches."""
 
-    run_name: Text = ""
-
     def apply(self, state: State, now_s: float) -> Answer:
-        require_run(self.run_name, state)
         state.ledger.draining = True
         return (Done(),)
 
 
-class SchedulingStateRequest(Struct, frozen=True, tag="scheduling_state"):
+class SchedulingStateRequest(OfRun, frozen=True, tag="scheduling_state"):
     generator_id: Name
     scheduling_state: SchedulingState
-    run_name: Text = ""
 
     def apply(self, state: State, now_s: float) -> Answer:
-        require_run(self.run_name, state)
         state.registry.set_scheduling_state(self.generator_id, self.scheduling_state)
         return (Done(),)
 
 
-class StatsRequest(Struct, frozen=True, tag="stats"):
-    run_name: Text = ""
-
+class StatsRequest(OfRun, frozen=True, tag="stats"):
     def apply(self, state: State, now_s: float) -> Answer:
-        require_run(self.run_name, state)
         return (StatsReply(state.stats(now_s)),)
 
 

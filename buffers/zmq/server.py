@@ -465,6 +465,9 @@ class ZmqBufferServer:
 
     def _apply(self, request: m.Request, frames: Frames) -> m.Answer | None:
         """The reply record and its payload frames; None if the request is pending."""
+        if isinstance(request, m.OfRun):
+            # Before anything: generators of all runs are named alike.
+            request.require_run(self._state)
         match request:
             case m.LeaseRequest() | m.TakeRequest():
                 return self._attempt(request)
@@ -474,9 +477,7 @@ class ZmqBufferServer:
             case m.PutSiblingRequest():
                 self._require_space()
                 return request.apply(self._state, self._clock(), self._sibling(frames))
-            case m.HeartbeatRequest(status, run_name):
-                # Generators of every run are named alike, and one of another ends no session here.
-                m.require_run(run_name, self._state)
+            case m.HeartbeatRequest(status):
                 if (before := self._state.registry.session_before(status)) is not None:
                     self._pending_requests.forget_leases(before)
                 if status.is_leaving:
