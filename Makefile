@@ -14,7 +14,9 @@ OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/test_child_proces
   contract/test_buffer_limits.py contract/test_hostile_servers.py
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 INSTALL := $(BIN)/python deploy/install.py
-ON_CORES := -n logical --maxprocesses 4 --dist worksteal -m "not long"
+# One more than there are cores, since tests wait for daemons a fifth of their time; at most four.
+WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4)))
+ON_CORES := -n $(WORKERS) --dist worksteal -m "not long"
 BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
