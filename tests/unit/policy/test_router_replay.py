@@ -85,8 +85,8 @@ def computed(network: Network, *micro_batches: MicroBatch) -> list[torch.Tensor]
 
 
 def assert_alike(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
-    """Within float32's rounding: weights changed by 6e-8 of themselves move these gradients by up to
-    1.6e-3 of their largest (Qwen3.5-MoE), other experts move them by more than their size."""
+    """Within float32's rounding: weights changed by 6e-8 of themselves move these gradients by up
+    to 1.6e-3 of their largest (Qwen3.5-MoE), other experts by more than their size."""
     for mine, theirs in zip(ours, plain, strict=True):
         assert (mine - theirs).abs().max() < 2e-3 * (1 + theirs.abs().max())
 
