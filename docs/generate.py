@@ -53,11 +53,11 @@ def main() -> None:
 def _with_formats(page: str) -> str:
     """The page with the table of public data sets in its place."""
     rows = (
-        f"| {form['name']}: `{form['hub']}` | {_coded(form['examples'][0]['row'])} | "
+        f"| {form['name']}: `{form['hub']}` | "
         f"{_coded(f'{key}: {_shown_value(value)}' for key, value in form['settings'].items())} |\n"
         for form in sorted(FORMATS.values(), key=lambda form: str(form["name"]).casefold())
     )
-    table = "| data set | columns | settings of `data` |\n|---|---|---|\n" + "".join(rows)
+    table = "| data set | settings of `data` |\n|---|---|\n" + "".join(rows)
     return _FORMATS.sub(lambda found: f"{found[1]}\n{table}\n{found[2]}", page)
 
 
