@@ -296,6 +296,29 @@ async def test_a_group_finished_before_the_buffer_told_of_its_loss_is_not_lost()
     assert run.books.granted == 4
 
 
+async def test_groups_that_finish_at_once_are_all_kept_by_a_buffer_that_has_lost_its_memory(
+    monkeypatch,
+):
+    """Their reports are under way together, and only the first answer is news of the loss."""
+    call = MemoryBuffer._call
+
+    async def answer_late(*arguments: object) -> object:
+        answer = await call(*arguments)
+        await asyncio.sleep(0.05)
+        return answer
+
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating() as generator:
+        await run.until(lambda: run.books.leased == 4 and bool(generator._incarnation))
+        monkeypatch.setattr(MemoryBuffer, "_call", answer_late)
+        run.state.__init__(make_ledger(), lease_ttl_s=LEASE_TTL_S)
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 4)
+    assert (run.books.granted, run.books.dropped) == (4, {})
+
+
 async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on(caplog):
     run = Run()
     await run.learner.attach(0, None)

@@ -295,6 +295,14 @@ def test_a_resumed_learner_removes_the_samples_of_the_steps_that_it_makes_again(
     assert [s.step for s in read_samples(tmp_path / "samples.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
 
 
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
+    SampleFile(tmp_path, 1, 10**6).append([make_sample(1)])
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "prom')
+    SampleFile(tmp_path, 2, 10**6).append([make_sample(2)])
+    assert [sample.step for sample in newest_first(tmp_path)] == [2, 1]
+
+
 def test_lines_are_read_from_the_end_across_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("streamrl.samples.files.BLOCK_BYTES", 64)
     SampleFile(tmp_path, 1, 10**6).append(make_sample(i, text="é" * i) for i in range(1, 40))
