@@ -15,12 +15,14 @@ from actors import leased_group
 from actors.engines.targets import WeightTarget
 from actors.environments import SingleTurn
 from actors.episodes.group import GroupProgress, GroupRunner
+from actors.failures import FailureRecord
 from actors.generator import Generator
 from actors.leased_group import LeasedGroup, StarvedLeases, VersionGate
-from actors.status_report import TokenRate
+from actors.status_report import Occupancy, StatusReport, TokenRate
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
+from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import CorruptMessageError, RolloutError, WeightTransferError
@@ -34,11 +36,13 @@ from streamrl.interfaces import (
     Transition,
 )
 from streamrl.types import (
+    MAX_COUNT,
     Books,
     Completion,
     DropReason,
     FilesEndpoint,
     FinishReason,
+    GeneratorStatus,
     Lease,
     LoadReport,
     SamplingParams,
@@ -845,6 +849,21 @@ async def test_turns_are_recorded_one_after_the_other():
     ]
     assert [t.num_observation_tokens for t in trajectory.turns] == [1, 1, 1]
     assert [t.num_tool_calls for t in trajectory.turns] == [1, 1, 1]
+
+
+def test_what_a_server_tells_of_itself_can_be_reported_whatever_it_is():
+    """With a heartbeat, without which the generator would end."""
+    run = Run()
+    gauge = 2.0**53
+    run.engine.gauges = lambda: dict.fromkeys(
+        ("num_active", "num_waiting", "num_tokens", "pause_s"), gauge
+    )
+    report = StatusReport(
+        "g", "s", run.engine, FailureRecord(), Occupancy(run.config.generator, num_episodes=2)
+    )
+    status = report.make({}, is_leaving=False, is_catching_up=False)
+    assert wire.decode(wire.encode(status), GeneratorStatus) == status
+    assert (status.num_active, status.pause_s) == (MAX_COUNT, gauge)
 
 
 def test_the_rate_of_tokens_is_that_of_a_minute():
