@@ -20,8 +20,9 @@ MAX_NAMES = 4096
 MAX_GROUPS = 2**20
 MAX_WAIT_S = 86_400.0
 MAX_COUNT = 2**52
+MAX_VERSION = 2**31 - 1
 
-PolicyVersion: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PolicyVersion: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 """Also that of a token, an int32."""
 PromptIndex: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]

@@ -86,6 +86,15 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("learner.optimizer.learning=1", "learner.optimizer.learning: unknown key; allowed: betas"),
         ("run.max_steps=soon", "run.max_steps: was 'soon'; input should be a valid integer"),
         ("run.max_steps=0", "run.max_steps: was 0; input should be greater than 0"),
+        (f"run.max_steps={2**31}", f"run.max_steps: was {2**31}; it must be at most {2**31 - 1}"),
+        (
+            f"buffer.max_staleness={10**19}",
+            f"buffer.max_staleness: was {10**19}; it must be at most {2**52}",
+        ),
+        (
+            f"generator.max_num_seqs={2**60}",
+            f"generator.max_num_seqs: was {2**60}; it must be at most {2**52}",
+        ),
         ("learner.optimizer.lr=.nan", "learner.optimizer.lr: was '.nan'"),
         ("data.truncation=middle", "data.truncation: was 'middle'; input should be 'error',"),
         ("buffer.url=redsi://x", "buffer.url: was 'redsi://x'; it must start with"),
