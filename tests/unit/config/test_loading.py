@@ -202,6 +202,10 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
         ),
         (["generator.group_size=1"], ["algorithm.advantage opob", "generator.group_size"]),
         (
+            ["generator.group_size=4090", "generator.oversample.num_siblings=7"],
+            ["group_size 4090", "generator.oversample.num_siblings 7", "at most 4096"],
+        ),
+        (
             ["generator.episode.max_turns=3"],
             ["generator.episode.max_turns 3", "generator.environment single_turn"],
         ),
