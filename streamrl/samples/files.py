@@ -78,8 +78,9 @@ def validation_file(run: Path, policy_version: int) -> Path:
 
 
 def validation_files(run: Path) -> list[Path]:
-    """Those that there are, oldest version first."""
-    return sorted((run / VALIDATION_FOLDER).glob("[0-9]*.jsonl"))
+    """Those that there are, oldest version first; what a person has put beside them is none."""
+    found = sorted((run / VALIDATION_FOLDER).glob("*.jsonl"))
+    return [path for path in found if path.stem.isdecimal()]
 
 
 def side_by_side(run: Path, num_prompts: int = 10, num_versions: int | None = None) -> list[Sample]:
