@@ -65,7 +65,7 @@ class RunSettings(Section):
     """Steps until the run ends."""
     total_epochs: PositiveNumber | None = None
     """Passes over the rows of `data.source`; beside `max_steps` the smaller one ends the run."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NotNegative = 0
     """Of prompts, sampling and initialization."""
     resume: Literal["never", "auto"] | Path = "never"
     """`auto`: from the newest complete checkpoint, if there is one; a path: from that one, of this

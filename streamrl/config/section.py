@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from streamrl.types.ranges import MAX_COUNT
+from streamrl.types.ranges import MAX_VERSION
 
 
 class Section(BaseModel):
@@ -40,7 +40,7 @@ def twice(names: Iterable[str]) -> str | None:
 
 
 def at_most(most: int) -> AfterValidator:
-    """Of a number that crosses processes, whose messages hold no larger one."""
+    """For a number that crosses processes, whose messages hold no larger one."""
 
     def check(number: int) -> int:
         if number > most:
@@ -50,8 +50,9 @@ def at_most(most: int) -> AfterValidator:
     return AfterValidator(check)
 
 
-Positive = Annotated[int, Field(gt=0), at_most(MAX_COUNT)]
-NotNegative = Annotated[int, Field(ge=0), at_most(MAX_COUNT)]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Versions = Annotated[NotNegative, at_most(MAX_VERSION)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 NotNegativeNumber = Annotated[float, Field(ge=0)]
 Seconds = PositiveNumber
