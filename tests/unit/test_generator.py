@@ -367,6 +367,23 @@ async def test_groups_that_the_buffer_refuses_as_malformed_count_as_failures(mon
     await assert_gives_up(Run(), "no number")
 
 
+async def test_a_group_that_cannot_be_encoded_ends_its_lease_and_no_other(monkeypatch):
+    put = MemoryBuffer.put
+
+    async def encoded(self: MemoryBuffer, lease_id: str, group: TrajectoryGroup) -> None:
+        if group.prompt_index == 1:
+            raise CorruptMessageError("list cannot be encoded: it holds no number")
+        await put(self, lease_id, group)
+
+    monkeypatch.setattr(MemoryBuffer, "put", encoded)
+    run = Run()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped == {DropReason.MALFORMED: 1}
+    assert 1 not in run.books.open_prompt_indices
+
+
 async def test_a_reward_that_cancels_itself_fails_its_group(caplog):
     class Canceled(LengthReward):
         async def score(self, episodes: Sequence[Episode]) -> list[float]:
