@@ -225,6 +225,10 @@ class Generator:
         known = self._incarnation
         try:
             await self._buffer.put(lease_id, group)
+        except WireError:
+            # What cannot even be encoded has not reached the buffer.
+            await self._buffer.release(lease_id, DropReason.MALFORMED)
+            raise
         except UnknownLeaseError:
             reply = await self._report()
             if reply.incarnation == known or lease_id in reply.lost_lease_ids:
@@ -283,7 +287,7 @@ class Generator:
             # The buffer may have restarted, and learns of the lease with the next heartbeat; or a
             # checkpoint may free its memory.
             group.kept[number] = known
-        except (WireError, TypeError, NotImplementedError) as error:
+        except WireError as error:
             group.kept[number] = math.inf
             log.warning("prompt %d: a sibling is not kept: %s", lease.prompt_index, error)
 
@@ -335,14 +339,15 @@ class Generator:
     async def _report(self) -> HeartbeatReply:
         """Send a heartbeat. If the buffer has restarted, reassert every lease before one is lost.
 
-        Waits for the buffer's reply.
+        Several may be under way, each of which was sent to the buffer that was known then. Waits
+        for the buffer's reply.
         """
-        status = self._status()
+        known, status = self._incarnation, self._status()
         self.on_report(status)
         reply = await self._buffer.heartbeat(status)
-        while self._incarnation and reply.incarnation != self._incarnation:
+        while known and reply.incarnation != known:
             log.warning("the buffer has restarted: reasserting %d leases", len(self._groups))
-            self._incarnation = reply.incarnation
+            known = reply.incarnation
             for group in self._groups.values():
                 group.kept.clear()
             held = tuple(group.lease for group in self._groups.values())

@@ -36,7 +36,7 @@ from itertools import takewhile
 from actors.episode_record import Rollout
 from actors.episodes.group import GroupProgress
 from streamrl.config.generator import GeneratorSettings
-from streamrl.types import Lease, LoadReport
+from streamrl.types import MAX_NAMES, Lease, LoadReport
 
 GROWTH = 1.25
 
@@ -134,7 +134,8 @@ def num_free_groups(
     """Groups of `num_episodes` each, the most of a group, that an engine has room for.
 
     An episode that waits for its environment leaves its slot to others, so a slot is free only
-    while no episode can use it, unless `episode.max_in_flight` keeps it free.
+    while no episode can use it, unless `episode.max_in_flight` keeps it free. No more groups than a
+    heartbeat can name are held.
     """
     groups = tuple(groups)
     num_free = settings.max_num_seqs - sum(group.num_slots for group in groups)
@@ -142,7 +143,7 @@ def num_free_groups(
     if (most := settings.episode.max_in_flight) is not None:
         num_running = sum(group.num_running for group in groups)
         num_groups = min(num_groups, (most - num_running) // num_episodes)
-    return max(0, num_groups)
+    return max(0, min(num_groups, MAX_NAMES - len(groups)))
 
 
 log = logging.getLogger(__name__)

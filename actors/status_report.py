@@ -18,7 +18,7 @@ from actors.failures import FailureRecord
 from actors.leased_group import LeasedGroup, num_free_groups
 from streamrl.config.generator import GeneratorSettings
 from streamrl.interfaces import Engine
-from streamrl.types import GeneratorStatus
+from streamrl.types import MAX_COUNT, GeneratorStatus
 
 
 class OccupancyReading(NamedTuple):
@@ -117,9 +117,9 @@ class StatusReport:
             lease_ids=tuple(groups),
             lease_ages_s=tuple(now_s - group.leased_at_s for group in groups.values()),
             lease_num_tokens=tuple(group.progress.num_tokens for group in groups.values()),
-            num_active=int(gauges["num_active"]),
-            num_waiting=int(gauges["num_waiting"]),
-            num_tokens=int(num_tokens),
+            num_active=_count(gauges["num_active"]),
+            num_waiting=_count(gauges["num_waiting"]),
+            num_tokens=_count(num_tokens),
             tokens_per_s=self._rate.read(num_tokens),
             pause_s=gauges["pause_s"],
             kv_usage=gauges.get("kv_usage"),
@@ -133,3 +133,8 @@ class StatusReport:
             failed_rewards=failures.rewards,
             num_lost_agents=failures.num_lost_agents,
         )
+
+
+def _count(gauge: float) -> int:
+    """As a message can hold it, whatever a server elsewhere tells of itself."""
+    return int(min(gauge, MAX_COUNT))

@@ -153,13 +153,15 @@ class StoredGroup(Struct, frozen=True, tag="stored_group"):
 
 
 class LostRequest(Struct, frozen=True, tag="lost"):
-    """The groups of these prompts are gone from that store, as a learner has found."""
+    """The groups of these prompts are gone from that store, as a learner has found; its term is 0
+    where another of its ranks has found it, which has not attached."""
 
     prompt_indices: Annotated[tuple[PromptIndex, ...], Meta(max_length=MAX_GROUPS)]
     learner_term: Count
 
     def apply(self, state: State, now_s: float) -> Answer:
-        require_learner_term(self.learner_term, state.ledger.learner_term)
+        if self.learner_term:
+            require_learner_term(self.learner_term, state.ledger.learner_term)
         state.lose((prompt_index, GROUP) for prompt_index in self.prompt_indices)
         return (Done(),)
 

@@ -41,8 +41,17 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(record: Any) -> bytes:
-    """The record's envelope as bytes."""
-    body = _encoder.encode(record)
+    """The record's envelope as bytes.
+
+    Raises:
+        CorruptMessageError: it holds what no message can, as what users' code or a policy wrote
+            may: an integer of more than 64 bits, half a surrogate pair, an object of another kind.
+    """
+    try:
+        body = _encoder.encode(record)
+    except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+        name = type(record).__name__
+        raise CorruptMessageError(f"{name} cannot be encoded: {error}") from error
     envelope = _Envelope(SCHEMA_VERSION, xxhash.xxh3_64_intdigest(body), msgspec.Raw(body))
     return _encoder.encode(envelope)
 

@@ -61,7 +61,8 @@ class Segments:
         Raises:
             StorageError: a segment is there and cannot be read.
         """
-        numbers = {int(path.stem) for path in self._folder.glob("*.segment")}
+        found = (path.stem for path in self._folder.glob("*.segment"))
+        numbers = {int(stem) for stem in found if stem.isdecimal()}
         payloads: dict[Key, bytes] = {}
         in_order = sorted(places.items(), key=lambda item: item[1][:2])
         for number, of_one in groupby(in_order, key=lambda item: item[1].segment):

@@ -286,6 +286,10 @@ class Entries:
             return None
         return self._entries[prompt_index]
 
+    def has_open(self, lease_id: str) -> bool:
+        """Whether this lease has an open entry, vacant or not."""
+        return lease_id in self._prompt_index_of
+
     def vacant_entries(self) -> list[Entry]:
         """First due first."""
         entries = (self._entries[self._prompt_index_of[lease_id]] for lease_id in self.vacant)

@@ -418,7 +418,7 @@ class Ledger:
         """Grant a forgotten lease again if its prompt is free; `renew` returns it if not."""
         self.expire(now_s)
         entry = Entry(lease.prompt_index, lease.lease_id, lease.min_policy_version, now_s + ttl_s)
-        if self._entries.find(lease.lease_id) is None and self._entries.grant_again(entry):
+        if not self._entries.has_open(lease.lease_id) and self._entries.grant_again(entry):
             self._expiries.add(entry)
 
     def put(self, lease_id: str, header: GroupHeader, now_s: float) -> bool:

@@ -14,6 +14,10 @@ refusals the server rests, while the connections' queues are full and the others
 An unexpected error is a refusal too, if the ledger is as it was before the request. If not, the
 server ends, and continues from its journal.
 
+`ServingClock`: a lease ends because its holder is silent, and nobody is heard while the server
+stands still, as one whose process is stopped or whose disk hangs does. So its time stands still
+too, but for LONGEST_TURN_S.
+
 `Observers` follow a run by its stats, as a validator does: nobody else tells them that it is over.
 The server of a run that is over stays for those who asked within ASKED_WITHIN_S and have
 not been answered since. At most MAX_OBSERVERS are remembered, those who asked last.
@@ -62,6 +66,25 @@ from streamrl.config.addresses import is_loopback
 from streamrl.curve import CurveServer, choose_family, serve_with_new_key
 from streamrl.errors import MessageTooLargeError, StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, GroupHeader, PackedGroup, RefusalReason
+
+POLL_S = 0.2
+LONGEST_TURN_S = 2 * POLL_S
+
+
+class ServingClock:
+    """The seconds of `clock`, without those between two readings beyond LONGEST_TURN_S."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._read_s = clock()
+        self._stood_s = 0.0
+
+    def __call__(self) -> float:
+        now_s = self._clock()
+        self._stood_s += max(0.0, now_s - self._read_s - LONGEST_TURN_S)
+        self._read_s = now_s
+        return now_s - self._stood_s
+
 
 ASKED_WITHIN_S = 3.0
 MAX_OBSERVERS = 1024
@@ -274,7 +297,6 @@ class Peers:
 
 
 Frames: TypeAlias = Sequence[Frame]
-POLL_S = 0.2
 STATS_S = 1.0
 SHUTDOWN_GRACE_S = 0.5
 # One commit's worth: more would keep the first ones waiting.
@@ -324,7 +346,7 @@ class ZmqBufferServer:
         self._refusal: StorageError | None = None
         self._replies = Replies()
         self._max_group_bytes = max_group_bytes
-        self._clock = clock
+        self._clock = clock = ServingClock(clock)
         self._on_stats, self._stats_s = on_stats, clock()
         self._needed_s = clock()
         self._pending_requests = PendingRequests()

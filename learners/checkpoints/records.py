@@ -23,7 +23,7 @@ from streamrl.checkpoints.retention import Validated
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, did_you_mean
 from streamrl.interfaces import Tracker
-from streamrl.samples.files import set_validations_aside
+from streamrl.samples.files import validations_after
 from streamrl.tracking import CLOSE_S, Trackers, open_trackers
 from streamrl.tracking.jsonl import (
     METRICS_FILE,
@@ -81,11 +81,11 @@ class RunRecords:
         """
         start, run = self._start, self._config.run.path
         try:
-            found = abandoned.begin(
-                run, start.history, start.policy_version, start.reason, _LINE_FILES
-            )
-            aside = None if found is None else run / found.folder
-            set_validations_aside(run, start.policy_version, aside)
+            later = validations_after(run, start.policy_version)
+            files = (*(run / name for name in _LINE_FILES), *later)
+            found = abandoned.begin(run, start.history, start.policy_version, start.reason, files)
+            for path in later:
+                path.unlink(missing_ok=True)
             _take_lines(run, start.lines_from)
             first_step = start.policy_version + 1
             is_continued = _is_same_folder(start.lines_from, run)

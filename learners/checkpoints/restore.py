@@ -120,7 +120,11 @@ def _newest(run: Path) -> LearnerStart:
 def _named(run: Path, path: Path) -> LearnerStart:
     if not is_checkpoint(path):
         raise ConfigError(f"run.resume: {path} is no checkpoint (it has no state.json)")
-    return _after(read_checkpoint(path), run, str(path), f"run.resume named {path}")
+    place, own = path, checkpoints_of(run)
+    if path.parent.resolve() == own.resolve():
+        # The run's own, however a person has named it: through a link, or with a "..".
+        place = own / path.name
+    return _after(read_checkpoint(place), run, str(path), f"run.resume named {path}")
 
 
 def _after(checkpoint: Checkpoint, run: Path, resume: str, reason: str) -> LearnerStart:

@@ -1,11 +1,12 @@
 """What a run has abandoned: checkpoints, and the lines of the steps that led to them.
 
     abandoned/0001-after-step-00000010/   step-00000020/ ...  metrics.jsonl  trained.jsonl
+                                          validation/         responses of its later versions
                                           abandoned.json      when, why, and which steps
 
 Nothing in it is deleted; a person may delete it, or go on from a checkpoint in it with
-`run.resume`. Invariant: it is complete before the lines in the run's folder are cut, so that a
-learner killed in between leaves everything in one place or the other.
+`run.resume`. Invariant: it is complete before the lines in the run's folder are cut, and files
+there deleted, so that a learner killed in between leaves everything in one place or the other.
 """
 
 import shutil
@@ -41,12 +42,12 @@ class Abandoned(Struct, frozen=True, kw_only=True):
 
 
 def begin(
-    run: Path, history: History, policy_version: int, reason: str, line_files: Sequence[str]
+    run: Path, history: History, policy_version: int, reason: str, files: Sequence[Path]
 ) -> Abandoned | None:
     """Make a history at this version the surviving one, and set aside what is not of it.
 
-    Copies the `line_files` of the run with the checkpoints, and cuts nothing of them. May be
-    repeated after an error or a kill.
+    Copies these `files` of the run's folder with the checkpoints, those that there are, and changes
+    nothing of them. May be repeated after an error or a kill.
 
     Returns:
         What was set aside, None if there was nothing.
@@ -64,13 +65,14 @@ def begin(
         return None
     folder = _make_folder(run, policy_version)
     try:
-        record = _copy_lines(run, folder, policy_version, leftovers, reason, line_files)
+        record = _copy_files(run, folder, policy_version, leftovers, reason, files)
         write_history(checkpoints, history)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     for path in leftovers:
-        path.rename(folder / path.name)
+        # A person may have the checkpoints on another disk, behind a link.
+        shutil.move(path, folder / path.name)
     return record
 
 
@@ -80,17 +82,18 @@ def read_abandoned(run: Path) -> tuple[Abandoned, ...]:
     return tuple(msgspec.json.decode(path.read_bytes(), type=Abandoned) for path in records)
 
 
-def _copy_lines(
+def _copy_files(
     run: Path,
     folder: Path,
     policy_version: int,
     leftovers: Sequence[Path],
     reason: str,
-    line_files: Sequence[str],
+    files: Sequence[Path],
 ) -> Abandoned:
-    for name in line_files:
-        if (run / name).exists():
-            shutil.copy2(run / name, folder / name)
+    for file in filter(Path.exists, files):
+        copy = folder / file.relative_to(run)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(file, copy)
     record = Abandoned(
         folder=str(folder.relative_to(run)),
         policy_version=policy_version,

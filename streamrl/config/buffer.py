@@ -23,7 +23,7 @@ from streamrl.config.secrets import (
     read_password,
     with_password,
 )
-from streamrl.config.section import NotNegative, Positive, Seconds, Section
+from streamrl.config.section import Positive, Seconds, Section, Versions
 from streamrl.errors import ConfigError
 
 SHORTEST_LEASE_S = 1.0
@@ -32,9 +32,9 @@ SHORTEST_LEASE_S = 1.0
 class SteeredStaleness(Section):
     """A bound on staleness that follows the effective sample size."""
 
-    min: NotNegative
+    min: Versions
     """The bound at first, and the lowest."""
-    max: NotNegative
+    max: Versions
     """The highest; no older token is trained."""
     ess: Annotated[float, Field(gt=0, lt=1)] = 0.98
     """Lowered where the effective sample size of the last steps is below this; raised where it
@@ -55,7 +55,7 @@ def _kind_of(value: Any) -> str:
 
 
 MaxStaleness = Annotated[
-    Annotated[NotNegative, Tag("Fixed")] | Annotated[SteeredStaleness, Tag("Steered")],
+    Annotated[Versions, Tag("Fixed")] | Annotated[SteeredStaleness, Tag("Steered")],
     Discriminator(_kind_of),
 ]
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from streamrl.config.addresses import host_of, is_loopback, port_of
 from streamrl.config.section import twice
 from streamrl.errors import did_you_mean
+from streamrl.types.ranges import MAX_NAMES
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -106,6 +107,12 @@ def _of_groups(c: "RunConfig") -> Iterator[str]:
         yield (
             f"algorithm.advantage {algorithm.advantage} needs a greedy completion of each prompt, "
             "which generator.oversample.keep first_finished may cancel; use each_reward"
+        )
+    if c.max_num_episodes > MAX_NAMES:
+        yield (
+            f"generator.oversample.num_siblings {oversample.num_siblings} and group_size "
+            f"{c.max_group_size} make groups of {c.max_num_episodes} episodes; the buffer keeps at "
+            f"most {MAX_NAMES} apart"
         )
     alone = [entry.group_size_setting for entry in c.entries if entry.group_size == 1]
     if alone and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:

@@ -18,8 +18,9 @@ from streamrl.config.section import (
     Seconds,
     Section,
     Share,
+    at_most,
 )
-from streamrl.types.ranges import ID_PATTERN
+from streamrl.types.ranges import ID_PATTERN, MAX_VERSION
 
 HostRole: TypeAlias = Literal["buffer", "learner", "generator", "validator"]
 
@@ -60,7 +61,7 @@ class RunSettings(Section):
     """Where a launch copies the run's folder at each checkpoint and at the end, so that `--resume`
     goes on where this machine is lost: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or
     file:///FOLDER."""
-    max_steps: Positive = 100
+    max_steps: Annotated[Positive, at_most(MAX_VERSION)] = 100
     """Steps until the run ends."""
     total_epochs: PositiveNumber | None = None
     """Passes over the rows of `data.source`; beside `max_steps` the smaller one ends the run."""

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from streamrl.types.ranges import MAX_VERSION
+
 
 class Section(BaseModel):
     """A frozen record of settings; unknown keys are refused."""
@@ -37,8 +39,20 @@ def twice(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
+def at_most(most: int) -> AfterValidator:
+    """For a number that crosses processes, whose messages hold no larger one."""
+
+    def check(number: int) -> int:
+        if number > most:
+            raise ValueError(f"was {number}; it must be at most {most}")
+        return number
+
+    return AfterValidator(check)
+
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
+Versions = Annotated[NotNegative, at_most(MAX_VERSION)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 NotNegativeNumber = Annotated[float, Field(ge=0)]
 Seconds = PositiveNumber

@@ -78,8 +78,9 @@ def validation_file(run: Path, policy_version: int) -> Path:
 
 
 def validation_files(run: Path) -> list[Path]:
-    """Those that there are, oldest version first."""
-    return sorted((run / VALIDATION_FOLDER).glob("[0-9]*.jsonl"))
+    """Those that there are, oldest version first; what a person has put beside them is none."""
+    found = sorted((run / VALIDATION_FOLDER).glob("*.jsonl"))
+    return [path for path in found if path.stem.isdecimal()]
 
 
 def side_by_side(run: Path, num_prompts: int = 10, num_versions: int | None = None) -> list[Sample]:
@@ -105,21 +106,9 @@ def _first_responses(path: Path, num_prompts: int) -> dict[int, Sample]:
     return found
 
 
-def set_validations_aside(run: Path, policy_version: int, folder: Path | None) -> None:
-    """Move the files of later versions than this one, which a learner that went back makes again,
-    into `folder`; None deletes them.
-
-    Raises:
-        OSError: one cannot be moved.
-    """
-    for path in validation_files(run):
-        if int(path.stem) <= policy_version:
-            continue
-        if folder is None:
-            path.unlink(missing_ok=True)
-        else:
-            (folder / VALIDATION_FOLDER).mkdir(exist_ok=True)
-            path.replace(folder / VALIDATION_FOLDER / path.name)
+def validations_after(run: Path, policy_version: int) -> list[Path]:
+    """The files of later versions than this one, which a learner that went back makes again."""
+    return [path for path in validation_files(run) if int(path.stem) > policy_version]
 
 
 def newest_first(run: Path) -> Iterator[Sample]:
@@ -148,9 +137,9 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
 
 
 def _keep_before(path: Path, first_step: int) -> None:
-    """Rewrite the file without later steps, if it has any."""
+    """Rewrite the file without later steps and lines that were cut off, if it has any."""
     kept = [sample for sample in read_samples(path) if sample.step < first_step]
-    num_lines = path.read_bytes().count(b"\n") if path.exists() else 0
+    num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0
     if len(kept) < num_lines:
         write_file(path, text_of(kept))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import RunConfig
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.extras import missing
 from streamrl.interfaces import Tracker
@@ -187,7 +188,7 @@ class WandbTracker(TableTracker):
 def _identity(path: Path) -> str:
     """The id of the W&B run, made once per run folder."""
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
+        write_file(path, uuid.uuid4().hex[:12])
     return path.read_text()
 
 
@@ -229,7 +230,7 @@ class TrackioTracker(TableTracker):
         # Those of a validation are logged at its version.
         own = {k: v for k, v in grouped(metrics).items() if not k.startswith("validation/")}
         self._run.log(own, step=step)
-        self._file.write_text(str(step))
+        write_file(self._file, str(step))
         self._step = step
 
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:

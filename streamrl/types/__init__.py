@@ -50,6 +50,7 @@ from streamrl.types.parity import (
     ParitySamples as ParitySamples,
 )
 from streamrl.types.ranges import (
+    MAX_COUNT as MAX_COUNT,
     MAX_GROUPS as MAX_GROUPS,
     MAX_NAMES as MAX_NAMES,
     Count as Count,

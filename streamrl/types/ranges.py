@@ -19,13 +19,15 @@ MAX_TEXT = 4096
 MAX_NAMES = 4096
 MAX_GROUPS = 2**20
 MAX_WAIT_S = 86_400.0
+MAX_COUNT = 2**52
+MAX_VERSION = 2**31 - 1
 
-PolicyVersion: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PolicyVersion: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 """Also that of a token, an int32."""
-PromptIndex: TypeAlias = Annotated[int, Meta(ge=0, le=2**52)]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**52)]
+PromptIndex: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-CountOrNone: TypeAlias = Annotated[int, Meta(ge=-1, le=2**52)]
+CountOrNone: TypeAlias = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """-1 where it is not known."""
 SiblingNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_NAMES)]
 """A sibling's place in its group, from 0 on."""

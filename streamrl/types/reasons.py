@@ -86,8 +86,9 @@ class FailedReward(Struct, frozen=True, kw_only=True):
 
 
 def shortened(text: str) -> str:
-    """The text on one line, with at most MAX_FAILURE_CHARACTERS."""
-    line = " ".join(text.split())
+    """The text on one line, with at most MAX_FAILURE_CHARACTERS, as it can be sent: the name of a
+    file may hold half a surrogate pair."""
+    line = " ".join(text.split()).encode(errors="replace").decode()
     is_short = len(line) <= MAX_FAILURE_CHARACTERS
     return line if is_short else line[: MAX_FAILURE_CHARACTERS - 3] + "..."
 

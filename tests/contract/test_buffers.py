@@ -869,6 +869,23 @@ async def test_a_lease_that_a_dead_process_waits_for_goes_to_the_one_in_its_plac
             await client.close()
 
 
+async def test_no_lease_ends_for_a_server_that_stood_still(tmp_path):
+    """Its process was stopped, or its disk hung: heartbeats have waited meanwhile."""
+    stood_s = [0.0]
+    clock = lambda: time.monotonic() + stood_s[0]  # noqa: E731
+    with zmq_server(tmp_path, lease_ttl_s=30.0, clock=clock) as server:
+        buffer = ZmqBuffer(server.url)
+        await buffer.attach(0, None)
+        assert await lease_one(buffer, "g/1", "g", 0.0) is not None
+        await buffer.heartbeat(status("g", lease_ids=("g/1",)))
+        stood_s[0] = 100.0
+        stats = await buffer.stats()
+        assert (len(stats.generators), stats.books.leased) == (1, 1)
+        reply = await buffer.heartbeat(status("g", lease_ids=("g/1",)))
+        assert reply.lost_lease_ids == ()
+        await buffer.close()
+
+
 async def test_nonsense_on_the_socket_harms_nobody(tmp_path):
     with zmq_server(tmp_path) as server:
         stranger = zmq.Context.instance().socket(zmq.DEALER)

@@ -162,6 +162,24 @@ async def test_a_payload_that_redis_lost_is_sampled_again(
     server.close()
 
 
+async def test_a_payload_whose_loss_another_rank_finds_is_sampled_again(
+    redis: RedisServer, redis_client: Connect
+):
+    """Each rank fetches its share, and the first one alone has attached."""
+    first, second = (redis_client(redis.url, "rank") for _ in range(2))
+    await first.attach(0, None)
+    await fill(first, "a", "b")
+    headers = (await first.take(2, 0, 1.0)).headers
+    server = Redis.from_url(redis.url)
+    server.delete(named_payloads(server, "rank")[headers[1].prompt_index, GROUP])
+    with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
+        await second.fetch([1])
+    await first.attach(0, None)
+    books = (await first.stats()).books
+    assert (books.buffered, books.dropped) == (1, {DropReason.ORPHANED: 1})
+    server.close()
+
+
 @pytest.mark.parametrize("cut", [0, 10, -1])
 async def test_a_payload_that_is_half_written_is_sampled_again(
     redis: RedisServer, redis_client: Connect, cut: int

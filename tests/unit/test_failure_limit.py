@@ -2,8 +2,10 @@
 
 import pytest
 
-from actors.failures import MAX_FAILURES, MAX_FAILURES_AT_START, FailureLimit
+from actors.failures import MAX_FAILURES, MAX_FAILURES_AT_START, FailureLimit, FailureRecord
+from streamrl import wire
 from streamrl.errors import CorruptMessageError, RolloutError
+from streamrl.types import FailedRow, GroupFailure
 from streamrl.user_code import attributed_to, load_user_code
 
 CODE = """
@@ -74,3 +76,12 @@ def test_the_users_traceback_is_logged_once_for_each_place_that_raises(tmp_path)
         found.append(limit.details(caught.value).get("exc_info", (None,))[0])
     assert found == [KeyError, None, IndexError, None]
     assert limit.details(RolloutError("not by the user's code")) == {}
+
+
+def test_a_failure_that_names_a_file_of_no_encoding_is_reported_all_the_same():
+    """With a heartbeat, without which the generator would end."""
+    record = FailureRecord()
+    record.add(3, "line 1 of \udcff.jsonl", RolloutError("there is no file \udcff"))
+    assert record.last == wire.decode(wire.encode(record.last), GroupFailure)
+    assert record.last.sentence == "there is no file ?"
+    assert record.rows == (FailedRow(row="line 1 of ?.jsonl", num_failures=1),)

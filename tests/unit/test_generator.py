@@ -15,12 +15,14 @@ from actors import leased_group
 from actors.engines.targets import WeightTarget
 from actors.environments import SingleTurn
 from actors.episodes.group import GroupProgress, GroupRunner
+from actors.failures import FailureRecord
 from actors.generator import Generator
 from actors.leased_group import LeasedGroup, StarvedLeases, VersionGate
-from actors.status_report import TokenRate
+from actors.status_report import Occupancy, StatusReport, TokenRate
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
+from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import CorruptMessageError, RolloutError, WeightTransferError
@@ -34,11 +36,13 @@ from streamrl.interfaces import (
     Transition,
 )
 from streamrl.types import (
+    MAX_COUNT,
     Books,
     Completion,
     DropReason,
     FilesEndpoint,
     FinishReason,
+    GeneratorStatus,
     Lease,
     LoadReport,
     SamplingParams,
@@ -296,6 +300,29 @@ async def test_a_group_finished_before_the_buffer_told_of_its_loss_is_not_lost()
     assert run.books.granted == 4
 
 
+async def test_groups_that_finish_at_once_are_all_kept_by_a_buffer_that_has_lost_its_memory(
+    monkeypatch,
+):
+    """Their reports are under way together, and only the first answer is news of the loss."""
+    call = MemoryBuffer._call
+
+    async def answer_late(*arguments: object) -> object:
+        answer = await call(*arguments)
+        await asyncio.sleep(0.05)
+        return answer
+
+    run = Run()
+    run.engine.open.clear()
+    await run.learner.attach(0, None)
+    async with run.generating() as generator:
+        await run.until(lambda: run.books.leased == 4 and bool(generator._incarnation))
+        monkeypatch.setattr(MemoryBuffer, "_call", answer_late)
+        run.state.__init__(make_ledger(), lease_ttl_s=LEASE_TTL_S)
+        run.engine.open.set()
+        await run.until(lambda: run.books.buffered == 4)
+    assert (run.books.granted, run.books.dropped) == (4, {})
+
+
 async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on(caplog):
     run = Run()
     await run.learner.attach(0, None)
@@ -338,6 +365,23 @@ async def test_groups_that_the_buffer_refuses_as_malformed_count_as_failures(mon
 
     monkeypatch.setattr(MemoryBuffer, "put", refused)
     await assert_gives_up(Run(), "no number")
+
+
+async def test_a_group_that_cannot_be_encoded_ends_its_lease_and_no_other(monkeypatch):
+    put = MemoryBuffer.put
+
+    async def encoded(self: MemoryBuffer, lease_id: str, group: TrajectoryGroup) -> None:
+        if group.prompt_index == 1:
+            raise CorruptMessageError("list cannot be encoded: it holds no number")
+        await put(self, lease_id, group)
+
+    monkeypatch.setattr(MemoryBuffer, "put", encoded)
+    run = Run()
+    await run.learner.attach(0, None)
+    async with run.generating():
+        await run.until(lambda: run.books.buffered == 4)
+    assert run.books.dropped == {DropReason.MALFORMED: 1}
+    assert 1 not in run.books.open_prompt_indices
 
 
 async def test_a_reward_that_cancels_itself_fails_its_group(caplog):
@@ -822,6 +866,21 @@ async def test_turns_are_recorded_one_after_the_other():
     ]
     assert [t.num_observation_tokens for t in trajectory.turns] == [1, 1, 1]
     assert [t.num_tool_calls for t in trajectory.turns] == [1, 1, 1]
+
+
+def test_what_a_server_tells_of_itself_can_be_reported_whatever_it_is():
+    """With a heartbeat, without which the generator would end."""
+    run = Run()
+    gauge = 2.0**53
+    run.engine.gauges = lambda: dict.fromkeys(
+        ("num_active", "num_waiting", "num_tokens", "pause_s"), gauge
+    )
+    report = StatusReport(
+        "g", "s", run.engine, FailureRecord(), Occupancy(run.config.generator, num_episodes=2)
+    )
+    status = report.make({}, is_leaving=False, is_catching_up=False)
+    assert wire.decode(wire.encode(status), GeneratorStatus) == status
+    assert (status.num_active, status.pause_s) == (MAX_COUNT, gauge)
 
 
 def test_the_rate_of_tokens_is_that_of_a_minute():

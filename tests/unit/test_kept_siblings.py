@@ -32,6 +32,7 @@ from tests.unit.test_generator import (
     LEASE_TTL_S,
     CountingEnvironment,
     FakeEngine,
+    FakeRenderer,
     Run,
     make_ledger,
 )
@@ -163,6 +164,26 @@ async def test_a_sibling_that_cannot_be_read_is_sampled_again(caplog):
     groups = await groups_of(run, UnevenEngine(ALIVE, 0, is_open=True))
     assert [marks(group) for group in groups] == [{ALIVE: 3}] * 4
     assert "sibling 0 of prompt 0: not a StreamRL message" in caplog.text
+
+
+@pytest.mark.parametrize("argument", [2**64, "\ud83d", 1j])
+async def test_a_sibling_that_no_message_can_hold_costs_its_group_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, argument: object
+):
+    """The policy may write any argument into the call of a tool."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": argument}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    monkeypatch.setattr(FakeRenderer, "parse", lambda *_: message)
+    run = make_run()
+    await run.learner.attach(0, None)
+    engine = UnevenEngine(ALIVE, 2)
+    alive = generator_of(run, engine)
+    running = asyncio.create_task(alive.run())
+    await run.until(lambda: caplog.text.count("a sibling is not kept: Rollout cannot be") == 8)
+    engine.open.set()
+    await run.until(lambda: run.books.buffered == 4)
+    alive.stop()
+    await running
 
 
 async def test_a_buffer_that_has_lost_the_siblings_gets_them_again():

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from actors.engines.targets import WeightTarget
-from actors.leased_group import VersionGate
+from actors.leased_group import VersionGate, num_free_groups
 from buffers.memory import MemoryBuffer
-from streamrl.types import replace
+from streamrl.config.generator import GeneratorSettings
+from streamrl.types import MAX_NAMES, replace
 from tests.unit.test_generator import Run, update
 
 
@@ -62,3 +63,9 @@ async def test_heartbeats_report_the_tokens_of_each_groups_longest_sibling():
             lambda: any(s.lease_num_tokens == (17,) * 4 for s in run.state.registry.statuses)
         )
         run.engine.open.set()
+
+
+def test_a_generator_with_any_room_holds_no_more_leases_than_a_message_names():
+    """Else the buffer would refuse its calls, and it would end."""
+    settings = GeneratorSettings(max_num_seqs=10 * MAX_NAMES)
+    assert num_free_groups((), settings, 1) == MAX_NAMES

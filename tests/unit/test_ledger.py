@@ -630,3 +630,17 @@ def test_a_lease_that_ended_and_is_asked_for_again_gets_its_own_prompt():
         ledger.end_lease(lease_id, DropReason.EXPIRED)
     assert [grant(ledger, lease_id).prompt_index for lease_id in "bc"] == [1, 0]
     assert ledger.books().balanced
+
+
+def test_an_ended_lease_that_is_asserted_for_another_prompt_is_lost():
+    ledger = make_ledger()
+    for lease_id in "ab":
+        grant(ledger, lease_id)
+    keep_siblings(ledger, "a", 0)
+    ledger.end_lease("a", DropReason.EXPIRED)
+    ledger.end_lease("b", DropReason.RELEASED)
+    asserted = Lease(lease_id="a", prompt_index=1, min_policy_version=0, expires_at_s=0.0)
+    ledger.reassert(asserted, 0.0, 10.0)
+    assert ledger.renew(["a"], 0.0, 10.0) == ("a",)
+    assert [grant(ledger, lease_id).prompt_index for lease_id in "cd"] == [0, 1]
+    assert ledger.books().balanced

@@ -321,6 +321,63 @@ def test_the_responses_of_abandoned_validations_are_no_longer_the_runs(tmp_path)
     assert (names(run), names(run / aside.folder)) == ([0, 10], [20])
 
 
+def test_a_learner_that_is_killed_as_it_goes_back_loses_no_response_of_a_validation(tmp_path):
+    """As its history has become the surviving one, and nothing else has been changed."""
+    ledger, _ = make_ledger()
+    config, run = make_run(tmp_path), tmp_path / "run"
+    run_to(LearnerProcess(config, ledger), 20)
+    write_validation(run, 20, (), keep=9)
+    real = abandoned.begin
+
+    def killed(*arguments: Any) -> None:
+        real(*arguments)
+        raise KilledError
+
+    back = make_run(tmp_path, resume=str(path_of(run, 10)))
+    with patch.object(abandoned, "begin", killed), pytest.raises(KilledError):
+        LearnerProcess(back, ledger).begin()
+    run_to(LearnerProcess(resumed(back), ledger), 11)
+    (aside,) = read_abandoned(run)
+    assert [path.name for path in validation_files(run / aside.folder)] == ["00000020.jsonl"]
+    assert not validation_files(run)
+
+
+def test_a_checkpoint_of_the_run_that_is_named_in_another_way_is_the_runs(tmp_path):
+    """Else its lines and its record would be taken for those of another run."""
+    ledger, _ = make_ledger()
+    run_to(LearnerProcess(make_run(tmp_path), ledger), 20)
+    own = path_of(tmp_path / "run", 10)
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoints")
+    for named in (
+        tmp_path / "link" / own.name,
+        tmp_path / "run" / ".." / own.relative_to(tmp_path),
+    ):
+        start = choose(make_run(tmp_path, resume=str(named)).run)
+        assert start.checkpoint is not None
+        assert (start.checkpoint.path, start.lines_from) == (own, tmp_path / "run")
+        assert (start.history.base, start.history.resume) == (str(own), str(named))
+
+
+def test_checkpoints_on_another_disk_are_set_aside(tmp_path):
+    """As a person has them who links the folder to a larger disk."""
+    elsewhere = Path(tempfile.mkdtemp(prefix="checkpoints-", dir="/dev/shm"))
+    try:
+        if elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("/dev/shm is on the disk of the temporary files")
+        run = tmp_path / "run"
+        run.mkdir()
+        (run / "checkpoints").symlink_to(elsewhere)
+        ledger, _ = make_ledger()
+        run_to(LearnerProcess(make_run(tmp_path), ledger), 20)
+        back = make_run(tmp_path, resume=str(path_of(run, 10)))
+        run_to(LearnerProcess(back, ledger), 11)
+        (aside,) = read_abandoned(run)
+        assert (run / aside.folder / "step-00000020" / "manifest.json").exists()
+        assert [path.name for path in list_checkpoints(run)] == ["step-00000010"]
+    finally:
+        shutil.rmtree(elsewhere)
+
+
 @pytest.mark.parametrize(("remove", "version"), [(remove_newest, 10), (remove_all, 0)])
 def test_a_run_whose_checkpoints_are_removed_goes_on_and_its_audit_is_in_order(
     tmp_path, remove, version

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import threading
 
 import msgspec
@@ -23,7 +24,9 @@ from streamrl.samples.files import (
     newest_first,
     read_samples,
     side_by_side,
+    validation_file,
     validation_files,
+    validations_after,
     write_validation,
 )
 from streamrl.samples.record import (
@@ -200,6 +203,8 @@ def test_the_versions_of_a_held_out_prompt_stand_side_by_side(tmp_path, capsys):
 def test_the_first_validation_stays_and_the_newest_are_compared_with_it(tmp_path):
     write_versions(tmp_path, range(0, 80, 10), keep=4)
     assert [int(path.stem) for path in validation_files(tmp_path)] == [0, 40, 50, 60, 70]
+    shutil.copy(validation_file(tmp_path, 70), tmp_path / "validation" / "00000070 (copy).jsonl")
+    assert [int(path.stem) for path in validations_after(tmp_path, 50)] == [60, 70]
     compared = side_by_side(tmp_path, num_prompts=1, num_versions=3)
     assert [sample.step for sample in compared] == [0, 60, 70]
 
@@ -293,6 +298,14 @@ def test_a_resumed_learner_removes_the_samples_of_the_steps_that_it_makes_again(
         torn.write(b'{"step": 8, "prom')
     SampleFile(tmp_path, 5, 10**6).append([make_sample(5)])
     assert [s.step for s in read_samples(tmp_path / "samples.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
+
+
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
+    SampleFile(tmp_path, 1, 10**6).append([make_sample(1)])
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "prom')
+    SampleFile(tmp_path, 2, 10**6).append([make_sample(2)])
+    assert [sample.step for sample in newest_first(tmp_path)] == [2, 1]
 
 
 def test_lines_are_read_from_the_end_across_blocks(tmp_path, monkeypatch):

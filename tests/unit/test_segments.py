@@ -258,15 +258,16 @@ def test_a_segment_that_no_row_names_is_deleted(tmp_path):
     journal.commit()
     journal.close()
     kept = segments_of(tmp_path)
+    shutil.copy(kept[0], own := kept[0].with_name(f"{kept[0].stem} (copy).segment"))
     kept[0].with_name("00000007.segment").write_bytes(b"of a commit that never came")
     with kept[0].open("ab") as file:
         file.write(b"a torn end")
     state, journal = open_journal(tmp_path)
-    assert segments_of(tmp_path) == kept
+    assert segments_of(tmp_path) == [own, *kept], "a person's copy stays"
     assert state.fetch([0]) == (b"a" * SIZE,)
     put_large(state, "b")
     journal.commit()
-    assert [path.name for path in segments_of(tmp_path)][1:] == ["00000008.segment"]
+    assert [path.name for path in segments_of(tmp_path)][2:] == ["00000008.segment"]
     journal.close()
 
 

@@ -274,6 +274,37 @@ async def test_with_an_old_cache_a_request_that_started_after_an_update_is_sent_
     await engine.close()
 
 
+async def test_an_answer_from_before_the_learner_went_back_says_nothing_of_the_servers_version():
+    """Else each request after it would be sampled twice."""
+    late: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    of_seven, of_five = (
+        structs.replace(an_answer(-0.25), policy_versions=np.full(1, version, np.int32))
+        for version in (7, 5)
+    )
+    server = FakeServer(late, of_five)
+    engine = engine_on(server, keeps_old_kv=True)
+    running = None
+    for version, learner_id in ((7, "before"), (5, "after")):
+        update = WeightUpdate(
+            policy_version=version,
+            learner_id=learner_id,
+            manifest=(),
+            endpoint=None,
+            key=b"",  # type: ignore[arg-type]
+        )
+        await engine.load_weights(update)
+        running = running or asyncio.create_task(engine.generate([5], ONE))
+        async with asyncio.timeout(10):
+            while not server.asked:
+                await asyncio.sleep(0)
+    late.set_result(of_seven)
+    async with asyncio.timeout(10):
+        assert (await running).policy_versions.tolist() == [7]
+        assert (await engine.generate([5], ONE)).policy_versions.tolist() == [5]
+    assert len(server.asked) == 2
+    await engine.close()
+
+
 async def test_requests_beyond_twice_the_slots_wait_on_this_side():
     server = FakeServer()
     server.num_refusals = 1

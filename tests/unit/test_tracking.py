@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -22,7 +23,7 @@ from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.samples import Sample
 from streamrl.samples.files import write_validation
 from streamrl.tracking import Trackers, open_trackers
-from streamrl.tracking.dashboards import FINISH_S, HELD_OUT
+from streamrl.tracking.dashboards import FINISH_S, HELD_OUT, TrackioTracker, _identity
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
 from streamrl.types import (
     Books,
@@ -368,6 +369,28 @@ def test_trackio_goes_on_with_the_run_of_a_folder_and_begins_one_for_another(
         [line["step"] for line in trackio_store.get_logs("p", "run", run_id=run)] for run in runs
     ]
     assert sorted(steps_of_runs) == [[1], [1, 2, 3]]
+
+
+def test_a_full_disk_leaves_a_tracker_what_it_knows_of_its_run(tmp_path, monkeypatch):
+    """Else the learner could not go on with that run, or not at all."""
+    resumes: list[str] = []
+
+    def init(**given: Any) -> SimpleNamespace:
+        resumes.append(given["resume"])
+        return SimpleNamespace(log=lambda *_, **__: None)
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Table=dict, init=init))
+    config, name = make_config(tmp_path, trackio=True, console=False), tmp_path / "run" / "wandb-id"
+    name.parent.mkdir()
+    TrackioTracker(config).log({}, 3)
+    with files_no_larger_than(0):
+        with pytest.raises(OSError, match="too large"):
+            TrackioTracker(config).log({}, 4)
+        with pytest.raises(OSError, match="too large"):
+            _identity(name)
+    TrackioTracker(config).log({}, 4)
+    assert resumes == ["never", "allow", "allow"]
+    assert len(_identity(name)) == 12
 
 
 def test_what_trackio_refuses_is_a_sentence_that_names_the_setting(tmp_path, trackio_store):

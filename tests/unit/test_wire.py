@@ -226,3 +226,9 @@ def test_arrays_of_the_wrong_kind_are_refused():
         wire.decode(envelope(wire._encoder.encode(group)), TrajectoryGroup)
     with pytest.raises(CorruptMessageError, match="BufferStats"):
         wire.decode(wire.encode(make_group(0)), BufferStats)
+
+
+@pytest.mark.parametrize("value", [2**64, "\ud83d", object(), np.zeros(2, np.float64)])
+def test_what_no_message_can_hold_is_an_error_of_the_wire(value):
+    with pytest.raises(CorruptMessageError, match="dict cannot be encoded: "):
+        wire.encode({"a": value})

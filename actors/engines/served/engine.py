@@ -112,12 +112,14 @@ _STOLEN = "the server was started again, or serves somebody else, too"
 
 
 class ServerWeights:
-    """Of one server. `policy_version` is the last one seen, `newest_version` the newest known."""
+    """Of one server. `policy_version` is the last one seen, `newest_version` that of the learner's
+    newest update. `highest_version` is the highest of any, of which a request that was begun before
+    a learner went back may have tokens."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self.is_shared = server.labels.is_shared
-        self.policy_version = self.newest_version = 0
+        self.policy_version = self.newest_version = self.highest_version = 0
         self.num_changes = self.num_loads_begun = self.num_loads_ended = 0
 
     async def receive(self, update: WeightUpdate) -> None:
@@ -142,7 +144,7 @@ class ServerWeights:
         Also if the server's label is that version's: whoever loaded it may have been killed before
         sampling went on.
         """
-        self.newest_version = max(self.newest_version, update.policy_version)
+        self._note_newest(update.policy_version)
 
         def loaded() -> None:
             self.on_version(update.policy_version)
@@ -167,9 +169,13 @@ class ServerWeights:
         of the server."""
         newest = int(answer.policy_versions.max(initial=-1))
         if newest > self.newest_version and self.is_shared:
-            self.newest_version = max(self.newest_version, await self._version_there())
+            self._note_newest(max(self.newest_version, await self._version_there()))
         if self.policy_version < newest <= self.newest_version:
             self.on_version(newest)
+
+    def _note_newest(self, policy_version: int) -> None:
+        self.newest_version = policy_version
+        self.highest_version = max(self.highest_version, policy_version)
 
     def on_version(self, policy_version: int) -> None:
         """The server samples with this version."""
@@ -371,7 +377,7 @@ class ServedEngine(UpdatableEngine):
                 answer,
                 request,
                 vocab_size=self._facts.vocab_size,
-                newest_version=self._weights.newest_version,
+                newest_version=self._weights.highest_version,
             )
         except ForeignWeightsError as error:
             await self._weights.require_own(error)

@@ -86,6 +86,15 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("learner.optimizer.learning=1", "learner.optimizer.learning: unknown key; allowed: betas"),
         ("run.max_steps=soon", "run.max_steps: was 'soon'; input should be a valid integer"),
         ("run.max_steps=0", "run.max_steps: was 0; input should be greater than 0"),
+        (f"run.max_steps={2**31}", f"run.max_steps: was {2**31}; it must be at most {2**31 - 1}"),
+        (
+            f"buffer.max_staleness={10**19}",
+            f"buffer.max_staleness: was {10**19}; it must be at most {2**31 - 1}",
+        ),
+        (
+            f"buffer.max_staleness={{min: 0, max: {2**31}}}",
+            f"buffer.max_staleness.max: was {2**31}; it must be at most {2**31 - 1}",
+        ),
         ("learner.optimizer.lr=.nan", "learner.optimizer.lr: was '.nan'"),
         ("data.truncation=middle", "data.truncation: was 'middle'; input should be 'error',"),
         ("buffer.url=redsi://x", "buffer.url: was 'redsi://x'; it must start with"),
@@ -192,6 +201,10 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["algorithm.value.critic_warmup", "run.max_steps"],
         ),
         (["generator.group_size=1"], ["algorithm.advantage opob", "generator.group_size"]),
+        (
+            ["generator.group_size=4090", "generator.oversample.num_siblings=7"],
+            ["group_size 4090", "generator.oversample.num_siblings 7", "at most 4096"],
+        ),
         (
             ["generator.episode.max_turns=3"],
             ["generator.episode.max_turns 3", "generator.environment single_turn"],
