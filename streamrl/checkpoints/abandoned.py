@@ -24,6 +24,7 @@ from streamrl.checkpoints.find import (
     version_of,
 )
 from streamrl.checkpoints.history import History, write_history
+from streamrl.durable_files import write_file
 
 RECORD_FILE = "abandoned.json"
 
@@ -102,7 +103,7 @@ def _copy_files(
         time_s=time.time(),
     )
     encoded = msgspec.json.format(msgspec.json.encode(record), indent=1)
-    (folder / RECORD_FILE).write_bytes(encoded + b"\n")
+    write_file(folder / RECORD_FILE, encoded + b"\n")
     return record
 
 
