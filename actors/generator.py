@@ -20,11 +20,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from actors.dynamic_sampling import UniformFilter
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.episode_record import Rollout
 from actors.episodes.group import GroupProgress, GroupRunner, TruncatedGroupError
 from actors.episodes.mixed_runner import MixedRunner
-from actors.failures import FailureLimit, FailureRecord, UniformFilter
+from actors.failures import FailureLimit, FailureRecord
 from actors.leased_group import (
     LeasedGroup,
     StarvedLeases,
