@@ -58,15 +58,20 @@ BUILT_IN: Mapping[str, str] = {
     "agent": "actors.gateway.agent:UnservedAgent",
     TOOLS: "actors.tools.environment:ToolEnvironment",
     "frozen_lake": f"{_GAMES}.frozen_lake:frozen_lake",
-    "sokoban": f"{_GAMES}.sokoban:sokoban",
 }
 """MODULE:NAME of what makes one."""
 BY_ID: Mapping[str, str] = {
     "gymnasium": f"{_GAMES}.gymnasium:gymnasium_text",
     "textarena": f"{_GAMES}.textarena:textarena_game",
 }
-_IN_RECIPES = frozenset({"calculator", "file_search"})
-"""Environments of earlier releases, each with a recipe of its name."""
+_INSTEAD: Mapping[str, str] = {
+    **{
+        name: f"`streamrl new FOLDER --recipe {name}` writes a run like it"
+        for name in ("calculator", "file_search")
+    },
+    "sokoban": "textarena:Sokoban-v0 is the same game",
+}
+"""What there is in the place of environments of earlier releases."""
 
 
 def make_environment(
@@ -111,10 +116,9 @@ def require_rendering(entries: Sequence[EnvironmentEntry], renderer: "ChatRender
 
 
 def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
-    if entry.environment in _IN_RECIPES:
+    if instead := _INSTEAD.get(entry.environment):
         raise ConfigError(
-            f"{entry.setting}: was {kind!r}, which is not built in any more; `streamrl new FOLDER "
-            f"--recipe {kind}` writes a run like it"
+            f"{entry.setting}: was {kind!r}, which is not built in any more; {instead}"
         )
     loads = BUILT_IN if own_id is None else BY_ID
     if kind not in loads or own_id == "":
