@@ -29,7 +29,7 @@ from streamrl.interfaces import (
     Transition,
 )
 from streamrl.types import Completion
-from streamrl.user_code import attributed_to, is_user_code, load_user_code
+from streamrl.user_code import attributed_to, check_kwargs, is_user_code, load_user_code
 
 if TYPE_CHECKING:
     from actors.gateway.agent import Agent
@@ -97,7 +97,7 @@ def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> 
     make = _built_in(entry, kind, own_id if colon else None)
     make = partial(make, own_id) if colon else make
     make = partial(make, toolset) if kind == TOOLS else make
-    check_arguments(entry, make)
+    check_kwargs(entry.kwargs_setting, entry.environment, make, entry.kwargs)
     return partial(_made, entry, make)
 
 
@@ -144,28 +144,6 @@ def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":
         raise ConfigError(f"{entry.kwargs_setting}: {entry.environment}: {error}") from error
 
 
-def check_arguments(entry: EnvironmentEntry, make: Callable[..., Any]) -> None:
-    """
-    Raises:
-        ConfigError: an argument is unknown, or one that has no default is missing.
-    """
-    parameters = inspect.signature(make).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    allowed = [p.name for p in named]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for key in entry.kwargs:
-        if key not in allowed and not takes_any:
-            hint = did_you_mean(key, allowed) if allowed else "it takes none"
-            raise ConfigError(
-                f"{entry.kwargs_setting}: {entry.environment} takes no {key!r}; {hint}"
-            )
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in entry.kwargs:
-            raise ConfigError(
-                f"{entry.kwargs_setting}: {entry.environment} needs {parameter.name!r}"
-            )
-
-
 class UserEnvironment:
     """A user's own, whose errors become those of its rollout.
 
@@ -176,7 +154,7 @@ class UserEnvironment:
     def __init__(self, entry: EnvironmentEntry) -> None:
         self._name = entry.environment
         make = load_user_code(entry.setting, self._name)
-        check_arguments(entry, make)
+        check_kwargs(entry.kwargs_setting, entry.environment, make, entry.kwargs)
         owner = f"{entry.setting}: {self._name}"
         with attributed_to(owner):
             self._environment: Environment = make(**entry.kwargs)

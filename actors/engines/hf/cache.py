@@ -255,7 +255,6 @@ class ModelCache:
     def __init__(self, model: PreTrainedModel, argument: str, device: torch.device) -> None:
         self._config = model.config
         self._argument = argument
-        self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._device = device
         layers = DynamicCache(config=model.config).layers
         self._has_keys = any(isinstance(layer, CacheLayerMixin) for layer in layers)
