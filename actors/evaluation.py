@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from msgspec import structs
 
-from actors.daemon import require_model
+from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
 from actors.environments.stream import open_held_out_stream
@@ -103,12 +103,10 @@ async def greedy_groups(
         ConfigError: no prompt fits into `data.max_prompt_length`.
         WeightTransferError: a server elsewhere did not load the model.
     """
-    if config.generator.num_threads:
-        torch.set_num_threads(config.generator.num_threads)
     section = config.model.model_copy(update={"path": str(model)})
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"model": section, "generator": generator})
-    require_model(config)
+    prepare(config)
     engine = make_engine(config, seed=config.run.seed)
     try:
         if generator.url is not None:
