@@ -64,16 +64,12 @@ from streamrl.types.media import distinct
 from streamrl.user_code import is_finite_number
 
 
-def _nobody() -> None:
-    """Is told that a slot is free."""
-
-
 @dataclass(eq=False)
 class GroupProgress:
     """The episodes of a group that is being sampled; none before it begins."""
 
     episodes: Sequence[EpisodeRun] = ()
-    on_slot_free: Callable[[], None] = _nobody
+    on_slot_free: Callable[[], None] = lambda: None
     """Called when an episode begins to wait for its environment, or ends."""
     finished: dict[int, Rollout] = field(default_factory=dict)
     """By the number of the episode. Those that are known before the group begins are not sampled
