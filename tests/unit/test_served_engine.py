@@ -423,7 +423,9 @@ async def test_http_distinguishes_refusal_silence_and_loss(tmp_path):
     nobody = Http(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConnectionLostError):
         await nobody.send("/slow", {})
-    kind = VllmKind(run_config(tmp_path, vllm={"url": nobody.url, "start_timeout_s": 0.1}))
+    kind = VllmKind(
+        run_config(tmp_path, engine="vllm", vllm={"url": nobody.url, "start_timeout_s": 0.1})
+    )
     with pytest.raises(ConfigError, match=r"no inference server at http.* in 0.1 s"):
         wait_until_up(kind, nobody)
     await nobody.close()

@@ -266,28 +266,27 @@ def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> E
     # A vLLM on this machine runs on its CPU if there is no GPU; of others nothing is known.
     if any(is_loopback(url) for url in settings.urls) and not has_gpu():
         require_servable(config, ModelFacts.of(config.model))
-    return open_urls(VllmKind(config), config, settings.api_key, is_shared=is_shared)
+    return open_urls(VllmKind(config), is_shared=is_shared)
 
 
 class VllmKind:
     """Implements `actors.engines.served.open.ServerKind`."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self.settings = config.generator.vllm
-        self.keeps_old_kv = self.settings.keeps_old_kv
+        self.config = config
+        self._settings = config.generator.vllm
 
     def require_up(self, http: Http) -> None:
         http.request_sync("GET", "/health")
 
     def require_settings(self, http: Http) -> None:
         http.request_sync("POST", "/init_weight_transfer_engine", {"init_info": {}})
-        require_length(http, self._config.max_model_len)
+        require_length(http, self.config.max_model_len)
         num_workers = http.request_sync("GET", "/get_world_size", answer=WorldSize).world_size
-        if num_workers != self.settings.tensor_parallel_size:
+        if num_workers != self._settings.tensor_parallel_size:
             raise ConfigError(
                 "generator.vllm.tensor_parallel_size: was "
-                f"{self.settings.tensor_parallel_size}, but {http.url} has {num_workers} workers"
+                f"{self._settings.tensor_parallel_size}, but {http.url} has {num_workers} workers"
             )
 
     looks = ("http_requests_total", 'handler="/weight_info"')
@@ -317,16 +316,16 @@ class VllmKind:
     def refusal(self, http: Http, error: RefusedError) -> ConfigError:
         return ConfigError(
             f"generator.vllm.url: the server at {http.url} was not started as it has to be "
-            f"({error}); start it with\n  {serve_command(self._config)}"
+            f"({error}); start it with\n  {serve_command(self.config)}"
         )
 
     def server(self, http: Http, labels: Labels) -> VllmServer:
-        timeout_s = request_timeout_s(self._config.generator)
+        timeout_s = request_timeout_s(self.config.generator)
         loader = WeightLoader(
             HttpVerbs(http, timeout_s),
-            self.settings,
+            self._settings,
             address=address_towards(host_of(http.url)),
-            deadline_s=self._config.weights.deadline_s,
+            deadline_s=self.config.weights.deadline_s,
         )
         return VllmServer(http, loader, labels, request_timeout_s=timeout_s)
 
