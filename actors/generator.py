@@ -172,7 +172,7 @@ class Generator:
             task = tasks.create_task(self._generate(lease))
             size = self._runner.num_episodes_of(lease)
             progress = GroupProgress((), self._notify, is_kept=True)
-            self._groups[lease.lease_id] = LeasedGroup.of(lease, task, size, progress)
+            self._groups[lease.lease_id] = LeasedGroup(lease, task, size, progress)
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it."""
