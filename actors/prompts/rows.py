@@ -223,6 +223,8 @@ class ConcatenatedPrompts:
 
     def place(self, number: int) -> tuple[int, int]:
         """The part that has this number, and which of its own numbers it is."""
+        if number >= len(self):
+            raise IndexError(f"there are {len(self)} prompts, and not one numbered {number}")
         part = bisect_right(self._ends, number)
         return part, number - (self._ends[part - 1] if part else 0)
 
