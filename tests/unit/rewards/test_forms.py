@@ -133,6 +133,6 @@ async def test_metrics_that_are_no_finite_numbers_fail_the_group(tmp_path, value
 def test_a_function_that_cannot_be_called_is_refused_at_the_start(tmp_path, text, sentence):
     (tmp_path / "mine.py").write_text(text)
     kwargs = {"bonus": 1} if "bonus" in sentence else {}
-    data = DataSettings(reward=f"{tmp_path}/mine.py:f", reward_kwargs=kwargs)
+    data = DataSettings(source="copy", reward=f"{tmp_path}/mine.py:f", reward_kwargs=kwargs)
     with pytest.raises(ConfigError, match=rf"data\.reward: .*{sentence}"):
         make_reward(data)
