@@ -508,7 +508,7 @@ def bare_server() -> Iterator[str]:
 
 def test_a_vllm_started_otherwise_is_refused_with_the_command_that_is_right(bare_server, tmp_path):
     make_model().save_pretrained(tmp_path)
-    config = run_config(tmp_path, vllm={"url": bare_server, "start_timeout_s": 5.0})
+    config = run_config(tmp_path, engine="vllm", vllm={"url": bare_server, "start_timeout_s": 5.0})
     with pytest.raises(ConfigError) as refused:
         open_vllm(config)
     message = str(refused.value)
