@@ -125,8 +125,8 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
-            self._keys = _longer(self._keys, capacity)
-            self._values = _longer(self._values, capacity)
+            more = (0, 0, 0, capacity - self._keys.shape[2])
+            self._keys, self._values = pad(self._keys, more), pad(self._values, more)
 
     def join(self, first: int, keys: torch.Tensor, values: torch.Tensor, of: torch.Tensor) -> None:
         """Rows first.. get the prefilled rows `of` of keys and values [P, H, length, D], which
@@ -236,13 +236,6 @@ class SlotCache(Cache):
 
     def clear(self) -> None:
         """Before rows join again: a slot is overwritten by whoever joins it."""
-
-
-def _longer(old: torch.Tensor, capacity: int) -> torch.Tensor:
-    slots, heads, length, width = old.shape
-    longer = old.new_zeros(slots, heads, capacity, width)
-    longer[:, :, :length] = old
-    return longer
 
 
 Rows = tuple[DynamicCache, torch.Tensor]

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.reported import candidates, from_int32, keeps_mask, recorded, top_of
-from actors.engines.served.http import Http, Names, RefusedError, readings
+from actors.engines.served.http import Http, Names, RefusedError
 from actors.engines.served.open import (
     host_of,
     open_served,
@@ -46,6 +46,7 @@ from actors.engines.served.server import (
     UNLABELED,
     Labels,
     ServedRequest,
+    Server,
     completion,
     versions_of,
 )
@@ -233,8 +234,10 @@ GAUGES: Names = {
 }
 
 
-class SglangServer:
-    """Implements `actors.engines.served.server.Server`."""
+class SglangServer(Server):
+    """By SGLang's own route."""
+
+    library, label_path, gauges = "SGLang", "/model_info", GAUGES
 
     def __init__(
         self,
@@ -246,12 +249,8 @@ class SglangServer:
         is_deterministic: bool,
         request_timeout_s: float,
     ) -> None:
-        self.name = f"SGLang at {http.url}"
-        self._http = http
-        self.updates = relay
-        self.labels = labels
+        super().__init__(http, relay, labels, request_timeout_s=request_timeout_s)
         self._is_deterministic = is_deterministic
-        self._request_timeout_s = request_timeout_s
         self._seeds = (int(s) for s in _seeds(seed))
 
     async def sample(self, request: ServedRequest) -> Completion:
@@ -271,16 +270,6 @@ class SglangServer:
 
     async def abort(self, request_id: str) -> None:
         await self._http.send("/abort_request", AbortReq(rid=request_id), timeout_s=ABORT_S)
-
-    async def label(self) -> str:
-        return (await self._http.get("/model_info", ModelInfo)).weight_version
-
-    async def readings(self) -> Mapping[str, float]:
-        return readings(await self._http.text("/metrics"), GAUGES)
-
-    async def close(self) -> None:
-        await self.updates.close()
-        await self._http.close()
 
 
 def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labels) -> Completion:

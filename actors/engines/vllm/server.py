@@ -13,7 +13,6 @@ them with vLLM's classes.
 """
 
 import shlex
-from collections.abc import Mapping
 from math import prod
 from typing import Annotated, Any
 
@@ -21,14 +20,16 @@ from msgspec import Meta, Struct
 
 from actors.engines.model import ModelFacts
 from actors.engines.reported import candidates, from_npy, most_asked, num_asked, recorded, sets_of
-from actors.engines.served.http import Http, Names, RefusedError, readings, retry_lost
+from actors.engines.served.http import Http, Names, RefusedError, retry_lost
 from actors.engines.served.open import host_of, open_urls, request_timeout_s, require_length
 from actors.engines.served.process import has_gpu
 from actors.engines.served.server import (
     ABORT_S,
     UNLABELED,
+    Labeled,
     Labels,
     ServedRequest,
+    Server,
     TokenId,
     VersionSpan,
     completion,
@@ -95,12 +96,6 @@ class GenerateTokensChoice(Struct, frozen=True):
 
 class GenerateTokensResponse(Struct, frozen=True):
     choices: Annotated[list[GenerateTokensChoice], Meta(min_length=1)]
-
-
-class WeightInfo(Struct, frozen=True):
-    """The answer to /weight_info."""
-
-    weight_version: str
 
 
 class WorldSize(Struct, frozen=True):
@@ -173,17 +168,10 @@ GAUGES: Names = {
 }
 
 
-class VllmServer:
-    """Implements `actors.engines.served.server.Server`."""
+class VllmServer(Server):
+    """By vLLM's routes for tokens in, tokens out."""
 
-    def __init__(
-        self, http: Http, loader: WeightLoader, labels: Labels, *, request_timeout_s: float
-    ) -> None:
-        self.name = f"vLLM at {http.url}"
-        self._http = http
-        self.updates = loader
-        self.labels = labels
-        self._request_timeout_s = request_timeout_s
+    library, label_path, gauges = "vLLM", "/weight_info", GAUGES
 
     async def sample(self, request: ServedRequest) -> Completion:
         answer = await self._http.post(
@@ -198,16 +186,6 @@ class VllmServer:
     async def abort(self, request_id: str) -> None:
         ids = {"request_ids": [f"generate-tokens-{request_id}"]}
         await self._http.send("/inference/v1/abort_requests", ids, timeout_s=ABORT_S)
-
-    async def label(self) -> str:
-        return (await self._http.get("/weight_info", WeightInfo)).weight_version
-
-    async def readings(self) -> Mapping[str, float]:
-        return readings(await self._http.text("/metrics"), GAUGES)
-
-    async def close(self) -> None:
-        self.updates.close()
-        await self._http.close()
 
 
 def _answer_bytes(request: ServedRequest) -> int:
@@ -292,7 +270,7 @@ class VllmKind:
     looks = ("http_requests_total", 'handler="/weight_info"')
 
     def label(self, http: Http) -> str:
-        info: WeightInfo = http.request_sync("GET", "/weight_info", answer=WeightInfo)
+        info: Labeled = http.request_sync("GET", VllmServer.label_path, answer=Labeled)
         return info.weight_version
 
     def take(self, http: Http, labels: Labels) -> None:
