@@ -22,7 +22,6 @@ the same difference between the two distributions.
 """
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -251,14 +250,15 @@ class SglangServer(Server):
     ) -> None:
         super().__init__(http, relay, labels, request_timeout_s=request_timeout_s)
         self._is_deterministic = is_deterministic
-        self._seeds = (int(s) for s in _seeds(seed))
+        # Requests without a seed of their own get different ones.
+        self._seeds = np.random.default_rng(seed)
 
     async def sample(self, request: ServedRequest) -> Completion:
         if request.sampling.seed is not None and not self._is_deterministic:
             raise RolloutError(
                 "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
             )
-        body = wire_request(request, next(self._seeds))
+        body = wire_request(request, int(self._seeds.integers(2**31)))
         answer = await self._http.post(
             "/generate",
             body,
@@ -333,13 +333,6 @@ def _answer_bytes(request: ServedRequest) -> int:
 def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
     positions = range(request.min_new_tokens, len(token_ids))
     return next((i for i in positions if token_ids[i] in request.stops), None)
-
-
-def _seeds(seed: int) -> "itertools.chain[int]":
-    """Endless; requests without a seed of their own get different ones."""
-    generator = np.random.default_rng(seed)
-    draws = (generator.integers(0, 2**31, size=1024).tolist() for _ in itertools.count())
-    return itertools.chain.from_iterable(draws)
 
 
 _LOAD_FOLDER_S = 600.0
