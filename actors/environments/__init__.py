@@ -51,7 +51,6 @@ class SingleTurn:
         """There is nothing to close."""
 
 
-_NO_TOOLS = Toolset()
 _GAMES = "actors.environments.games"
 BUILT_IN: Mapping[str, str] = {
     "single_turn": "actors.environments:SingleTurn",
@@ -74,14 +73,12 @@ _INSTEAD: Mapping[str, str] = {
 """What there is in the place of environments of earlier releases."""
 
 
-def make_environment(
-    entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS
-) -> "Environment | Agent":
-    """A fresh environment of the entry; arguments and errors are those of `environment_maker`."""
-    return environment_maker(entry, toolset)()
+def make_environment(entry: EnvironmentEntry) -> "Environment | Agent":
+    """A fresh environment of the entry, without tools; errors are those of `environment_maker`."""
+    return environment_maker(entry, Toolset())()
 
 
-def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> Make:
+def environment_maker(entry: EnvironmentEntry, toolset: Toolset) -> Make:
     """What makes a fresh environment of the entry at each call; the entry is checked here, once.
 
     Args:

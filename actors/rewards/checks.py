@@ -52,16 +52,12 @@ def check_built_in(
                 f"{name} needs one that is not empty"
             )
     if "pattern" in kwargs:
-        check_pattern(field, kwargs["pattern"])
-
-
-def check_pattern(field: str, pattern: object) -> None:
-    try:
-        re.compile(str(pattern))
-    except re.error as error:
-        raise ConfigError(
-            f"{field}: pattern {pattern!r} is no regular expression: {error}"
-        ) from error
+        try:
+            re.compile(str(kwargs["pattern"]))
+        except re.error as error:
+            raise ConfigError(
+                f"{field}: pattern {kwargs['pattern']!r} is no regular expression: {error}"
+            ) from error
 
 
 def checked(field: str, section: type[Settings], kwargs: Mapping[str, Any]) -> Settings:
