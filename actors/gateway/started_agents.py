@@ -18,10 +18,9 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 from actors.engines.served.process import GUARD
 from actors.gateway.agent import AgentResult
@@ -97,6 +96,7 @@ class _Call:
 
 
 _TAIL_BYTES = 2000
+_DRAIN_S = 1.0
 
 
 class CommandAgent:
@@ -113,33 +113,74 @@ class CommandAgent:
         """
         name = f"agent `{shlex.join(self._command)}`"
         episode.take(name)
-        with tempfile.TemporaryFile() as output:
+        async with _Output() as output:
             try:
-                process = await _start(filled(self._command, task), task, output)
+                process = await _start(filled(self._command, task), task, output.descriptor)
             except (OSError, ValueError) as error:
                 # A row's text may be too long for an argument, or hold a NUL.
                 raise LostAgentError(
                     f"{name} cannot be started ({episode.place}): {error}"
                 ) from error
+            output.close_descriptor()
             try:
                 code = await process.wait()
+                await output.wait_end()
             finally:
                 assert process.stdin is not None, "it was started with a pipe"
                 process.stdin.close()
-            if code:
-                num_turns = episode.session.record.num_turns
-                raise LostAgentError(
-                    f"{name} ended {_how(code)} after {num_turns} completions ({episode.place}): "
-                    f"{_last_line(output)}"
-                )
+        if code:
+            num_turns = sum(len(segment.turns) for segment in episode.session.record.segments)
+            raise LostAgentError(
+                f"{name} ended {_how(code)} after {num_turns} completions ({episode.place}): "
+                f"{output.last_line}"
+            )
         return AgentResult()
 
 
-async def _start(
-    command: Sequence[str], task: Json, output: IO[bytes]
-) -> asyncio.subprocess.Process:
-    """The guard's standard input is a pipe from this process, by which it notices its end. The
-    output goes to a file: a pipe may be held open by what has left the process's group."""
+class _Output:
+    """The end of what a process writes to `descriptor`, a pipe of its own: `Process.wait` waits for
+    those of `subprocess`, which what has left the process's group may hold open."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    async def __aenter__(self) -> "_Output":
+        readable, self.descriptor = os.pipe()
+        reader = asyncio.StreamReader()
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(readable, "rb", 0)
+        )
+        self._reading = asyncio.create_task(self._read(reader))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close_descriptor()
+        self._reading.cancel()
+        self._transport.close()
+
+    def close_descriptor(self) -> None:
+        """Once the process has it, or is not started."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    async def wait_end(self) -> None:
+        """Waits for the end of the output, `_DRAIN_S` at most."""
+        await asyncio.wait({self._reading}, timeout=_DRAIN_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Waits for the process to write, until it has closed its output."""
+        while data := await reader.read(2**16):
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+
+    @property
+    def last_line(self) -> str:
+        lines = self._tail.decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+async def _start(command: Sequence[str], task: Json, output: int) -> asyncio.subprocess.Process:
+    """The guard's standard input is a pipe from this process, by which it notices its end."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", str(GUARD), *command),
         stdin=PIPE,
@@ -148,13 +189,6 @@ async def _start(
         start_new_session=True,
         env=_environment(task),
     )
-
-
-def _last_line(output: IO[bytes]) -> str:
-    size = os.fstat(output.fileno()).st_size
-    tail = os.pread(output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
-    lines = tail.decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
 def filled(command: Sequence[str], task: Json) -> list[str]:
