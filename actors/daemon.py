@@ -67,9 +67,7 @@ async def _generate(
     config: RunConfig, generator_id: str, shutdown: Shutdown, exported: Exported
 ) -> None:
     with shutdown.empty_handed():
-        require_model(config)
-        if config.generator.num_threads:
-            torch.set_num_threads(config.generator.num_threads)
+        prepare(config)
         renderer = ChatRenderer.from_config(config)
         stream = open_stream(config, renderer)
         for entry in config.entries:
@@ -95,8 +93,9 @@ async def _generate(
         await buffer.close()
 
 
-def require_model(config: RunConfig) -> None:
-    """
+def prepare(config: RunConfig) -> None:
+    """Before this process has an engine: torch gets `generator.num_threads`.
+
     Raises:
         ConfigError: the model of `model.recipe` has not been made.
     """
@@ -105,3 +104,5 @@ def require_model(config: RunConfig) -> None:
             f"model.path: there is no {config.model.path}; `streamrl get-model --config "
             "CONFIG` makes it of model.recipe"
         )
+    if config.generator.num_threads:
+        torch.set_num_threads(config.generator.num_threads)

@@ -7,7 +7,7 @@ sent them as a learner sends a version, and keeps them.
 import asyncio
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from msgspec import structs
 
-from actors.daemon import require_model
+from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
 from actors.environments.stream import open_held_out_stream
@@ -26,7 +26,7 @@ from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_ch
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.interfaces import Engine
-from streamrl.types import LoadReport, TrajectoryGroup, WeightUpdate
+from streamrl.types import LoadReport, WeightUpdate
 from streamrl.vision.families import load_pretrained
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.receiver import WeightReceiver
@@ -88,9 +88,14 @@ async def evaluate(
 def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
     """What `evaluation.json` says of them."""
     left_out = {"num_too_long": greedy.num_too_long, "num_failed": greedy.num_failed}
-    counts = {name: count for name, count in left_out.items() if count}
-    groups = greedy.groups
-    return {"model": model, "num_prompts": len(groups), **counts, **_summary(groups)}
+    trajectories = [group.trajectories[0] for group in greedy.groups]
+    return {
+        "model": model,
+        "num_prompts": len(greedy.groups),
+        **{name: count for name, count in left_out.items() if count},
+        "greedy_reward_mean": statistics.fmean(t.reward for t in trajectories),
+        "response_length_mean": statistics.fmean(t.num_response_tokens for t in trajectories),
+    }
 
 
 async def greedy_groups(
@@ -103,12 +108,10 @@ async def greedy_groups(
         ConfigError: no prompt fits into `data.max_prompt_length`.
         WeightTransferError: a server elsewhere did not load the model.
     """
-    if config.generator.num_threads:
-        torch.set_num_threads(config.generator.num_threads)
     section = config.model.model_copy(update={"path": str(model)})
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"model": section, "generator": generator})
-    require_model(config)
+    prepare(config)
     engine = make_engine(config, seed=config.run.seed)
     try:
         if generator.url is not None:
@@ -199,11 +202,3 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             sender.close()
-
-
-def _summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    trajectories = [group.trajectories[0] for group in groups]
-    return {
-        "greedy_reward_mean": statistics.fmean(t.reward for t in trajectories),
-        "response_length_mean": statistics.fmean(t.num_response_tokens for t in trajectories),
-    }

@@ -20,11 +20,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from actors.dynamic_sampling import UniformFilter
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.episode_record import Rollout
 from actors.episodes.group import GroupProgress, GroupRunner, TruncatedGroupError
 from actors.episodes.mixed_runner import MixedRunner
-from actors.failures import FailureLimit, FailureRecord, UniformFilter
+from actors.failures import FailureLimit, FailureRecord
 from actors.leased_group import (
     LeasedGroup,
     StarvedLeases,
@@ -171,7 +172,7 @@ class Generator:
             task = tasks.create_task(self._generate(lease))
             size = self._runner.num_episodes_of(lease)
             progress = GroupProgress((), self._notify, is_kept=True)
-            self._groups[lease.lease_id] = LeasedGroup.of(lease, task, size, progress)
+            self._groups[lease.lease_id] = LeasedGroup(lease, task, size, progress)
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it."""

@@ -47,9 +47,9 @@ class LeasedGroup:
 
     lease: Lease
     task: asyncio.Task[None]
-    leased_at_s: float
     num_episodes: int
     progress: GroupProgress = field(default_factory=GroupProgress)
+    leased_at_s: float = field(default_factory=time.monotonic)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it begins, or is given back."""
     is_given_back: bool = False
@@ -57,13 +57,6 @@ class LeasedGroup:
     """By the number of a sibling: the tokens that the buffer has of it; infinite if it needs no
     more."""
     _finished_before: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(
-        cls, lease: Lease, task: asyncio.Task[None], num_episodes: int, progress: GroupProgress
-    ) -> "LeasedGroup":
-        """A group that was leased just then."""
-        return cls(lease, task, time.monotonic(), num_episodes, progress)
 
     @property
     def due(self) -> tuple[int, int]:

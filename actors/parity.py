@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
-
-from actors.daemon import require_model
+from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.environments.stream import open_stream
 from actors.episodes.mixed_runner import make_runner
@@ -22,9 +20,7 @@ async def sample(config: RunConfig) -> ParitySamples:
         ConfigError: none of the prompts fits.
         RolloutError: every prompt failed.
     """
-    if config.generator.num_threads:
-        torch.set_num_threads(config.generator.num_threads)
-    require_model(config)
+    prepare(config)
     generator = config.generator.reading_weights()
     config = config.model_copy(update={"generator": generator})
     engine = make_engine(config, seed=config.run.seed)

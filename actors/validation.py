@@ -33,10 +33,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from msgspec import structs
 
-from actors.daemon import require_model
+from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
 from actors.environments.stream import HeldOutStream, open_held_out_stream
@@ -385,7 +384,7 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
         )
     config = config.for_validator()
     with shutdown.empty_handed():
-        require_model(config)
+        prepare(config)
         stream = open_held_out_stream(config)
     buffer = connect(config)
     try:
@@ -419,8 +418,6 @@ async def _validate(
     config: RunConfig, shutdown: Shutdown, buffer: TrajectoryBuffer, stream: HeldOutStream
 ) -> None:
     with shutdown.empty_handed():
-        if config.generator.num_threads:
-            torch.set_num_threads(config.generator.num_threads)
         renderer, decoder = ChatRenderer.from_config(config), open_decoder(config.model)
         engine = make_engine(config, seed=config.run.seed)
     try:

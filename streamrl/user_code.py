@@ -98,6 +98,36 @@ def find_user_code(field: str, entry: str) -> None:
         raise ConfigError(f"{field}: {path} has no function {name!r}; {did_you_mean(name, own)}")
 
 
+def check_kwargs(
+    field: str,
+    name: str,
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    *,
+    num_given: int = 0,
+) -> None:
+    """Whether a function or class takes the arguments of a setting, and has all that it needs.
+
+    Args:
+        field: the setting that has them, such as `data.reward_kwargs`; errors begin with it.
+        num_given: its first parameters, which others give.
+
+    Raises:
+        ConfigError: an argument is unknown, or one that has no default is missing.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[num_given:]
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    allowed = [p.name for p in named]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in kwargs:
+        if key not in allowed and not takes_any:
+            hint = did_you_mean(key, allowed) if allowed else "it takes none"
+            raise ConfigError(f"{field}: {name} takes no {key!r}; {hint}")
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in kwargs:
+            raise ConfigError(f"{field}: {name} needs {parameter.name!r}")
+
+
 @contextmanager
 def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterator[None]:
     """Around code of the user's, which may raise anything: the error says whose code it was.

@@ -17,6 +17,13 @@ from streamrl.vision.places import Placeholders
 from streamrl.weights import lora
 
 
+def device_of(setting: str) -> str:
+    """Of a setting `device`: `auto` is cuda, if there is one, else cpu."""
+    if setting != "auto":
+        return setting
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:
     """The longest completion of this prompt, in tokens, at least one.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from actors.engines.model import device_of
 from actors.engines.served.open import server_id
 from actors.engines.served.replicas import ReplicatedEngine
 from streamrl.config import RunConfig
@@ -22,9 +23,7 @@ from streamrl.weights.transports.store import ObjectStore
 
 def weight_locality(generator: GeneratorSettings) -> Locality:
     """By `generator.engine`; that of the engine's workers if they run on this machine."""
-    device = generator.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(generator.device)
     match generator.engine:
         case "sglang":
             # The relay receives into this process's host memory.

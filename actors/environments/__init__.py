@@ -29,7 +29,7 @@ from streamrl.interfaces import (
     Transition,
 )
 from streamrl.types import Completion
-from streamrl.user_code import attributed_to, is_user_code, load_user_code
+from streamrl.user_code import attributed_to, check_kwargs, is_user_code, load_user_code
 
 if TYPE_CHECKING:
     from actors.gateway.agent import Agent
@@ -51,32 +51,34 @@ class SingleTurn:
         """There is nothing to close."""
 
 
-_NO_TOOLS = Toolset()
 _GAMES = "actors.environments.games"
 BUILT_IN: Mapping[str, str] = {
     "single_turn": "actors.environments:SingleTurn",
     "agent": "actors.gateway.agent:UnservedAgent",
     TOOLS: "actors.tools.environment:ToolEnvironment",
     "frozen_lake": f"{_GAMES}.frozen_lake:frozen_lake",
-    "sokoban": f"{_GAMES}.sokoban:sokoban",
 }
 """MODULE:NAME of what makes one."""
 BY_ID: Mapping[str, str] = {
     "gymnasium": f"{_GAMES}.gymnasium:gymnasium_text",
     "textarena": f"{_GAMES}.textarena:textarena_game",
 }
-_IN_RECIPES = frozenset({"calculator", "file_search"})
-"""Environments of earlier releases, each with a recipe of its name."""
+_INSTEAD: Mapping[str, str] = {
+    **{
+        name: f"`streamrl new FOLDER --recipe {name}` writes a run like it"
+        for name in ("calculator", "file_search")
+    },
+    "sokoban": "textarena:Sokoban-v0 is the same game",
+}
+"""What there is in the place of environments of earlier releases."""
 
 
-def make_environment(
-    entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS
-) -> "Environment | Agent":
-    """A fresh environment of the entry; arguments and errors are those of `environment_maker`."""
-    return environment_maker(entry, toolset)()
+def make_environment(entry: EnvironmentEntry) -> "Environment | Agent":
+    """A fresh environment of the entry, without tools; errors are those of `environment_maker`."""
+    return environment_maker(entry, Toolset())()
 
 
-def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> Make:
+def environment_maker(entry: EnvironmentEntry, toolset: Toolset) -> Make:
     """What makes a fresh environment of the entry at each call; the entry is checked here, once.
 
     Args:
@@ -92,7 +94,7 @@ def environment_maker(entry: EnvironmentEntry, toolset: Toolset = _NO_TOOLS) -> 
     make = _built_in(entry, kind, own_id if colon else None)
     make = partial(make, own_id) if colon else make
     make = partial(make, toolset) if kind == TOOLS else make
-    check_arguments(entry, make)
+    check_kwargs(entry.kwargs_setting, entry.environment, make, entry.kwargs)
     return partial(_made, entry, make)
 
 
@@ -111,10 +113,9 @@ def require_rendering(entries: Sequence[EnvironmentEntry], renderer: "ChatRender
 
 
 def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
-    if entry.environment in _IN_RECIPES:
+    if instead := _INSTEAD.get(entry.environment):
         raise ConfigError(
-            f"{entry.setting}: was {kind!r}, which is not built in any more; `streamrl new FOLDER "
-            f"--recipe {kind}` writes a run like it"
+            f"{entry.setting}: was {kind!r}, which is not built in any more; {instead}"
         )
     loads = BUILT_IN if own_id is None else BY_ID
     if kind not in loads or own_id == "":
@@ -140,28 +141,6 @@ def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":
         raise ConfigError(f"{entry.kwargs_setting}: {entry.environment}: {error}") from error
 
 
-def check_arguments(entry: EnvironmentEntry, make: Callable[..., Any]) -> None:
-    """
-    Raises:
-        ConfigError: an argument is unknown, or one that has no default is missing.
-    """
-    parameters = inspect.signature(make).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    allowed = [p.name for p in named]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for key in entry.kwargs:
-        if key not in allowed and not takes_any:
-            hint = did_you_mean(key, allowed) if allowed else "it takes none"
-            raise ConfigError(
-                f"{entry.kwargs_setting}: {entry.environment} takes no {key!r}; {hint}"
-            )
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in entry.kwargs:
-            raise ConfigError(
-                f"{entry.kwargs_setting}: {entry.environment} needs {parameter.name!r}"
-            )
-
-
 class UserEnvironment:
     """A user's own, whose errors become those of its rollout.
 
@@ -172,7 +151,7 @@ class UserEnvironment:
     def __init__(self, entry: EnvironmentEntry) -> None:
         self._name = entry.environment
         make = load_user_code(entry.setting, self._name)
-        check_arguments(entry, make)
+        check_kwargs(entry.kwargs_setting, entry.environment, make, entry.kwargs)
         owner = f"{entry.setting}: {self._name}"
         with attributed_to(owner):
             self._environment: Environment = make(**entry.kwargs)

@@ -8,7 +8,7 @@ at most `max_groups` prompts, and the prompts that it plays are numbered 0, 1, 2
 so that it reads every row of its own data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,53 +26,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TrainingStream:
-    """The prompts of training; each names its entry."""
+class Stream:
+    """The prompts of a run; each names its entry."""
 
     entries: Sequence[EnvironmentEntry]
     sources: Sequence[PromptSource]
     """The prompts of each entry."""
-    mixture: Mixture
+    place: Callable[[int], tuple[int, int]]
+    """The number of the entry that plays a prompt, and which of its own prompts it is."""
 
     def __getitem__(self, prompt_index: int) -> Prompt:
-        entry, own_index = self.mixture.place(prompt_index)
+        entry, own_index = self.place(prompt_index)
         return replace(self.sources[entry][own_index], environment=self.entries[entry].name)
 
     def entry_at(self, prompt_index: int) -> EnvironmentEntry:
-        return self.entries[self.mixture.place(prompt_index)[0]]
+        return self.entries[self.place(prompt_index)[0]]
 
 
 @dataclass(frozen=True)
-class HeldOutStream:
+class HeldOutStream(Stream):
     """The held-out prompts of one entry after those of another."""
 
-    entries: Sequence[EnvironmentEntry]
     sources: Sequence[ConcatenatedPrompts]
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
 
-    def __getitem__(self, prompt_index: int) -> Prompt:
-        entry, own_index = self._place(prompt_index)
-        return replace(self.sources[entry][own_index], environment=self.entries[entry].name)
 
-    def entry_at(self, prompt_index: int) -> EnvironmentEntry:
-        return self.entries[self._place(prompt_index)[0]]
+def open_stream(config: RunConfig, renderer: "ChatRenderer") -> Stream:
+    """That of training.
 
-    def _place(self, prompt_index: int) -> tuple[int, int]:
-        first = 0
-        for entry, source in enumerate(self.sources):
-            if prompt_index < first + len(source):
-                return entry, prompt_index - first
-            first += len(source)
-        raise IndexError(f"there are {first} held-out prompts, and not one numbered {prompt_index}")
-
-
-Stream = TrainingStream | HeldOutStream
-
-
-def open_stream(config: RunConfig, renderer: "ChatRenderer") -> TrainingStream:
-    """
     Args:
         renderer: measures the prompts where `data.truncation` is `filter`.
 
@@ -89,7 +72,7 @@ def open_stream(config: RunConfig, renderer: "ChatRenderer") -> TrainingStream:
     ):
         own = config.model_copy(update={"data": entry.data})
         sources.append(open_prompts(entry.data, seed, partial(fitting_rows, own, renderer), first))
-    return TrainingStream(entries, sources, mixture)
+    return Stream(entries, sources, mixture.place)
 
 
 def shares(config: RunConfig) -> Mixture:
@@ -120,4 +103,5 @@ def open_held_out_stream(config: RunConfig) -> HeldOutStream:
     Raises:
         ConfigError: an entry has no held-out prompts.
     """
-    return HeldOutStream(config.entries, [open_held_out(entry.data) for entry in config.entries])
+    sources = [open_held_out(entry.data) for entry in config.entries]
+    return HeldOutStream(config.entries, sources, ConcatenatedPrompts(sources).place)

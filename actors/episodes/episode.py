@@ -159,10 +159,6 @@ class Conversation:
 Answer = TypeVar("Answer")
 
 
-def _nobody() -> None:
-    """Is told that a slot is free."""
-
-
 class _NotRestoredError(Exception):
     """The environment cannot go on where its snapshot was taken."""
 
@@ -178,7 +174,7 @@ class EpisodeRun:
         max_model_len: int,
         deadline_s: float,
         settings: EpisodeSettings | None = None,
-        on_slot_free: Callable[[], None] = _nobody,
+        on_slot_free: Callable[[], None] = lambda: None,
         warnings: set[str] | None = None,
     ) -> None:
         """

@@ -16,15 +16,15 @@ read and sampled. Arrays are joined and checked once for the whole group, as the
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
 
-from actors.concurrency import together
+from actors.concurrency import DeadlineError, deadline, together
 from actors.episode_record import Rollout, Segment, Span
 from actors.episodes.episode import EpisodeRun
 from actors.gateway.agent import Agent
@@ -64,16 +64,12 @@ from streamrl.types.media import distinct
 from streamrl.user_code import is_finite_number
 
 
-def _nobody() -> None:
-    """Is told that a slot is free."""
-
-
 @dataclass(eq=False)
 class GroupProgress:
     """The episodes of a group that is being sampled; none before it begins."""
 
     episodes: Sequence[EpisodeRun] = ()
-    on_slot_free: Callable[[], None] = _nobody
+    on_slot_free: Callable[[], None] = lambda: None
     """Called when an episode begins to wait for its environment, or ends."""
     finished: dict[int, Rollout] = field(default_factory=dict)
     """By the number of the episode. Those that are known before the group begins are not sampled
@@ -376,19 +372,11 @@ class GroupRunner:
         greedy = rollouts[len(rollouts) - num_greedy :]
         siblings, cut = self._kept(rollouts[: len(rollouts) - num_greedy])
         metrics = _prompt_metrics(prompt)
-        try:
-            async with asyncio.timeout(self.deadline_s) as limit:
-                scores = await self._score(prompt, siblings)
-                if greedy:
-                    (greedy_score,) = await self._score(prompt, greedy)
-                    metrics = {**metrics, GREEDY_REWARD: greedy_score.reward}
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise RolloutError(
-                "the reward has not scored the group within generator.group_deadline_s, which is "
-                f"{self.deadline_s:g} s"
-            ) from error
+        async with self._in_time("the reward has not scored the group"):
+            scores = await self._score(prompt, siblings)
+            if greedy:
+                (greedy_score,) = await self._score(prompt, greedy)
+                metrics = {**metrics, GREEDY_REWARD: greedy_score.reward}
         kept = first_of_each([score.reward for score in scores], self.group_size)
         scored = [
             (siblings[i], replace(scores[i], metrics={**metrics, **scores[i].metrics}))
@@ -434,15 +422,21 @@ class GroupRunner:
         if lesson.prompt is not None:
             self._require_prompt_alone(group, prompt)
         group = structs.replace(group, teacher=lesson.teacher, teacher_prompt=lesson.prompt)
+        async with self._in_time("the teachers have not scored the group"):
+            return await teachers.score(group)
+
+    @asynccontextmanager
+    async def _in_time(self, what: str) -> AsyncIterator[None]:
+        """
+        Raises:
+            RolloutError: the deadline is over, with what has not happened.
+        """
         try:
-            async with asyncio.timeout(self.deadline_s) as limit:
-                return await teachers.score(group)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
+            async with deadline(self.deadline_s):
+                yield
+        except DeadlineError as error:
             raise RolloutError(
-                "the teachers have not scored the group within generator.group_deadline_s, which "
-                f"is {self.deadline_s:g} s"
+                f"{what} within generator.group_deadline_s, which is {self.deadline_s:g} s"
             ) from error
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:

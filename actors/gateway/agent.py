@@ -19,11 +19,9 @@ from actors.gateway.session import Session
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
 from streamrl.errors import RolloutError
-from streamrl.extras import missing
 from streamrl.interfaces import EnvironmentContext
 
 if TYPE_CHECKING:
-    from actors.gateway.gateway import Gateway
     from actors.rendering.renderer import ChatRenderer
 
 
@@ -118,7 +116,10 @@ async def serving_agents(
     if not names:
         yield {}
         return
-    gateway = _gateway(config)
+    # It imports what serves HTTP, which only such an environment needs.
+    from actors.gateway.gateway import Gateway
+
+    gateway = Gateway(config)
     folder = config.run.path / "gateways"
     file = folder / f"{generator_id}.json"
     try:
@@ -129,15 +130,3 @@ async def serving_agents(
     finally:
         file.unlink(missing_ok=True)
         await gateway.close()
-
-
-def _gateway(config: RunConfig) -> "Gateway":
-    """
-    Raises:
-        ConfigError: the package that serves HTTP is not installed.
-    """
-    try:
-        from actors.gateway.gateway import Gateway
-    except ImportError as error:
-        raise missing("generator.environment: agent", error) from error
-    return Gateway(config)

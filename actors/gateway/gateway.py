@@ -12,10 +12,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from actors.gateway.agent import AGENT, AgentResult
-from actors.gateway.apis.requests import Json
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.server import GatewayServer, TaskRoutes
 from actors.gateway.session import Session
@@ -35,12 +34,8 @@ _LINGER_S = 5.0
 _NOBODY_ASKS_S = 60.0
 
 
-class StartedAgent(Protocol):
-    """An agent that the gateway starts."""
-
-    async def run(self, episode: OpenEpisode, task: Json) -> AgentResult:
-        """Plays the episode; a result without a reward is that which was posted."""
-        ...
+StartedAgent: TypeAlias = FunctionAgent | CommandAgent
+"""A result of its `run` without a reward is that which was posted."""
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,6 @@ class OpenEpisodes:
         self._changed = asyncio.Condition()
         self._closed: OrderedDict[str, str] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     @property
     def num_offered(self) -> int:
         """Episodes that wait for an agent."""

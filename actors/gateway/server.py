@@ -287,15 +287,15 @@ class TaskRoutes:
         return web.Response(status=204) if episode is None else json_answer(self._task_of(episode))
 
     async def _read(self, request: web.Request) -> web.Response:
-        return json_answer(self._task_of(self._find(request)))
+        return json_answer(self._task_of(find(self._episodes, request)))
 
     async def _give_up(self, request: web.Request) -> web.Response:
-        episode = self._find(request)
+        episode = find(self._episodes, request)
         episode.fail(LostAgentError(f"{episode.agent} gave up ({episode.place})"))
         return json_answer({})
 
     async def _close(self, request: web.Request) -> web.Response:
-        episode = self._find(request)
+        episode = find(self._episodes, request)
         closed = converted(await read_object(request), _Close, {})
         if closed.reward is None and episode.needs_reward:
             raise RequestError("reward: is missing, and data.reward is environment")
@@ -305,9 +305,6 @@ class TaskRoutes:
                 raise RequestError(f"{name}: was {value}; it must be finite")
         episode.close(AgentResult(closed.reward, closed.metrics))
         return json_answer({})
-
-    def _find(self, request: web.Request) -> OpenEpisode:
-        return find(self._episodes, request)
 
 
 def find(episodes: OpenEpisodes, request: web.Request) -> OpenEpisode:

@@ -218,8 +218,15 @@ class ConcatenatedPrompts:
         return self._ends[-1]
 
     def __getitem__(self, number: int) -> Prompt:
+        part, own_number = self.place(number)
+        return self._parts[part][own_number]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The part that has this number, and which of its own numbers it is."""
+        if number >= len(self):
+            raise IndexError(f"there are {len(self)} prompts, and not one numbered {number}")
         part = bisect_right(self._ends, number)
-        return self._parts[part][number - (self._ends[part - 1] if part else 0)]
+        return part, number - (self._ends[part - 1] if part else 0)
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))

@@ -8,16 +8,15 @@ a level. A level of training is a pure function of (seed, prompt index), a held-
 alone, and no seed is both.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from actors.prompts.seeds import seed_of
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
-from streamrl.user_code import attributed_to
+from streamrl.user_code import attributed_to, check_kwargs
 
 Task = Callable[..., tuple[str, str]]
 _HELD_OUT = 2**31
@@ -110,11 +109,7 @@ class TaskPrompts:
 def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[str, str]]:
     """Draws a prompt of the task and its answer from a seed of several parts."""
     task, own = TASKS[name], dict(kwargs)
-    allowed = [p for p in inspect.signature(task).parameters if p != "rng"]
-    for key in own:
-        if key not in allowed:
-            hint = did_you_mean(key, allowed)
-            raise ConfigError(f"data.source_kwargs: {name} has no argument {key!r}; {hint}")
+    check_kwargs("data.source_kwargs", name, task, own, num_given=1)
 
     def draw(seed: Sequence[int]) -> tuple[str, str]:
         return task(np.random.default_rng(seed), **own)

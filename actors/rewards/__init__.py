@@ -16,7 +16,7 @@ from typing import Any
 from actors.rewards import builtin
 from actors.rewards.calls.isolated import Processes, WorkerSetup
 from actors.rewards.calls.limits import OutputLimit, RewardLimits
-from actors.rewards.checks import check_call, check_kwargs, checked, prefixed
+from actors.rewards.checks import check_built_in, check_call, checked, prefixed
 from actors.rewards.forms import BoundFunction
 from actors.rewards.tool_calls import tool_calls
 from actors.rewards.weighted_sum import AtOnce, FunctionReward, Rewards
@@ -62,30 +62,12 @@ def make_reward(data: DataSettings) -> Reward:
         ConfigError: one of them cannot be made.
     """
     key = data.data_source_key
-    if not data.rewards:
-        return make_reward_of(data.all_rewards[0], "data.reward", "data.reward_kwargs", key)
-    made = (
-        _made(settings, f"data.rewards[{i}].reward", f"data.rewards[{i}].kwargs", key)
-        for i, settings in enumerate(data.rewards)
-    )
+    fields = [("data.reward", "data.reward_kwargs")]
+    if data.rewards:
+        places = [f"data.rewards[{i}]" for i in range(len(data.rewards))]
+        fields = [(f"{place}.reward", f"{place}.kwargs") for place in places]
+    made = (_made(s, *of, key) for s, of in zip(data.all_rewards, fields, strict=True))
     return Rewards(tuple(made), key)
-
-
-def make_reward_of(
-    settings: RewardSettings,
-    field: str,
-    kwargs_field: str | None = None,
-    data_source_key: str = "data_source",
-) -> Reward:
-    """The reward of one entry.
-
-    Args:
-        field: the setting that names it, with which errors begin.
-        kwargs_field: the one that has its arguments; `kwargs` of `field` where it is a section.
-    """
-    kwargs_field = kwargs_field or f"{field}.kwargs"
-    made = _made(settings, field, kwargs_field, data_source_key)
-    return Rewards((made,), data_source_key)
 
 
 def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
@@ -149,7 +131,7 @@ def _function(
     if is_user_code(name):
         check_call(field, name, function, kwargs)
     else:
-        check_kwargs(kwargs_field, name, function, kwargs)
+        check_built_in(kwargs_field, name, function, kwargs)
     return function, kwargs
 
 

@@ -18,8 +18,9 @@ from actors.rewards.tool_calls import calls_to_match
 from streamrl.config.data import RewardSettings
 from streamrl.config.loading.explain import explain
 from streamrl.config.section import Section
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
+from streamrl.user_code import check_kwargs
 
 Settings = TypeVar("Settings", bound=Section)
 
@@ -38,35 +39,25 @@ def check_call(field: str, name: str, own: Callable[..., Any], kwargs: Mapping[s
         ) from error
 
 
-def check_kwargs(
+def check_built_in(
     field: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Whether a built-in function takes these arguments, and has all that it needs."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    allowed = [parameter.name for parameter in parameters]
-    for key in kwargs:
-        if key not in allowed:
-            raise ConfigError(f"{field}: {name} takes no {key!r}; {did_you_mean(key, allowed)}")
-    for parameter in parameters:
-        if parameter.default is inspect.Parameter.empty and parameter.name not in kwargs:
-            raise ConfigError(f"{field}: {name} needs {parameter.name!r}")
-        given = kwargs.get(parameter.name)
+    check_kwargs(field, name, function, kwargs, num_given=1)
+    for key, parameter in inspect.signature(function).parameters.items():
+        given = kwargs.get(key)
         if given in ("", [], ()) and given != parameter.default:
             raise ConfigError(
-                f"{field}.{parameter.name}: was {given!r}, which every empty response would have; "
+                f"{field}.{key}: was {given!r}, which every empty response would have; "
                 f"{name} needs one that is not empty"
             )
     if "pattern" in kwargs:
-        check_pattern(field, kwargs["pattern"])
-
-
-def check_pattern(field: str, pattern: object) -> None:
-    try:
-        re.compile(str(pattern))
-    except re.error as error:
-        raise ConfigError(
-            f"{field}: pattern {pattern!r} is no regular expression: {error}"
-        ) from error
+        try:
+            re.compile(str(kwargs["pattern"]))
+        except re.error as error:
+            raise ConfigError(
+                f"{field}: pattern {kwargs['pattern']!r} is no regular expression: {error}"
+            ) from error
 
 
 def checked(field: str, section: type[Settings], kwargs: Mapping[str, Any]) -> Settings:

@@ -206,13 +206,8 @@ def conversation(episode: Episode) -> list[dict[str, Any]]:
     return [*(dict(message) for message in prompt), last]
 
 
-def ground_truth(episode: Episode) -> Any:
-    """verl's column `reward_model.ground_truth`, or the answer of the row."""
-    return gold_of(episode.prompt)
-
-
 def gold_of(prompt: Prompt) -> Any:
-    """As `ground_truth`."""
+    """verl's column `reward_model.ground_truth`, or the answer of the row."""
     column = prompt.row.get("reward_model")
     if isinstance(column, Mapping) and "ground_truth" in column:
         return column["ground_truth"]
@@ -239,7 +234,7 @@ def _verl(episodes: Sequence[Episode], data_source_key: str) -> Arguments:
     return (), {
         "data_source": row.get(data_source_key),
         "solution_str": episode.response,
-        "ground_truth": ground_truth(episode),
+        "ground_truth": gold_of(episode.prompt),
         "extra_info": _extra_info(episode),
     }
 

@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from actors.engines.model import device_of
 from actors.rendering.chat_template import rendered
 from actors.rewards.forms import conversation
 from actors.threads import Threads
@@ -253,9 +254,7 @@ class RewardModel:
             dtype=getattr(torch, settings.dtype),
             trust_remote_code=settings.trust_remote_code,
         )
-        has_cuda = torch.cuda.is_available()
-        device = settings.device if settings.device != "auto" else "cuda" if has_cuda else "cpu"
-        return model.to(device).eval()
+        return model.to(device_of(settings.device)).eval()
 
 
 def _refuse(batch: Sequence[_Waiting], error: RolloutError) -> None:

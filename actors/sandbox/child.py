@@ -63,20 +63,24 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:
     """Waits for the program."""
     folder, limits = Path(job["folder"]), job["limits"]
-    files: Mapping[str, bytes] = {}
+    code = None
     is_apart = job["isolation"] == "namespaces"
     if is_apart:
-        files = namespaces.files_below(folder)
+        code = folder.joinpath("main.py").read_bytes()
         namespaces.enter_files(job["folder"], job["readable"], job["links"], limits["folder_bytes"])
     program = os.fork()
     if not program:
-        _become_program(job, folder, files)
+        _become_program(job, folder, code)
     own = Path(f"/proc/{program}")
     return _wait(program, lambda: _excess(_all_processes() if is_apart else (own,), limits))
 
 
-def _become_program(job: dict[str, Any], folder: Path, files: Mapping[str, bytes]) -> None:
-    """Never returns; an error of the set-up ends the process with a sentence on its stderr."""
+def _become_program(job: dict[str, Any], folder: Path, code: bytes | None) -> None:
+    """Never returns; an error of the set-up ends the process with a sentence on its stderr.
+
+    Args:
+        code: of the program, where its folder is a new one.
+    """
     try:
         os.setsid()
         user, python = os.getuid(), map(Path, job["python"])
@@ -88,9 +92,8 @@ def _become_program(job: dict[str, Any], folder: Path, files: Mapping[str, bytes
         privileges.give_up_capabilities()
         privileges.end_with_parent(signal.SIGKILL)
         os.chdir(folder)
-        for name, content in files.items():
-            Path(name).parent.mkdir(parents=True, exist_ok=True)
-            Path(name).write_bytes(content)
+        if code is not None:
+            Path("main.py").write_bytes(code)
         privileges.limit(limits)
         _hold(job, folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

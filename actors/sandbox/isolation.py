@@ -98,14 +98,6 @@ def choose(wanted: IsolationChoice = "auto") -> Isolation:
     )
 
 
-def find_isolation() -> Isolation | None:
-    """What `auto` is here; None if nothing holds a program."""
-    try:
-        return choose()
-    except ConfigError:
-        return None
-
-
 @cache
 def why_not(kind: Isolation) -> str:
     """What this machine lacks for an isolation; "" if it holds programs. Waits for a program."""
@@ -119,7 +111,7 @@ def why_not(kind: Isolation) -> str:
         folder.joinpath("main.py").write_text(_PROBE, encoding="utf-8")
         given = f"{server.getsockname()[1]} {os.getpid()} {outside}"
         try:
-            return _probe(job(kind, folder, _PROBE_LIMITS, ()), given)
+            return _probe(job(kind, folder, _PROBE_LIMITS), given)
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
 
@@ -129,9 +121,7 @@ def command(job: Mapping[str, Any], status: int) -> list[str]:
     return [sys.executable, "-I", "-S", "-B", "-c", _CHILD, json.dumps(job), str(status)]
 
 
-def job(
-    isolation: Isolation, folder: Path, limits: SandboxLimits, arguments: tuple[str, ...]
-) -> Mapping[str, Any]:
+def job(isolation: Isolation, folder: Path, limits: SandboxLimits) -> Mapping[str, Any]:
     """What `child` needs to know of a program, which is in `main.py` of the folder.
 
     Raises:
@@ -146,7 +136,7 @@ def job(
         "python": [*{os.path.dirname(path) for path in (os.__file__, *_links(sys.executable))}],
         "limits": {**asdict(limits), "cpu_s": limits.cpu_s},
         "filter": _filter(isolation),
-        "command": [sys.executable, "-B", "-E", "-s", "-u", "main.py", *arguments],
+        "command": [sys.executable, "-B", "-E", "-s", "-u", "main.py"],
         "environment": {
             "PATH": "/usr/bin:/bin",
             "HOME": str(folder),

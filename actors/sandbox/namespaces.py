@@ -77,11 +77,6 @@ def enter_files(
         _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, f"size={folder_bytes},mode=1777")
 
 
-def files_below(folder: Path) -> Mapping[str, bytes]:
-    """The contents of all files below a folder, by their path in it."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def _make_place(path: str, *, is_folder: bool) -> None:
     """Where something is to be mounted."""
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)

@@ -45,41 +45,28 @@ class Sandbox:
         code: str,
         *,
         stdin: str = "",
-        files: Mapping[str, str | bytes] | None = None,
-        arguments: tuple[str, ...] = (),
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
         """What became of the code. Waits for a slot, which is not its time, then for its end or
         that of its time.
 
-        Args:
-            files: contents by relative path, in the working folder; "main.py" is the code.
-
         Raises:
             ConfigError: this machine cannot keep the code apart.
-            ValueError: a file's path leads out of the folder.
             OSError: the code was not started.
         """
         limits = self.limits if limits is None else limits
         async with self._slots:
             isolation = await asyncio.to_thread(choose, self._isolation)
-            with _folder_of({**(files or {}), "main.py": code}) as folder:
-                return await _run(job(isolation, folder, limits, arguments), stdin, limits)
+            with _folder_of(code) as folder:
+                return await _run(job(isolation, folder, limits), stdin, limits)
 
 
 @contextlib.contextmanager
-def _folder_of(files: Mapping[str, str | bytes]) -> Iterator[Path]:
-    """A new folder with these files, which is removed in the end."""
+def _folder_of(code: str) -> Iterator[Path]:
+    """A new folder with the code in `main.py`, which is removed in the end."""
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
-        for relative, content in files.items():
-            path = (folder / relative).resolve()
-            if not path.is_relative_to(folder):
-                raise ValueError(f"files: {relative!r} leads out of the working folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(
-                content if isinstance(content, bytes) else content.encode(errors="replace")
-            )
+        folder.joinpath("main.py").write_bytes(code.encode(errors="replace"))
         yield folder
 
 

@@ -361,8 +361,8 @@ class GeneratorSettings(Section):
     engine: str = "hf"
     """hf, sglang or vllm."""
     environment: str = "single_turn"
-    """What answers the policy: single_turn, tools, frozen_lake, sokoban, gymnasium:ID,
-    textarena:ID, PATH.py:CLASS; or what calls it: agent. Several stand in `environments`."""
+    """What answers the policy: single_turn, tools, frozen_lake, gymnasium:ID, textarena:ID,
+    PATH.py:CLASS; or what calls it: agent. Several stand in `environments`."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its arguments."""
     agent: AgentSettings = AgentSettings()

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.sandbox.isolation import find_isolation
+from tests.isolation import find_isolation
 from tests.system.conftest import Launched
 from tests.system.test_launch import _set, assert_books_close, assert_every_step_once
 

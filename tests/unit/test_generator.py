@@ -715,7 +715,7 @@ def test_leases_wait_for_a_version_as_long_as_loads_take(monkeypatch):
             min_policy_version=min_policy_version,
             expires_at_s=0.0,
         )
-        made = LeasedGroup.of(lease, SimpleNamespace(), 1, GroupProgress())
+        made = LeasedGroup(lease, SimpleNamespace(), 1, GroupProgress())
         if has_begun:
             made.turn.set()
         return made

@@ -423,7 +423,9 @@ async def test_http_distinguishes_refusal_silence_and_loss(tmp_path):
     nobody = Http(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConnectionLostError):
         await nobody.send("/slow", {})
-    kind = VllmKind(run_config(tmp_path, vllm={"url": nobody.url, "start_timeout_s": 0.1}))
+    kind = VllmKind(
+        run_config(tmp_path, engine="vllm", vllm={"url": nobody.url, "start_timeout_s": 0.1})
+    )
     with pytest.raises(ConfigError, match=r"no inference server at http.* in 0.1 s"):
         wait_until_up(kind, nobody)
     await nobody.close()
@@ -506,7 +508,7 @@ def bare_server() -> Iterator[str]:
 
 def test_a_vllm_started_otherwise_is_refused_with_the_command_that_is_right(bare_server, tmp_path):
     make_model().save_pretrained(tmp_path)
-    config = run_config(tmp_path, vllm={"url": bare_server, "start_timeout_s": 5.0})
+    config = run_config(tmp_path, engine="vllm", vllm={"url": bare_server, "start_timeout_s": 5.0})
     with pytest.raises(ConfigError) as refused:
         open_vllm(config)
     message = str(refused.value)

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,6 +137,7 @@ class FakeKind:
     """A server whose label is looked at by `num_users` others, once in each window."""
 
     looks = ("looks", "")
+    config = run_config(Path("nowhere"), engine="vllm", vllm={"url": "http://a:1"})
 
     def __init__(self, label: str, num_users: int = 0) -> None:
         self.now = label

@@ -48,7 +48,7 @@ def test_facts_of_a_model_have_its_head_width(tmp_path):
 def test_a_vllm_elsewhere_is_refused_for_this_cpu_only_if_it_runs_on_it(tmp_path, monkeypatch):
     url = f"http://127.0.0.1:{free_port()}"
     server = {"url": url, "start_timeout_s": 0.1}
-    config = run_config(save_llama(tmp_path), vllm=server)
+    config = run_config(save_llama(tmp_path), engine="vllm", vllm=server)
     monkeypatch.setattr("actors.engines.vllm.server.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="attention heads of width 8"):
         open_vllm(config)

@@ -125,8 +125,8 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
-            self._keys = _longer(self._keys, capacity)
-            self._values = _longer(self._values, capacity)
+            more = (0, 0, 0, capacity - self._keys.shape[2])
+            self._keys, self._values = pad(self._keys, more), pad(self._values, more)
 
     def join(self, first: int, keys: torch.Tensor, values: torch.Tensor, of: torch.Tensor) -> None:
         """Rows first.. get the prefilled rows `of` of keys and values [P, H, length, D], which
@@ -238,13 +238,6 @@ class SlotCache(Cache):
         """Before rows join again: a slot is overwritten by whoever joins it."""
 
 
-def _longer(old: torch.Tensor, capacity: int) -> torch.Tensor:
-    slots, heads, length, width = old.shape
-    longer = old.new_zeros(slots, heads, capacity, width)
-    longer[:, :, :length] = old
-    return longer
-
-
 Rows = tuple[DynamicCache, torch.Tensor]
 """A cache, and the indices [k] of rows in it."""
 
@@ -255,7 +248,6 @@ class ModelCache:
     def __init__(self, model: PreTrainedModel, argument: str, device: torch.device) -> None:
         self._config = model.config
         self._argument = argument
-        self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._device = device
         layers = DynamicCache(config=model.config).layers
         self._has_keys = any(isinstance(layer, CacheLayerMixin) for layer in layers)

@@ -31,7 +31,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engines.hf.batch import HfRequest, RunningBatch
-from actors.engines.model import eos_token_ids, require_known_tokens, room_for
+from actors.engines.model import device_of, eos_token_ids, require_known_tokens, room_for
 from actors.engines.requests import nothing_sampled
 from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
@@ -232,11 +232,8 @@ class HfEngine(UpdatableEngine):
         generator = config.generator
         path, trust = config.model.path, config.model.trust_remote_code
         model: Any = load_model(config)
-        device = generator.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(
-            model.to(device).eval(),
+            model.to(device_of(generator.device)).eval(),
             eos_token_ids=eos_token_ids(config.model),
             max_num_seqs=generator.max_num_seqs,
             max_model_len=config.max_model_len,

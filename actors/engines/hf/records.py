@@ -239,15 +239,10 @@ class Records:
     def _reserve(self, length: int) -> None:
         capacity = self._token_ids.shape[1]
         if length > capacity:
-            self._token_ids = _wider(self._token_ids, 2 * capacity)
-            self._logprobs = _wider(self._logprobs, 2 * capacity)
-            self._versions = _wider(self._versions, 2 * capacity)
-
-
-def _wider(old: NDArray[Any], capacity: int) -> NDArray[Any]:
-    wider = np.zeros((len(old), capacity), dtype=old.dtype)
-    wider[:, : old.shape[1]] = old
-    return wider
+            more = ((0, 0), (0, capacity))
+            self._token_ids = np.pad(self._token_ids, more)
+            self._logprobs = np.pad(self._logprobs, more)
+            self._versions = np.pad(self._versions, more)
 
 
 class ExpertWatch:

@@ -24,6 +24,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
@@ -38,7 +39,7 @@ from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import AnyLabels, Labels, ServedRequest, Server, is_of_a_run
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
-from streamrl.config.generator import GeneratorSettings, ServerSettings
+from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.types import Completion, SamplingParams
 
@@ -65,11 +66,8 @@ class ServerKind(Protocol):
     """
 
     @property
-    def settings(self) -> ServerSettings: ...
-
-    @property
-    def keeps_old_kv(self) -> bool:
-        """Whether what old weights have computed is there after an update."""
+    def config(self) -> RunConfig:
+        """Of the run that is to use it."""
         ...
 
     def require_up(self, http: Http) -> None:
@@ -114,7 +112,6 @@ class ServerKind(Protocol):
 
 def engine_on(
     kind: ServerKind,
-    config: RunConfig,
     http: Http,
     labels: Labels,
     *,
@@ -122,13 +119,14 @@ def engine_on(
     process: ServerProcess | None = None,
 ) -> ServedEngine:
     """The engine on a server that is attached; call it in the event loop."""
+    config, settings = kind.config, kind.config.generator.served
     return ServedEngine(
         kind.server(http, labels),
         ModelFacts.of(config.model),
         max_num_seqs=config.generator.max_num_seqs,
         max_model_len=config.max_model_len,
-        retry_timeout_s=retry_timeout_s or kind.settings.retry_timeout_s,
-        keeps_old_kv=kind.keeps_old_kv,
+        retry_timeout_s=retry_timeout_s or settings.retry_timeout_s,
+        keeps_old_kv=settings.keeps_old_kv,
         process=process,
     )
 
@@ -145,7 +143,8 @@ def wait_until_up(
 ) -> None:
     """Waits until the server takes requests; unblocked by it, by `require_alive`, which raises when
     the server's process has ended, or by the timeout (else `start_timeout_s`)."""
-    timeout_s = kind.settings.start_timeout_s if timeout_s is None else timeout_s
+    if timeout_s is None:
+        timeout_s = kind.config.generator.served.start_timeout_s
     until_s = time.monotonic() + timeout_s
     while True:
         require_alive()
@@ -252,21 +251,21 @@ def server_id(url: str) -> str:
     return f"{address}:{parts.port or parts.scheme}"
 
 
-def attach(
-    kind: ServerKind,
-    http: Http,
-    labels: Labels,
-    num_candidates: int = 0,
-    *,
-    keeps_experts: bool = False,
-) -> None:
-    """Returns once the server may be used under these labels, or with its first weights, by a run
-    that asks for so many candidates of a token at most, and for its experts if it keeps them.
+def attach(kind: ServerKind, http: Http, labels: Labels) -> None:
+    """Returns once the server may be used under these labels, or with its first weights.
 
     Raises:
-        ConfigError: it is in use by others, or does not report what it samples.
-        RefusedError, TransportError: a request failed.
+        ConfigError: it is in use by others, does not report what the run asks for, or refuses a
+            request.
+        TransportError: a request failed.
     """
+    try:
+        _attach(kind, http, labels)
+    except RefusedError as error:
+        raise kind.refusal(http, error) from error
+
+
+def _attach(kind: ServerKind, http: Http, labels: Labels) -> None:
     kind.require_settings(http)
     label = kind.label(http)
     if labels.is_shared and labels.is_own(label):
@@ -285,8 +284,8 @@ def attach(
         return
     probe(
         lambda request: kind.sample(http, AnyLabels(labels.owner), request),
-        num_candidates,
-        keeps_experts=keeps_experts,
+        most_asked(kind.config),
+        keeps_experts=kind.config.algorithm.records_experts,
     )
 
 
@@ -310,7 +309,6 @@ _RETRY_S = 1.0
 
 def open_served(
     kind: ServerKind,
-    config: RunConfig,
     http: Http,
     process: ServerProcess | None = None,
     *,
@@ -323,75 +321,60 @@ def open_served(
     Raises:
         ConfigError: the server is not up in time, or does not fit the configuration.
     """
-    labels = labels_of_run(config) if is_shared else Labels.new()
+    labels = labels_of_run(kind.config) if is_shared else Labels.new()
     try:
         wait_until_up(kind, http, process.require_alive if process else lambda: None)
-        _attach_or_explain(kind, config, http, labels)
-        return engine_on(kind, config, http, labels, process=process)
+        attach(kind, http, labels)
+        return engine_on(kind, http, labels, process=process)
     except BaseException:
         if process is not None:
             process.close()
         raise
 
 
-def open_urls(
-    kind: ServerKind, config: RunConfig, api_key: str | None, *, is_shared: bool
-) -> ServedEngine | ReplicatedEngine:
+def open_urls(kind: ServerKind, *, is_shared: bool) -> ServedEngine | ReplicatedEngine:
     """An engine on the servers elsewhere that the settings name. An engine by itself, as that of an
     evaluation, takes the first of them.
 
     Raises:
         ConfigError: no server is up in time, one does not fit, or they serve different models.
     """
-    first, *others = urls = kind.settings.urls
+    settings = kind.config.generator.served
+    connected = partial(Http, api_key=settings.api_key)
+    first, *others = urls = settings.urls
     if not (is_shared and others):
-        return open_served(kind, config, Http(first, api_key=api_key), is_shared=is_shared)
-    labels = labels_of_run(config)
-    up = _wait_until_some_are_up(kind, [Http(url, api_key=api_key) for url in urls])
+        return open_served(kind, connected(first), is_shared=is_shared)
+    labels = labels_of_run(kind.config)
+    up = _wait_until_some_are_up(kind, [connected(url) for url in urls])
     for http in up:
-        _attach_or_explain(kind, config, http, labels)
+        attach(kind, http, labels)
     model = _one_model(up)
 
     def opener(url: str) -> Callable[[], Awaitable[ServedEngine]]:
         """Raises at once if the server is not up, or does not fit."""
 
         async def open_once() -> ServedEngine:
-            http = Http(url, api_key=api_key)
-            await asyncio.to_thread(_attach_again, kind, config, http, labels, model)
-            return engine_on(kind, config, http, labels, retry_timeout_s=_RETRY_S)
+            http = connected(url)
+            await asyncio.to_thread(_attach_again, kind, http, labels, model)
+            return engine_on(kind, http, labels, retry_timeout_s=_RETRY_S)
 
         return open_once
 
     return ReplicatedEngine(
         [Replica(url, opener(url)) for url in urls],
-        retry_timeout_s=kind.settings.retry_timeout_s,
+        retry_timeout_s=settings.retry_timeout_s,
     )
 
 
-def _attach_or_explain(kind: ServerKind, config: RunConfig, http: Http, labels: Labels) -> None:
-    try:
-        attach(
-            kind,
-            http,
-            labels,
-            most_asked(config),
-            keeps_experts=config.algorithm.records_experts,
-        )
-    except RefusedError as error:
-        raise kind.refusal(http, error) from error
-
-
-def _attach_again(
-    kind: ServerKind, config: RunConfig, http: Http, labels: Labels, model: str
-) -> None:
+def _attach_again(kind: ServerKind, http: Http, labels: Labels, model: str) -> None:
     wait_until_up(kind, http, timeout_s=0.0)
-    _attach_or_explain(kind, config, http, labels)
+    attach(kind, http, labels)
     _require_model(http, model)
 
 
 def _wait_until_some_are_up(kind: ServerKind, servers: Sequence[Http]) -> Sequence[Http]:
     """Those that are up. Waits for one of them, or for `start_timeout_s`."""
-    until_s = time.monotonic() + kind.settings.start_timeout_s
+    until_s = time.monotonic() + kind.config.generator.served.start_timeout_s
     while True:
         up = [http for http in servers if _is_up(kind, http)]
         if up:

@@ -187,9 +187,10 @@ class ReplicatedEngine:
             raise RolloutError("inference servers sample from token ids alone")
         handle = handle or CompletionHandle()
         while not handle.stop.is_set():
-            replica = await self._choose(handle)
+            replica = self._choose(handle)
             if replica is None:
-                break
+                await asyncio.sleep(_READY_S)
+                continue
             try:
                 return await replica.generate(prompt_token_ids, sampling, handle)
             except TransportError as error:
@@ -217,20 +218,21 @@ class ReplicatedEngine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
-    async def _choose(self, handle: CompletionHandle) -> Replica | None:
-        """The server of the episode's last turn, else the one with the fewest requests; None if the
-        request is stopped. Waits for a server that has weights, or `retry_timeout_s` for one that
-        is up."""
-        while not handle.stop.is_set():
-            self._raise_if_over()
-            ready = [replica for replica in self.replicas if replica.is_ready]
-            if ready:
-                last = self._replica_of.get(handle.stop)
-                chosen = last if last in ready else min(ready, key=_load_of)
-                self._replica_of[handle.stop] = chosen
-                return chosen
-            await asyncio.sleep(_READY_S)
-        return None
+    def _choose(self, handle: CompletionHandle) -> Replica | None:
+        """The server of the episode's last turn, else the one with the fewest requests; None while
+        none has weights.
+
+        Raises:
+            TransportError: none has been up for `retry_timeout_s`.
+        """
+        self._raise_if_over()
+        ready = [replica for replica in self.replicas if replica.is_ready]
+        if not ready:
+            return None
+        last = self._replica_of.get(handle.stop)
+        chosen = last if last in ready else min(ready, key=_load_of)
+        self._replica_of[handle.stop] = chosen
+        return chosen
 
     def _raise_if_over(self) -> None:
         if self._is_closed:

@@ -7,13 +7,15 @@ folder of its own; see `actors.engines.sglang`.
 import hashlib
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Protocol, TypeAlias
+from typing import Annotated, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from msgspec import Meta, Struct
 
 from actors.engines.requests import finish_reason
+from actors.engines.served.http import Http, Names, readings
 from streamrl.errors import RolloutError
 from streamrl.types import (
     Completion,
@@ -172,20 +174,40 @@ class ServerUpdates(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Ends what updates arrive by."""
+        ...
 
-class Server(Protocol):
+
+class Labeled(Struct, frozen=True):
+    """What of an answer is the server's label of its weights."""
+
+    weight_version: str
+
+
+class Server(ABC):
     """A server that is up and checked. Without `labels.is_shared` it holds the weights of the
     model's folder; else what it has got, from this generator or another one of the run."""
 
-    name: str
-    """The library and the server's address, for messages."""
-    labels: Labels
+    library: ClassVar[str]
+    label_path: ClassVar[str]
+    """Where it answers with its label."""
+    gauges: ClassVar[Names]
 
-    @property
-    def updates(self) -> ServerUpdates:
-        """What gets updates into the server."""
-        ...
+    def __init__(
+        self, http: Http, updates: ServerUpdates, labels: Labels, *, request_timeout_s: float
+    ) -> None:
+        """
+        Args:
+            updates: get the learner's updates into the server.
+        """
+        self.name = f"{self.library} at {http.url}"
+        self.updates = updates
+        self.labels = labels
+        self._http = http
+        self._request_timeout_s = request_timeout_s
 
+    @abstractmethod
     async def sample(self, request: ServedRequest) -> Completion:
         """The completion; `FinishReason.ABORT` with what was sampled, if an update or `abort` has
         ended it.
@@ -195,23 +217,23 @@ class Server(Protocol):
             BusyError, ConnectionLostError: the request may be sent again, under another id.
             ForeignWeightsError: the reply is of weights that this engine did not load.
         """
-        ...
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """Ends the request, if the server has it; `sample` gets the answer."""
 
     async def label(self) -> str:
         """The server's label of its weights."""
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """Ends the request, if the server has it; `sample` gets the answer."""
-        ...
+        return (await self._http.get(self.label_path, Labeled)).weight_version
 
     async def readings(self) -> Mapping[str, float]:
         """`num_active`, `num_waiting`, `num_tokens` and further gauges of the server."""
-        ...
+        return readings(await self._http.text("/metrics"), self.gauges)
 
     async def close(self) -> None:
         """Closes the connections to the server."""
-        ...
+        await self.updates.close()
+        await self._http.close()
 
 
 def completion(

@@ -22,7 +22,6 @@ the same difference between the two distributions.
 """
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.reported import candidates, from_int32, keeps_mask, recorded, top_of
-from actors.engines.served.http import Http, Names, RefusedError, readings
+from actors.engines.served.http import Http, Names, RefusedError
 from actors.engines.served.open import (
     host_of,
     open_served,
@@ -46,6 +45,7 @@ from actors.engines.served.server import (
     UNLABELED,
     Labels,
     ServedRequest,
+    Server,
     completion,
     versions_of,
 )
@@ -233,8 +233,10 @@ GAUGES: Names = {
 }
 
 
-class SglangServer:
-    """Implements `actors.engines.served.server.Server`."""
+class SglangServer(Server):
+    """By SGLang's own route."""
+
+    library, label_path, gauges = "SGLang", "/model_info", GAUGES
 
     def __init__(
         self,
@@ -246,20 +248,17 @@ class SglangServer:
         is_deterministic: bool,
         request_timeout_s: float,
     ) -> None:
-        self.name = f"SGLang at {http.url}"
-        self._http = http
-        self.updates = relay
-        self.labels = labels
+        super().__init__(http, relay, labels, request_timeout_s=request_timeout_s)
         self._is_deterministic = is_deterministic
-        self._request_timeout_s = request_timeout_s
-        self._seeds = (int(s) for s in _seeds(seed))
+        # Requests without a seed of their own get different ones.
+        self._seeds = np.random.default_rng(seed)
 
     async def sample(self, request: ServedRequest) -> Completion:
         if request.sampling.seed is not None and not self._is_deterministic:
             raise RolloutError(
                 "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
             )
-        body = wire_request(request, next(self._seeds))
+        body = wire_request(request, int(self._seeds.integers(2**31)))
         answer = await self._http.post(
             "/generate",
             body,
@@ -271,16 +270,6 @@ class SglangServer:
 
     async def abort(self, request_id: str) -> None:
         await self._http.send("/abort_request", AbortReq(rid=request_id), timeout_s=ABORT_S)
-
-    async def label(self) -> str:
-        return (await self._http.get("/model_info", ModelInfo)).weight_version
-
-    async def readings(self) -> Mapping[str, float]:
-        return readings(await self._http.text("/metrics"), GAUGES)
-
-    async def close(self) -> None:
-        await self.updates.close()
-        await self._http.close()
 
 
 def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labels) -> Completion:
@@ -346,40 +335,31 @@ def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
     return next((i for i in positions if token_ids[i] in request.stops), None)
 
 
-def _seeds(seed: int) -> "itertools.chain[int]":
-    """Endless; requests without a seed of their own get different ones."""
-    generator = np.random.default_rng(seed)
-    draws = (generator.integers(0, 2**31, size=1024).tolist() for _ in itertools.count())
-    return itertools.chain.from_iterable(draws)
-
-
 _LOAD_FOLDER_S = 600.0
 
 
 def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:
     """An engine on the servers of `generator.sglang.url`, or on one started here; raises as
     `open_urls` does."""
-    settings = config.generator.sglang
     kind = SglangKind(config, seed=seed)
-    if settings.urls:
-        return open_urls(kind, config, settings.api_key, is_shared=is_shared)
+    if config.generator.sglang.urls:
+        return open_urls(kind, is_shared=is_shared)
     with bound_socket("127.0.0.1") as bound:
         port: int = bound.getsockname()[1]
     command = launch_command(config, host="127.0.0.1", port=port, seed=seed)
     process = ServerProcess(
         command, config.run.path / "logs" / f"sglang-{port}.log", launch_environment(config)
     )
-    return open_served(kind, config, Http(f"http://127.0.0.1:{port}"), process)
+    return open_served(kind, Http(f"http://127.0.0.1:{port}"), process)
 
 
 class SglangKind:
     """Implements `actors.engines.served.open.ServerKind`."""
 
     def __init__(self, config: RunConfig, *, seed: int) -> None:
-        self._config = config
+        self.config = config
         self._seed = seed
-        self.settings = config.generator.sglang
-        self.keeps_old_kv = self.settings.keeps_old_kv
+        self._settings = config.generator.sglang
 
     def require_up(self, http: Http) -> None:
         # SGLang's /health fails on a server that an earlier generator has left paused.
@@ -388,29 +368,29 @@ class SglangKind:
             http.request_sync("GET", "/health")
 
     def require_settings(self, http: Http) -> None:
-        require_length(http, self._config.max_model_len, NUM_RESERVED)
+        require_length(http, self.config.max_model_len, NUM_RESERVED)
         info = http.request_sync("GET", "/server_info", answer=dict[str, Any])
         for name in ("tp_size", "enable_deterministic_inference"):
-            if info.get(name) != getattr(self.settings, name):
+            if info.get(name) != getattr(self._settings, name):
                 raise ConfigError(
-                    f"generator.sglang.{name}: was {getattr(self.settings, name)}, but the server "
+                    f"generator.sglang.{name}: was {getattr(self._settings, name)}, but the server "
                     f"at {http.url} was started with {info.get(name)}"
                 )
-        if self.keeps_old_kv and not info.get("disable_overlap_schedule"):
+        if self._settings.keeps_old_kv and not info.get("disable_overlap_schedule"):
             raise ConfigError(
                 "generator.sglang.recompute_kv: was false, for which the server at "
                 f"{http.url} has to be started with --disable-overlap-schedule: else it labels one "
                 "token of each request in flight with the next version"
             )
-        min_new_tokens = self._config.generator.min_new_tokens
+        min_new_tokens = self.config.generator.min_new_tokens
         if min_new_tokens and info.get("skip_tokenizer_init"):
             raise ConfigError(
                 f"generator.min_new_tokens: was {min_new_tokens}, for which SGLang needs a "
                 f"tokenizer, and the server at {http.url} has skip_tokenizer_init"
             )
-        if self._config.algorithm.records_experts and not info.get("enable_return_routed_experts"):
+        if self.config.algorithm.records_experts and not info.get("enable_return_routed_experts"):
             raise ConfigError(
-                f"algorithm.router_replay: was {self._config.algorithm.router_replay}, for which "
+                f"algorithm.router_replay: was {self.config.algorithm.router_replay}, for which "
                 f"the server at {http.url} has to be started with --enable-return-routed-experts"
             )
         if not info.get("enable_metrics"):
@@ -452,20 +432,20 @@ class SglangKind:
         return ConfigError(f"generator.engine sglang: {http.url} refuses: {error}")
 
     def server(self, http: Http, labels: Labels) -> SglangServer:
-        model = self._config.model
+        model = self.config.model
         relay = Relay(
             http,
-            self.settings,
+            self._settings,
             WholeModel(model.path, trust_remote_code=model.trust_remote_code),
-            host=self.settings.reach_host or address_towards(host_of(http.url)),
-            bucket_bytes=self._config.weights.bucket_bytes,
-            timeout_s=self._config.weights.deadline_s / 4,
+            host=self._settings.reach_host or address_towards(host_of(http.url)),
+            bucket_bytes=self.config.weights.bucket_bytes,
+            timeout_s=self.config.weights.deadline_s / 4,
         )
         return SglangServer(
             http,
             relay,
             labels,
             seed=self._seed,
-            is_deterministic=self.settings.enable_deterministic_inference,
-            request_timeout_s=request_timeout_s(self._config.generator),
+            is_deterministic=self._settings.enable_deterministic_inference,
+            request_timeout_s=request_timeout_s(self.config.generator),
         )

@@ -303,7 +303,7 @@ class VllmEngine(UpdatableEngine):
             return
         self.is_closed = True
         await self._requests.cancel_all()
-        self._loader.close()
+        await self._loader.close()
         await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
 
     async def _receive(self, update: WeightUpdate) -> None:

@@ -13,7 +13,6 @@ them with vLLM's classes.
 """
 
 import shlex
-from collections.abc import Mapping
 from math import prod
 from typing import Annotated, Any
 
@@ -21,14 +20,16 @@ from msgspec import Meta, Struct
 
 from actors.engines.model import ModelFacts
 from actors.engines.reported import candidates, from_npy, most_asked, num_asked, recorded, sets_of
-from actors.engines.served.http import Http, Names, RefusedError, readings, retry_lost
+from actors.engines.served.http import Http, Names, RefusedError, retry_lost
 from actors.engines.served.open import host_of, open_urls, request_timeout_s, require_length
 from actors.engines.served.process import has_gpu
 from actors.engines.served.server import (
     ABORT_S,
     UNLABELED,
+    Labeled,
     Labels,
     ServedRequest,
+    Server,
     TokenId,
     VersionSpan,
     completion,
@@ -95,12 +96,6 @@ class GenerateTokensChoice(Struct, frozen=True):
 
 class GenerateTokensResponse(Struct, frozen=True):
     choices: Annotated[list[GenerateTokensChoice], Meta(min_length=1)]
-
-
-class WeightInfo(Struct, frozen=True):
-    """The answer to /weight_info."""
-
-    weight_version: str
 
 
 class WorldSize(Struct, frozen=True):
@@ -173,17 +168,10 @@ GAUGES: Names = {
 }
 
 
-class VllmServer:
-    """Implements `actors.engines.served.server.Server`."""
+class VllmServer(Server):
+    """By vLLM's routes for tokens in, tokens out."""
 
-    def __init__(
-        self, http: Http, loader: WeightLoader, labels: Labels, *, request_timeout_s: float
-    ) -> None:
-        self.name = f"vLLM at {http.url}"
-        self._http = http
-        self.updates = loader
-        self.labels = labels
-        self._request_timeout_s = request_timeout_s
+    library, label_path, gauges = "vLLM", "/weight_info", GAUGES
 
     async def sample(self, request: ServedRequest) -> Completion:
         answer = await self._http.post(
@@ -198,16 +186,6 @@ class VllmServer:
     async def abort(self, request_id: str) -> None:
         ids = {"request_ids": [f"generate-tokens-{request_id}"]}
         await self._http.send("/inference/v1/abort_requests", ids, timeout_s=ABORT_S)
-
-    async def label(self) -> str:
-        return (await self._http.get("/weight_info", WeightInfo)).weight_version
-
-    async def readings(self) -> Mapping[str, float]:
-        return readings(await self._http.text("/metrics"), GAUGES)
-
-    async def close(self) -> None:
-        self.updates.close()
-        await self._http.close()
 
 
 def _answer_bytes(request: ServedRequest) -> int:
@@ -266,34 +244,33 @@ def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> E
     # A vLLM on this machine runs on its CPU if there is no GPU; of others nothing is known.
     if any(is_loopback(url) for url in settings.urls) and not has_gpu():
         require_servable(config, ModelFacts.of(config.model))
-    return open_urls(VllmKind(config), config, settings.api_key, is_shared=is_shared)
+    return open_urls(VllmKind(config), is_shared=is_shared)
 
 
 class VllmKind:
     """Implements `actors.engines.served.open.ServerKind`."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self.settings = config.generator.vllm
-        self.keeps_old_kv = self.settings.keeps_old_kv
+        self.config = config
+        self._settings = config.generator.vllm
 
     def require_up(self, http: Http) -> None:
         http.request_sync("GET", "/health")
 
     def require_settings(self, http: Http) -> None:
         http.request_sync("POST", "/init_weight_transfer_engine", {"init_info": {}})
-        require_length(http, self._config.max_model_len)
+        require_length(http, self.config.max_model_len)
         num_workers = http.request_sync("GET", "/get_world_size", answer=WorldSize).world_size
-        if num_workers != self.settings.tensor_parallel_size:
+        if num_workers != self._settings.tensor_parallel_size:
             raise ConfigError(
                 "generator.vllm.tensor_parallel_size: was "
-                f"{self.settings.tensor_parallel_size}, but {http.url} has {num_workers} workers"
+                f"{self._settings.tensor_parallel_size}, but {http.url} has {num_workers} workers"
             )
 
     looks = ("http_requests_total", 'handler="/weight_info"')
 
     def label(self, http: Http) -> str:
-        info: WeightInfo = http.request_sync("GET", "/weight_info", answer=WeightInfo)
+        info: Labeled = http.request_sync("GET", VllmServer.label_path, answer=Labeled)
         return info.weight_version
 
     def take(self, http: Http, labels: Labels) -> None:
@@ -317,16 +294,16 @@ class VllmKind:
     def refusal(self, http: Http, error: RefusedError) -> ConfigError:
         return ConfigError(
             f"generator.vllm.url: the server at {http.url} was not started as it has to be "
-            f"({error}); start it with\n  {serve_command(self._config)}"
+            f"({error}); start it with\n  {serve_command(self.config)}"
         )
 
     def server(self, http: Http, labels: Labels) -> VllmServer:
-        timeout_s = request_timeout_s(self._config.generator)
+        timeout_s = request_timeout_s(self.config.generator)
         loader = WeightLoader(
             HttpVerbs(http, timeout_s),
-            self.settings,
+            self._settings,
             address=address_towards(host_of(http.url)),
-            deadline_s=self._config.weights.deadline_s,
+            deadline_s=self.config.weights.deadline_s,
         )
         return VllmServer(http, loader, labels, request_timeout_s=timeout_s)
 

@@ -116,7 +116,7 @@ class WeightLoader:
         await self._vllm.resume()
         return time.perf_counter() - start
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._reports.close(linger=0)
 
     async def _update(self, **update: str) -> None:

@@ -34,7 +34,6 @@ class TextArenaGame:
         # With its wrappers each observation would repeat the whole game.
         plain_id = f"{env_id}-raw"
         self._id = plain_id if plain_id in ENV_REGISTRY else env_id
-        self._kwargs = kwargs
         with attributed_to(f"environment textarena:{env_id}"):
             self._env = textarena.make(self._id, **kwargs)
         self._seed, self._num_moves = 0, 0

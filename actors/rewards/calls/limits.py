@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+from actors.concurrency import DeadlineError, deadline
 from streamrl.errors import RolloutError
 
 T = TypeVar("T")
@@ -67,11 +68,9 @@ class RewardLimits:
 
     async def _try(self, begin: Callable[[], Awaitable[T]]) -> T:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with deadline(self._timeout_s):
                 return await begin()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
+        except DeadlineError as error:
             raise RolloutError(
                 f"{self._title} has not answered within timeout_s, which is {self._timeout_s:g} s"
             ) from error

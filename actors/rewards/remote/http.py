@@ -13,7 +13,7 @@ import msgspec
 from actors.engines.served.http import MAX_ANSWER_BYTES, BusyError, Http, RefusedError
 from actors.rewards.calls.isolated import plain
 from actors.rewards.calls.limits import FinalError
-from actors.rewards.forms import conversation, ground_truth
+from actors.rewards.forms import conversation, gold_of
 from streamrl.config.section import Section
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import Episode, Score
@@ -94,7 +94,7 @@ def _sent(episode: Episode) -> dict[str, Any]:
     return {
         "messages": conversation(episode),
         "response": episode.response,
-        "answer": ground_truth(episode),
+        "answer": gold_of(episode.prompt),
         "row": episode.prompt.row,
         "num_response_tokens": episode.num_response_tokens,
         "finish_reason": episode.finish_reason,

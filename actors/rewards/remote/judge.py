@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Struct
 from pydantic import AfterValidator, Field
 
-from actors.rewards.forms import conversation, ground_truth
+from actors.rewards.forms import conversation, gold_of
 from actors.rewards.remote.http import Service, ServiceSettings
 from streamrl.config.section import Positive
 from streamrl.errors import ConfigError, RolloutError
@@ -142,7 +142,7 @@ def filled(template: str, episode: Episode) -> str:
         **episode.prompt.row,
         "prompt": _text(episode.prompt.content),
         "response": episode.response,
-        "answer": ground_truth(episode),
+        "answer": gold_of(episode.prompt),
         "conversation": _text(conversation(episode)),
     }
     return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), template)

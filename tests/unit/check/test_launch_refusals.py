@@ -223,7 +223,7 @@ SAID: Mapping[str, str] = {
         buffers/connect buffers/redis/connection buffers/redis/memory_limit buffers/redis/topology
     """,
     "check looks at the same itself: `REFUSED`, and the traps of test_check.py": """
-        actors/daemon actors/gateway/server actors/gateway/agent actors/make_model
+        actors/daemon actors/gateway/server actors/make_model
         actors/prompts/fitting learners/optimizer learners/policy/attention learners/policy/loading
         learners/policy/lora learners/policy/sharding learners/profiling
         learners/checkpoints/restore

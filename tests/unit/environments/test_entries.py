@@ -19,9 +19,11 @@ def load(tmp_path):
 
 
 def test_the_short_form_is_one_entry_of_that_name(load):
-    config = load("generator: {environment: sokoban, environment_kwargs: {size: 7}, group_size: 3}")
+    config = load(
+        "generator: {environment: frozen_lake, environment_kwargs: {size: 7}, group_size: 3}"
+    )
     (entry,) = config.entries
-    assert (entry.name, entry.kwargs, entry.group_size) == ("sokoban", {"size": 7}, 3)
+    assert (entry.name, entry.kwargs, entry.group_size) == ("frozen_lake", {"size": 7}, 3)
     assert entry.data == config.data
 
 
@@ -78,7 +80,7 @@ REFUSED = [
         r"with environments\.1\.group_size 1 there are none",
     ),
     (
-        "[{name: a, environment: b}]\ngenerator: {environment: sokoban}",
+        "[{name: a, environment: b}]\ngenerator: {environment: frozen_lake}",
         r"generator\.environment and environments both say what answers the policy",
     ),
 ]

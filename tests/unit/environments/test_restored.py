@@ -22,12 +22,13 @@ from tests.documents import write_files
 from tests.unit.environments.test_games import entry
 from tests.unit.tools.test_environment import call, renderer as chat_renderer
 
+SOKOBAN = ("[up]", "[left]", "[down]", "[down]", "[right]")
 HANOI = ("[A C]", "[A B]", "A to C, please", "[C B]", "[A C]", "[B A]")
 GAMES: dict[str, tuple[dict[str, object], Sequence[str]]] = {
     "frozen_lake": ({"is_slippery": True, "frozen": 1.0}, ("right", "down", "no", "right", "up")),
-    "sokoban": ({}, ("up", "left", "nothing", "down", "down", "right")),
     "gymnasium:Taxi-v4": ({}, ("0", "3", "7", "1", "2", "0")),
     "textarena:TowerOfHanoi-v0": ({}, HANOI),
+    "textarena:Sokoban-v0": ({"num_boxes": 1}, SOKOBAN),
     "textarena:Bandit-v0": ({}, ("[red]", "[blue]", "red", "[red]", "[green]")),
 }
 NOT_RESTORED = {
@@ -104,7 +105,7 @@ async def test_a_restored_environment_goes_on_as_the_first_does(name: str):
 
 async def test_the_example_of_the_documents_is_restored(tmp_path: Path):
     file, *_ = write_files(tmp_path, "docs/extending/environment.md")
-    context = context_of("sokoban")
+    context = context_of("single_turn")
     first, again = (make_environment(entry(f"{file}:Retry")) for _ in range(2))
     await first.start(context)
     assert not (await answered(first, context, "no")).done
@@ -114,13 +115,14 @@ async def test_the_example_of_the_documents_is_restored(tmp_path: Path):
 
 
 async def test_a_game_that_goes_otherwise_is_not_restored():
-    context = context_of("sokoban")
-    first, again = made("sokoban"), made("sokoban")
+    name = "textarena:TowerOfHanoi-v0"
+    context = context_of(name)
+    first, again = made(name), made(name)
     await first.start(context)
-    await answered(first, context, "up")
+    await answered(first, context, "[A C]")
     snapshot = await first.snapshot()
     with pytest.raises(RolloutError, match="went otherwise when its answers were played again"):
-        await again.restore(context, {**snapshot, "answers": ["left"]})
+        await again.restore(context, {**snapshot, "answers": ["[A B]"]})
 
 
 STATEFUL = """

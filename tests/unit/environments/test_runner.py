@@ -127,7 +127,7 @@ def test_held_out_prompts_are_those_of_each_entry_and_of_no_training():
     seeds = {prompt.row.get("seed") for prompt in trained} - {None}
     assert seeds.isdisjoint(prompt.row.get("seed") for prompt in prompts[:5])
     assert {p.content for p in trained} & {p.content for p in prompts} == {""}
-    with pytest.raises(IndexError, match="10 held-out prompts"):
+    with pytest.raises(IndexError, match="10 prompts, and not one numbered 10"):
         held_out[10]
 
 

@@ -15,9 +15,9 @@ from actors.rewards.code.reward import (
     solution_of,
 )
 from actors.rewards.code.tests import CallTest
-from actors.sandbox.isolation import find_isolation
 from streamrl.config.data import DataSettings
 from streamrl.errors import RewardError
+from tests.isolation import find_isolation
 from tests.unit.rewards.episodes import episode
 
 needs_sandbox = pytest.mark.skipif(find_isolation() is None, reason="no isolation here")

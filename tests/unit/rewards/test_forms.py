@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.rewards import make_reward, make_reward_of
-from streamrl.config.data import DataSettings, RewardSettings
+from actors.rewards import make_reward
+from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Episode, Prompt, Score
 from streamrl.types import FinishReason
@@ -133,6 +133,6 @@ async def test_metrics_that_are_no_finite_numbers_fail_the_group(tmp_path, value
 def test_a_function_that_cannot_be_called_is_refused_at_the_start(tmp_path, text, sentence):
     (tmp_path / "mine.py").write_text(text)
     kwargs = {"bonus": 1} if "bonus" in sentence else {}
-    entry = RewardSettings(reward=f"{tmp_path}/mine.py:f", kwargs=kwargs)
-    with pytest.raises(ConfigError, match=rf"environments\[0\]\.reward: .*{sentence}"):
-        make_reward_of(entry, "environments[0].reward")
+    data = DataSettings(source="copy", reward=f"{tmp_path}/mine.py:f", reward_kwargs=kwargs)
+    with pytest.raises(ConfigError, match=rf"data\.reward: .*{sentence}"):
+        make_reward(data)

@@ -12,10 +12,10 @@ from actors.rewards.checks import check_row
 from actors.rewards.code.encodings import decoded
 from actors.rewards.code.python_tests import PythonTest, defined_functions, python_test
 from actors.rewards.code.tests import CallTest, ProgramTest, read_tests
-from actors.sandbox.isolation import find_isolation
 from streamrl.config.data import RewardSettings
 from streamrl.errors import RewardError, RolloutError
 from streamrl.interfaces import Prompt
+from tests.isolation import find_isolation
 from tests.unit.rewards.test_code import ADD, block, score
 
 needs_sandbox = pytest.mark.skipif(find_isolation() is None, reason="no isolation here")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.sandbox.isolation import Isolation, find_isolation, job
+from actors.sandbox.isolation import Isolation, job
 from actors.sandbox.limits import SandboxLimits
+from tests.isolation import find_isolation
 
 pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
 
@@ -38,7 +39,7 @@ def test_ended_after_its_program_it_still_says_how_that_ended(
     limits = SandboxLimits(time_s=20.0)
     status, written = os.pipe()
     try:
-        what = json.dumps(job(isolation, tmp_path, limits, ()))
+        what = json.dumps(job(isolation, tmp_path, limits))
         done = subprocess.run(
             [sys.executable, "-c", SIGNALED_AFTER_THE_END, what, str(written)],
             pass_fds=(written,),

@@ -11,13 +11,13 @@ import pytest
 from actors.episode_record import Rollout
 from actors.episodes.episode import EpisodeRun
 from actors.rendering.renderer import ChatRenderer
-from actors.sandbox.isolation import find_isolation
 from actors.tools.environment import ToolEnvironment
 from actors.tools.toolset import Toolset
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.interfaces import CompletionHandle, EnvironmentContext, Prompt
 from streamrl.types import INVALID_TURNS, Completion, FinishReason, SamplingParams
+from tests.isolation import find_isolation
 from tests.unit.episodes.test_replies import byte_level_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.environments import make_environment, require_rendering
+from actors.environments import environment_maker, require_rendering
 from actors.environments.stream import open_stream
 from actors.episodes.episode import EpisodeRun
 from actors.make_model import make_tokenizer
@@ -50,7 +50,7 @@ async def test_an_episode_is_the_call_the_result_and_the_answer(config: RunConfi
     context = EnvironmentContext(prompt, renderer.encode(prompt), renderer)
     run = EpisodeRun(
         Engine(),  # type: ignore[arg-type]
-        lambda: make_environment(entry, toolset),  # type: ignore[arg-type, return-value]
+        environment_maker(entry, toolset),  # type: ignore[arg-type]
         max_model_len=config.max_model_len,
         deadline_s=60.0,
     )

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from actors.sandbox.isolation import find_isolation
 from actors.tools.tool import name_of
 from actors.tools.toolset import EpisodeTools, Toolset
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
+from tests.isolation import find_isolation
 
 OWN = '''
 import asyncio, threading, time
