@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -44,6 +44,8 @@ PAGE_FILE = "report.html"
 _TARGETS = ".prometheus"
 # What a launch that made no step leaves to go on with.
 _STATES = ("checkpoints", "buffer")
+
+R = TypeVar("R")
 
 
 class Rows(Struct, frozen=True):
@@ -212,10 +214,7 @@ def _sources(config: RunConfig) -> tuple[SourceRows, ...]:
 
 def read_rows(folder: Path) -> tuple[Rows, ...]:
     """What the run has read, in the order of its prompts; () of a release that kept nothing."""
-    try:
-        return msgspec.json.decode((folder / DATA_FILE).read_bytes(), type=tuple[Rows, ...])
-    except (OSError, msgspec.DecodeError):
-        return ()
+    return _record(folder / DATA_FILE, tuple[Rows, ...]) or ()
 
 
 def target_file(runs: Path, name: str, daemon_id: str) -> Path:
@@ -232,6 +231,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def _record(path: Path, kind: type[R]) -> R | None:
+    """None without a file, and for one that is damaged or that another release wrote."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 def note_launch(folder: Path, launch: Launch) -> None:
     """Keep it for whoever reads the run later."""
     with suppress(OSError):
@@ -240,18 +247,12 @@ def note_launch(folder: Path, launch: Launch) -> None:
 
 def read_mirror(folder: Path) -> MirrorStatus | None:
     """None of a run that has brought nothing to a mirror."""
-    try:
-        return msgspec.convert(read_json(folder / MIRROR_FILE), MirrorStatus)
-    except msgspec.ValidationError:
-        return None
+    return _record(folder / MIRROR_FILE, MirrorStatus)
 
 
 def read_launch(folder: Path) -> Launch:
     """What is known of it: nothing where daemons were started one by one."""
-    try:
-        return msgspec.convert(read_json(folder / LAUNCH_FILE), Launch)
-    except msgspec.ValidationError:
-        return Launch()
+    return _record(folder / LAUNCH_FILE, Launch) or Launch()
 
 
 def resume_command(folder: Path) -> str:
@@ -280,10 +281,7 @@ def read_restarts(folder: Path) -> dict[str, list[str]]:
 
 def read_learner(folder: Path) -> LearnerStatus | None:
     """The learner's last report; None also for one that another release wrote."""
-    try:
-        return msgspec.convert(read_json(folder / LEARNER_FILE), LearnerStatus, str_keys=True)
-    except msgspec.ValidationError:
-        return None
+    return _record(folder / LEARNER_FILE, LearnerStatus)
 
 
 def is_launched_since(folder: Path, time_s: float) -> bool:
@@ -381,11 +379,7 @@ def write_books(config: RunConfig, stats: BufferStats) -> None:
 def read_books(folder: Path) -> Books | None:
     """The books that the last buffer of the run has written; None before one has ended, and for
     what another release wrote."""
-    content = read_json(folder / BOOKS_FILE)
-    try:
-        return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
-    except msgspec.ValidationError:
-        return None
+    return _record(folder / BOOKS_FILE, Books)
 
 
 def _with_validator(config: RunConfig) -> RunConfig:

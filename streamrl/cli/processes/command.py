@@ -21,13 +21,11 @@ GRACE_PERIOD_S = 10.0
 T = TypeVar("T")
 
 
-def call(
-    *arguments: str, within_s: float | None = None, fork_server: ForkServer | None = None
-) -> str:
+def call(*arguments: str, fork_server: ForkServer | None = None) -> str:
     """Run `streamrl` with these arguments to its end; its standard output.
 
-    Waits as long as the command runs, which is killed after `within_s`; its messages go to standard
-    error. A signal that ends this process ends the command, too.
+    Waits as long as the command runs; its messages go to standard error. A signal that ends this
+    process ends the command, too.
 
     Raises:
         StreamRLError: it failed; of the failure's kind, with the command's own sentence.
@@ -35,9 +33,6 @@ def call(
     with sigterm_raises(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
         process = _start((executable(), *arguments), output.fileno(), pipe, fork_server)
         try:
-            code = _wait(process, within_s)
-        except subprocess.TimeoutExpired:
-            _signal(process, signal.SIGKILL)
             code = _wait(process)
         except KeyboardInterrupt:
             _end(process)
