@@ -26,11 +26,10 @@ from rich.text import Text
 
 from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
 from streamrl.cli.check.machine import (
-    CHECKS,
     ask_sandbox,
-    check_clock,
     check_disk,
     check_isolation,
+    check_machine,
     read_disk,
     read_machine,
 )
@@ -124,10 +123,7 @@ def machine_findings(
     """Of this machine; `folder` is a run's, `has_journal` where its buffer keeps one there,
     `is_alone` if all of it runs here, so that its times come from one clock. Waits for a process
     that imports torch, and for two programs."""
-    machine = read_machine()
-    for check in CHECKS:
-        if check is not check_clock or not is_alone:
-            yield from check(machine)
+    yield from check_machine(read_machine(), is_alone=is_alone)
     yield from check_packages(needed_packages())
     yield from check_torch(ask_torch(), driver_gpus())
     yield from check_isolation(ask_sandbox())
@@ -171,10 +167,7 @@ def _exit_code(found: Sequence[Finding]) -> int:
 
 def _of_run(loaded: LoadedConfig) -> Iterator[Finding]:
     for check in _OF_RUN:
-        try:
-            yield from check(loaded.config)
-        except ConfigError as error:
-            yield CONFIGURATION.problem(str(error))
+        yield from CONFIGURATION.up_to_refusal(check(loaded.config))
     yield from check_secrets(loaded.config, loaded.origins.get("buffer.url"))
 
 

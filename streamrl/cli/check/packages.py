@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
@@ -278,7 +277,7 @@ def driver_gpus() -> int | None:
 
 def check_extras(config: RunConfig) -> Iterator[Finding]:
     """What is installed only for those who ask for it; nothing is imported."""
-    yield from CONFIGURATION.refusal(lambda: find_engine(config.generator))
+    yield from CONFIGURATION.refusal(find_engine, config.generator)
     tracking = config.tracking
     wanted = {
         "redis": ("buffer.url: redis://", config.buffer.url.startswith("redi")),
@@ -291,7 +290,7 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
     }
     for module, (needs, is_wanted) in wanted.items():
         if is_wanted:
-            yield from CONFIGURATION.refusal(partial(require, needs, module))
+            yield from CONFIGURATION.refusal(require, needs, module)
     if tracking.wandb == "online" and find_spec("wandb") and not _has_wandb_key():
         yield CONFIGURATION.problem(
             "tracking.wandb: online needs a key, and there is none: `wandb login`, or "
