@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -25,12 +26,7 @@ from actors.engines import find_engine
 from streamrl.config import RunConfig
 from streamrl.extras import FLASH_ATTENTION, is_installed, require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.hosts import (
-    compilers,
-    driver_devices,
-    has_compiler,
-    is_rocm,
-)
+from streamrl.placement.hosts import compilers, driver_devices, has_compiler, is_rocm
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
@@ -87,10 +83,6 @@ def check_packages(
             yield from _check(package, found)
 
 
-def _outside(package: NeededPackage, found: str) -> str:
-    return f"{package.name} {found} is outside {package.specifier}"
-
-
 def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
     name, check = package.name, f"package {package.name}"
     what = f"pip install 'streamrl[{package.extra}]'" if package.extra else "pip install streamrl"
@@ -107,7 +99,7 @@ def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
         yield MACHINE.ok(f"{name} is not installed; {brings}", cause=check)
     elif not _is_in(found, package.specifier):
         yield (MACHINE.warning if package.extra else MACHINE.problem)(
-            _outside(package, found), remedy, cause=check
+            f"{name} {found} is outside {package.specifier}", remedy, cause=check
         )
     else:
         tested = TESTED.get(name)
@@ -216,51 +208,19 @@ def check_torch(facts: TorchFacts | str, num_driver_gpus: int | None) -> Iterato
         yield MACHINE.problem(
             "torch has no gloo, which weights and ranks need", remedy, cause="gloo"
         )
-    yield from _check_gpus(facts, num_driver_gpus)
-    yield from _check_nccl(facts)
-
-
-def _check_gpus(facts: TorchFacts, num_driver_gpus: int | None) -> Iterator[Finding]:
-    if facts.error:
-        yield MACHINE.problem(
-            f"a first kernel failed: {facts.error}",
-            "look at nvidia-smi and dmesg; update a driver that is older than the build's CUDA, or "
-            "take an older build of torch",
-            cause="gpus",
-        )
-    elif num_driver_gpus and not (facts.cuda or facts.hip):
-        sentence = f"the driver has {num_driver_gpus} GPUs, and torch is a build for CPUs"
-        yield MACHINE.problem(
-            sentence, "pip install torch, of a build for CUDA, from pytorch.org", cause="gpus"
-        )
-    elif num_driver_gpus and not facts.gpus:
-        sentence = f"the driver has {num_driver_gpus} GPUs, and torch sees none of them"
-        remedy = f"update the driver to one for CUDA {facts.cuda}; see CUDA_VISIBLE_DEVICES"
-        yield MACHINE.problem(sentence, remedy, cause="gpus")
-    elif not facts.gpus:
-        yield MACHINE.ok("no GPU: everything runs on the CPU", cause="gpus")
-    else:
-        yield from _describe(facts.gpus)
-
-
-def _describe(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    names = sorted({f"{gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in gpus})
-    yield MACHINE.ok(f"{len(gpus)} GPUs: {', '.join(names)}", cause="gpus")
-    if old := sorted({gpu.name for gpu in gpus if gpu.capability < _OLDEST}):
+    yield replace(_of_gpus(facts, num_driver_gpus), cause="gpus")
+    if old := sorted({gpu.name for gpu in facts.gpus if gpu.capability < _OLDEST}):
         remedy = "use GPUs of compute capability 7.0 or newer, bfloat16 needs 8.0"
         yield MACHINE.warning(
             f"{', '.join(old)}: too old for current builds of torch", remedy, cause="gpus"
         )
-    if any(gpu.peers < len(gpus) - 1 for gpu in gpus):
+    if any(gpu.peers < len(facts.gpus) - 1 for gpu in facts.gpus):
         yield MACHINE.warning(
             "not every GPU can read the memory of every other one: NCCL copies through the host",
             "look at nvidia-smi topo -m; in a virtual machine turn off ACS, or set "
             "NCCL_P2P_DISABLE=1 where it hangs",
             cause="peer access",
         )
-
-
-def _check_nccl(facts: TorchFacts) -> Iterator[Finding]:
     if facts.gpus and not facts.nccl:
         remedy = "install a build of torch with NCCL, or set weights.backend: gloo"
         yield MACHINE.warning(
@@ -268,6 +228,26 @@ def _check_nccl(facts: TorchFacts) -> Iterator[Finding]:
         )
     elif facts.nccl:
         yield MACHINE.ok(f"NCCL {facts.nccl}", cause="nccl")
+
+
+def _of_gpus(facts: TorchFacts, num_driver_gpus: int | None) -> Finding:
+    if facts.error:
+        return MACHINE.problem(
+            f"a first kernel failed: {facts.error}",
+            "look at nvidia-smi and dmesg; update a driver that is older than the build's CUDA, or "
+            "take an older build of torch",
+        )
+    if num_driver_gpus and not (facts.cuda or facts.hip):
+        sentence = f"the driver has {num_driver_gpus} GPUs, and torch is a build for CPUs"
+        return MACHINE.problem(sentence, "pip install torch, of a build for CUDA, from pytorch.org")
+    if num_driver_gpus and not facts.gpus:
+        sentence = f"the driver has {num_driver_gpus} GPUs, and torch sees none of them"
+        remedy = f"update the driver to one for CUDA {facts.cuda}; see CUDA_VISIBLE_DEVICES"
+        return MACHINE.problem(sentence, remedy)
+    if not facts.gpus:
+        return MACHINE.ok("no GPU: everything runs on the CPU")
+    names = sorted({f"{gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in facts.gpus})
+    return MACHINE.ok(f"{len(facts.gpus)} GPUs: {', '.join(names)}")
 
 
 def driver_gpus() -> int | None:
