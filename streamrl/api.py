@@ -268,9 +268,7 @@ def _written(folder: Path, data: bytes, suffix: str) -> Path:
     path = folder.resolve() / f"input_{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
+        write_file(path, data)
     return path
 
 

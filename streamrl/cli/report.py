@@ -472,7 +472,8 @@ def _of_text(line: str) -> _Record | None:
     if found is None:
         return None
     try:
-        time_s = _time_s(found["time"]) + int(found["ms"] or 0) / 1000
+        # Logs have the local time of the machine.
+        time_s = datetime.fromisoformat(found["time"]).timestamp() + int(found["ms"] or 0) / 1000
     except (ValueError, OverflowError):
         # Somebody's code has printed it.
         return None
@@ -501,8 +502,3 @@ def _kind(record: _Record) -> Kind | None:
     if _STARTS.match(record.text):
         return "start"
     return "stop" if _STOPS.match(record.text) else None
-
-
-def _time_s(text: str) -> float:
-    """Logs have the local time of the machine."""
-    return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))

@@ -17,9 +17,9 @@ from pydantic import (
 
 from streamrl.config.addresses import is_loopback, require_places
 from streamrl.config.secrets import (
+    HIDDEN,
     REDIS_PASSWORD,
     hide_password,
-    lacks_password,
     read_password,
     with_password,
 )
@@ -177,7 +177,7 @@ class BufferSettings(Section):
         """
         if password := self.password:
             return with_password(self.url, password)
-        if lacks_password(self.url):
+        if f":{HIDDEN}@" in self.url:
             raise ConfigError(
                 f"buffer.url: {self.url} was written without its password: give it in the "
                 f"environment, as {REDIS_PASSWORD}, or in a file, as buffer.password_file"

@@ -44,11 +44,6 @@ def with_password(url: str, password: str) -> str:
     return f"{scheme}://{user}:{quote(password, safe='')}@{place}"
 
 
-def lacks_password(url: str) -> bool:
-    """Whether the URL was written without the password that it had."""
-    return f":{HIDDEN}@" in url
-
-
 def without_secrets(sentence: str) -> str:
     """A message about a text that may hold a password in a form that no URL has.
 

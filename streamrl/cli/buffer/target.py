@@ -143,13 +143,11 @@ async def is_listening(url: str) -> bool:
     Waits _PROBE_S at most, after which the address counts as one of a slow network.
     """
     place = _place(url)
-    return True if place is None else await _accepts(*place)
-
-
-async def _accepts(host: str, port: int) -> bool:
+    if place is None:
+        return True
     try:
         async with asyncio.timeout(_PROBE_S):
-            _, writer = await asyncio.open_connection(host, port)
+            _, writer = await asyncio.open_connection(*place)
     except TimeoutError:
         return True
     except OSError:

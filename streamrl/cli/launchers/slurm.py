@@ -36,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
@@ -61,7 +62,7 @@ from streamrl.errors import (
 )
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
-from streamrl.placement.plan import Device, Host, Plan, PlannedProcess
+from streamrl.placement.plan import Host, Plan, PlannedProcess
 from streamrl.process_environment import PARENT_VARIABLE
 
 # A node that has failed may hold the run's lock until the file server's lease of it ends.
@@ -304,7 +305,7 @@ def hosts_of_job() -> tuple[Host, ...]:
     """
     names = _said("scontrol", "show", "hostnames").split()
     answers = _ask_all(names)
-    return tuple(_host(answers[name]) for name in names)
+    return tuple(msgspec.convert(answers[name], Host) for name in names)
 
 
 def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
@@ -316,11 +317,6 @@ def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
     if missing := sorted(set(names) - set(facts)):
         raise StreamRLError(f"node {missing[0]} of the job did not answer")
     return facts
-
-
-def _host(answer: Mapping[str, Any]) -> Host:
-    devices = tuple(Device(**device) for device in answer["devices"])
-    return Host(**{**answer, "devices": devices, "roles": tuple(answer["roles"])})
 
 
 def _said(*command: str) -> str:

@@ -74,7 +74,8 @@ class RestartBudget:
             StreamRLError: of the failure's kind: it is not started again.
         """
         now_s, sentence = self._clock(), sentence_of(exit_code, record)
-        self._count_step(step)
+        if step > self._newest_step:
+            self._newest_step, self._num_without_step = step, 0
         if not self._may_help(exit_code, record):
             raise error_of(exit_code, sentence)
         self._require_room(now_s, exit_code, sentence)
@@ -82,11 +83,6 @@ class RestartBudget:
         self._num_without_step += 1
         self._num_short = 0 if now_s - self._started_s >= HEALTHY_S else self._num_short + 1
         return min(FIRST_DELAY_S * 2.0 ** max(0, self._num_short - 1), LONGEST_DELAY_S)
-
-    def _count_step(self, step: int) -> None:
-        if step > self._newest_step:
-            self._newest_step = step
-            self._num_without_step = 0
 
     def _may_help(self, exit_code: int, record: ErrorRecord | None) -> bool:
         """Whether a restart can end otherwise than this start did."""
@@ -168,7 +164,8 @@ class Child:
             if self.is_strict:
                 raise self._refusal(code, record)
             self.num_restarts += 1
-            note_restart(self._run_folder, self.role, code, sentence_of(code, record))
+            run = self.log_file.parent.parent
+            note_restart(run, self.role, code, sentence_of(code, record))
             self.state = f"restart {self.num_restarts}"
             self.notify(f"{self.role}: {sentence_of(code, record)}; started again in {delay_s:g} s")
             with contextlib.suppress(TimeoutError):
@@ -188,10 +185,6 @@ class Child:
     @property
     def _next_command(self) -> Sequence[str]:
         return self.restart_command if self.num_restarts else self.command
-
-    @property
-    def _run_folder(self) -> Path:
-        return self.log_file.parent.parent
 
     async def _run(self) -> tuple[int, ErrorRecord | None]:
         """Exit code and last sentence of a process that is started here. Waits for its end."""

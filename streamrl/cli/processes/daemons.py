@@ -66,8 +66,8 @@ async def supervise(
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
     showing = asyncio.ensure_future(view(children))
     showing.add_done_callback(_say_failure)
-    beside = asyncio.create_task(_run_background(background, children))
-    watched: tuple[asyncio.Task[Any], ...] = (*supervised.values(), beside)
+    beside = asyncio.ensure_future(background(children) if background else asyncio.sleep(0))
+    watched: tuple[asyncio.Future[Any], ...] = (*supervised.values(), beside)
     try:
         while not (interrupted.done() or supervised["learner"].done() or _failure(watched)):
             running = [task for task in (interrupted, *watched) if not task.done()]
@@ -88,11 +88,6 @@ def newest_step(folder: Path) -> int:
     """Of the run in this folder."""
     step: int = read_last(folder / TRAINED_FILE).get("step", 0)
     return step
-
-
-async def _run_background(background: BackgroundTask | None, children: Sequence[Child]) -> None:
-    if background is not None:
-        await background(children)
 
 
 def _on_signal(
@@ -117,7 +112,7 @@ def _say_failure(view: "asyncio.Future[None]") -> None:
         log.error("the view of the run has failed; the run goes on", exc_info=error)
 
 
-def _failure(watched: "Sequence[asyncio.Task[Any]]") -> BaseException | None:
+def _failure(watched: "Sequence[asyncio.Future[Any]]") -> BaseException | None:
     """The first one; asyncio reports a failure that nobody asked for, so all are asked for."""
     ended = [task for task in watched if task.done() and not task.cancelled()]
     return next(iter([error for task in ended if (error := task.exception())]), None)
