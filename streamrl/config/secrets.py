@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, reading
 
 REDIS_PASSWORD = "STREAMRL_REDIS_PASSWORD"
 HIDDEN = "***"
@@ -64,11 +64,8 @@ def read_password(file: Path | None) -> str:
         return password
     if file is None:
         return ""
-    try:
+    with reading(file, "buffer.password_file"):
         password = file.read_text(encoding="utf-8").rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"buffer.password_file: cannot read {file}: {reason}") from error
     if not password:
         raise ConfigError(f"buffer.password_file: {file} is empty")
     return password

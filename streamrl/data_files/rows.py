@@ -3,13 +3,12 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from streamrl.errors import ConfigError, similar_path
+from streamrl.errors import ConfigError
 
 
 class Row(NamedTuple):
@@ -102,22 +101,6 @@ def as_json_values(value: Any) -> Any:
             with suppress(UnicodeDecodeError):
                 return value.decode()
     return value
-
-
-@contextmanager
-def explained(setting: str, path: Path) -> Iterator[None]:
-    """Around what reads a file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no text.
-    """
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{setting}: {path} is not UTF-8: {error}") from error
-    except OSError as error:
-        reason = f"{error.strerror or error}{similar_path(path)}"
-        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from error
 
 
 def shown(value: object) -> str:

@@ -13,8 +13,8 @@ from typing import IO
 import numpy as np
 import zstandard
 
-from streamrl.data_files.rows import ListedRows, Row, explained, row, shown
-from streamrl.errors import ConfigError
+from streamrl.data_files.rows import ListedRows, Row, row, shown
+from streamrl.errors import ConfigError, reading
 
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 
@@ -44,7 +44,7 @@ class JsonLines:
         return len(self._starts)
 
     def __getitem__(self, number: int) -> Row:
-        with explained(self._setting, self._path):
+        with reading(self._path, self._setting):
             line = self._line(int(self._starts[number]), int(self._sizes[number]))
             text = line.decode("utf-8")
         place = f"line {self._numbers[number]} of {self._path.name}"

@@ -41,7 +41,7 @@ from streamrl.errors import (
     RolloutError,
     StreamRLError,
     did_you_mean,
-    similar_path,
+    reading,
 )
 from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
@@ -205,7 +205,7 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     """The prompts of training, those held out if they are scored, the template."""
     template = config.data.chat_template
     if isinstance(template, Path):
-        yield from DATA.refusal(_read, "data.chat_template", template)
+        yield from DATA.refusal(_require_text, "data.chat_template", template)
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
         yield from _placed(entry, _check_source(own, load))
@@ -498,13 +498,9 @@ def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
 _GYM_NAME = re.compile(r"""DATASET_NAME\s*=\s*["'](\w+)["']""")
 
 
-def _read(setting: str, path: Path) -> None:
-    try:
+def _require_text(setting: str, path: Path) -> None:
+    with reading(path, setting):
         path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        problem = f"{setting}: cannot read {path}: {reason}{similar_path(path)}"
-        raise ConfigError(problem) from error
 
 
 def _size(prompts: PromptSource) -> int | None:

@@ -15,7 +15,7 @@ from streamrl.config import RunConfig
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, reading
 from streamrl.placement.plan import Plan, gib
 from streamrl.run_folder import DATA_FILE
 from streamrl.user_code import is_user_code
@@ -98,10 +98,8 @@ def archive(config: RunConfig) -> bytes:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with reading(path):
         return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
