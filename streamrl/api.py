@@ -200,8 +200,8 @@ import cloudpickle
 '''
 
 
-def function_setting(argument: str, function: Callable[..., Any] | str, folder: Path) -> str:
-    """PATH.py:NAME of a function, for the daemons, which are other processes.
+def function_setting(function: Callable[..., Any] | str, folder: Path) -> str:
+    """PATH.py:NAME of the reward, for the daemons, which are other processes.
 
     A function of a module is named where it stands. One of a notebook or of the script itself,
     which must not be run again, or a local one, is kept by value in the folder.
@@ -213,13 +213,13 @@ def function_setting(argument: str, function: Callable[..., Any] | str, folder: 
         return function
     if not callable(function):
         raise ConfigError(
-            f"{argument}: was {type(function).__name__}; it must be a function or PATH.py:NAME"
+            f"reward: was {type(function).__name__}; it must be a function or PATH.py:NAME"
         )
     module = inspect.getmodule(function)
     name, file = getattr(function, "__qualname__", ""), getattr(module, "__file__", None)
     if file is not None and getattr(module, "__name__", "") != "__main__" and name.isidentifier():
         return f"{Path(file).resolve()}:{name}"
-    return _kept_by_value(argument, function, folder)
+    return _kept_by_value(function, folder)
 
 
 def dataset_setting(argument: str, dataset: Rows | str | Path, folder: Path) -> str:
@@ -246,16 +246,16 @@ def dataset_setting(argument: str, dataset: Rows | str | Path, folder: Path) -> 
     return str(_written(folder, data, ".jsonl"))
 
 
-def _kept_by_value(argument: str, function: Callable[..., Any], folder: Path) -> str:
+def _kept_by_value(function: Callable[..., Any], folder: Path) -> str:
     try:
         import cloudpickle
     except ImportError as error:
-        what = f"{argument}: a function of a notebook or of the script itself, not of a file,"
+        what = "reward: a function of a notebook or of the script itself, not of a file,"
         raise missing(what, error) from error
     try:
         data: bytes = cloudpickle.dumps(function)
     except (pickle.PicklingError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{argument}: {function!r} cannot be kept: {error}") from error
+        raise ConfigError(f"reward: {function!r} cannot be kept: {error}") from error
     path = _written(folder, data, ".pkl")
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
@@ -331,7 +331,7 @@ def _named(
     folder = load_config(file, known).config.run.folder / "inputs"
     named: dict[str, str] = {}
     if reward is not None:
-        named |= {"data.reward": function_setting("reward", reward, folder)}
+        named |= {"data.reward": function_setting(reward, folder)}
     for argument, rows in (("dataset", dataset), ("eval_dataset", eval_dataset)):
         if rows is not None:
             setting = {"dataset": "data.source", "eval_dataset": "data.eval_source"}[argument]

@@ -36,8 +36,7 @@ from streamrl.run_folder import resume_command
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """On this machine, or wherever the options say; the exit code."""
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
-    if loaded is not None:
-        hand_down(arguments, loaded.config.buffer.password_of_url)
+    hand_down(arguments, loaded.config.buffer.password_of_url)
     name = chosen(arguments)
     if fork_server is not None and (name or arguments.dry_run or is_rocm() or usable_devices()):
         fork_server.close()
@@ -46,7 +45,6 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
         require_startable(arguments)
     if refusal is not None:
         raise refusal
-    assert loaded is not None, "what is not refused is usable"
     if name:
         if loaded.config.parity.is_required:
             raise ConfigError(

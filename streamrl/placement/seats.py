@@ -326,9 +326,6 @@ def _size_setting(generator: GeneratorSettings) -> str:
     return f"generator.{field}"
 
 
-__all__ = ["Seat", "seats"]
-
-
 def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     """All processes of the run, in the order in which they start.
 

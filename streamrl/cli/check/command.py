@@ -87,9 +87,6 @@ def main(arguments: argparse.Namespace) -> int:
             _print(found, is_brief=arguments.quiet)
         return _exit_code(found)
     loaded, refused = load_usable(config_file(arguments), arguments.overrides)
-    if loaded is None:
-        assert refused is not None, "something is wrong with a configuration that is not usable"
-        raise refused
     config = loaded.config
     has_journal = config.buffer.binds_url and config.buffer.journal
     is_local = is_loopback(config.buffer.url) and is_loopback(config.weights.address)
