@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.cli.processes.command import executable
-from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
+from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer, start
 from streamrl.config.run import RunSettings
 from streamrl.errors import (
     EXIT_CONFIG,
@@ -199,26 +199,12 @@ class Child:
             return await self.process.wait(), pipe.read()
 
     async def _start(self, pipe: ErrorPipe) -> asyncio.subprocess.Process | ForkedProcess | None:
-        """The process; None if it is to stop before it could begin."""
         command = (executable(), *self._next_command[1:])
-        environment = self._environment(pipe)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
-            if self.fork_server is not None:
-                to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
-                forked = await self.fork_server.fork(command, environment, to, self.stopping)
-                if forked is not None or self.stopping.is_set():
-                    return forked
-            # In its own session, so that Ctrl-C in the terminal signals the launcher only.
-            return await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=environment,
-                pass_fds=(pipe.descriptor,),
-            )
+            to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
+            environment = self._environment(pipe)
+            return await start(command, environment, to, self.fork_server, self.stopping)
 
     def _environment(self, pipe: ErrorPipe) -> Mapping[str, str]:
         """The launcher's, with what the plan gives; a number of threads that a person set stays."""
