@@ -27,7 +27,7 @@ from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
-from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import resume_command
@@ -101,8 +101,7 @@ def run_here(
     as a screen; under `strict` no daemon is started again; they are forked from the `fork_server`.
 
     Raises:
-        Interrupted: a signal stopped the run before its end.
-        StreamRLError: a process failed and is not started again.
+        Interrupted, StreamRLError: see `supervise`.
     """
     require_books(config, resume=resume, new=new)
     make_missing_model(config, console, fork_server)
@@ -111,7 +110,7 @@ def run_here(
     view = ProgressView(config, console, live=live)
     plan = make_plan(config, [this_machine()], resume=resume)
     forked = {"fork_server": fork_server}
-    stopped_by, lost = asyncio.run(
+    return asyncio.run(
         supervise(
             make_children(Child, plan, view.print, lambda _: forked),
             view=view.run,
@@ -121,6 +120,3 @@ def run_here(
             strict=strict,
         )
     )
-    if stopped_by is not None:
-        raise Interrupted(stopped_by)
-    return lost

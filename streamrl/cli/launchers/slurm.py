@@ -56,7 +56,6 @@ from streamrl.errors import (
     ERROR_FILE_VARIABLE,
     ConfigError,
     ErrorRecord,
-    Interrupted,
     StreamRLError,
     read_record,
 )
@@ -122,25 +121,21 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
     """
     Raises:
-        Interrupted: a signal stopped the run before its end.
-        StreamRLError: a process failed and is not started again.
+        Interrupted, StreamRLError: see `supervise`.
     """
     config = plan.config
     require_books(config, resume=arguments.resume, new=arguments.new)
     make_missing_model(config, console)
     view = ProgressView(config, console, live=not arguments.no_view)
-    stopped_by, lost = asyncio.run(
+    lost = asyncio.run(
         supervise(
             _children(plan, view, job),
             view=view.run,
             notify=view.print,
-            background=None,
             stop_s=config.stop_within_s,
             strict=arguments.strict,
         )
     )
-    if stopped_by is not None:
-        raise Interrupted(stopped_by)
     evaluate_final(config)
     if lost is not None:
         raise lost

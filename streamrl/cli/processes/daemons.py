@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from streamrl.cli.processes.child import Child, RestartBudget
-from streamrl.errors import EXIT_UNREACHABLE, StreamRLError
+from streamrl.errors import EXIT_UNREACHABLE, Interrupted, StreamRLError
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
@@ -30,14 +30,6 @@ _BUFFER_ENDS_S, _KILL_S = 3.0, 1.0
 log = logging.getLogger(__name__)
 
 
-class Ending(NamedTuple):
-    """`stopped_by` is the signal that stopped the run before its end; `failure` is that of a
-    validator without which the run went on, and the exit code of a launch."""
-
-    stopped_by: signal.Signals | None
-    failure: StreamRLError | None
-
-
 BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
 
 
@@ -46,16 +38,21 @@ async def supervise(
     *,
     view: BackgroundTask,
     notify: Callable[[str], None],
-    background: BackgroundTask | None,
+    background: BackgroundTask | None = None,
     stop_s: float,
     strict: bool = False,
-) -> Ending:
-    """Start, watch, and stop every child.
+) -> StreamRLError | None:
+    """Start, watch, and stop every child; the failure of a validator without which the run went on,
+    and the exit code of a launch.
 
     `notify` gets what the first signal brings about. `background` is cancelled before the daemons
     are stopped, `view` after that. Waits for the learner to end, for a child or `background` to
     fail, or for a signal: within `stop_s` of that no process is left. Under `strict` a child fails
     that is otherwise started again.
+
+    Raises:
+        Interrupted: a signal stopped the run before its end.
+        StreamRLError: a process failed and is not started again.
     """
     for child in children:
         child.is_strict = strict
@@ -80,8 +77,9 @@ async def supervise(
         await asyncio.wait({showing, beside})
     if failure := _failure(watched):
         raise failure
-    lost = (child.failure for child in children if child.role == "validator" and child.failure)
-    return Ending(stopped_by, next(lost, None))
+    if stopped_by is not None:
+        raise Interrupted(stopped_by)
+    return next((c.failure for c in children if c.role == "validator" and c.failure), None)
 
 
 def newest_step(folder: Path) -> int:
