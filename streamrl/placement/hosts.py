@@ -138,9 +138,8 @@ def torch_has_cuda() -> bool:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return True
-    return re.search(r"^(cuda|hip)\b[^=]*= *None", text, re.MULTILINE) is None or bool(
-        re.search(r"^(cuda|hip)\b[^=]*= *['\"]", text, re.MULTILINE)
-    )
+    builds = re.findall(r"^(?:cuda|hip)\b[^=]*= *(\w+|['\"])", text, re.MULTILINE)
+    return not builds or any(build != "None" for build in builds)
 
 
 _SIOCGIFADDR = 0x8915
