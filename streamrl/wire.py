@@ -10,7 +10,6 @@ msgpack extensions holding little-endian bytes, decoded as read-only views into 
 other module encodes what crosses a process.
 """
 
-from functools import cache
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -114,21 +113,22 @@ def _check_array(kind: Any, value: Any) -> Any:
     """msgspec's hook for fields of a type it does not know; here: `NDArray[dtype]`."""
     if not isinstance(value, np.ndarray):
         raise ValueError(f"expected an array, got {type(value).__name__}")
-    expected = _expected_dtype(kind)
+    expected = _expected_dtypes.get(kind)
+    if expected is None:
+        expected = _expected_dtypes[kind] = np.dtype(get_args(get_args(kind)[1])[0])
     if value.dtype != expected:
         raise ValueError(f"expected an array of {expected}, got {value.dtype}")
     return value
 
 
-@cache
-def _expected_dtype(kind: Any) -> np.dtype[Any]:
-    """Of `NDArray[dtype]`."""
-    return np.dtype(get_args(get_args(kind)[1])[0])
-
-
-@cache
 def _decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
-    return msgspec.msgpack.Decoder(kind, dec_hook=_check_array, ext_hook=_decode_extension)
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = msgspec.msgpack.Decoder(
+            kind, dec_hook=_check_array, ext_hook=_decode_extension, strict=True
+        )
+        _decoders[kind] = decoder
+    return decoder
 
 
 def _name(kind: Any) -> str:
@@ -138,3 +138,5 @@ def _name(kind: Any) -> str:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_expected_dtypes: dict[Any, np.dtype[Any]] = {}
+_decoders: dict[Any, "msgspec.msgpack.Decoder[Any]"] = {}

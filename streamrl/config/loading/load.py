@@ -135,7 +135,8 @@ def load_usable(
         tree, origins = with_steps(tree, origins)
         return LoadedConfig(RunConfig.model_validate(tree), origins), None
     except ConfigError as error:
-        refusal, refused = error, [("run", "total_epochs")]
+        refusal = error
+        refused: list[tuple[int | str, ...]] = [("run", "total_epochs")]
     except ValidationError as error:
         refusal = ConfigError(_without_secrets(explain(error, RunConfig, origins), path))
         refused = [detail["loc"] for detail in error.errors()]

@@ -96,9 +96,8 @@ def engine_bundles(config: RunConfig, rooms: Sequence[Room]) -> Iterator[Bundle]
         yield Bundle("validator", ("validator",), needs)
 
 
-def host_of(bundle: Bundle, found: Mapping[str, Any] | None) -> Host:
-    """The host of the plan; `found` is what its supervisor has said, None before it is there."""
-    found = found or {}
+def host_of(bundle: Bundle, found: Mapping[str, Any]) -> Host:
+    """The host of the plan; `found` is what its supervisor has said, {} before it is there."""
     count = bundle.needs.gpus
     return Host(
         bundle.name,

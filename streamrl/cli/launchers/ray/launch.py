@@ -196,7 +196,7 @@ class _Run:
         Raises:
             ConfigError: the learner's nodes do not see the run's folder, and need to.
         """
-        found = [place.found or {} for place in self._learner.places]
+        found = [place.found for place in self._learner.places]
         apart = [one["address"] for one in found if not one.get("shares_folder")]
         has_mirror = self._mirror is not None
         if apart and (len(found) > 1 or (self._resume and not has_mirror)):
