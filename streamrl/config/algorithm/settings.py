@@ -63,9 +63,7 @@ from streamrl.user_code import check_user_code, is_user_code
 Record = TypeVar("Record", bound=Section)
 
 
-def check_choice(
-    name: str, known: Mapping[str, object], elsewhere: Mapping[str, str] | None = None
-) -> str:
+def check_choice(name: str, known: Mapping[str, object], elsewhere: Mapping[str, str]) -> str:
     """The name, if it is built in or has the form of a user's own.
 
     Args:
@@ -76,8 +74,8 @@ def check_choice(
     """
     if is_user_code(name):
         check_user_code(name)
-    elif name not in known and name.lower() in (elsewhere or {}):
-        raise ValueError(f"was {name!r}; {(elsewhere or {})[name.lower()]}")
+    elif name not in known and name.lower() in elsewhere:
+        raise ValueError(f"was {name!r}; {elsewhere[name.lower()]}")
     elif name not in known:
         raise ValueError(f"{name!r} is unknown; {did_you_mean(name, known)}")
     return name
@@ -308,10 +306,6 @@ def _is_replaced(ours: Any, given: Any) -> bool:
     return bool(given != ours)
 
 
-def _preset_or_record(value: object) -> object:
-    return rollout_is_preset(value) if isinstance(value, str) else value
-
-
 RouterReplay = Literal["off", "record", "replay"]
 
 
@@ -328,7 +322,7 @@ class AlgorithmSettings(Section):
     """ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl, vespo,
     topr, reinforce, dro, or PATH.py:FUNCTION."""
     loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
-    rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
+    rollout_is: Annotated[RolloutISSettings, BeforeValidator(rollout_is_preset)] = (
         ROLLOUT_IS_PRESETS["token_is"]
     )
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
