@@ -387,7 +387,8 @@ class _Followed:
         """The screen; a run that cannot be read any more is shown as that."""
         lines = self._lines()
         try:
-            self._read_config()
+            if self._config and is_launched_since(self._config.run.path, self._read_s):
+                self._config, self._read_s = find_config(self._target), time.time()
             status = await self._read(lines)
         except (StreamRLError, OSError) as error:
             return Text(str(error), style="red")
@@ -398,10 +399,6 @@ class _Followed:
         # Below it stands with the training reward.
         said = (text for text in texts(status) if not text.plain.startswith("held-out"))
         return screen(said, self._config, lines, table)
-
-    def _read_config(self) -> None:
-        if self._config is not None and is_launched_since(self._config.run.path, self._read_s):
-            self._config, self._read_s = find_config(self._target), time.time()
 
     async def _read(self, lines: Lines) -> RunStatus:
         status = await (status_at(self._url) if self._config is None else status_of(self._config))

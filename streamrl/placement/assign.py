@@ -23,11 +23,7 @@ from streamrl.placement.seats import Seat, seats
 _PORTS: dict[HostRole, int] = {"buffer": 0, "learner": 1}
 """What is added to `cluster.first_port` for the address of a role."""
 _RANKS = 2
-
-
-def ranks_port(config: RunConfig) -> int:
-    """Where ranks of several hosts find each other, on the host of the first one."""
-    return config.cluster.first_port + _RANKS
+"""The same for the port where ranks of several hosts find each other, on the host of the first."""
 
 
 def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
@@ -130,7 +126,7 @@ class Commands:
             f"--node-rank={learners.index(seat)}",
             f"--nproc-per-node={seat.num_ranks}",
             f"--master-addr={learners[0].host.address}",
-            f"--master-port={ranks_port(self.config)}",
+            f"--master-port={self.config.cluster.first_port + _RANKS}",
             f"--rdzv-id={self.config.run.name}",
             f"--rdzv-conf=timeout={_RENDEZVOUS_S}",
             "--no-python",

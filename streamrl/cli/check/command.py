@@ -79,7 +79,8 @@ _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if _is_of_machine(arguments):
+    if not any((arguments.file, arguments.config, arguments.overrides, arguments.deep)):
+        # Nothing is given that is about a run.
         found = list(machine_findings(RunSettings().folder))
         if arguments.json:
             _print_json(found)
@@ -172,11 +173,6 @@ def _located(finding: Finding, loaded: LoadedConfig) -> Finding:
     if finding.severity is Severity.OK:
         return finding
     return msgspec.structs.replace(finding, where=loaded.origins.get(finding.cause, ""))
-
-
-def _is_of_machine(arguments: argparse.Namespace) -> bool:
-    """Whether nothing is given that is about a run."""
-    return not any((arguments.file, arguments.config, arguments.overrides, arguments.deep))
 
 
 def _print_json(found: Sequence[Finding]) -> None:

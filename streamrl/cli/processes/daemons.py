@@ -174,11 +174,6 @@ class PlannedChild(Child, ABC):
     def begin_kill(self) -> bool:
         """Have the process killed; False if nobody can be told to."""
 
-    def end_with_companion(self) -> None:
-        """End the process at once, for a restart."""
-        if self.state == "running" and self.begin_kill():
-            self.is_ended_by_companion = True
-
     async def _on_end(self, code: int) -> None:
         """End the other parts, if this process has failed by itself. Where it has lost another
         part, waits up to REASON_S for that one to end, which may say why."""
@@ -192,8 +187,9 @@ class PlannedChild(Child, ABC):
         if code == EXIT_UNREACHABLE and self.companions:
             await self._wait_for_reason()
         for companion, num_restarts in starts:
-            if companion.num_restarts == num_restarts:
-                companion.end_with_companion()
+            is_same = companion.num_restarts == num_restarts and companion.state == "running"
+            if is_same and companion.begin_kill():
+                companion.is_ended_by_companion = True
 
     async def _wait_for_reason(self) -> None:
         """Until the other parts have ended by themselves, or for REASON_S."""
