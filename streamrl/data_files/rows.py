@@ -28,22 +28,6 @@ class RowSource(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
-class ListedRows:
-    """Rows that are in memory as objects."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> Row:
-        return self._rows[number]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
-
-
 class ConcatenatedRows:
     """The rows of several files, one after the other."""
 
