@@ -269,30 +269,6 @@ CHOICES: Final = ("advantage", "advantage_config", "loss", "loss_config", "proxi
 """What a preset stands for."""
 
 
-def _over_preset(section: object) -> object:
-    """The fields of a section with those of its preset under them.
-
-    Without one it is the default, unless one of CHOICES is given.
-
-    Raises:
-        ValueError: nothing of the preset is left.
-    """
-    if not isinstance(section, Mapping):
-        return section
-    preset = section.get("preset", DEFAULT_PRESET)
-    if not isinstance(preset, str) or preset not in ALGORITHM_PRESETS:
-        return section
-    if "preset" not in section and any(name in section for name in CHOICES):
-        return {"preset": None, **section}
-    ours = ALGORITHM_PRESETS[preset]
-    if all(name in section and _is_replaced(ours[name], section[name]) for name in ours):
-        raise ValueError(
-            f"algorithm.preset: was {preset}, and {', '.join(ours)} are all set to something else, "
-            "so it cannot act; leave them out, or set it to null"
-        )
-    return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
-
-
 def _within(ours: Any, given: Any) -> Any:
     """What is given for a setting; of a record, with the preset's other keys."""
     both = isinstance(ours, Mapping) and isinstance(given, Mapping)
@@ -365,8 +341,28 @@ class AlgorithmSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_preset(cls, section: object) -> object:
-        return _over_preset(section)
+    def _over_preset(cls, section: object) -> object:
+        """The fields of a section with those of its preset under them.
+
+        Without one it is the default, unless one of CHOICES is given.
+
+        Raises:
+            ValueError: nothing of the preset is left.
+        """
+        if not isinstance(section, Mapping):
+            return section
+        preset = section.get("preset", DEFAULT_PRESET)
+        if not isinstance(preset, str) or preset not in ALGORITHM_PRESETS:
+            return section
+        if "preset" not in section and any(name in section for name in CHOICES):
+            return {"preset": None, **section}
+        ours = ALGORITHM_PRESETS[preset]
+        if all(name in section and _is_replaced(ours[name], section[name]) for name in ours):
+            raise ValueError(
+                f"algorithm.preset: was {preset}, and {', '.join(ours)} are all set to something "
+                "else, so it cannot act; leave them out, or set it to null"
+            )
+        return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
 
     @field_validator("advantage")
     @classmethod
