@@ -333,29 +333,31 @@ def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk
 
 def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
     """`has_journal`: the buffer keeps one in the folder."""
+    yield replace(_of_room(disk), cause="disk")
+    yield replace(_of_file_system(disk, has_journal), cause="file system")
+
+
+def _of_room(disk: Disk) -> Finding:
     sentence = f"{disk.folder} has {disk.free / 2**30:.3g} GiB free"
     remedy = "free some, or set run.folder to another disk"
     if disk.free < FEW_BYTES:
-        yield MACHINE.problem(sentence, remedy, cause="disk")
-    elif disk.free < TIGHT_BYTES:
-        yield MACHINE.warning(f"{sentence}, which a few checkpoints fill", remedy, cause="disk")
-    else:
-        yield MACHINE.ok(sentence, cause="disk")
-    kind = disk.file_system
-    if kind in _NETWORK and has_journal:
-        yield MACHINE.warning(
-            f"{disk.folder} is on {kind}, where the locks of the buffer's journal (SQLite) are not "
-            "to be trusted",
+        return MACHINE.problem(sentence, remedy)
+    if disk.free < TIGHT_BYTES:
+        return MACHINE.warning(f"{sentence}, which a few checkpoints fill", remedy)
+    return MACHINE.ok(sentence)
+
+
+def _of_file_system(disk: Disk, has_journal: bool) -> Finding:
+    place = f"{disk.folder} is on {disk.file_system or 'an unknown file system'}"
+    if disk.file_system in _NETWORK and has_journal:
+        return MACHINE.warning(
+            f"{place}, where the locks of the buffer's journal (SQLite) are not to be trusted",
             "set run.folder to a local disk for the buffer's host, or use buffer.url redis://",
-            cause="file system",
         )
-    elif kind in _VOLATILE:
-        sentence = f"{disk.folder} is on {kind}: a restart of the machine loses the run"
-        yield MACHINE.warning(sentence, "set run.folder to a disk", cause="file system")
-    else:
-        yield MACHINE.ok(
-            f"{disk.folder} is on {kind or 'an unknown file system'}", cause="file system"
-        )
+    if disk.file_system in _VOLATILE:
+        sentence = f"{place}: a restart of the machine loses the run"
+        return MACHINE.warning(sentence, "set run.folder to a disk")
+    return MACHINE.ok(place)
 
 
 def _file_system(path: Path, mounts: Path) -> str:

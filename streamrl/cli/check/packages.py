@@ -80,32 +80,27 @@ def check_packages(
     for package in needed:
         found = version_of(package.name)
         if not package.extra or (package.name in _SHOWN and package.extra != "dev"):
-            yield from _check(package, found)
+            yield replace(_of_package(package, found), cause=f"package {package.name}")
 
 
-def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
-    name, check = package.name, f"package {package.name}"
+def _of_package(package: NeededPackage, found: str | None) -> Finding:
+    name = package.name
     what = f"pip install 'streamrl[{package.extra}]'" if package.extra else "pip install streamrl"
-    brings, remedy = (
-        f"{what} brings it",
-        f"pip install '{name}{package.specifier}', or {what}",
-    )
+    brings, remedy = f"{what} brings it", f"pip install '{name}{package.specifier}', or {what}"
     if name == SGLANG.name:
         brings = "an environment of its own has it"
         remedy = f"pip install '{name}{package.specifier}' in an environment of its own"
     if found is None and not package.extra:
-        yield MACHINE.problem(f"{name} is not installed", remedy, cause=check)
-    elif found is None:
-        yield MACHINE.ok(f"{name} is not installed; {brings}", cause=check)
-    elif not _is_in(found, package.specifier):
-        yield (MACHINE.warning if package.extra else MACHINE.problem)(
-            f"{name} {found} is outside {package.specifier}", remedy, cause=check
-        )
-    else:
-        tested = TESTED.get(name)
-        is_other = tested is not None and Version(found).release[:2] != Version(tested).release[:2]
-        other = f"; the tests run on {tested}" if is_other else ""
-        yield MACHINE.ok(f"{name} {found}{other}", cause=check)
+        return MACHINE.problem(f"{name} is not installed", remedy)
+    if found is None:
+        return MACHINE.ok(f"{name} is not installed; {brings}")
+    if not _is_in(found, package.specifier):
+        sentence = f"{name} {found} is outside {package.specifier}"
+        return (MACHINE.warning if package.extra else MACHINE.problem)(sentence, remedy)
+    tested = TESTED.get(name)
+    is_other = tested is not None and Version(found).release[:2] != Version(tested).release[:2]
+    other = f"; the tests run on {tested}" if is_other else ""
+    return MACHINE.ok(f"{name} {found}{other}")
 
 
 def _is_in(version: str, specifier: str) -> bool:
