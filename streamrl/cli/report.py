@@ -26,6 +26,7 @@ from html import escape
 from importlib import resources
 from itertools import groupby, islice
 from pathlib import Path
+from string import Template
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.console import Console
@@ -105,14 +106,9 @@ def page(name: str, data: Mapping[str, Any]) -> str:
     script = license_text + _asset(f"{_CHARTS}/uPlot.iife.min.js") + _asset("page.js")
     # The element has a line break before and after the field.
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
-    fields = {
-        "@NAME@": escape(printable(name)),
-        "@DIGEST@": digest,
-        "@STYLE@": style,
-        "@SCRIPT@": script,
-        "@DATA@": as_data_block(data),
-    }
-    return "\n".join(_filled(line, fields) for line in _asset("page.html").split("\n"))
+    shown = escape(printable(name))
+    fields = {"name": shown, "style": style, "data": as_data_block(data), "script": script}
+    return Template(_asset("page.html")).substitute(fields, digest=digest)
 
 
 def as_data_block(data: Mapping[str, Any]) -> str:
@@ -234,14 +230,6 @@ def _message(message: Message, sample: Sample) -> dict[str, Any]:
 
 def _cut(text: str) -> str:
     return printable(cut(text, _LONGEST))
-
-
-def _filled(line: str, fields: Mapping[str, str]) -> str:
-    """A line of the template has one field at most, so that no value is searched for another."""
-    for name, value in fields.items():
-        if name in line:
-            return line.replace(name, value)
-    return line
 
 
 def _asset(name: str) -> str:
