@@ -37,7 +37,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from streamrl.config import RunConfig
@@ -87,8 +86,8 @@ class ModelShape:
     def of(cls, config: RunConfig) -> "ModelShape | None":
         """Of the run's model; None where it is not on this machine, or is of another kind."""
         model = config.model
-        if model.recipe is not None and not Path(model.path).exists():
-            return cls.of_facts(recipe_facts(model.recipe))
+        if model.missing is not None:
+            return cls.of_facts(recipe_facts(model.missing))
         return cls._of_folder("model.path", model.path)
 
     @classmethod

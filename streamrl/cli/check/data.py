@@ -306,10 +306,10 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
 
 def _lacks_template(config: RunConfig) -> bool:
     """Whether messages cannot be rendered, as far as that is known."""
-    recipe, template = config.model.recipe, config.data.chat_template
+    recipe, template = config.model.missing, config.data.chat_template
     if template != "native":
         return template == "none"
-    if recipe is not None and _is_made(config):
+    if recipe is not None:
         return not is_user_code(recipe.architecture)
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     return folder is not None and folder.has_tokenizer and not folder.has_chat_template
@@ -319,7 +319,7 @@ def _check_media(config: RunConfig) -> Iterator[Finding]:
     """Of prompts with images."""
     has_images = f"data.source: {_sources(config)} has images, which"
     yield from DATA.refusal(require, has_images, "PIL")
-    folder = None if _is_made(config) else local_folder("model.path", config.model.path)
+    folder = None if config.model.missing else local_folder("model.path", config.model.path)
     if folder is not None and not folder.sees_images:
         yield DATA.problem(f"{has_images} the model at model.path {folder.path} does not see")
 
@@ -378,8 +378,8 @@ def _source(row: Prompt, data: DataSettings) -> str:
 
 def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
     """Whether the model that will be made has a token for every character."""
-    recipe = config.model.recipe
-    if recipe is None or not _is_made(config):
+    recipe = config.model.missing
+    if recipe is None:
         return
     used = {c for i in range(_SCANNED) for text in _texts(prompts[i]) for c in text}
     if lacking := "".join(sorted(used - set(recipe.alphabet))):
@@ -445,7 +445,7 @@ def _template(config: RunConfig) -> str:
         case Path() as path:
             return path.read_text(encoding="utf-8") if path.is_file() else ""
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
-    return folder.chat_template if folder is not None and not _is_made(config) else ""
+    return folder.chat_template if folder is not None and config.model.missing is None else ""
 
 
 def _may_refuse(template: str, config: RunConfig, prompts: Sequence[Prompt]) -> bool:
@@ -456,7 +456,7 @@ def _may_refuse(template: str, config: RunConfig, prompts: Sequence[Prompt]) -> 
 
 def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
     """Counts the tokens of a text; None where that takes more than tokenizer.json."""
-    if _is_made(config):
+    if config.model.missing is not None:
         return len
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     if folder is None or not (file := folder.path / "tokenizer.json").is_file():
@@ -466,11 +466,6 @@ def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
     with attributed_to(f"model.tokenizer: {file}"):
         tokenizer = Tokenizer.from_file(str(file))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def _is_made(config: RunConfig) -> bool:
-    """Whether the model is still to be made, from `model.recipe`."""
-    return config.model.recipe is not None and not Path(config.model.path).exists()
 
 
 def _texts(prompt: Prompt) -> list[str]:

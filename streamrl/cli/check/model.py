@@ -36,8 +36,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
     """A model that `model.recipe` describes is made when it is missing."""
-    path, recipe = config.model.path, config.model.recipe
-    if recipe is not None and not Path(path).exists():
+    path, recipe = config.model.path, config.model.missing
+    if recipe is not None:
         if recipe.hidden_size % recipe.num_heads:
             yield MODEL.problem(
                 f"model.recipe.hidden_size: was {recipe.hidden_size}, which "

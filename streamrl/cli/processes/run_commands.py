@@ -161,7 +161,7 @@ def make_missing_model(
     config: RunConfig, console: Console, fork_server: ForkServer | None = None
 ) -> None:
     """That of `model.recipe`, here."""
-    if config.model.recipe is not None and not Path(config.model.path).exists():
+    if config.model.missing is not None:
         console.print(f"making {config.model.path} of model.recipe")
         call_for(config, "get-model", fork_server=fork_server)
 
