@@ -76,10 +76,6 @@ class ModelFolder:
         return {*listed.values()} or {file.name for file in self.path.glob("*.safetensors")}
 
     @property
-    def brings_code(self) -> bool:
-        return "auto_map" in self.config
-
-    @property
     def sees_images(self) -> bool:
         return self._read("config.json").get("model_type") in VISION
 

@@ -114,11 +114,11 @@ def _of_groups(c: "RunConfig") -> Iterator[str]:
             f"{c.max_group_size} make groups of {c.max_num_episodes} episodes; the buffer keeps at "
             f"most {MAX_NAMES} apart"
         )
-    alone = [entry.group_size_setting for entry in c.entries if entry.group_size == 1]
-    if alone and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
+    places = [entry.place or "generator." for entry in c.entries if entry.group_size == 1]
+    if places and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
         yield (
             f"algorithm.advantage {algorithm.advantage} compares siblings, and with "
-            f"{alone[0]} 1 there are none; use reinforce_plus_plus, or a group"
+            f"{places[0]}group_size 1 there are none; use reinforce_plus_plus, or a group"
         )
 
 

@@ -140,7 +140,7 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     path, facts = config.model.path, folder.config
     if not folder.has_weights:
         yield MODEL.problem(f"model.path: {path} holds no weights (*.safetensors)")
-    if folder.brings_code and not config.model.trust_remote_code:
+    if "auto_map" in facts and not config.model.trust_remote_code:
         yield MODEL.problem(
             f"model.trust_remote_code: is false, and {path} brings its own code "
             f"({facts['auto_map']})"
