@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from streamrl.config.addresses import is_loopback, require_places
+from streamrl.config.addresses import lacks_keys, require_places
 from streamrl.config.secrets import (
     HIDDEN,
     REDIS_PASSWORD,
@@ -124,11 +124,8 @@ class BufferSettings(Section):
 
     @model_validator(mode="after")
     def _has_keys(self) -> "BufferSettings":
-        if self.url.startswith("zmq://") and self.curve is None and not is_loopback(self.url):
-            raise ValueError(
-                f"buffer.url: was {self.url!r}, which other machines can reach; that needs keys: "
-                "make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
-            )
+        if self.binds_url and (why := lacks_keys("buffer.url", self.url, self.curve)):
+            raise ValueError(why)
         return self
 
     @field_validator("lease_ttl_s")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from streamrl.config.addresses import host_of, is_loopback, port_of
+from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
 from streamrl.config.section import twice
 from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
@@ -190,11 +190,8 @@ def _of_weights(c: "RunConfig") -> Iterator[str]:
             "store into memory of its own machine, for an engine that runs there; leave url out, "
             "so that the generator starts its server, or use broadcast"
         )
-    if buffer.curve is None and not is_loopback(weights.address):
-        yield (
-            f"weights.address: was {weights.address!r}, which other machines can reach; that needs "
-            "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
-        )
+    if why := lacks_keys("weights.address", weights.address, buffer.curve):
+        yield why
     url, address = buffer.url, weights.address
     is_one_port = buffer.binds_url and 0 < port_of(url) == port_of(address)
     is_here = is_loopback(url) and is_loopback(address)
