@@ -118,8 +118,7 @@ def prepare(
             f"run.name: {folder} holds no run: --resume starts a new one{elsewhere}",
             file=sys.stderr,
         )
-    first = {"first_prompt_index": rows[-1].first_prompt_index}
-    config = config.model_copy(update={"data": config.data.model_copy(update=first)})
+    config = config.with_values(data={"first_prompt_index": rows[-1].first_prompt_index})
     resolved = _with_ports(_with_validator(config)) if binds else config
     try:
         # Daemons that were killed are still named there.
@@ -311,8 +310,7 @@ def config_of(folder: Path) -> RunConfig:
         raise ConfigError(f"{_no_run(folder)}{similar_run(folder)}")
     config = load_config(path, environment={}).config
     named = folder if folder.name else folder.resolve()
-    run = config.run.model_copy(update={"folder": named.parent, "name": named.name})
-    return config.model_copy(update={"run": run})
+    return config.with_values(run={"folder": named.parent, "name": named.name})
 
 
 def find_config(target: str) -> RunConfig:
@@ -385,8 +383,7 @@ def read_books(folder: Path) -> Books | None:
 def _with_validator(config: RunConfig) -> RunConfig:
     if not config.is_validated or config.validation.every is not None:
         return config
-    validation = config.validation.model_copy(update={"every": "auto"})
-    return config.model_copy(update={"validation": validation})
+    return config.with_values(validation={"every": "auto"})
 
 
 def _with_ports(config: RunConfig) -> RunConfig:
@@ -399,12 +396,7 @@ def _with_ports(config: RunConfig) -> RunConfig:
             # Until this process ends: there a daemon can listen at a port that is bound here, at
             # each of its starts, and no other launch picks it before.
             atexit.register(held.pop_all().close)
-    return config.model_copy(
-        update={
-            "buffer": buffer.model_copy(update={"url": url}),
-            "weights": weights.model_copy(update={"address": address}),
-        }
-    )
+    return config.with_values(buffer={"url": url}, weights={"address": address})
 
 
 def _bound(name: str, url: str, held: ExitStack) -> str:

@@ -41,9 +41,7 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     url = config.buffer.url
     if config.buffer.binds_url:
         url = _address(config, url, "buffer", seats)
-    weights = config.weights.model_copy(update={"address": address})
-    buffer = config.buffer.model_copy(update={"url": url})
-    return config.model_copy(update={"weights": weights, "buffer": buffer})
+    return config.with_values(weights={"address": address}, buffer={"url": url})
 
 
 def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat]) -> str:
@@ -182,8 +180,7 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
     placed = seats(config, hosts)
     count = sum(seat.role == "generator" for seat in placed)
     if count != config.generator.max_count:
-        generator = config.generator.model_copy(update={"count": count})
-        config = config.model_copy(update={"generator": generator})
+        config = config.with_values(generator={"count": count})
     config = with_addresses(config, placed)
     fit = Fit(config, placed, ModelShape.of(config), ModelShape.of_critic(config))
     fit.require()

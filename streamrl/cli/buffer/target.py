@@ -57,8 +57,7 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
     if config is not None:
         await require_running(config)
         deadline_s = min(_DEADLINE_S, config.buffer.deadline_s)
-        buffer = config.buffer.model_copy(update={"deadline_s": deadline_s})
-        config = config.model_copy(update={"buffer": buffer})
+        config = config.with_values(buffer={"deadline_s": deadline_s})
     else:
         require_url(target)
         if not await is_listening(target):

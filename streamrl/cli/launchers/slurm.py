@@ -97,8 +97,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     hosts = hosts_of_job()
     has_own_keys = config.buffer.curve is None and len(hosts) > 1
     if has_own_keys:
-        buffer = config.buffer.model_copy(update={"curve": config.run.path / "keys"})
-        config = config.model_copy(update={"buffer": buffer})
+        config = config.with_values(buffer={"curve": config.run.path / "keys"})
     if arguments.dry_run:
         require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
         _print(make_plan(config, hosts, resume=arguments.resume))

@@ -31,8 +31,7 @@ def with_keys(config: RunConfig) -> RunConfig:
     """With keys and password in the run's folder, where the processes find them."""
     folder = config.run.path / _KEYS
     password = folder / _PASSWORD if config.buffer.password_file else None
-    update = {"curve": folder, "password_file": password}
-    return config.model_copy(update={"buffer": config.buffer.model_copy(update=update)})
+    return config.with_values(buffer={"curve": folder, "password_file": password})
 
 
 def write_secrets(given: RunConfig) -> None:

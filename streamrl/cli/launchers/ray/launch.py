@@ -142,8 +142,7 @@ class _Run:
         """
         await self._nodes.require(self._learner, self._config.cluster.start_s)
         first = await self._nodes.hold_ports(self._learner.places[0], self._config)
-        cluster = self._config.cluster.model_copy(update={"first_port": first})
-        self._config = self._config.model_copy(update={"cluster": cluster})
+        self._config = self._config.with_values(cluster={"first_port": first})
         plan = self.plan()
         write_file(plan.config_file, to_yaml(plan.config))
         for note in plan.notes:
@@ -272,8 +271,7 @@ def _with_absolute_folder(config: RunConfig) -> RunConfig:
     is a copy that Ray removes, so that a relative one is of the home folder."""
     folder, here = config.run.folder, Path.cwd()
     base = Path.home() if "runtime_resources" in here.parts else here
-    run = config.run.model_copy(update={"folder": base / folder})
-    return config.model_copy(update={"run": run})
+    return config.with_values(run={"folder": base / folder})
 
 
 ABORT_S = 3.0
