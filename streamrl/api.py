@@ -52,39 +52,26 @@ class Run:
     """Made by `streamrl.train`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        process: "subprocess.Popen[str]",
-        pipe: ErrorPipe,
-        *,
-        show: bool,
-        replaced: int | None = None,
+        self, config: RunConfig, arguments: Sequence[str], file: Path, *, show: bool
     ) -> None:
-        """`replaced` is the `_stamp` of the run that the launch moves aside."""
-        self.config = config
-        self._process = process
-        self._pipe = pipe
-        self._failure: str | None = None
-        self._replaced = replaced
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._reader = threading.Thread(target=self._read_output, args=(show,), daemon=True)
-        self._reader.start()
-
-    @classmethod
-    def start(cls, config: RunConfig, arguments: Sequence[str], file: Path, *, show: bool) -> "Run":
         """`streamrl launch FILE` with these arguments."""
-        pipe = ErrorPipe()
-        replaced = _stamp(config.run.path) if "--new" in arguments else None
-        process = subprocess.Popen(
+        self.config = config
+        # Of the run that the launch moves aside.
+        self._replaced = _stamp(config.run.path) if "--new" in arguments else None
+        self._pipe = ErrorPipe()
+        self._process = subprocess.Popen(
             [executable(), "launch", str(file), "--no-view", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, **pipe.environment},
-            pass_fds=(pipe.descriptor,),
+            env={**os.environ, **self._pipe.environment},
+            pass_fds=(self._pipe.descriptor,),
         )
-        return cls(config, process, pipe, show=show, replaced=replaced)
+        self._failure: str | None = None
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._reader = threading.Thread(target=self._read_output, args=(show,), daemon=True)
+        self._reader.start()
 
     @property
     def path(self) -> Path:
@@ -313,7 +300,7 @@ def train(
         loaded = load_config(file, overrides).config
         mode = ["--resume"] if resume else ["--new"] if new else []
         mode += ["--strict"] if strict else []
-        run = Run.start(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
+        run = Run(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
     return run.wait() if wait else run
 
 
