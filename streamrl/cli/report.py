@@ -41,6 +41,7 @@ from streamrl.cli.display.numbers import (
 from streamrl.cli.launchers import options_of
 from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
+from streamrl.config.section import leaves
 from streamrl.durable_files import write_file
 from streamrl.errors import ErrorRecord
 from streamrl.run_folder import PAGE_FILE, Launch, find_run, note_launch, read_books
@@ -328,7 +329,7 @@ def about(config: RunConfig, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return {
         "state": f"{int(known['steps']):,} of {config.run.max_steps:,} steps{took}",
         "about": [(name, printable(value)) for name, value in _facts(config)],
-        "settings": list(_changed(config.model_dump(mode="json", exclude_defaults=True))),
+        "settings": list(_changed(config)),
         "tiles": [_tile(*row) for row in numbers if row[0] not in (*_OF_INTEGRITY, *_OF_STATE)],
         "notes": [(n, printable(value)) for n, value in rows if n.startswith(_SENTENCES)],
     }
@@ -359,15 +360,11 @@ def _model(config: RunConfig) -> str:
     return f"{path.name} ({recipe.num_layers} layers of width {recipe.hidden_size})"
 
 
-def _changed(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _changed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings by dotted name that a person has changed, but for those that stand above."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _changed(value, f"{name}.")
-        elif name.startswith(_PLACES) or name in _SHOWN_ABOVE or _OF_LAUNCH.get(name) == value:
-            continue
-        else:
+    for name, value in leaves(config.model_dump(mode="json", exclude_defaults=True)):
+        is_above = name.startswith(_PLACES) or name in _SHOWN_ABOVE
+        if not is_above and _OF_LAUNCH.get(name) != value:
             yield name, printable(str(value))
 
 
