@@ -10,7 +10,6 @@ import logging
 import uuid
 import zlib
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -99,7 +98,7 @@ def prepare(config: RunConfig) -> None:
     Raises:
         ConfigError: the model of `model.recipe` has not been made.
     """
-    if config.model.recipe is not None and not Path(config.model.path).exists():
+    if config.model.missing is not None:
         raise ConfigError(
             f"model.path: there is no {config.model.path}; `streamrl get-model --config "
             "CONFIG` makes it of model.recipe"

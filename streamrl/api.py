@@ -52,39 +52,26 @@ class Run:
     """Made by `streamrl.train`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        process: "subprocess.Popen[str]",
-        pipe: ErrorPipe,
-        *,
-        show: bool,
-        replaced: int | None = None,
+        self, config: RunConfig, arguments: Sequence[str], file: Path, *, show: bool
     ) -> None:
-        """`replaced` is the `_stamp` of the run that the launch moves aside."""
-        self.config = config
-        self._process = process
-        self._pipe = pipe
-        self._failure: str | None = None
-        self._replaced = replaced
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._reader = threading.Thread(target=self._read_output, args=(show,), daemon=True)
-        self._reader.start()
-
-    @classmethod
-    def start(cls, config: RunConfig, arguments: Sequence[str], file: Path, *, show: bool) -> "Run":
         """`streamrl launch FILE` with these arguments."""
-        pipe = ErrorPipe()
-        replaced = _stamp(config.run.path) if "--new" in arguments else None
-        process = subprocess.Popen(
+        self.config = config
+        # Of the run that the launch moves aside.
+        self._replaced = _stamp(config.run.path) if "--new" in arguments else None
+        self._pipe = ErrorPipe()
+        self._process = subprocess.Popen(
             [executable(), "launch", str(file), "--no-view", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, **pipe.environment},
-            pass_fds=(pipe.descriptor,),
+            env={**os.environ, **self._pipe.environment},
+            pass_fds=(self._pipe.descriptor,),
         )
-        return cls(config, process, pipe, show=show, replaced=replaced)
+        self._failure: str | None = None
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._reader = threading.Thread(target=self._read_output, args=(show,), daemon=True)
+        self._reader.start()
 
     @property
     def path(self) -> Path:
@@ -200,8 +187,8 @@ import cloudpickle
 '''
 
 
-def function_setting(argument: str, function: Callable[..., Any] | str, folder: Path) -> str:
-    """PATH.py:NAME of a function, for the daemons, which are other processes.
+def function_setting(function: Callable[..., Any] | str, folder: Path) -> str:
+    """PATH.py:NAME of the reward, for the daemons, which are other processes.
 
     A function of a module is named where it stands. One of a notebook or of the script itself,
     which must not be run again, or a local one, is kept by value in the folder.
@@ -213,13 +200,13 @@ def function_setting(argument: str, function: Callable[..., Any] | str, folder: 
         return function
     if not callable(function):
         raise ConfigError(
-            f"{argument}: was {type(function).__name__}; it must be a function or PATH.py:NAME"
+            f"reward: was {type(function).__name__}; it must be a function or PATH.py:NAME"
         )
     module = inspect.getmodule(function)
     name, file = getattr(function, "__qualname__", ""), getattr(module, "__file__", None)
     if file is not None and getattr(module, "__name__", "") != "__main__" and name.isidentifier():
         return f"{Path(file).resolve()}:{name}"
-    return _kept_by_value(argument, function, folder)
+    return _kept_by_value(function, folder)
 
 
 def dataset_setting(argument: str, dataset: Rows | str | Path, folder: Path) -> str:
@@ -246,16 +233,16 @@ def dataset_setting(argument: str, dataset: Rows | str | Path, folder: Path) -> 
     return str(_written(folder, data, ".jsonl"))
 
 
-def _kept_by_value(argument: str, function: Callable[..., Any], folder: Path) -> str:
+def _kept_by_value(function: Callable[..., Any], folder: Path) -> str:
     try:
         import cloudpickle
     except ImportError as error:
-        what = f"{argument}: a function of a notebook or of the script itself, not of a file,"
+        what = "reward: a function of a notebook or of the script itself, not of a file,"
         raise missing(what, error) from error
     try:
         data: bytes = cloudpickle.dumps(function)
     except (pickle.PicklingError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{argument}: {function!r} cannot be kept: {error}") from error
+        raise ConfigError(f"reward: {function!r} cannot be kept: {error}") from error
     path = _written(folder, data, ".pkl")
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
@@ -268,9 +255,7 @@ def _written(folder: Path, data: bytes, suffix: str) -> Path:
     path = folder.resolve() / f"input_{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
+        write_file(path, data)
     return path
 
 
@@ -315,7 +300,7 @@ def train(
         loaded = load_config(file, overrides).config
         mode = ["--resume"] if resume else ["--new"] if new else []
         mode += ["--strict"] if strict else []
-        run = Run.start(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
+        run = Run(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
     return run.wait() if wait else run
 
 
@@ -333,7 +318,7 @@ def _named(
     folder = load_config(file, known).config.run.folder / "inputs"
     named: dict[str, str] = {}
     if reward is not None:
-        named |= {"data.reward": function_setting("reward", reward, folder)}
+        named |= {"data.reward": function_setting(reward, folder)}
     for argument, rows in (("dataset", dataset), ("eval_dataset", eval_dataset)):
         if rows is not None:
             setting = {"dataset": "data.source", "eval_dataset": "data.eval_source"}[argument]

@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from streamrl.config.addresses import host_of, is_loopback
+from streamrl.config.addresses import host_of, lacks_keys
 from streamrl.durable_files import open_private
 from streamrl.errors import ConfigError
 
@@ -51,8 +51,8 @@ class CurveServer:
         folder: Path | None,
         setting: str = "buffer.url",
     ) -> None:
-        if folder is None and not is_loopback(url):
-            raise ConfigError(needs_keys(url, setting))
+        if why := lacks_keys(setting, url, folder):
+            raise ConfigError(why)
         self._url = url
         self._folder = folder
         self._context = context
@@ -88,9 +88,9 @@ def set_client_keys(
     """Set the keys of a client's socket that is not yet connected to the URL in `setting`, and the
     address family of the URL."""
     choose_family(socket, url)
+    if why := lacks_keys(setting, url, folder):
+        raise ConfigError(why)
     if folder is None:
-        if not is_loopback(url):
-            raise ConfigError(needs_keys(url, setting))
         return
     socket.setsockopt(zmq.CURVE_SERVERKEY, _key(folder, "server.public"))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, _key(folder, "client.public"))
@@ -120,13 +120,6 @@ def use_key(socket: "zmq.Socket[Any]", key: str) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-
-
-def needs_keys(url: str, setting: str = "buffer.url") -> str:
-    return (
-        f"{setting} {url} can be reached from other machines and needs keys: make them with "
-        "`streamrl keys new FOLDER` and set buffer.curve to FOLDER"
-    )
 
 
 def _key(folder: Path, name: str) -> bytes:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -226,6 +226,23 @@ def similar_path(path: Path) -> str:
             names = [file.name for file in islice(path.parent.iterdir(), MAX_LISTED)]
     close = nearest(path.name, names)
     return "" if close is None else f"; did you mean '{path.with_name(close)}'?"
+
+
+@contextlib.contextmanager
+def reading(path: Path, setting: str = "") -> Iterator[None]:
+    """Around what reads a file that a person has named, by this setting.
+
+    Raises:
+        ConfigError: it cannot be read, or is no text.
+    """
+    owner = f"{setting}: " if setting else ""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{owner}{path} is not UTF-8: {error}") from error
+    except OSError as error:
+        reason = f"{error.strerror or error}{similar_path(path)}"
+        raise ConfigError(f"{owner}cannot read {path}: {reason}") from error
 
 
 @dataclass(frozen=True)

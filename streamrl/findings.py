@@ -63,10 +63,17 @@ class Area(StrEnum):
         name = cause or _setting(sentence)
         return Finding(self, Severity.PROBLEM, name, sentence, remedy=remedy)
 
-    def refusal(self, look_up: Callable[[], object]) -> Iterator[Finding]:
+    def refusal(self, look_up: Callable[..., object], *arguments: object) -> Iterator[Finding]:
         """The problem for which a daemon's own look-up refuses; none if it succeeds."""
         try:
-            look_up()
+            look_up(*arguments)
+        except ConfigError as error:
+            yield self.problem(str(error))
+
+    def up_to_refusal(self, findings: Iterator[Finding]) -> Iterator[Finding]:
+        """These, and as the last one the problem for which a look-up among them refuses."""
+        try:
+            yield from findings
         except ConfigError as error:
             yield self.problem(str(error))
 

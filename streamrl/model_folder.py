@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, reading
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
@@ -74,10 +74,6 @@ class ModelFolder:
         """The safetensors, by their index where there is one."""
         listed = self._read("model.safetensors.index.json").get("weight_map") or {}
         return {*listed.values()} or {file.name for file in self.path.glob("*.safetensors")}
-
-    @property
-    def brings_code(self) -> bool:
-        return "auto_map" in self.config
 
     @property
     def sees_images(self) -> bool:
@@ -150,11 +146,8 @@ class ModelFolder:
     def _read(self, name: str) -> Mapping[str, Any]:
         file = self.path / name
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise ConfigError(f"{self.setting}: cannot read {file}: {error.strerror}") from error
+            with reading(file, self.setting):
+                content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         except ValueError as error:
             raise ConfigError(f"{self.setting}: {file} is not JSON: {error}") from error
         return content if isinstance(content, Mapping) else {}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -44,6 +44,8 @@ PAGE_FILE = "report.html"
 _TARGETS = ".prometheus"
 # What a launch that made no step leaves to go on with.
 _STATES = ("checkpoints", "buffer")
+
+R = TypeVar("R")
 
 
 class Rows(Struct, frozen=True):
@@ -116,8 +118,7 @@ def prepare(
             f"run.name: {folder} holds no run: --resume starts a new one{elsewhere}",
             file=sys.stderr,
         )
-    first = {"first_prompt_index": rows[-1].first_prompt_index}
-    config = config.model_copy(update={"data": config.data.model_copy(update=first)})
+    config = config.with_values(data={"first_prompt_index": rows[-1].first_prompt_index})
     resolved = _with_ports(_with_validator(config)) if binds else config
     try:
         # Daemons that were killed are still named there.
@@ -212,10 +213,7 @@ def _sources(config: RunConfig) -> tuple[SourceRows, ...]:
 
 def read_rows(folder: Path) -> tuple[Rows, ...]:
     """What the run has read, in the order of its prompts; () of a release that kept nothing."""
-    try:
-        return msgspec.json.decode((folder / DATA_FILE).read_bytes(), type=tuple[Rows, ...])
-    except (OSError, msgspec.DecodeError):
-        return ()
+    return _record(folder / DATA_FILE, tuple[Rows, ...]) or ()
 
 
 def target_file(runs: Path, name: str, daemon_id: str) -> Path:
@@ -232,6 +230,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def _record(path: Path, kind: type[R]) -> R | None:
+    """None without a file, and for one that is damaged or that another release wrote."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 def note_launch(folder: Path, launch: Launch) -> None:
     """Keep it for whoever reads the run later."""
     with suppress(OSError):
@@ -240,18 +246,12 @@ def note_launch(folder: Path, launch: Launch) -> None:
 
 def read_mirror(folder: Path) -> MirrorStatus | None:
     """None of a run that has brought nothing to a mirror."""
-    try:
-        return msgspec.convert(read_json(folder / MIRROR_FILE), MirrorStatus)
-    except msgspec.ValidationError:
-        return None
+    return _record(folder / MIRROR_FILE, MirrorStatus)
 
 
 def read_launch(folder: Path) -> Launch:
     """What is known of it: nothing where daemons were started one by one."""
-    try:
-        return msgspec.convert(read_json(folder / LAUNCH_FILE), Launch)
-    except msgspec.ValidationError:
-        return Launch()
+    return _record(folder / LAUNCH_FILE, Launch) or Launch()
 
 
 def resume_command(folder: Path) -> str:
@@ -280,10 +280,7 @@ def read_restarts(folder: Path) -> dict[str, list[str]]:
 
 def read_learner(folder: Path) -> LearnerStatus | None:
     """The learner's last report; None also for one that another release wrote."""
-    try:
-        return msgspec.convert(read_json(folder / LEARNER_FILE), LearnerStatus, str_keys=True)
-    except msgspec.ValidationError:
-        return None
+    return _record(folder / LEARNER_FILE, LearnerStatus)
 
 
 def is_launched_since(folder: Path, time_s: float) -> bool:
@@ -313,8 +310,7 @@ def config_of(folder: Path) -> RunConfig:
         raise ConfigError(f"{_no_run(folder)}{similar_run(folder)}")
     config = load_config(path, environment={}).config
     named = folder if folder.name else folder.resolve()
-    run = config.run.model_copy(update={"folder": named.parent, "name": named.name})
-    return config.model_copy(update={"run": run})
+    return config.with_values(run={"folder": named.parent, "name": named.name})
 
 
 def find_config(target: str) -> RunConfig:
@@ -381,18 +377,13 @@ def write_books(config: RunConfig, stats: BufferStats) -> None:
 def read_books(folder: Path) -> Books | None:
     """The books that the last buffer of the run has written; None before one has ended, and for
     what another release wrote."""
-    content = read_json(folder / BOOKS_FILE)
-    try:
-        return msgspec.convert(content, Books, str_keys=True, strict=False) if content else None
-    except msgspec.ValidationError:
-        return None
+    return _record(folder / BOOKS_FILE, Books)
 
 
 def _with_validator(config: RunConfig) -> RunConfig:
     if not config.is_validated or config.validation.every is not None:
         return config
-    validation = config.validation.model_copy(update={"every": "auto"})
-    return config.model_copy(update={"validation": validation})
+    return config.with_values(validation={"every": "auto"})
 
 
 def _with_ports(config: RunConfig) -> RunConfig:
@@ -405,12 +396,7 @@ def _with_ports(config: RunConfig) -> RunConfig:
             # Until this process ends: there a daemon can listen at a port that is bound here, at
             # each of its starts, and no other launch picks it before.
             atexit.register(held.pop_all().close)
-    return config.model_copy(
-        update={
-            "buffer": buffer.model_copy(update={"url": url}),
-            "weights": weights.model_copy(update={"address": address}),
-        }
-    )
+    return config.with_values(buffer={"url": url}, weights={"address": address})
 
 
 def _bound(name: str, url: str, held: ExitStack) -> str:

@@ -40,8 +40,8 @@ def main(arguments: argparse.Namespace) -> int:
         scores = evaluate(config, model, lambda done, total: show(completed=done, total=total))
         line = json.dumps(asyncio.run(scores))
     print(line)
-    is_of_the_run = arguments.checkpoint is None or _is_within(model, config.run.path)
-    if config.run.path.is_dir() and is_of_the_run:
+    is_within = model.resolve().is_relative_to(config.run.path.resolve())
+    if config.run.path.is_dir() and (arguments.checkpoint is None or is_within):
         write_file(config.run.path / "evaluation.json", line + "\n")
     return 0
 
@@ -55,7 +55,3 @@ def _model(config: RunConfig, given: str | None) -> Path:
     if not (Path(given).is_dir() or may_be_public):
         raise ConfigError(f"--checkpoint: there is no folder {given}")
     return named_model(Path(given))
-
-
-def _is_within(model: Path, folder: Path) -> bool:
-    return model.resolve().is_relative_to(folder.resolve())

@@ -20,8 +20,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest
@@ -37,7 +36,7 @@ from streamrl.model_folder import ModelFolder
 if TYPE_CHECKING:
     import torch
 
-Writer = Callable[[Path], None]
+Writer = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,12 @@ def main(arguments: argparse.Namespace) -> int:
     if folder.exists():
         print(f"{folder} exists already: {describe(folder)}")
         return 0
-    with _new_folder(folder) as unfinished:
-        write(unfinished)
-        described = describe(unfinished)
+    try:
+        with new_folder(folder) as unfinished:
+            write(unfinished)
+            described = describe(unfinished)
+    except OSError as error:
+        raise ConfigError(f"--output: {folder} cannot be written: {error}") from error
     print(f"{folder}: {described}")
     return 0
 
@@ -141,7 +143,7 @@ def _writer_of_folder(path: Path) -> Writer:
     """A copy of a model's folder, or the conversion of its only GGUF file."""
     files = sorted(path.glob(f"*{_GGUF}"))
     if (path / "config.json").is_file():
-        return partial(_copy, path)
+        return partial(shutil.copytree, path, dirs_exist_ok=True)
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise ConfigError(
@@ -150,26 +152,9 @@ def _writer_of_folder(path: Path) -> Writer:
     return partial(_convert, files[0])
 
 
-def _copy(source: Path, folder: Path) -> None:
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-
-
 def _name(model: str) -> str:
     path = Path(model)
     return path.stem if path.suffix == _GGUF else path.resolve().name
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        with new_folder(folder) as unfinished:
-            yield unfinished
-    except OSError as error:
-        raise ConfigError(f"--output: {folder} cannot be written: {error}") from error
 
 
 def _download(repository: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from streamrl.cli.check.settings import check_effects
-from streamrl.config.loading.explain import explain
+from streamrl.config.loading.explain import explain, is_at
 from streamrl.config.loading.foreign_names import ForeignName, find_foreign_name, foreign_names
 from streamrl.config.loading.foreign_names.files import read_keys
 from streamrl.config.loading.foreign_names.rewards import (
@@ -70,7 +70,8 @@ class Key(NamedTuple):
         return self.value is not None or self.name is None
 
     def comment(self, reason: str) -> str:
-        value = "***" if _SECRET.search(self.key) else _one_line(self.value)
+        line = dump(self.value, default_flow_style=True, width=10**9).strip()
+        value = "***" if _SECRET.search(self.key) else line.removesuffix("\n...")
         return f"# {self.origin}: {value}; {reason}"
 
 
@@ -348,16 +349,12 @@ def _without_refused(settings: Mapping[str, Any]) -> tuple[dict[str, str], str]:
         more: dict[str, str] = {}
         for line in problem.splitlines():
             about = (field[0] for field in _FIELD.finditer(line))
-            near = ([n for n in settings if n not in refused and _is_at(n, f)] for f in about)
+            near = ([n for n in settings if n not in refused and is_at(n, f)] for f in about)
             more |= dict.fromkeys(next(filter(None, near), []), line)
         if not more:
             break
         refused |= more
     return refused, problem
-
-
-def _is_at(name: str, field: str) -> bool:
-    return f"{name}.".startswith(f"{field}.") or f"{field}.".startswith(f"{name}.")
 
 
 def _problem(settings: Mapping[str, Any]) -> str:
@@ -378,7 +375,3 @@ def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
     ordered = sorted(settings, key=lambda name: (sections.index(name.partition(".")[0]), name))
     pairs = (Setting((*name.split("."),), settings[name], name) for name in ordered)
     return reduce(with_setting, pairs, {})
-
-
-def _one_line(value: Any) -> str:
-    return dump(value, default_flow_style=True, width=10**9).strip().removesuffix("\n...")

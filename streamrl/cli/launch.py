@@ -27,7 +27,7 @@ from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
-from streamrl.errors import ConfigError, Interrupted, StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import resume_command
@@ -36,8 +36,7 @@ from streamrl.run_folder import resume_command
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """On this machine, or wherever the options say; the exit code."""
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
-    if loaded is not None:
-        hand_down(arguments, loaded.config.buffer.password_of_url)
+    hand_down(arguments, loaded.config.buffer.password_of_url)
     name = chosen(arguments)
     if fork_server is not None and (name or arguments.dry_run or is_rocm() or usable_devices()):
         fork_server.close()
@@ -46,7 +45,6 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
         require_startable(arguments)
     if refusal is not None:
         raise refusal
-    assert loaded is not None, "what is not refused is usable"
     if name:
         if loaded.config.parity.is_required:
             raise ConfigError(
@@ -103,8 +101,7 @@ def run_here(
     as a screen; under `strict` no daemon is started again; they are forked from the `fork_server`.
 
     Raises:
-        Interrupted: a signal stopped the run before its end.
-        StreamRLError: a process failed and is not started again.
+        Interrupted, StreamRLError: see `supervise`.
     """
     require_books(config, resume=resume, new=new)
     make_missing_model(config, console, fork_server)
@@ -113,7 +110,7 @@ def run_here(
     view = ProgressView(config, console, live=live)
     plan = make_plan(config, [this_machine()], resume=resume)
     forked = {"fork_server": fork_server}
-    stopped_by, lost = asyncio.run(
+    return asyncio.run(
         supervise(
             make_children(Child, plan, view.print, lambda _: forked),
             view=view.run,
@@ -123,6 +120,3 @@ def run_here(
             strict=strict,
         )
     )
-    if stopped_by is not None:
-        raise Interrupted(stopped_by)
-    return lost

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from streamrl.cli.arguments.commands import parse
-from streamrl.errors import Interrupted, StreamRLError, exit_code_of
+from streamrl.errors import Interrupted, StreamRLError, exit_code_of, leave_record
 
 # As a shell reports a process that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.imports_much:
             configuration = import_command("streamrl.config.loading.load").configuration
             parsed.run_config = configuration(parsed).config
-        code: int = getattr(import_command(module), function)(parsed)
+        ended = getattr(import_command(module), function)(parsed)
+        code: int = ended if isinstance(ended, int) else import_command("asyncio").run(ended)
         sys.stdout.flush()
     except (StreamRLError, ImportError) as error:
         return _report(parsed.command, error)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = error.filename or "the output"
         return _report(parsed.command, StreamRLError(f"{where}: {error.strerror}"))
     except Exception as error:
-        _leave_record(error)
+        leave_record(error)
         raise
     if parsed.command in DAEMONS and arguments is None:
         _leave(code)
@@ -77,16 +78,9 @@ def _leave(code: int) -> None:
 
 def _report(command: str, error: Exception) -> int:
     """Say why the command failed, to the process that started it or here; the exit code."""
-    if not _leave_record(error):
+    if not leave_record(error):
         print(f"streamrl {command}: {error}", file=sys.stderr)
     return exit_code_of(error)
-
-
-def _leave_record(error: Exception) -> bool:
-    """See `streamrl.errors`, which is imported only here."""
-    from streamrl.errors import leave_record
-
-    return leave_record(error)
 
 
 def _discard_output() -> None:

@@ -26,6 +26,7 @@ from html import escape
 from importlib import resources
 from itertools import groupby, islice
 from pathlib import Path
+from string import Template
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.console import Console
@@ -40,6 +41,7 @@ from streamrl.cli.display.numbers import (
 from streamrl.cli.launchers import options_of
 from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
+from streamrl.config.section import leaves
 from streamrl.durable_files import write_file
 from streamrl.errors import ErrorRecord
 from streamrl.run_folder import PAGE_FILE, Launch, find_run, note_launch, read_books
@@ -105,14 +107,9 @@ def page(name: str, data: Mapping[str, Any]) -> str:
     script = license_text + _asset(f"{_CHARTS}/uPlot.iife.min.js") + _asset("page.js")
     # The element has a line break before and after the field.
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
-    fields = {
-        "@NAME@": escape(printable(name)),
-        "@DIGEST@": digest,
-        "@STYLE@": style,
-        "@SCRIPT@": script,
-        "@DATA@": as_data_block(data),
-    }
-    return "\n".join(_filled(line, fields) for line in _asset("page.html").split("\n"))
+    shown = escape(printable(name))
+    fields = {"name": shown, "style": style, "data": as_data_block(data), "script": script}
+    return Template(_asset("page.html")).substitute(fields, digest=digest)
 
 
 def as_data_block(data: Mapping[str, Any]) -> str:
@@ -236,14 +233,6 @@ def _cut(text: str) -> str:
     return printable(cut(text, _LONGEST))
 
 
-def _filled(line: str, fields: Mapping[str, str]) -> str:
-    """A line of the template has one field at most, so that no value is searched for another."""
-    for name, value in fields.items():
-        if name in line:
-            return line.replace(name, value)
-    return line
-
-
 def _asset(name: str) -> str:
     return (resources.files("streamrl.cli") / "report_assets" / name).read_text(encoding="utf-8")
 
@@ -340,7 +329,7 @@ def about(config: RunConfig, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return {
         "state": f"{int(known['steps']):,} of {config.run.max_steps:,} steps{took}",
         "about": [(name, printable(value)) for name, value in _facts(config)],
-        "settings": list(_changed(config.model_dump(mode="json", exclude_defaults=True))),
+        "settings": list(_changed(config)),
         "tiles": [_tile(*row) for row in numbers if row[0] not in (*_OF_INTEGRITY, *_OF_STATE)],
         "notes": [(n, printable(value)) for n, value in rows if n.startswith(_SENTENCES)],
     }
@@ -371,15 +360,11 @@ def _model(config: RunConfig) -> str:
     return f"{path.name} ({recipe.num_layers} layers of width {recipe.hidden_size})"
 
 
-def _changed(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _changed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings by dotted name that a person has changed, but for those that stand above."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _changed(value, f"{name}.")
-        elif name.startswith(_PLACES) or name in _SHOWN_ABOVE or _OF_LAUNCH.get(name) == value:
-            continue
-        else:
+    for name, value in leaves(config.model_dump(mode="json", exclude_defaults=True)):
+        is_above = name.startswith(_PLACES) or name in _SHOWN_ABOVE
+        if not is_above and _OF_LAUNCH.get(name) != value:
             yield name, printable(str(value))
 
 
@@ -472,7 +457,8 @@ def _of_text(line: str) -> _Record | None:
     if found is None:
         return None
     try:
-        time_s = _time_s(found["time"]) + int(found["ms"] or 0) / 1000
+        # Logs have the local time of the machine.
+        time_s = datetime.fromisoformat(found["time"]).timestamp() + int(found["ms"] or 0) / 1000
     except (ValueError, OverflowError):
         # Somebody's code has printed it.
         return None
@@ -501,8 +487,3 @@ def _kind(record: _Record) -> Kind | None:
     if _STARTS.match(record.text):
         return "start"
     return "stop" if _STOPS.match(record.text) else None
-
-
-def _time_s(text: str) -> float:
-    """Logs have the local time of the machine."""
-    return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))

@@ -121,7 +121,9 @@ def main(arguments: argparse.Namespace) -> int:
         _validations(run)
         samples = list(matching(side_by_side(run, num_prompts=arguments.limit), arguments))
     else:
-        samples = chosen(_all(run, arguments.validation), arguments)
+        given = arguments.validation
+        found = newest_first(run) if given is None else _validated(run, given)
+        samples = chosen(found, arguments)
     if arguments.json:
         for sample in samples:
             print(json.dumps(as_json(sample)))
@@ -138,12 +140,6 @@ def _panels(samples: Sequence[Sample], is_side_by_side: bool, markup: bool) -> I
     if is_side_by_side:
         return rendered_side_by_side(samples, markup=markup)
     return (rendered(sample, markup=markup) for sample in samples)
-
-
-def _all(run: Path, validation: str | None) -> Iterator[Sample]:
-    if validation is None:
-        return newest_first(run)
-    return iter(_validated(run, validation))
 
 
 def _validated(run: Path, given: str) -> Sequence[Sample]:

@@ -115,8 +115,10 @@ def texts(status: RunStatus) -> Iterator[Text]:
     yield Text(printable(headline(status)), style="bold")
     for finding in diagnose(reading):
         yield Text(printable(f"! {finding.sentence}"), style="red")
+    # What a run does while something that it needs is not there yet.
+    waits = "starting" if state_of(reading) is RunState.STARTING else "waiting"
     for absence in pending(reading):
-        yield Text(printable(f"{waiting_as(reading)}: {absence.sentence}"), style="yellow")
+        yield Text(printable(f"{waits}: {absence.sentence}"), style="yellow")
     if is_healthy(reading):
         yield Text(printable(verdict(status)), style="green")
     for name, value in rows(status):
@@ -159,11 +161,6 @@ async def status_of(config: RunConfig) -> RunStatus:
 def is_healthy(reading: Reading) -> bool:
     """Whether what the run needs is there and nothing is wrong, or it has ended in order."""
     return not (diagnose(reading) or pending(reading))
-
-
-def waiting_as(reading: Reading) -> str:
-    """What a run does while something that it needs is not there yet."""
-    return "starting" if state_of(reading) is RunState.STARTING else "waiting"
 
 
 def verdict(status: RunStatus) -> str:
@@ -210,7 +207,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             "learner",
             f"number {stats.books.learner_term} attached, at version {stats.policy_version}",
         )
-    if (failures := failures_of(status.reading)) and not _is_finding(status.reading, failures):
+    failures = failures_of(status.reading)
+    if failures and failures not in (found.sentence for found in diagnose(status.reading)):
         yield "failed", failures
     if status.config is not None:
         config = status.config
@@ -291,10 +289,6 @@ def failures_of(reading: Reading) -> str:
     if reading.stats is not None:
         return failed_groups(reading.stats)
     return "" if reading.learner is None else reading.learner.failures
-
-
-def _is_finding(reading: Reading, sentence: str) -> bool:
-    return any(finding.sentence == sentence for finding in diagnose(reading))
 
 
 def waits_for(reading: Reading) -> str:
@@ -393,7 +387,8 @@ class _Followed:
         """The screen; a run that cannot be read any more is shown as that."""
         lines = self._lines()
         try:
-            self._read_config()
+            if self._config and is_launched_since(self._config.run.path, self._read_s):
+                self._config, self._read_s = find_config(self._target), time.time()
             status = await self._read(lines)
         except (StreamRLError, OSError) as error:
             return Text(str(error), style="red")
@@ -404,10 +399,6 @@ class _Followed:
         # Below it stands with the training reward.
         said = (text for text in texts(status) if not text.plain.startswith("held-out"))
         return screen(said, self._config, lines, table)
-
-    def _read_config(self) -> None:
-        if self._config is not None and is_launched_since(self._config.run.path, self._read_s):
-            self._config, self._read_s = find_config(self._target), time.time()
 
     async def _read(self, lines: Lines) -> RunStatus:
         status = await (status_at(self._url) if self._config is None else status_of(self._config))

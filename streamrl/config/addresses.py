@@ -11,6 +11,7 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator
@@ -129,6 +130,16 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def lacks_keys(setting: str, url: str, keys: Path | None) -> str:
+    """Why the setting's URL may not be used with this folder of keys; "" if it may."""
+    if keys is not None or is_loopback(url):
+        return ""
+    return (
+        f"{setting}: was {url!r}, which other machines can reach; that needs keys: make them with "
+        "`streamrl keys new FOLDER` and set buffer.curve to FOLDER"
+    )
 
 
 def _as_store(url: str) -> str:

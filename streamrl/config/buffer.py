@@ -15,11 +15,11 @@ from pydantic import (
     model_validator,
 )
 
-from streamrl.config.addresses import is_loopback, require_places
+from streamrl.config.addresses import lacks_keys, require_places
 from streamrl.config.secrets import (
+    HIDDEN,
     REDIS_PASSWORD,
     hide_password,
-    lacks_password,
     read_password,
     with_password,
 )
@@ -124,11 +124,8 @@ class BufferSettings(Section):
 
     @model_validator(mode="after")
     def _has_keys(self) -> "BufferSettings":
-        if self.url.startswith("zmq://") and self.curve is None and not is_loopback(self.url):
-            raise ValueError(
-                f"buffer.url: was {self.url!r}, which other machines can reach; that needs keys: "
-                "make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
-            )
+        if self.binds_url and (why := lacks_keys("buffer.url", self.url, self.curve)):
+            raise ValueError(why)
         return self
 
     @field_validator("lease_ttl_s")
@@ -177,7 +174,7 @@ class BufferSettings(Section):
         """
         if password := self.password:
             return with_password(self.url, password)
-        if lacks_password(self.url):
+        if f":{HIDDEN}@" in self.url:
             raise ConfigError(
                 f"buffer.url: {self.url} was written without its password: give it in the "
                 f"environment, as {REDIS_PASSWORD}, or in a file, as buffer.password_file"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from streamrl.config.addresses import host_of, is_loopback, port_of
+from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
 from streamrl.config.section import twice
 from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
@@ -114,11 +114,11 @@ def _of_groups(c: "RunConfig") -> Iterator[str]:
             f"{c.max_group_size} make groups of {c.max_num_episodes} episodes; the buffer keeps at "
             f"most {MAX_NAMES} apart"
         )
-    alone = [entry.group_size_setting for entry in c.entries if entry.group_size == 1]
-    if alone and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
+    places = [entry.place or "generator." for entry in c.entries if entry.group_size == 1]
+    if places and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
         yield (
             f"algorithm.advantage {algorithm.advantage} compares siblings, and with "
-            f"{alone[0]} 1 there are none; use reinforce_plus_plus, or a group"
+            f"{places[0]}group_size 1 there are none; use reinforce_plus_plus, or a group"
         )
 
 
@@ -190,11 +190,8 @@ def _of_weights(c: "RunConfig") -> Iterator[str]:
             "store into memory of its own machine, for an engine that runs there; leave url out, "
             "so that the generator starts its server, or use broadcast"
         )
-    if buffer.curve is None and not is_loopback(weights.address):
-        yield (
-            f"weights.address: was {weights.address!r}, which other machines can reach; that needs "
-            "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
-        )
+    if why := lacks_keys("weights.address", weights.address, buffer.curve):
+        yield why
     url, address = buffer.url, weights.address
     is_one_port = buffer.binds_url and 0 < port_of(url) == port_of(address)
     is_here = is_loopback(url) and is_loopback(address)

@@ -93,10 +93,6 @@ class EnvironmentEntry:
         return f"{self.place}kwargs" if self.place else "generator.environment_kwargs"
 
     @property
-    def group_size_setting(self) -> str:
-        return f"{self.place or 'generator.'}group_size"
-
-    @property
     def max_groups(self) -> int | None:
         """Prompts that it plays at most among `learner.groups_per_step` consecutive ones."""
         return None if self.max_trajectories is None else self.max_trajectories // self.group_size

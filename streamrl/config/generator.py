@@ -29,6 +29,10 @@ from streamrl.user_code import check_user_code
 
 class ServerSettings(Section):
     section: ClassVar[str]
+    ours: ClassVar[frozenset[str]]
+    """Fields that are no arguments of the engine."""
+    told: ClassVar[frozenset[str]]
+    """Arguments that are told here of a server elsewhere, too."""
 
     url: str | tuple[str, ...] | None = None
     """http://host:port of a server that is up already, or of several with one model; null: this
@@ -81,16 +85,14 @@ class ServerSettings(Section):
             )
         return os.environ[self.api_key_variable]
 
-    def leaving_server_alone(self, engine: str, *apart_from: str) -> Self:
-        """These settings; with `url`, all but the fields named must be as they are by default.
-
-        Raises:
-            ValueError: one of the others is set here, where the server does not get to see it.
-        """
+    @model_validator(mode="after")
+    def _leaves_a_server_elsewhere_alone(self) -> Self:
+        """It does not get to see what is set here."""
         fields = type(self).model_fields
-        defaults: dict[str, Any] = {n: f.default for n, f in fields.items() if n not in apart_from}
-        changed = sorted(name for name in defaults if getattr(self, name) != defaults[name])
+        arguments = sorted(fields.keys() - self.ours - self.told)
+        changed = [name for name in arguments if getattr(self, name) != fields[name].default]
         if self.url and changed:
+            engine = self.section.removeprefix("generator.")
             raise ValueError(
                 f"{changed[0]} is chosen where the server of {engine}.url is started; leave it out "
                 "here"
@@ -115,6 +117,10 @@ class SglangSettings(ServerSettings):
     those of the connection are ours. With `url`, the server runs elsewhere."""
 
     section: ClassVar[str] = "generator.sglang"
+    ours: ClassVar[frozenset[str]] = frozenset(
+        {*ServerSettings.model_fields, "pause_mode", "recompute_kv", "reach_host"}
+    )
+    told: ClassVar[frozenset[str]] = frozenset({"tp_size", "enable_deterministic_inference"})
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU, else
@@ -147,21 +153,16 @@ class SglangSettings(ServerSettings):
         """Whether what old weights have computed is there after an update."""
         return self.pause_mode == "keep" and not self.recompute_kv
 
-    @model_validator(mode="after")
-    def _leaves_the_server_alone(self) -> "SglangSettings":
-        ours = (*SGLANG_OURS, "tp_size", "enable_deterministic_inference")
-        return self.leaving_server_alone("sglang", *ours)
-
-
-SGLANG_OURS = frozenset({*ServerSettings.model_fields, "pause_mode", "recompute_kv", "reach_host"})
-"""Fields that are no arguments of SGLang's server."""
-
 
 class VllmSettings(ServerSettings):
     """Arguments of engine vllm by its own names, where null is its default; the last two and those
     of the connection are ours. With `url`, vLLM runs elsewhere (`vllm serve`)."""
 
     section: ClassVar[str] = "generator.vllm"
+    ours: ClassVar[frozenset[str]] = frozenset(
+        {*ServerSettings.model_fields, "pause_mode", "recompute_kv"}
+    )
+    told: ClassVar[frozenset[str]] = frozenset({"tensor_parallel_size"})
 
     gpu_memory_utilization: Share | None = None
     """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU, else
@@ -189,14 +190,6 @@ class VllmSettings(ServerSettings):
     def keeps_old_kv(self) -> bool:
         """Whether what old weights have computed is there after an update."""
         return self.pause_mode == "keep" and not self.recompute_kv
-
-    @model_validator(mode="after")
-    def _leaves_the_server_alone(self) -> "VllmSettings":
-        return self.leaving_server_alone("vllm", *VLLM_OURS, "tensor_parallel_size")
-
-
-VLLM_OURS = frozenset({*ServerSettings.model_fields, "pause_mode", "recompute_kv"})
-"""Fields that are no arguments of vLLM's engine."""
 
 
 def _split(command: Any) -> Any:

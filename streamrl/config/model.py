@@ -1,5 +1,6 @@
 """`model`: the language model that is trained, and how to make a small one."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -71,3 +72,8 @@ class ModelSettings(Section):
     @property
     def tokenizer_path(self) -> str:
         return self.tokenizer or self.path
+
+    @property
+    def missing(self) -> RecipeSettings | None:
+        """`recipe`, where the model is still to be made from it."""
+        return None if Path(self.path).exists() else self.recipe

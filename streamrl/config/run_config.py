@@ -121,8 +121,7 @@ class RunConfig(Section):
         """With the sampling and the engine of the validator as those of `generator`."""
         generator = self.validation.engine_settings(self.generator)
         wanted = self.validation.num_prompts or self.data.num_eval_prompts
-        data = self.data.model_copy(update={"num_eval_prompts": wanted})
-        return self.model_copy(update={"generator": generator, "data": data})
+        return self.with_values(generator=generator, data={"num_eval_prompts": wanted})
 
     @property
     def entries(self) -> tuple[EnvironmentEntry, ...]:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, reading
 
 REDIS_PASSWORD = "STREAMRL_REDIS_PASSWORD"
 HIDDEN = "***"
@@ -44,11 +44,6 @@ def with_password(url: str, password: str) -> str:
     return f"{scheme}://{user}:{quote(password, safe='')}@{place}"
 
 
-def lacks_password(url: str) -> bool:
-    """Whether the URL was written without the password that it had."""
-    return f":{HIDDEN}@" in url
-
-
 def without_secrets(sentence: str) -> str:
     """A message about a text that may hold a password in a form that no URL has.
 
@@ -69,11 +64,8 @@ def read_password(file: Path | None) -> str:
         return password
     if file is None:
         return ""
-    try:
+    with reading(file, "buffer.password_file"):
         password = file.read_text(encoding="utf-8").rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"buffer.password_file: cannot read {file}: {reason}") from error
     if not password:
         raise ConfigError(f"buffer.password_file: {file} is empty")
     return password

@@ -6,7 +6,7 @@ Invariant: a section is frozen and refuses keys that it does not know.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -32,6 +32,15 @@ class Section(BaseModel):
     @classmethod
     def _may_be_short(cls, value: Any) -> Any:
         return {cls.short_for: value} if cls.short_for and isinstance(value, str) else value
+
+    def with_values(self, **values: Any) -> Self:
+        """With other values, which are not checked; of a section those that a mapping names."""
+        sections = {
+            name: section.with_values(**value)
+            for name, value in values.items()
+            if isinstance(section := getattr(self, name), Section) and isinstance(value, Mapping)
+        }
+        return self.model_copy(update={**values, **sections})
 
 
 def twice(names: Iterable[str]) -> str | None:

@@ -23,11 +23,10 @@ from streamrl.data_files.rows import (
     Row as Row,
     RowSource as RowSource,
     as_json_values as as_json_values,
-    explained,
     shown as shown,
 )
 from streamrl.data_files.text import COMPRESSED, JsonLines, count_lines, read_csv, read_json
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, reading
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", *COMPRESSED)
 
@@ -94,7 +93,7 @@ def fingerprint(setting: str, source: str, *, subset: str | None, split: str | N
         num_rows, files = count_rows(setting, source), _matching(setting, source)
     digest = hashlib.sha256()
     for path in files:
-        with explained(setting, path), path.open("rb") as file:
+        with reading(path, setting), path.open("rb") as file:
             for block in iter(partial(file.read, 2**20), b""):
                 digest.update(block)
     return Fingerprint(num_rows, digest.hexdigest())
@@ -115,7 +114,7 @@ def _matching(setting: str, source: str) -> tuple[Path, ...]:
 
 
 def _open_file(setting: str, path: Path) -> RowSource:
-    with explained(setting, path):
+    with reading(path, setting):
         match path.suffix:
             case ".parquet":
                 return Parquet(setting, path)
@@ -128,7 +127,7 @@ def _open_file(setting: str, path: Path) -> RowSource:
 
 
 def _count(setting: str, path: Path) -> int:
-    with explained(setting, path):
+    with reading(path, setting):
         match path.suffix:
             case ".parquet":
                 return count_parquet(setting, path)

@@ -18,7 +18,18 @@ from streamrl.extras import missing
 _BATCH = 4096
 
 
-class Parquet:
+class _Arrow:
+    """Rows of a file or a data set of this name."""
+
+    _setting: str
+    _name: str
+
+    def _row(self, number: int, fields: Any) -> Row:
+        place = f"row {number + 1} of {self._name}"
+        return row(self._setting, place, as_json_values(fields))
+
+
+class Parquet(_Arrow):
     """The rows of one file."""
 
     def __init__(self, setting: str, path: Path) -> None:
@@ -39,10 +50,6 @@ class Parquet:
             for fields in batch.to_pylist():
                 yield self._row(number, fields)
                 number += 1
-
-    def _row(self, number: int, fields: Any) -> Row:
-        place = f"row {number + 1} of {self._name}"
-        return row(self._setting, place, as_json_values(fields))
 
 
 def count_parquet(setting: str, path: Path) -> int:
@@ -73,7 +80,7 @@ def is_data_set(source: str) -> bool:
     return source.startswith(_HUB) or os.path.isdir(source)
 
 
-class DataSetRows:
+class DataSetRows(_Arrow):
     """The rows of a `datasets.Dataset`, which maps its files into memory."""
 
     def __init__(self, setting: str, name: str, data_set: Any) -> None:
@@ -92,10 +99,6 @@ class DataSetRows:
     def files(self) -> tuple[Path, ...]:
         """Those that hold its rows, and which of them it has."""
         return tuple(Path(file["filename"]) for file in self._data_set.cache_files)
-
-    def _row(self, number: int, fields: Any) -> Row:
-        place = f"row {number + 1} of {self._name}"
-        return row(self._setting, place, as_json_values(fields))
 
 
 def open_data_set(

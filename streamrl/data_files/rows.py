@@ -3,13 +3,12 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from streamrl.errors import ConfigError, similar_path
+from streamrl.errors import ConfigError
 
 
 class Row(NamedTuple):
@@ -27,22 +26,6 @@ class RowSource(Protocol):
     def __getitem__(self, number: int) -> Row: ...
 
     def __iter__(self) -> Iterator[Row]: ...
-
-
-class ListedRows:
-    """Rows that are in memory as objects."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> Row:
-        return self._rows[number]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
 
 
 class ConcatenatedRows:
@@ -102,22 +85,6 @@ def as_json_values(value: Any) -> Any:
             with suppress(UnicodeDecodeError):
                 return value.decode()
     return value
-
-
-@contextmanager
-def explained(setting: str, path: Path) -> Iterator[None]:
-    """Around what reads a file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no text.
-    """
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{setting}: {path} is not UTF-8: {error}") from error
-    except OSError as error:
-        reason = f"{error.strerror or error}{similar_path(path)}"
-        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from error
 
 
 def shown(value: object) -> str:

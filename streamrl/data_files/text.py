@@ -13,8 +13,8 @@ from typing import IO
 import numpy as np
 import zstandard
 
-from streamrl.data_files.rows import ListedRows, Row, explained, row, shown
-from streamrl.errors import ConfigError
+from streamrl.data_files.rows import Row, row, shown
+from streamrl.errors import ConfigError, reading
 
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 
@@ -44,7 +44,7 @@ class JsonLines:
         return len(self._starts)
 
     def __getitem__(self, number: int) -> Row:
-        with explained(self._setting, self._path):
+        with reading(self._path, self._setting):
             line = self._line(int(self._starts[number]), int(self._sizes[number]))
             text = line.decode("utf-8")
         place = f"line {self._numbers[number]} of {self._path.name}"
@@ -71,7 +71,7 @@ def count_lines(setting: str, path: Path) -> int:
         return sum(not line.isspace() for line in lines)
 
 
-def read_json(setting: str, path: Path) -> ListedRows:
+def read_json(setting: str, path: Path) -> tuple[Row, ...]:
     """A list of objects."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -79,12 +79,10 @@ def read_json(setting: str, path: Path) -> ListedRows:
         raise ConfigError(f"{setting}: {path} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise ConfigError(f"{setting}: {path} was {shown(rows)}; it must be a list of objects")
-    return ListedRows(
-        tuple(row(setting, f"row {i} of {path.name}", value) for i, value in enumerate(rows, 1))
-    )
+    return tuple(row(setting, f"row {i} of {path.name}", v) for i, v in enumerate(rows, 1))
 
 
-def read_csv(setting: str, path: Path) -> ListedRows:
+def read_csv(setting: str, path: Path) -> tuple[Row, ...]:
     """Comma-separated values with a line of column names; every value is text."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         csv.field_size_limit(sys.maxsize)
@@ -105,7 +103,7 @@ def read_csv(setting: str, path: Path) -> ListedRows:
             raise ConfigError(
                 f"{setting}: line {lines.line_num} of {path.name} is not CSV: {error}"
             ) from error
-    return ListedRows(tuple(rows))
+    return tuple(rows)
 
 
 def _opened(setting: str, path: Path) -> IO[bytes]:

@@ -8,29 +8,22 @@ needs and has not yet is `pending`, and it is healthy if there is neither. A new
 of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
 """
 
-from streamrl.diagnosis.causes import ABSENCES, CAUSES, lasting_wait
+from streamrl.diagnosis.causes import found_in, lasting_wait
 from streamrl.diagnosis.reading import Reading as Reading
 from streamrl.findings import Area, Finding
 
 
 def diagnose(reading: Reading) -> tuple[Finding, ...]:
     """What is wrong, in the order of `CAUSES`, which name the causes; () if nothing is."""
-    return tuple(
-        Area.RUN.problem(sentence, cause=cause)
-        for cause, find in CAUSES.items()
-        for sentence in find(reading)
-    )
+    found = found_in(reading)
+    return tuple(Area.RUN.problem(text, cause=cause) for cause, text, is_late in found if is_late)
 
 
 def pending(reading: Reading) -> tuple[Finding, ...]:
     """What the run needs and has not, for no longer than a start takes or since a person has said
     so; () if all is there."""
-    return tuple(
-        Area.RUN.warning(found.sentence, cause=cause)
-        for cause, find in ABSENCES.items()
-        for found in find(reading)
-        if not found.is_late
-    )
+    found = found_in(reading)
+    return tuple(Area.RUN.warning(text, cause=cause) for cause, text, late in found if not late)
 
 
 def waits_for(reading: Reading) -> str:

@@ -6,8 +6,7 @@ what a person can change.
 What is absent (buffer, learner, generators that may sample, a validator) comes by itself while a
 process starts, is restarted, or a person has said so. An absence is late, and a finding, once it
 has lasted longer than a start takes (`Reading.start_s`), or the run stands still for it; before
-that it is pending, neither wrong nor healthy. A new one is a function of a reading and a line in
-`ABSENCES`.
+that it is pending, neither wrong nor healthy.
 
 Displays show two of them before they are findings: the group that the learner waits for although
 enough others are finished (with `buffer.overdue: wait` such a wait belongs to the work until
@@ -17,7 +16,6 @@ did and which rows fail again.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
 
 from msgspec import Struct
 
@@ -127,32 +125,6 @@ def _no_validator(reading: Reading) -> Iterator[Absence]:
         f"no validator has reported for {_seconds(absent_s)}, and no version is validated meanwhile"
     )
     yield _none_reports(sentence, "weights.address", absent_s > reading.start_s)
-
-
-ABSENCES: Mapping[str, Callable[[Reading], Iterator[Absence]]] = {
-    "buffer_unreachable": _no_buffer,
-    "learner_silent": _no_learner,
-    "no_generator": _no_generator,
-    "generator_silent": _silent_generator,
-    "nothing_leased": _nothing_leased,
-    "no_validator": _no_validator,
-}
-
-
-def late(cause: str) -> Callable[[Reading], Iterator[str]]:
-    """The sentences of an absence that is a finding."""
-
-    @wraps(ABSENCES[cause])
-    def find(reading: Reading) -> Iterator[str]:
-        return (found.sentence for found in ABSENCES[cause](reading) if found.is_late)
-
-    return find
-
-
-def may_move(reading: Reading) -> bool:
-    """Whether all that makes steps is there; steps are made without a validator."""
-    needed = (find for cause, find in ABSENCES.items() if cause != "no_validator")
-    return not any(absence for find in needed for absence in find(reading))
 
 
 def _none_reports(sentence: str, address: str, is_late: bool) -> Absence:
@@ -412,27 +384,43 @@ def _launch_failed(reading: Reading) -> Iterator[str]:
         yield f"failed: {reading.failure}"
 
 
-CAUSES: dict[str, Callable[[Reading], Iterator[str]]] = {
+CAUSES: Mapping[str, Callable[[Reading], Iterator[str] | Iterator[Absence]]] = {
     "launch_failed": _launch_failed,
-    "buffer_unreachable": late("buffer_unreachable"),
+    "buffer_unreachable": _no_buffer,
     "buffer_refuses": _buffer_refuses,
     "groups_failed": _groups_failed,
     "checkpoint_unsaved": _checkpoint_unsaved,
     "learner_busy": _learner_busy,
-    "learner_silent": late("learner_silent"),
+    "learner_silent": _no_learner,
     "learner_fenced": _learner_fenced,
     "left_out": _left_out,
     "due_group": _due_group,
     "too_few_groups": _too_few_groups,
-    "no_generator": late("no_generator"),
-    "generator_silent": late("generator_silent"),
+    "no_generator": _no_generator,
+    "generator_silent": _silent_generator,
     "old_weights": _old_weights,
     "outside_the_engine": _outside_the_engine,
-    "nothing_leased": late("nothing_leased"),
-    "no_validator": late("no_validator"),
+    "nothing_leased": _nothing_leased,
+    "no_validator": _no_validator,
     "prompt_retried": _prompt_retried,
     "groups_dropped": _groups_dropped,
 }
+
+
+def found_in(reading: Reading) -> Iterator[tuple[str, str, bool]]:
+    """Each cause with its sentence, and whether it is a finding or pending."""
+    for cause, find in CAUSES.items():
+        for found in find(reading):
+            if isinstance(found, Absence):
+                yield cause, found.sentence, found.is_late
+            else:
+                yield cause, found, True
+
+
+def may_move(reading: Reading) -> bool:
+    """Whether all that makes steps is there; steps are made without a validator."""
+    needed = (find for cause, find in CAUSES.items() if cause != "no_validator")
+    return not any(isinstance(found, Absence) for find in needed for found in find(reading))
 
 
 def _holders(stats: BufferStats) -> Iterator[str]:

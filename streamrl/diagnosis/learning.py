@@ -66,6 +66,10 @@ class Sign:
     explains: tuple[str, ...] = ()
 
 
+def _is_always(name: str, value: float, seen: str) -> Callable[[Window], str]:
+    return lambda window: seen if window.are_all(name, value) else ""
+
+
 def _no_reward(window: Window) -> str:
     return "every reward is 0" if _all_rewards(window) == 0 else ""
 
@@ -87,10 +91,6 @@ def _alike(window: Window) -> str:
     return (
         "the rewards of each group are alike, so no advantage is left" if is_alike & is_flat else ""
     )
-
-
-def _no_gradient(window: Window) -> str:
-    return "the gradient is 0" if window.are_all("learner/grad_norm", 0.0) else ""
 
 
 def _bad_gradient(window: Window) -> str:
@@ -166,18 +166,6 @@ def _far(window: Window) -> str:
     return ""
 
 
-def _no_form(window: Window) -> str:
-    return (
-        "no response has the form that format pays for"
-        if window.are_all("reward/format", 0.0)
-        else ""
-    )
-
-
-def _no_tool(window: Window) -> str:
-    return "no tool is called" if window.are_all("episode/tools/num_tool_calls", 0.0) else ""
-
-
 SIGNS: Mapping[str, Sign] = {
     "falling": Sign(
         _falling,
@@ -215,7 +203,7 @@ SIGNS: Mapping[str, Sign] = {
         ("no_gradient",),
     ),
     "no_gradient": Sign(
-        _no_gradient,
+        _is_always("learner/grad_norm", 0.0, "the gradient is 0"),
         "see which corrections mask all tokens (mismatch/*), and whether algorithm.loss reads the "
         "advantages",
     ),
@@ -238,9 +226,12 @@ SIGNS: Mapping[str, Sign] = {
         "algorithm.reward.truncated)",
     ),
     "far": Sign(_far, "raise algorithm.kl_loss.coef, or lower learner.optimizer.lr"),
-    "no_form": Sign(_no_form, "show the form in data.system_prompt, with an example"),
+    "no_form": Sign(
+        _is_always("reward/format", 0.0, "no response has the form that format pays for"),
+        "show the form in data.system_prompt, with an example",
+    ),
     "no_tool": Sign(
-        _no_tool,
+        _is_always("episode/tools/num_tool_calls", 0.0, "no tool is called"),
         "say in data.system_prompt when to call, and see with `streamrl samples` what is written "
         "instead",
     ),

@@ -65,13 +65,6 @@ OPEN: Mapping[str, str] = {
 }
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
-UNITS = (
-    *("", "1/s", "10^12/s", "advantage", "any", "bytes", "calls", "candidates", "contexts"),
-    *("episodes", "fraction", "generators", "groups", "leases", "messages", "micro-batches"),
-    *("nats", "nats^2", "parts", "prompts", "reward", "s", "sequences", "stalls", "steps"),
-    *("tokens", "tokens/s", "turns", "updates", "versions", "weight"),
-)
-
 
 class Merge(StrEnum):
     """How the parts of a metric become one: over micro-batches, ranks, generators or episodes.
@@ -111,7 +104,6 @@ class Metric:
 
     name: str
     unit: str
-    """One of UNITS."""
     merge: Merge
     meaning: str
     """One plain sentence."""
@@ -163,28 +155,13 @@ def _rows() -> Iterator[Metric]:
     for row in csv.DictReader(text.splitlines()):
         merge, writer = Merge[row["merge"]], Writer[row["writer"]]
         absent = float(row["absent"]) if row["absent"] else None
-        if row["unit"] not in UNITS:
-            raise ValueError(f"metrics: {row['name']} has the unit {row['unit']!r}")
         yield Metric(row["name"], row["unit"], merge, row["meaning"], writer, absent)
 
 
 CATALOGUE: tuple[Metric, ...] = tuple(_rows())
 
 
-def _exact() -> Mapping[str, Metric]:
-    """The rows by name, but for those with open placeholders.
-
-    Raises:
-        ValueError: a name has two rows.
-    """
-    named = [(name, row) for row in CATALOGUE if not row.is_open for name in row.names()]
-    counts = Counter(name for name, _ in named)
-    if twice := sorted(name for name, count in counts.items() if count > 1):
-        raise ValueError(f"metrics: two rows have {', '.join(twice)}")
-    return dict(named)
-
-
-_EXACT = _exact()
+_EXACT = {name: row for row in CATALOGUE if not row.is_open for name in row.names()}
 _PATTERNS = tuple((row.pattern(), row) for row in CATALOGUE if row.is_open)
 
 

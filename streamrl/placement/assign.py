@@ -23,11 +23,7 @@ from streamrl.placement.seats import Seat, seats
 _PORTS: dict[HostRole, int] = {"buffer": 0, "learner": 1}
 """What is added to `cluster.first_port` for the address of a role."""
 _RANKS = 2
-
-
-def ranks_port(config: RunConfig) -> int:
-    """Where ranks of several hosts find each other, on the host of the first one."""
-    return config.cluster.first_port + _RANKS
+"""The same for the port where ranks of several hosts find each other, on the host of the first."""
 
 
 def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
@@ -45,9 +41,7 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     url = config.buffer.url
     if config.buffer.binds_url:
         url = _address(config, url, "buffer", seats)
-    weights = config.weights.model_copy(update={"address": address})
-    buffer = config.buffer.model_copy(update={"url": url})
-    return config.model_copy(update={"weights": weights, "buffer": buffer})
+    return config.with_values(weights={"address": address}, buffer={"url": url})
 
 
 def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat]) -> str:
@@ -130,7 +124,7 @@ class Commands:
             f"--node-rank={learners.index(seat)}",
             f"--nproc-per-node={seat.num_ranks}",
             f"--master-addr={learners[0].host.address}",
-            f"--master-port={ranks_port(self.config)}",
+            f"--master-port={self.config.cluster.first_port + _RANKS}",
             f"--rdzv-id={self.config.run.name}",
             f"--rdzv-conf=timeout={_RENDEZVOUS_S}",
             "--no-python",
@@ -186,8 +180,7 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
     placed = seats(config, hosts)
     count = sum(seat.role == "generator" for seat in placed)
     if count != config.generator.max_count:
-        generator = config.generator.model_copy(update={"count": count})
-        config = config.model_copy(update={"generator": generator})
+        config = config.with_values(generator={"count": count})
     config = with_addresses(config, placed)
     fit = Fit(config, placed, ModelShape.of(config), ModelShape.of_critic(config))
     fit.require()

@@ -14,6 +14,7 @@ import shutil
 import socket
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,14 +66,9 @@ def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[De
     if listed is None:
         return found
     names = [name.strip() for name in listed.split(",")]
-    numbers = [int(name) for name in names if name.isdecimal()]
-    if len(numbers) == len(names):
-        return tuple(
-            Device(number, device.memory_bytes, device.name)
-            for number, device in zip(numbers, found, strict=False)
-        )
+    are_numbers = all(map(str.isdecimal, names))
     return tuple(
-        Device(device.index, device.memory_bytes, device.name, name)
+        replace(device, index=int(name) if are_numbers else device.index, visible_as=name)
         for name, device in zip(names, found, strict=False)
     )
 
@@ -138,9 +134,8 @@ def torch_has_cuda() -> bool:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return True
-    return re.search(r"^(cuda|hip)\b[^=]*= *None", text, re.MULTILINE) is None or bool(
-        re.search(r"^(cuda|hip)\b[^=]*= *['\"]", text, re.MULTILINE)
-    )
+    builds = re.findall(r"^(?:cuda|hip)\b[^=]*= *(\w+|['\"])", text, re.MULTILINE)
+    return not builds or any(build != "None" for build in builds)
 
 
 _SIOCGIFADDR = 0x8915

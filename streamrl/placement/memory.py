@@ -37,7 +37,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from streamrl.config import RunConfig
@@ -87,8 +86,8 @@ class ModelShape:
     def of(cls, config: RunConfig) -> "ModelShape | None":
         """Of the run's model; None where it is not on this machine, or is of another kind."""
         model = config.model
-        if model.recipe is not None and not Path(model.path).exists():
-            return cls.of_facts(recipe_facts(model.recipe))
+        if model.missing is not None:
+            return cls.of_facts(recipe_facts(model.missing))
         return cls._of_folder("model.path", model.path)
 
     @classmethod
@@ -185,7 +184,7 @@ _FLOAT32, _MOMENTS = 4, 8
 _SEND_BUFFERS = 2
 _LOGIT_BLOCK_BYTES = 3 * 4 * 2**26
 """Of token_logprobs on a GPU: 2^26 logits in float32, and as much for two intermediate results."""
-DRIVER_BYTES = 2**30
+_DRIVER = MemoryPart("CUDA and libraries", 2**30, is_certain=False)
 """Roughly what CUDA, cuBLAS and NCCL take in one process."""
 
 
@@ -202,7 +201,7 @@ class LearnerMemory:
 
     def need(self) -> Need:
         """At the peak of a step; loading takes less."""
-        return Need.of((*self._held(), *self._step(), self._driver), self._remedies())
+        return Need.of((*self._held(), *self._step(), _DRIVER), self._remedies())
 
     @property
     def num_trained(self) -> int:
@@ -231,13 +230,10 @@ class LearnerMemory:
     def _compute_bytes(self) -> int:
         return _SIZES[self.config.learner.dtype]
 
-    @property
-    def _driver(self) -> MemoryPart:
-        return MemoryPart("CUDA and libraries", DRIVER_BYTES, is_certain=False)
-
     def _held(self) -> Iterator[MemoryPart]:
         """Between the steps."""
-        learner, algorithm, total = self.config.learner, self.config.algorithm, self._total
+        learner, algorithm = self.config.learner, self.config.algorithm
+        total = self.shape.num_parameters
         critic = (self.critic or self.shape).num_parameters if algorithm.needs_values else 0
         if not learner.offload.parameters:
             yield MemoryPart("weights", self._shard(_FLOAT32 * total))
@@ -310,10 +306,6 @@ class LearnerMemory:
         logits = min(_LOGIT_BLOCK_BYTES, 3 * _FLOAT32 * tokens * shape.vocab_size)
         yield MemoryPart("logits", logits, is_certain=False)
 
-    @property
-    def _total(self) -> int:
-        return self.shape.num_parameters
-
     def _shard(self, num_bytes: int) -> int:
         return -(-num_bytes // self._num_shards)
 
@@ -321,7 +313,7 @@ class LearnerMemory:
     def _sent_bytes(self) -> int:
         lora, dtype = self.config.learner.lora, self.config.weights.dtype
         is_adapter = lora is not None and lora.publish == "adapter"
-        num_sent = self.num_trained if is_adapter else self._total
+        num_sent = self.num_trained if is_adapter else self.shape.num_parameters
         return num_sent * _SIZES[dtype or "float32"]
 
     def _remedies(self) -> Iterator[str]:
@@ -363,9 +355,6 @@ def adapter_size(shape: ModelShape, lora: LoraSettings) -> int:
     return lora.rank * shape.num_layers * sum(widths.get(name, h + h) for name in chosen)
 
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 @dataclass(frozen=True)
 class EngineMemory:
     """Of the engine of a generator, or of the validator with its own settings."""
@@ -391,7 +380,7 @@ class EngineMemory:
             yield MemoryPart("KV cache of one sequence", one)
             more = self.generator.max_num_seqs - 1
             yield MemoryPart(f"KV cache of {more} more", more * one, is_certain=False)
-        yield MemoryPart("CUDA and libraries", DRIVER_BYTES, is_certain=False)
+        yield _DRIVER
 
     @property
     def _tensor(self) -> int:
@@ -403,7 +392,7 @@ class EngineMemory:
 
     @property
     def _bytes(self) -> int:
-        return _DTYPE_BYTES[self.generator.dtype]
+        return _SIZES[self.generator.dtype]
 
     @property
     def _sequence_bytes(self) -> int:

@@ -124,7 +124,7 @@ def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
         _require_room(config, with_gpus, block)
         shares = _fill(learner.num_ranks, block, [len(host.devices) for host in with_gpus])
         return _seats(with_gpus, shares, lambda count: tuple(range(count)))
-    shares = _spread(learner.num_ranks, block, len(allowed))
+    shares = spread(learner.num_ranks, block, len(allowed))
     return _seats(allowed, shares, lambda _: ())
 
 
@@ -176,7 +176,7 @@ def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> tuple[int, ...]:
     return shares
 
 
-def _spread(num_ranks: int, block: int, num_hosts: int) -> tuple[int, ...]:
+def spread(num_ranks: int, block: int, num_hosts: int) -> tuple[int, ...]:
     """Ranks of each host, as equal as blocks allow, the first ones more."""
     blocks, more = divmod(num_ranks // block, num_hosts)
     return tuple((blocks + (index < more)) * block for index in range(num_hosts))
@@ -324,9 +324,6 @@ def _setting(role: HostRole) -> str:
 def _size_setting(generator: GeneratorSettings) -> str:
     field = "sglang.tp_size" if generator.engine == "sglang" else "vllm.tensor_parallel_size"
     return f"generator.{field}"
-
-
-__all__ = ["Seat", "seats"]
 
 
 def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:

@@ -8,6 +8,7 @@ validation/00000020.jsonl     the responses of the validation of version 20, wri
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -121,11 +122,7 @@ def newest_first(run: Path) -> Iterator[Sample]:
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:
     """The whole lines, last first."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         end, rest = file.seek(0, os.SEEK_END), b""
         while end > 0:
             begin = max(0, end - BLOCK_BYTES)
@@ -146,11 +143,7 @@ def _keep_before(path: Path, first_step: int) -> None:
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """The samples of a file, in its order; a line that was cut off or is damaged is left out."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             if (sample := _parsed(line)) is not None:
                 yield sample

@@ -69,35 +69,32 @@ def open_trackers(
         ConfigError: a package that was asked for is not installed.
     """
     tracking, folder = config.tracking, config.run.path
-    makers: list[Callable[[], Tracker | JsonlTracker]] = [
-        lambda: JsonlTracker(folder / METRICS_FILE, first_step=first_step)
-    ]
+    file = JsonlTracker(folder / METRICS_FILE, first_step=first_step)
+    others: list[Tracker] = []
     if tracking.console:
-        makers.append(ConsoleTracker)
+        others.append(ConsoleTracker())
     if tracking.tensorboard:
-        makers.append(lambda: TensorboardTracker(folder / "tensorboard", first_step=first_step))
+        others.append(TensorboardTracker(folder / "tensorboard", first_step=first_step))
     if tracking.wandb != "off":
-        makers.append(lambda: WandbTracker(config))
+        others.append(WandbTracker(config))
     if tracking.trackio:
-        makers.append(lambda: TrackioTracker(config))
-    return Trackers([*(make() for make in makers), *more])
+        others.append(TrackioTracker(config))
+    return Trackers(file, [*others, *more])
 
 
 class Trackers:
     """All of a run's trackers as one."""
 
-    def __init__(self, trackers: Sequence[Tracker | JsonlTracker]) -> None:
-        self._files = tuple(t for t in trackers if isinstance(t, JsonlTracker))
-        self._others = tuple(t for t in trackers if not isinstance(t, JsonlTracker))
+    def __init__(self, file: JsonlTracker, others: Sequence[Tracker]) -> None:
+        self._file, self._others = file, tuple(others)
         self._calls: queue.Queue[Callable[[Tracker], object] | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
         if self._others:
             self._thread.start()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        for file in self._files:
-            # It keeps what it cannot write, and `flush` says so.
-            file.log(metrics, step)
+        # It keeps what it cannot write, and `flush` says so.
+        self._file.log(metrics, step)
         self._call(lambda t: t.log(metrics, step))
 
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
@@ -124,14 +121,12 @@ class Trackers:
         Raises:
             OSError: it is full, for example.
         """
-        for file in self._files:
-            file.flush()
+        self._file.flush()
 
     def close(self, wait_s: float = CLOSE_S) -> None:
         """Waits until all trackers have what they were given, `wait_s` at most."""
-        for file in self._files:
-            with suppress(OSError):
-                file.close()
+        with suppress(OSError):
+            self._file.close()
         if not self._thread.is_alive():
             return
         self._call(lambda t: t.close())

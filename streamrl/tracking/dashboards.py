@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
@@ -34,11 +34,12 @@ TRAINED = (
     "environment",
 )
 HELD_OUT = ("prompt_index", "prompt", "answer", "version", "response", "extracted", "reward")
+Samples: TypeAlias = Sequence[Mapping[str, Any]]
 _REWARD = "reward/"
 _LONGEST = 2000
 
 
-def columns_of(columns: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> list[str]:
+def columns_of(columns: Sequence[str], samples: Samples) -> list[str]:
     """These, and behind `reward` one for each of several rewards that the samples have."""
     names = dict.fromkeys(name for sample in samples for name in sample.get("rewards", ()))
     place = columns.index("reward") + 1
@@ -46,12 +47,12 @@ def columns_of(columns: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> 
     return [*columns[:place], *own, *columns[place:]]
 
 
-def rows(columns: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def rows(columns: Sequence[str], samples: Samples) -> list[list[Any]]:
     """One for each sample; long texts are cut in their middle."""
     return [[_cell(sample, column) for column in columns] for sample in samples]
 
 
-def markdown_table(columns: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> str:
+def markdown_table(columns: Sequence[str], samples: Samples) -> str:
     """In Markdown, which has HTML in it: what the model wrote is escaped."""
     shown = columns_of(columns, samples)
     lines = [shown, ["---"] * len(shown), *rows(shown, samples)]
@@ -77,18 +78,14 @@ def _escaped(value: Any) -> str:
 class TableTracker(Tracker):
     """One that shows samples as tables."""
 
-    def log_table(
-        self, name: str, columns: Sequence[str], samples: Sequence[Mapping[str, Any]], step: int
-    ) -> None:
+    def log_table(self, name: str, columns: Sequence[str], samples: Samples, step: int) -> None:
         """Rows of this step or version, with these columns."""
         raise NotImplementedError
 
-    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, samples: Samples, step: int) -> None:
         self.log_table("samples", TRAINED, samples, step)
 
-    def log_validation_samples(
-        self, samples: Sequence[Mapping[str, Any]], policy_version: int
-    ) -> None:
+    def log_validation_samples(self, samples: Samples, policy_version: int) -> None:
         self.log_table("validation/samples", HELD_OUT, samples, policy_version)
 
 
@@ -121,9 +118,7 @@ class TensorboardTracker(TableTracker):
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
         self.log(metrics, policy_version)
 
-    def log_table(
-        self, name: str, columns: Sequence[str], samples: Sequence[Mapping[str, Any]], step: int
-    ) -> None:
+    def log_table(self, name: str, columns: Sequence[str], samples: Samples, step: int) -> None:
         self._writer.add_text(name, markdown_table(columns, samples), step)
 
     def close(self) -> None:
@@ -171,9 +166,7 @@ class WandbTracker(TableTracker):
         """With the next step's metrics, over the version as their x-axis."""
         self._run.log(dict(metrics), commit=False)
 
-    def log_table(
-        self, name: str, columns: Sequence[str], samples: Sequence[Mapping[str, Any]], step: int
-    ) -> None:
+    def log_table(self, name: str, columns: Sequence[str], samples: Samples, step: int) -> None:
         """With the next step's metrics."""
         from wandb import Table
 
@@ -236,9 +229,7 @@ class TrackioTracker(TableTracker):
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
         self._run.log(grouped(metrics), step=policy_version)
 
-    def log_table(
-        self, name: str, columns: Sequence[str], samples: Sequence[Mapping[str, Any]], step: int
-    ) -> None:
+    def log_table(self, name: str, columns: Sequence[str], samples: Samples, step: int) -> None:
         shown = columns_of(columns, samples)
         self._run.log({name: self._table(columns=shown, data=rows(shown, samples))}, step=step)
 

@@ -16,11 +16,13 @@ import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+
+from streamrl.durable_files import write_file
 
 log = logging.getLogger(__name__)
 
@@ -131,11 +133,7 @@ def _keep_before(path: Path, first_step: int) -> None:
     if all(is_kept[:num_kept]):
         os.truncate(path, sum(map(len, lines[:num_kept])))
         return
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_bytes(
-        b"".join(line for line, kept in zip(lines, is_kept, strict=True) if kept)
-    )
-    unfinished.replace(path)
+    write_file(path, b"".join(compress(lines, is_kept)))
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

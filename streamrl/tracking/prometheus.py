@@ -56,7 +56,11 @@ from streamrl.types import (
 )
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client import CollectorRegistry, Metric
+
+log = logging.getLogger(__name__)
 
 PREFIX = "streamrl_"
 _BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
@@ -147,7 +151,8 @@ class Exported(Tracker):
             return
         # The status of the learner is as new, and newer between two steps.
         line = {k: v for k, v in _numbers(metrics).items() if k != "learner/policy_version"}
-        added = {name: line.pop(name) for name in [*line] if _is_added(family_of(name))}
+        kinds = {name: family_of(name).kind for name in line}
+        added = {name: line.pop(name) for name, k in kinds.items() if k in ("sum", "histogram")}
         num_groups = sum(added.get(name, 0.0) for name in _NUM_GROUPS)
         added["buffer/staleness_sum"] = num_groups * line.get("buffer/staleness_mean", 0.0)
         sums = {name: self._sums.get(name, 0.0) + value for name, value in added.items()}
@@ -170,10 +175,6 @@ class Exported(Tracker):
                 families.setdefault(family.name, []).append((family, value))
         for name, found in families.items():
             yield _metric(name, found)
-
-
-def _is_added(family: Family) -> bool:
-    return family.kind in ("sum", "histogram")
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -269,13 +270,6 @@ def of_validator(status: ValidatorStatus, num_tokens: float) -> dict[str, float]
     }
 
 
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    from prometheus_client import CollectorRegistry, Metric
-
-log = logging.getLogger(__name__)
-
 _PLACES = {"buffer": 0, "learner": 1, "validator": 2}
 _GENERATORS = 10
 
@@ -342,8 +336,8 @@ def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported
         ConfigError: `tracking.prometheus.host` is no address of this machine.
     """
     settings = config.tracking.prometheus
-    is_left_out = role == "learner"
-    exported = Exported(is_on=settings.enabled, left_out=("buffer_",) if is_left_out else ())
+    left_out = ("buffer_",) if role == "learner" else ()
+    exported = Exported(is_on=settings.enabled, left_out=left_out)
     if not settings.enabled:
         yield exported
         return

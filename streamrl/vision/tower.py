@@ -28,13 +28,9 @@ class VisionTower:
         self, model: PreTrainedModel, reader: PatchReader, *, is_trained: bool = True
     ) -> None:
         self._model: Any = model
-        self._reader = reader
+        self.reader = reader
         self.placeholders = Placeholders.of(model.config)
         self._is_trained = is_trained
-
-    @property
-    def reader(self) -> PatchReader:
-        return self._reader
 
     def embed(
         self, token_ids: torch.Tensor, media: Sequence[Sequence[Media]], starts: Sequence[int]
@@ -59,7 +55,7 @@ class VisionTower:
         features = self._features([m for own in media for m in own], embeddings)
         if features is None:
             return embeddings + self._nothing(embeddings)
-        places = torch.cat(rows).to(embeddings.device) if rows else _none(embeddings.device)
+        places = torch.cat(rows).to(embeddings.device)
         flat = embeddings.flatten(0, 1).index_copy(0, places, features)
         return flat.view_as(embeddings)
 
@@ -81,7 +77,7 @@ class VisionTower:
         """
         if not media:
             return torch.arange(len(token_ids)).expand(3, -1)
-        patches = [self._reader.read(medium) for medium in media]
+        patches = [self.reader.read(medium) for medium in media]
         images, videos = (
             [p for p, m in zip(patches, media, strict=True) if m.kind == kind]
             for kind in ("image", "video")
@@ -104,7 +100,7 @@ class VisionTower:
         """The arguments of the model's own `forward` for one conversation with these images."""
         if not images:
             return {}
-        patches = [self._reader.read(image) for image in images]
+        patches = [self.reader.read(image) for image in images]
         values = torch.from_numpy(np.concatenate([p.values for p in patches]))
         inputs = {
             "pixel_values": values.to(self._model.dtype),
@@ -135,25 +131,21 @@ class VisionTower:
         return 0.0 * seen.sum().to(like.dtype)
 
     def _sizes(self, media: Sequence[Media]) -> list[Any]:
-        return [self._reader.size(medium) for medium in media]
+        return [self.reader.size(medium) for medium in media]
 
     def _features(self, media: Sequence[Media], like: torch.Tensor) -> torch.Tensor | None:
         """[tokens of all media, H] in order; None without media."""
         unique = distinct(media)
         if not unique:
             return None
-        patches = [self._reader.read(medium) for medium in unique]
+        patches = [self.reader.read(medium) for medium in unique]
         values = torch.from_numpy(np.concatenate([p.values for p in patches]))
         grids = torch.tensor([p.grid for p in patches], device=like.device)
         with torch.set_grad_enabled(self._is_trained and torch.is_grad_enabled()):
             output = self._model.model.visual(values.to(like), grid_thw=grids)
-        parts = output.pooler_output.split([self._reader.size(m).num_tokens for m in unique])
+        parts = output.pooler_output.split([self.reader.size(m).num_tokens for m in unique])
         of = {medium.id: part for medium, part in zip(unique, parts, strict=True)}
         return torch.cat([of[medium.id] for medium in media]).to(like.dtype)
-
-
-def _none(device: torch.device) -> torch.Tensor:
-    return torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def vision_tower(

@@ -22,6 +22,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import (
     ConfigError,
     FencedError,
+    Interrupted,
     RolloutError,
     StreamRLError,
     TransportError,
@@ -75,17 +76,18 @@ class Launch:
         children = make_children(Child, plan, self.notices.append, lambda _: {})
         for one in children:
             one.fork_server = fork_server
-        stopped_by, self.lost = asyncio.run(
-            supervise(
-                children,
-                view=view,
-                notify=self.notices.append,
-                background=None,
-                stop_s=plan.config.stop_within_s,
-                strict=strict,
-            )
+        running = supervise(
+            children,
+            view=view,
+            notify=self.notices.append,
+            stop_s=plan.config.stop_within_s,
+            strict=strict,
         )
-        return stopped_by
+        try:
+            self.lost = asyncio.run(running)
+        except Interrupted as interruption:
+            return interruption.number
+        return None
 
     async def until(self, *files: str) -> None:
         await until(lambda: all((self.folder / file).exists() for file in files), deadline_s=60)

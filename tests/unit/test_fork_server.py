@@ -50,9 +50,13 @@ def start_buffer(server: ForkServer, config: Path, pipe: ErrorPipe) -> ForkedPro
     with (config.parent / "output").open("wb") as output:
         to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
         environment = {**os.environ, **pipe.environment, "MARK": "1"}
-        process = server.fork_now(command, environment, to)
+        process = asyncio.run(server.fork(command, environment, to, asyncio.Event()))
     assert process is not None
     return process
+
+
+def code(process: ForkedProcess) -> int:
+    return asyncio.run(asyncio.wait_for(process.wait(), 30))
 
 
 def test_a_forked_command_is_a_child_of_the_launcher_and_looks_like_an_executed_one(
@@ -71,8 +75,8 @@ def test_a_forked_command_is_a_child_of_the_launcher_and_looks_like_an_executed_
         block_until(lambda: log.exists() and "serving" in log.read_text(), deadline_s=60)
         assert "serving" in (config.parent / "output").read_text()
         process.send_signal(signal.SIGTERM)
-        assert process.join(30) == 0
-        assert process.join() == process.returncode == 0
+        assert code(process) == 0
+        assert code(process) == process.returncode == 0
 
 
 def test_a_command_that_ends_copies_nothing_of_what_is_shared(server: ForkServer, config: Path):
@@ -85,24 +89,24 @@ def test_a_command_that_ends_copies_nothing_of_what_is_shared(server: ForkServer
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             while seen.status() != psutil.STATUS_ZOMBIE:
                 own_mib.append(seen.memory_full_info().uss / 2**20)
-        assert process.join(30) == 0
+        assert code(process) == 0
     # Of 250 MiB that the server has imported the interpreter's own end would copy half.
     assert len(own_mib) > 1
     assert max(own_mib) < 100
 
 
-async def codes(process: ForkedProcess) -> list[int]:
+async def codes_of_killed(process: ForkedProcess) -> list[int]:
     """For two that wait: whoever supervises it, and whoever has killed it."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(process.wait(), 0.01)
+    process.kill()
     return await asyncio.wait_for(asyncio.gather(process.wait(), process.wait()), 60)
 
 
 def test_a_kill_is_its_exit_code(server: ForkServer, config: Path):
     with ErrorPipe() as pipe:
         process = start_buffer(server, config, pipe)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.join(0.01)
-        process.kill()
-        assert asyncio.run(codes(process)) == [-signal.SIGKILL] * 2
+        assert asyncio.run(codes_of_killed(process)) == [-signal.SIGKILL] * 2
         assert pipe.read() is None
 
 

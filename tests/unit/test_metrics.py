@@ -3,6 +3,7 @@ reported; a row alone says how a metric is merged."""
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,12 +178,23 @@ def test_the_groups_of_the_catalogue_are_those_of_the_views():
             assert any(label_of(only, name) for name in names), pattern
 
 
-def test_a_row_says_what_it_is_in_a_plain_sentence():
+UNITS = {
+    *("", "1/s", "10^12/s", "advantage", "any", "bytes", "calls", "candidates", "contexts"),
+    *("episodes", "fraction", "generators", "groups", "leases", "messages", "micro-batches"),
+    *("nats", "nats^2", "parts", "prompts", "reward", "s", "sequences", "stalls", "steps"),
+    *("tokens", "tokens/s", "turns", "updates", "versions", "weight"),
+}
+
+
+def test_a_row_says_what_it_is_in_a_plain_sentence_and_by_a_known_unit():
     for row in CATALOGUE:
+        assert row.unit in UNITS, row
         assert row.meaning[0].isupper() or row.meaning[0] in "019`", row
         assert row.meaning.endswith("."), row
         assert not {"|", "\n"} & {*row.meaning}, row
     assert len({row.name for row in CATALOGUE}) == len(CATALOGUE)
+    names = Counter(name for row in CATALOGUE if not row.is_open for name in row.names())
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_a_name_that_users_choose_is_found_by_its_family():

@@ -110,7 +110,7 @@ def test_files_and_models_that_are_not_there(
 ):
     missing = ["--score", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     assert main(["parity", "--model", str(folder), *missing]) == 2
-    assert "none.jsonl: cannot be read" in capsys.readouterr().err
+    assert "none.jsonl: No such file" in capsys.readouterr().err
     assert score(tmp_path / "nowhere", tmp_path, GOOD) == 2
     assert "no model at" in capsys.readouterr().err
     nowhere = ("--out", str(tmp_path / "nowhere" / "out.jsonl"))

@@ -134,9 +134,13 @@ class TablelessTracker:
     def close(self) -> None: ...
 
 
+def lines_in(file: Path) -> JsonlTracker:
+    return JsonlTracker(file, first_step=1)
+
+
 def test_a_table_that_fails_costs_itself_and_not_the_trackers_numbers(tmp_path, caplog):
     tracker = TablelessTracker()
-    trackers = Trackers([tracker])
+    trackers = Trackers(lines_in(tmp_path / "m.jsonl"), [tracker])
     write_versions(tmp_path)
     trackers.log_samples(ROWS, 1)
     trackers.log_validation_samples(tmp_path, 4)
@@ -158,7 +162,7 @@ class BrokenTracker:
 
 
 def test_a_tracker_that_fails_is_switched_off(tmp_path, caplog):
-    trackers = Trackers([BrokenTracker(), JsonlTracker(tmp_path / "m.jsonl", first_step=1)])
+    trackers = Trackers(lines_in(tmp_path / "m.jsonl"), [BrokenTracker()])
     for step in (1, 2):
         trackers.log({"x": 1.0}, step)
     trackers.close()
@@ -166,8 +170,8 @@ def test_a_tracker_that_fails_is_switched_off(tmp_path, caplog):
     assert [r.message for r in caplog.records] == ["BrokenTracker is switched off"]
 
 
-def test_a_tracker_that_was_switched_off_is_not_waited_for(caplog):
-    trackers = Trackers([BrokenTracker()])
+def test_a_tracker_that_was_switched_off_is_not_waited_for(tmp_path, caplog):
+    trackers = Trackers(lines_in(tmp_path / "m.jsonl"), [BrokenTracker()])
     trackers.log({"x": 1.0}, 1)
     block_until(lambda: caplog.records)
     trackers.log({"x": 1.0}, 2)
@@ -496,7 +500,7 @@ class HangingTracker:
 
 def test_nobody_waits_for_a_tracker_that_hangs(tmp_path, caplog):
     hanging, file = HangingTracker(), tmp_path / "m.jsonl"
-    trackers = Trackers([hanging, JsonlTracker(file, first_step=1)])
+    trackers = Trackers(lines_in(file), [hanging])
     try:
         for step in (1, 2, 3):
             trackers.log({"reward/mean": 0.5}, step)
@@ -510,7 +514,7 @@ def test_nobody_waits_for_a_tracker_that_hangs(tmp_path, caplog):
 
 def test_a_tracker_gets_every_line_in_order_before_it_is_closed(tmp_path):
     slow = HangingTracker()
-    trackers = Trackers([slow])
+    trackers = Trackers(lines_in(tmp_path / "m.jsonl"), [slow])
     for step in (1, 2, 3):
         trackers.log({}, step)
     slow.ends.set()

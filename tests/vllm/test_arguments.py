@@ -5,7 +5,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from actors.engines.model import ModelFacts
 from actors.engines.vllm.arguments import engine_arguments
 from streamrl.config import RunConfig
-from streamrl.config.generator import VLLM_OURS, VllmSettings
+from streamrl.config.generator import VllmSettings
 
 GIVEN = {
     "gpu_memory_utilization": 0.35,
@@ -19,7 +19,7 @@ GIVEN = {
 
 
 def test_every_setting_is_an_argument_of_vllms_engine():
-    ours = VllmSettings.model_fields.keys() - VLLM_OURS
+    ours = VllmSettings.model_fields.keys() - VllmSettings.ours
     assert ours - AsyncEngineArgs.__dataclass_fields__.keys() == set()
     assert ours - GIVEN.keys() == {"tensor_parallel_size"}
 

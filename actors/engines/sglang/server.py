@@ -66,7 +66,7 @@ from actors.engines.sglang.relay import Relay
 from actors.engines.updates import WholeModel
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
-from streamrl.config.generator import SGLANG_OURS
+from streamrl.config.generator import SglangSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine
 from streamrl.placement.hosts import visible_alone
@@ -142,7 +142,7 @@ def launch_environment(config: RunConfig) -> dict[str, str]:
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
     """The command that starts the server of a run's configuration."""
     generator = config.generator
-    settings = generator.sglang.model_dump(exclude=set(SGLANG_OURS))
+    settings = generator.sglang.model_dump(exclude=set(SglangSettings.ours))
     given = {name: value for name, value in settings.items() if value is not None}
     arguments = {
         "model_path": config.model.path,

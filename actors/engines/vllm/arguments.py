@@ -18,7 +18,7 @@ from actors.engines.reported import most_asked, num_asked
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.plugin import BACKEND, register
 from streamrl.config import RunConfig
-from streamrl.config.generator import VLLM_OURS
+from streamrl.config.generator import VllmSettings
 from streamrl.errors import ConfigError
 from streamrl.types import SamplingParams
 
@@ -94,7 +94,7 @@ def vllm_sampling(
 def _typed(config: RunConfig) -> dict[str, Any]:
     """The typed settings; vLLM chooses those that are left unset."""
     generator = config.generator
-    settings = generator.vllm.model_dump(exclude=set(VLLM_OURS))
+    settings = generator.vllm.model_dump(exclude=set(VllmSettings.ours))
     given = {name: value for name, value in settings.items() if value is not None}
     return {
         "model": config.model.path,

@@ -22,9 +22,10 @@ from streamrl.errors import did_you_mean
 
 @dataclass(frozen=True)
 class Command:
-    """`entry` is module:function; it is given the parsed arguments and returns the exit code. One
-    that `imports_much` has its configuration in them as `run_config`, read before it is imported:
-    so a mistake is said without the seconds that torch and transformers take."""
+    """`entry` is module:function, which may be a coroutine; it is given the parsed arguments and
+    returns the exit code. One that `imports_much` has its configuration in them as `run_config`,
+    read before it is imported: so a mistake is said without the seconds that torch and transformers
+    take."""
 
     entry: str
     summary: str

@@ -8,18 +8,14 @@ def _flag(parser: _ActionsContainer, name: str, meaning: str) -> None:
     parser.add_argument(name, action="store_true", help=meaning)
 
 
-def config(parser: ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", metavar="CONFIG", help="YAML file of the run")
+def config(parser: ArgumentParser, meaning: str = "YAML file of the run") -> None:
+    parser.add_argument("file", nargs="?", metavar="CONFIG", help=meaning)
     parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
     overrides(parser)
 
 
 def check(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "file", nargs="?", metavar="CONFIG", help="YAML file of a run; without, the machine alone"
-    )
-    parser.add_argument("--config", metavar="CONFIG", help="the same, as an option")
-    overrides(parser)
+    config(parser, "YAML file of a run; without, the machine alone")
     output = parser.add_mutually_exclusive_group()
     _flag(output, "--deep", "sample one group with the model, score and print it")
     json_output(output)
@@ -233,10 +229,10 @@ def seconds(text: str) -> float:
     return value
 
 
-def count(text: str, *, least: int = 1) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else -1
-    if value < least:
-        raise ArgumentTypeError(f"was {text!r}; it must be a whole number, {least} or more")
+def count(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise ArgumentTypeError(f"was {text!r}; it must be a whole number, 1 or more")
     return value
 
 

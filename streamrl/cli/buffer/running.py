@@ -45,8 +45,9 @@ class DrainProgress:
     exit_code: int = 0
 
 
-def show(arguments: argparse.Namespace) -> int:
-    stats = asyncio.run(_read(arguments.target))
+async def show(arguments: argparse.Namespace) -> int:
+    async with open_running(arguments.target) as buffer:
+        stats = await buffer.stats()
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(list(generator_rows(stats)))))
     else:
@@ -54,43 +55,32 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def cordon(arguments: argparse.Namespace) -> int:
-    asyncio.run(_set_state(arguments.target, arguments.id, SchedulingState.CORDONED))
+async def cordon(arguments: argparse.Namespace) -> int:
+    async with open_running(arguments.target) as buffer:
+        await buffer.set_scheduling_state(arguments.id, SchedulingState.CORDONED)
     print(f"{arguments.id} is granted no leases until it is uncordoned")
     return 0
 
 
-def uncordon(arguments: argparse.Namespace) -> int:
-    asyncio.run(_set_state(arguments.target, arguments.id, SchedulingState.ACTIVE))
+async def uncordon(arguments: argparse.Namespace) -> int:
+    async with open_running(arguments.target) as buffer:
+        await buffer.set_scheduling_state(arguments.id, SchedulingState.ACTIVE)
     print(f"{arguments.id} is granted leases")
     return 0
 
 
-def drain_generator(arguments: argparse.Namespace) -> int:
-    return asyncio.run(_drain_generator(arguments.target, arguments.id, arguments.deadline))
-
-
-async def _read(target: str) -> BufferStats:
-    async with open_running(target) as buffer:
-        return await buffer.stats()
-
-
-async def _set_state(target: str, generator_id: str, state: SchedulingState) -> None:
-    async with open_running(target) as buffer:
-        await buffer.set_scheduling_state(generator_id, state)
-
-
-async def _drain_generator(target: str, generator_id: str, deadline_s: float) -> int:
+async def drain_generator(arguments: argparse.Namespace) -> int:
     """Waits until the generator has left or no longer reports, or until another command changes
     its scheduling state, or for the deadline."""
-    async with open_running(target) as buffer:
+    generator_id = arguments.id
+    async with open_running(arguments.target) as buffer:
         await buffer.set_scheduling_state(generator_id, SchedulingState.DRAINING)
         session = _session(await buffer.stats(), generator_id)
 
         async def read() -> DrainProgress:
             return _progress(await buffer.stats(), generator_id, session)
 
-        return await wait_until_drained(read, deadline_s)
+        return await wait_until_drained(read, arguments.deadline)
 
 
 def _progress(stats: BufferStats, generator_id: str, session: str | None) -> DrainProgress:
@@ -109,10 +99,6 @@ def _progress(stats: BufferStats, generator_id: str, session: str | None) -> Dra
 def _session(stats: BufferStats, generator_id: str) -> str | None:
     sessions = (s.session for s in stats.generators if s.generator_id == generator_id)
     return next(sessions, None)
-
-
-def drain(arguments: argparse.Namespace) -> int:
-    return asyncio.run(_drain(arguments.target, arguments.deadline))
 
 
 async def wait_until_drained(
@@ -137,10 +123,10 @@ async def wait_until_drained(
         await asyncio.sleep(_POLL_S)
 
 
-async def _drain(target: str, deadline_s: float) -> int:
-    config = None if "://" in target else find_config(target)
-    async with open_running(target) as buffer:
-        return await wait_until_drained(lambda: _request(buffer, config), deadline_s)
+async def drain(arguments: argparse.Namespace) -> int:
+    config = None if "://" in arguments.target else find_config(arguments.target)
+    async with open_running(arguments.target) as buffer:
+        return await wait_until_drained(lambda: _request(buffer, config), arguments.deadline)
 
 
 async def _request(buffer: TrajectoryBuffer, config: RunConfig | None) -> DrainProgress:
@@ -179,8 +165,11 @@ def _kept(stats: BufferStats) -> str:
     return "every group is trained or dropped, and none is kept"
 
 
-def inspect(arguments: argparse.Namespace) -> int:
-    before, after = asyncio.run(_read_twice(arguments.target, arguments.interval))
+async def inspect(arguments: argparse.Namespace) -> int:
+    async with open_running(arguments.target) as buffer:
+        before = await buffer.stats()
+        await asyncio.sleep(arguments.interval)
+        after = await buffer.stats()
     console = Console(soft_wrap=True)
     for name, value in inspect_rows(before, after, arguments.interval):
         console.print(f"{name:<10}{value}", highlight=False)
@@ -209,13 +198,6 @@ def inspect_rows(
     yield "rates", ", ".join(f"{count / per_s:.1f} {name}/s" for name, count in rates)
     if after.refused:
         yield "refused", ", ".join(f"{reason} {count}" for reason, count in after.refused.items())
-
-
-async def _read_twice(target: str, interval_s: float) -> tuple[BufferStats, BufferStats]:
-    async with open_running(target) as buffer:
-        before = await buffer.stats()
-        await asyncio.sleep(interval_s)
-        return before, await buffer.stats()
 
 
 def _admission(stats: BufferStats) -> str:

@@ -57,8 +57,7 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
     if config is not None:
         await require_running(config)
         deadline_s = min(_DEADLINE_S, config.buffer.deadline_s)
-        buffer = config.buffer.model_copy(update={"deadline_s": deadline_s})
-        config = config.model_copy(update={"buffer": buffer})
+        config = config.with_values(buffer={"deadline_s": deadline_s})
     else:
         require_url(target)
         if not await is_listening(target):
@@ -143,13 +142,11 @@ async def is_listening(url: str) -> bool:
     Waits _PROBE_S at most, after which the address counts as one of a slow network.
     """
     place = _place(url)
-    return True if place is None else await _accepts(*place)
-
-
-async def _accepts(host: str, port: int) -> bool:
+    if place is None:
+        return True
     try:
         async with asyncio.timeout(_PROBE_S):
-            _, writer = await asyncio.open_connection(host, port)
+            _, writer = await asyncio.open_connection(*place)
     except TimeoutError:
         return True
     except OSError:

@@ -87,9 +87,6 @@ def _require(file: str, overrides: Sequence[str]) -> None:
     from streamrl.findings import Severity
 
     loaded, refused = load_usable(file, overrides)
-    if loaded is None:
-        assert refused is not None, "something is wrong with a configuration that is not usable"
-        raise refused
     found = [*machine_problems(loaded.config.run.path), *run_findings(loaded, refused)]
     problems = refusals(found)
     for finding in found:

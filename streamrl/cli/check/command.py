@@ -26,11 +26,10 @@ from rich.text import Text
 
 from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
 from streamrl.cli.check.machine import (
-    CHECKS,
     ask_sandbox,
-    check_clock,
     check_disk,
     check_isolation,
+    check_machine,
     read_disk,
     read_machine,
 )
@@ -80,7 +79,8 @@ _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if _is_of_machine(arguments):
+    if not any((arguments.file, arguments.config, arguments.overrides, arguments.deep)):
+        # Nothing is given that is about a run.
         found = list(machine_findings(RunSettings().folder))
         if arguments.json:
             _print_json(found)
@@ -88,9 +88,6 @@ def main(arguments: argparse.Namespace) -> int:
             _print(found, is_brief=arguments.quiet)
         return _exit_code(found)
     loaded, refused = load_usable(config_file(arguments), arguments.overrides)
-    if loaded is None:
-        assert refused is not None, "something is wrong with a configuration that is not usable"
-        raise refused
     config = loaded.config
     has_journal = config.buffer.binds_url and config.buffer.journal
     is_local = is_loopback(config.buffer.url) and is_loopback(config.weights.address)
@@ -124,10 +121,7 @@ def machine_findings(
     """Of this machine; `folder` is a run's, `has_journal` where its buffer keeps one there,
     `is_alone` if all of it runs here, so that its times come from one clock. Waits for a process
     that imports torch, and for two programs."""
-    machine = read_machine()
-    for check in CHECKS:
-        if check is not check_clock or not is_alone:
-            yield from check(machine)
+    yield from check_machine(read_machine(), is_alone=is_alone)
     yield from check_packages(needed_packages())
     yield from check_torch(ask_torch(), driver_gpus())
     yield from check_isolation(ask_sandbox())
@@ -171,10 +165,7 @@ def _exit_code(found: Sequence[Finding]) -> int:
 
 def _of_run(loaded: LoadedConfig) -> Iterator[Finding]:
     for check in _OF_RUN:
-        try:
-            yield from check(loaded.config)
-        except ConfigError as error:
-            yield CONFIGURATION.problem(str(error))
+        yield from CONFIGURATION.up_to_refusal(check(loaded.config))
     yield from check_secrets(loaded.config, loaded.origins.get("buffer.url"))
 
 
@@ -182,11 +173,6 @@ def _located(finding: Finding, loaded: LoadedConfig) -> Finding:
     if finding.severity is Severity.OK:
         return finding
     return msgspec.structs.replace(finding, where=loaded.origins.get(finding.cause, ""))
-
-
-def _is_of_machine(arguments: argparse.Namespace) -> bool:
-    """Whether nothing is given that is about a run."""
-    return not any((arguments.file, arguments.config, arguments.overrides, arguments.deep))
 
 
 def _print_json(found: Sequence[Finding]) -> None:

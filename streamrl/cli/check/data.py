@@ -11,6 +11,7 @@ as the generators make them.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +41,7 @@ from streamrl.errors import (
     RolloutError,
     StreamRLError,
     did_you_mean,
-    similar_path,
+    reading,
 )
 from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
@@ -64,13 +65,9 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
     own = [source for source in data.sources if _is_own(source.path)]
     by_content = {_key(prompt): prompt for prompt in held_out if prompt.content} if own else {}
     trained: dict[str, Prompt] = {}
-    try:
-        for prompt in (prompt for source in own for prompt in _prompts(data, source)):
-            if (key := _key(prompt)) in by_content:
-                trained.setdefault(key, prompt)
-    except ConfigError as error:
-        yield DATA.problem(str(error))
-        return
+    for prompt in (prompt for source in own for prompt in _prompts(data, source)):
+        if (key := _key(prompt)) in by_content:
+            trained.setdefault(key, prompt)
     if not trained:
         return
     count = sum(_key(prompt) in trained for prompt in held_out)
@@ -106,7 +103,7 @@ def check_data(config: RunConfig) -> Iterator[Finding]:
     """Prompts and tools, which one renderer encodes, as one does in a generator."""
     renderer = cache(partial(_renderer, config))
     yield from check_prompts(config, renderer)
-    yield from check_tools(config, renderer)
+    yield from DATA.up_to_refusal(check_tools(config, renderer))
 
 
 def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
@@ -123,11 +120,7 @@ def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
         yield DATA.problem(
             f"generator.{given[0]}: nothing reads them; generator.environment: tools does"
         )
-    try:
-        schemas = [schema for source in make_sources(generator) for schema in source.schemas]
-    except ConfigError as error:
-        yield DATA.problem(str(error))
-        return
+    schemas = [schema for source in make_sources(generator) for schema in source.schemas]
     environments = {entry.environment for entry in config.entries}
     by_messages = environments & {TOOLS, "agent"}
     if by_messages and _lacks_template(config):
@@ -137,15 +130,11 @@ def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
             "name a Jinja file"
         )
         return
-    talks = bool(environments - {"single_turn"})
-    try:
-        renderer = load() if talks else None
-        if renderer is not None:
-            require_rendering(config.entries, renderer)
-    except ConfigError as error:
-        yield DATA.problem(str(error))
+    renderer = load() if environments - {"single_turn"} else None
+    if renderer is None:
         return
-    if renderer is None or not renderer.has_chat_template or not schemas:
+    require_rendering(config.entries, renderer)
+    if not renderer.has_chat_template or not schemas:
         return
     for entry in config.entries:
         if entry.environment == TOOLS:
@@ -198,14 +187,14 @@ _GYM = "reasoning_gym:"
 def check_user_code(config: RunConfig) -> Iterator[Finding]:
     """Reward, environment, loss and advantage."""
     for entry in config.entries:
-        yield from _placed(entry, DATA.refusal(partial(make_reward, entry.data)))
-        yield from DATA.refusal(partial(make_environment, entry))
+        yield from _placed(entry, DATA.refusal(make_reward, entry.data))
+        yield from DATA.refusal(make_environment, entry)
     for field, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
     ):
         if is_user_code(name):
-            yield from DATA.refusal(partial(find_user_code, field, name))
+            yield from DATA.refusal(find_user_code, field, name)
     for entry in config.entries:
         rewards = " + ".join(reward.reward for reward in entry.data.all_rewards)
         looked_at = f"data.reward: {rewards}; {entry.setting}: {entry.environment}"
@@ -216,12 +205,12 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     """The prompts of training, those held out if they are scored, the template."""
     template = config.data.chat_template
     if isinstance(template, Path):
-        yield from DATA.refusal(partial(_read, "data.chat_template", template))
+        yield from DATA.refusal(_require_text, "data.chat_template", template)
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
         yield from _placed(entry, _check_source(own, load))
     if config.environments:
-        yield from DATA.refusal(partial(shares, config))
+        yield from DATA.refusal(shares, config)
 
 
 def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -237,22 +226,18 @@ def _check_source(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     if isinstance(data.source, str) and data.source.startswith(_GYM):
         yield from _check_gym(data, data.source.removeprefix(_GYM))
         return
-    yield from _check_training(config, load)
+    yield from DATA.up_to_refusal(_check_training(config, load))
     if config.is_evaluated or config.is_validated:
-        yield from _check_held_out(config)
+        yield from DATA.up_to_refusal(_check_held_out(config))
 
 
 def _check_training(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
-    try:
-        prompts = open_prompts(config.data, config.run.seed)
-        first = prompts[0]
-    except ConfigError as error:
-        yield DATA.problem(str(error))
-        return
+    prompts = open_prompts(config.data, config.run.seed)
+    first = prompts[0]
     yield from _check_first(config, first)
     yield from _check_gold(config.data, "data.source", prompts)
     yield from _check_alphabet(config, prompts)
-    yield from _check_lengths(config, prompts, load)
+    yield from DATA.up_to_refusal(_check_lengths(config, prompts, load))
     if (size := _size(prompts)) is None:
         yield DATA.ok(f"data.source: {_sources(config)}, such as {_shown(first)}")
         return
@@ -321,10 +306,10 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
 
 def _lacks_template(config: RunConfig) -> bool:
     """Whether messages cannot be rendered, as far as that is known."""
-    recipe, template = config.model.recipe, config.data.chat_template
+    recipe, template = config.model.missing, config.data.chat_template
     if template != "native":
         return template == "none"
-    if recipe is not None and _is_made(config):
+    if recipe is not None:
         return not is_user_code(recipe.architecture)
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     return folder is not None and folder.has_tokenizer and not folder.has_chat_template
@@ -333,8 +318,8 @@ def _lacks_template(config: RunConfig) -> bool:
 def _check_media(config: RunConfig) -> Iterator[Finding]:
     """Of prompts with images."""
     has_images = f"data.source: {_sources(config)} has images, which"
-    yield from DATA.refusal(partial(require, has_images, "PIL"))
-    folder = None if _is_made(config) else local_folder("model.path", config.model.path)
+    yield from DATA.refusal(require, has_images, "PIL")
+    folder = None if config.model.missing else local_folder("model.path", config.model.path)
     if folder is not None and not folder.sees_images:
         yield DATA.problem(f"{has_images} the model at model.path {folder.path} does not see")
 
@@ -342,11 +327,7 @@ def _check_media(config: RunConfig) -> Iterator[Finding]:
 def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:
     """Whether each of the first rows has a reward, which can score it."""
     known = _size(prompts)
-    try:
-        first = [prompts[i] for i in range(min(known or _SCORED, _LARGEST_SCAN))]
-    except ConfigError as error:
-        yield DATA.problem(str(error))
-        return
+    first = [prompts[i] for i in range(min(known or _SCORED, _LARGEST_SCAN))]
     yield from _check_covered(data, setting, first)
     rows = first[:_SCORED]
     for i, reward in enumerate(data.all_rewards):
@@ -397,8 +378,8 @@ def _source(row: Prompt, data: DataSettings) -> str:
 
 def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
     """Whether the model that will be made has a token for every character."""
-    recipe = config.model.recipe
-    if recipe is None or not _is_made(config):
+    recipe = config.model.missing
+    if recipe is None:
         return
     used = {c for i in range(_SCANNED) for text in _texts(prompts[i]) for c in text}
     if lacking := "".join(sorted(used - set(recipe.alphabet))):
@@ -434,26 +415,26 @@ def _check_lengths(
     elif template and (longest + _AROUND > limit or _may_refuse(template, config, scanned)):
         # The longest and the first one, which tells of the form of all.
         order = sorted(range(len(scanned)), key=lengths.__getitem__, reverse=True)
-        yield from _check_rendered(load, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
+        _require_rendered(load, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
 
 
 _AROUND = 256
 """Tokens, at most, that a chat template and a system prompt are taken to put around a prompt."""
 
 
-def _check_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Encodes them as the generators do; the first refusal tells."""
-    try:
-        renderer = load()
+def _require_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> None:
+    """Encodes them as the generators do.
+
+    Raises:
+        ConfigError: the chat template, or the tokenizer, refuses one.
+    """
+    renderer = load()
+    # One prompt may fail otherwise: its group is dropped and counted.
+    with suppress(RolloutError):
         for prompt in prompts:
             has_images = not isinstance(prompt.content, str) and has_media(prompt.content)
             if renderer is not None and not has_images:
                 renderer.encode(prompt)
-    except ConfigError as error:
-        yield DATA.problem(str(error))
-    except RolloutError:
-        # Of one prompt, whose group is dropped and counted.
-        return
 
 
 def _template(config: RunConfig) -> str:
@@ -464,7 +445,7 @@ def _template(config: RunConfig) -> str:
         case Path() as path:
             return path.read_text(encoding="utf-8") if path.is_file() else ""
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
-    return folder.chat_template if folder is not None and not _is_made(config) else ""
+    return folder.chat_template if folder is not None and config.model.missing is None else ""
 
 
 def _may_refuse(template: str, config: RunConfig, prompts: Sequence[Prompt]) -> bool:
@@ -475,7 +456,7 @@ def _may_refuse(template: str, config: RunConfig, prompts: Sequence[Prompt]) -> 
 
 def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
     """Counts the tokens of a text; None where that takes more than tokenizer.json."""
-    if _is_made(config):
+    if config.model.missing is not None:
         return len
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     if folder is None or not (file := folder.path / "tokenizer.json").is_file():
@@ -487,11 +468,6 @@ def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _is_made(config: RunConfig) -> bool:
-    """Whether the model is still to be made, from `model.recipe`."""
-    return config.model.recipe is not None and not Path(config.model.path).exists()
-
-
 def _texts(prompt: Prompt) -> list[str]:
     if isinstance(prompt.content, str):
         return [prompt.content]
@@ -501,7 +477,7 @@ def _texts(prompt: Prompt) -> list[str]:
 def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
     """By its files: the package takes seconds to import."""
     if any(reward.reward == "task" and not reward.data_source for reward in data.all_rewards):
-        yield from DATA.refusal(partial(check_scorer, name))
+        yield from DATA.refusal(check_scorer, name)
     spec = find_spec("reasoning_gym")
     if spec is None or spec.origin is None:
         yield DATA.problem(str(not_installed(f"data.source: {data.source}", "reasoning_gym")))
@@ -517,13 +493,9 @@ def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
 _GYM_NAME = re.compile(r"""DATASET_NAME\s*=\s*["'](\w+)["']""")
 
 
-def _read(setting: str, path: Path) -> None:
-    try:
+def _require_text(setting: str, path: Path) -> None:
+    with reading(path, setting):
         path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        problem = f"{setting}: cannot read {path}: {reason}{similar_path(path)}"
-        raise ConfigError(problem) from error
 
 
 def _size(prompts: PromptSource) -> int | None:

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -50,7 +49,7 @@ def sample_one_group(config: RunConfig) -> int:
         RolloutError: the group could not be sampled or scored.
     """
     disable_progress_bar()
-    if config.model.recipe is not None and not Path(config.model.path).exists():
+    if config.model.missing is not None:
         print(f"making {config.model.path} of model.recipe", file=sys.stderr)
         make_model(config)
     require_algorithm(config.algorithm)

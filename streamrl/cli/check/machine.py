@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from actors.sandbox.isolation import KINDS, Isolation, why_not
 from streamrl.findings import MACHINE, Finding
 from streamrl.placement.hosts import num_cores
@@ -51,6 +53,11 @@ class Machine:
         """Whether torch multiplies bfloat16 without oneDNN here: about ten times slower than
         float32. False if that is not known."""
         return bool(self.cpu_flags) and not self.cpu_flags & _BFLOAT16_FLAGS
+
+    @property
+    def usable_memory(self) -> int:
+        """What processes here may have together; 0 if that is not known."""
+        return min(self.memory, self.memory_limit or self.memory)
 
 
 def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> Machine:
@@ -156,152 +163,130 @@ _SMALL_MEMORY = 4 * 2**30
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def check_python(machine: Machine) -> Iterator[Finding]:
+def _of_python(machine: Machine) -> Finding:
     version = f"Python {platform.python_version()} on {machine.system}"
     if machine.system != "Linux":
         remedy = "run it on Linux, which is what it is tested on"
-        yield MACHINE.warning(f"{version}: only Linux is tested", remedy, cause="python")
-    else:
-        yield MACHINE.ok(version, cause="python")
+        return MACHINE.warning(f"{version}: only Linux is tested", remedy)
+    return MACHINE.ok(version)
 
 
-def check_open_files(machine: Machine) -> Iterator[Finding]:
+def _of_open_files(machine: Machine) -> Finding:
     """A daemon has sockets for each peer and files for each thread of an engine."""
     limit, hard = machine.max_files, machine.hard_max_files
     sentence = f"{limit or 'any number of'} open files a process"
     most = "the hard limit" if hard is None else str(min(hard, _MANY_FILES))
     if limit is not None and limit < _FEW_FILES:
-        yield MACHINE.problem(sentence, f"ulimit -n {most}", cause="open files")
-    elif limit is not None and limit <= _FEW_FILES:
-        yield MACHINE.warning(
-            f"{sentence} are few for many generators", f"ulimit -n {most}", cause="open files"
-        )
-    else:
-        yield MACHINE.ok(sentence, cause="open files")
+        return MACHINE.problem(sentence, f"ulimit -n {most}")
+    if limit is not None and limit <= _FEW_FILES:
+        return MACHINE.warning(f"{sentence} are few for many generators", f"ulimit -n {most}")
+    return MACHINE.ok(sentence)
 
 
-def check_locked_memory(machine: Machine) -> Iterator[Finding]:
+def _of_locked_memory(machine: Machine) -> Finding:
     """Memory that InfiniBand writes into is locked; nothing else locks much."""
     limit = machine.max_locked
     if not machine.has_infiniband or limit is None or limit >= _FEW_LOCKED:
-        yield MACHINE.ok(f"{_mib(limit)} can be locked", cause="locked memory")
-        return
-    yield MACHINE.warning(
-        f"{_mib(limit)} of memory can be locked, and InfiniBand needs more",
+        return MACHINE.ok(f"{_amount(limit)} can be locked")
+    return MACHINE.warning(
+        f"{_amount(limit)} of memory can be locked, and InfiniBand needs more",
         "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
-        cause="locked memory",
     )
 
 
-def check_processes(machine: Machine) -> Iterator[Finding]:
+def _of_processes(machine: Machine) -> Finding:
     """Threads count as processes, and an engine has hundreds."""
     limits = (machine.max_processes, machine.threads_max)
     limit = min((number for number in limits if number is not None), default=None)
     if limit is not None and limit < _FEW_PROCESSES:
         remedy = "ulimit -u 65536, or --pids-limit -1 for a container"
-        yield MACHINE.warning(f"{limit} processes and threads are few", remedy, cause="processes")
-    else:
-        yield MACHINE.ok(f"{limit or 'any number of'} processes and threads", cause="processes")
+        return MACHINE.warning(f"{limit} processes and threads are few", remedy)
+    return MACHINE.ok(f"{limit or 'any number of'} processes and threads")
 
 
-def check_shared_memory(machine: Machine) -> Iterator[Finding]:
+def _of_shared_memory(machine: Machine) -> Finding:
     """NCCL and the workers of an engine use it; weights for this machine do not."""
     size, free = machine.shm, machine.shm_free
-    sentence = f"/dev/shm has {_mib(size)}, {_mib(free)} of it free"
+    sentence = f"/dev/shm has {gib(size)}, {gib(free)} of it free"
     remedy = "docker run --shm-size 8g or --ipc host; on a host: mount -o remount,size=8G /dev/shm"
     if not size:
-        yield MACHINE.warning("there is no /dev/shm", remedy, cause="shared memory")
-    elif free < _SMALL_SHM:
-        yield MACHINE.warning(
-            f"{sentence}: NCCL and the workers of an engine need more",
-            remedy,
-            cause="shared memory",
-        )
-    else:
-        yield MACHINE.ok(sentence, cause="shared memory")
+        return MACHINE.warning("there is no /dev/shm", remedy)
+    if free < _SMALL_SHM:
+        needed = f"{sentence}: NCCL and the workers of an engine need more"
+        return MACHINE.warning(needed, remedy)
+    return MACHINE.ok(sentence)
 
 
-def check_memory(machine: Machine) -> Iterator[Finding]:
-    limit = machine.memory_limit
-    is_limited = limit is not None and 0 < limit < machine.memory
-    memory = limit if is_limited and limit is not None else machine.memory
-    whose = "the control group's limit" if is_limited else "this machine's"
-    sentence = f"{_mib(memory)} of memory, {whose}"
+def _of_memory(machine: Machine) -> Finding:
+    memory = machine.usable_memory
+    whose = "the control group's limit" if memory < machine.memory else "this machine's"
+    sentence = f"{gib(memory)} of memory, {whose}"
     if memory and memory < _SMALL_MEMORY:
-        yield MACHINE.warning(
-            sentence, "give it 4 GiB or more: a daemon with torch takes about 1", cause="memory"
-        )
-    else:
-        yield MACHINE.ok(sentence, cause="memory")
+        remedy = "give it 4 GiB or more: a daemon with torch takes about 1"
+        return MACHINE.warning(sentence, remedy)
+    return MACHINE.ok(sentence)
 
 
-def check_cores(machine: Machine) -> Iterator[Finding]:
+def _of_cores(machine: Machine) -> Finding:
     """A quota does not show in the number of cores, by which libraries choose their threads."""
     cores, quota = machine.cores, machine.cpu_quota
     if quota is not None and quota < cores:
-        yield MACHINE.warning(
+        return MACHINE.warning(
             f"{cores} cores are visible, the control group's quota is {quota:g}: libraries start "
             "a thread a core and are throttled",
             f"docker run --cpuset-cpus instead of --cpus, or OMP_NUM_THREADS={max(1, int(quota))} "
             "and learner.num_threads, generator.num_threads",
-            cause="cores",
         )
-    else:
-        yield MACHINE.ok(f"{cores} cores", cause="cores")
+    return MACHINE.ok(f"{cores} cores")
 
 
-def check_threads(machine: Machine) -> Iterator[Finding]:
+def _of_threads(machine: Machine) -> Finding:
     """`streamrl launch` shares the cores out where nothing is set; a value set is kept."""
     values = {name: machine.environment[name] for name in _THREADS if name in machine.environment}
     shown = ", ".join(f"{name}={value}" for name, value in values.items())
-    many = [
-        name for name, value in values.items() if value.isdigit() and int(value) > machine.cores
-    ]
+    many = [name for name, v in values.items() if v.isdigit() and int(v) > machine.cores]
     if many:
         sentence = f"{shown}, and there are {machine.cores} cores"
-        yield MACHINE.warning(
-            sentence, f"unset {' '.join(many)}: launch shares the cores out", cause="threads"
-        )
-    else:
-        yield MACHINE.ok(
-            shown or "OMP_NUM_THREADS is not set: launch shares the cores out", cause="threads"
-        )
+        return MACHINE.warning(sentence, f"unset {' '.join(many)}: launch shares the cores out")
+    return MACHINE.ok(shown or "OMP_NUM_THREADS is not set: launch shares the cores out")
 
 
-def check_clock(machine: Machine) -> Iterator[Finding]:
+def _of_clock(machine: Machine) -> Finding:
     """Of several hosts each one checks its own; leases are on the buffer's clock alone."""
     if machine.is_clock_synchronized is False:
-        yield MACHINE.warning(
+        return MACHINE.warning(
             "the kernel's clock is not synchronized: times of logs and metrics of several hosts do "
             "not compare",
             "run chronyd or systemd-timesyncd on every host (a virtual machine may take its host's "
             "clock); no lease depends on it",
-            cause="clock",
         )
-    else:
-        known = machine.is_clock_synchronized
-        yield MACHINE.ok(
-            "the kernel's clock is synchronized" if known else "is not known here", cause="clock"
-        )
+    known = machine.is_clock_synchronized
+    return MACHINE.ok("the kernel's clock is synchronized" if known else "is not known here")
 
 
-CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    check_python,
-    check_cores,
-    check_threads,
-    check_memory,
-    check_shared_memory,
-    check_open_files,
-    check_processes,
-    check_locked_memory,
-    check_clock,
-)
+CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
+    "python": _of_python,
+    "cores": _of_cores,
+    "threads": _of_threads,
+    "memory": _of_memory,
+    "shared memory": _of_shared_memory,
+    "open files": _of_open_files,
+    "processes": _of_processes,
+    "locked memory": _of_locked_memory,
+    "clock": _of_clock,
+}
+"""By the cause of what they find."""
 
 
-def _mib(num_bytes: int | None) -> str:
-    if num_bytes is None:
-        return "any amount"
-    return gib(num_bytes)
+def check_machine(machine: Machine, *, is_alone: bool = False) -> Iterator[Finding]:
+    """`is_alone`: all of a run is here, so that its times come from one clock."""
+    for cause, check in CHECKS.items():
+        if not (is_alone and cause == "clock"):
+            yield replace(check(machine), cause=cause)
+
+
+def _amount(num_bytes: int | None) -> str:
+    return "any amount" if num_bytes is None else gib(num_bytes)
 
 
 FEW_BYTES, TIGHT_BYTES = 200 * 2**20, 10 * 2**30
@@ -348,29 +333,31 @@ def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk
 
 def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
     """`has_journal`: the buffer keeps one in the folder."""
+    yield replace(_of_room(disk), cause="disk")
+    yield replace(_of_file_system(disk, has_journal), cause="file system")
+
+
+def _of_room(disk: Disk) -> Finding:
     sentence = f"{disk.folder} has {disk.free / 2**30:.3g} GiB free"
     remedy = "free some, or set run.folder to another disk"
     if disk.free < FEW_BYTES:
-        yield MACHINE.problem(sentence, remedy, cause="disk")
-    elif disk.free < TIGHT_BYTES:
-        yield MACHINE.warning(f"{sentence}, which a few checkpoints fill", remedy, cause="disk")
-    else:
-        yield MACHINE.ok(sentence, cause="disk")
-    kind = disk.file_system
-    if kind in _NETWORK and has_journal:
-        yield MACHINE.warning(
-            f"{disk.folder} is on {kind}, where the locks of the buffer's journal (SQLite) are not "
-            "to be trusted",
+        return MACHINE.problem(sentence, remedy)
+    if disk.free < TIGHT_BYTES:
+        return MACHINE.warning(f"{sentence}, which a few checkpoints fill", remedy)
+    return MACHINE.ok(sentence)
+
+
+def _of_file_system(disk: Disk, has_journal: bool) -> Finding:
+    place = f"{disk.folder} is on {disk.file_system or 'an unknown file system'}"
+    if disk.file_system in _NETWORK and has_journal:
+        return MACHINE.warning(
+            f"{place}, where the locks of the buffer's journal (SQLite) are not to be trusted",
             "set run.folder to a local disk for the buffer's host, or use buffer.url redis://",
-            cause="file system",
         )
-    elif kind in _VOLATILE:
-        sentence = f"{disk.folder} is on {kind}: a restart of the machine loses the run"
-        yield MACHINE.warning(sentence, "set run.folder to a disk", cause="file system")
-    else:
-        yield MACHINE.ok(
-            f"{disk.folder} is on {kind or 'an unknown file system'}", cause="file system"
-        )
+    if disk.file_system in _VOLATILE:
+        sentence = f"{place}: a restart of the machine loses the run"
+        return MACHINE.warning(sentence, "set run.folder to a disk")
+    return MACHINE.ok(place)
 
 
 def _file_system(path: Path, mounts: Path) -> str:

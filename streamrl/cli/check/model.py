@@ -6,7 +6,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError
 from fnmatch import fnmatchcase
-from functools import partial
 from os import environ
 from pathlib import Path
 from threading import Thread
@@ -37,8 +36,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
     """A model that `model.recipe` describes is made when it is missing."""
-    path, recipe = config.model.path, config.model.recipe
-    if recipe is not None and not Path(path).exists():
+    path, recipe = config.model.path, config.model.missing
+    if recipe is not None:
         if recipe.hidden_size % recipe.num_heads:
             yield MODEL.problem(
                 f"model.recipe.hidden_size: was {recipe.hidden_size}, which "
@@ -46,7 +45,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
             )
         if is_user_code(recipe.architecture):
             setting = "model.recipe.architecture"
-            yield from MODEL.refusal(partial(find_user_code, setting, recipe.architecture))
+            yield from MODEL.refusal(find_user_code, setting, recipe.architecture)
         yield from _check_limits(config, recipe_facts(recipe))
         yield _makeable(Path(path))
         return
@@ -79,7 +78,7 @@ def _check_critic(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding
         )
     if tokenizer.token_ids and folder.token_ids:
         known = [{**one.token_ids, **one.special_token_ids} for one in (tokenizer, folder)]
-        yield from MODEL.refusal(partial(require_same_tokens, setting, path, *known))
+        yield from MODEL.refusal(require_same_tokens, setting, path, *known)
     yield MODEL.ok(f"{setting}: {path}: {folder.config.get('model_type', 'a model')}")
 
 
@@ -141,7 +140,7 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     path, facts = config.model.path, folder.config
     if not folder.has_weights:
         yield MODEL.problem(f"model.path: {path} holds no weights (*.safetensors)")
-    if folder.brings_code and not config.model.trust_remote_code:
+    if "auto_map" in facts and not config.model.trust_remote_code:
         yield MODEL.problem(
             f"model.trust_remote_code: is false, and {path} brings its own code "
             f"({facts['auto_map']})"
@@ -174,15 +173,14 @@ def _check_limits(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     mesh, longest = config.learner.mesh, config.max_model_len
     decodes_here = config.generator.engine == "hf"
     require_longest = require_decoding if decodes_here else require_length
-    yield from MODEL.refusal(partial(require_longest, facts, longest))
+    yield from MODEL.refusal(require_longest, facts, longest)
     if (replay := config.algorithm.router_replay) != "off":
         setting = f"algorithm.router_replay: was {replay}"
-        yield from MODEL.refusal(partial(require_experts, facts, setting))
+        yield from MODEL.refusal(require_experts, facts, setting)
     if mesh.sequence > 1:
-        look_up = partial(require_shared_tokens, facts, mesh.sequence, mesh.tensor)
-        yield from MODEL.refusal(look_up)
+        yield from MODEL.refusal(require_shared_tokens, facts, mesh.sequence, mesh.tensor)
     if mesh.tensor > 1:
-        yield from MODEL.refusal(partial(require_shared_matrices, facts, mesh.tensor))
+        yield from MODEL.refusal(require_shared_matrices, facts, mesh.tensor)
 
 
 def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
@@ -209,15 +207,15 @@ def _check_vision(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """Of a model that sees images."""
     path, mesh = config.model.path, config.learner.mesh
     sees = f"model.path: {path} sees images, which"
-    yield from MODEL.refusal(partial(require, sees, "PIL"))
+    yield from MODEL.refusal(require, sees, "PIL")
     sizes = {"sequence": mesh.sequence, "tensor": mesh.tensor}
-    yield from MODEL.refusal(partial(require_undivided_images, facts, sizes))
+    yield from MODEL.refusal(require_undivided_images, facts, sizes)
     if config.generator.engine == "hf" and config.generator.hf.recompute_kv:
         yield MODEL.problem(
             f"generator.hf.recompute_kv: was true, and the model at {path} sees images"
         )
     if config.generator.engine == "vllm" and not config.generator.url:
-        yield from MODEL.refusal(partial(require_torchvision, path))
+        yield from MODEL.refusal(require_torchvision, path)
 
 
 def _length_settings(config: RunConfig) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket, host_of, places_of, port_of
@@ -215,66 +216,49 @@ def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
         yield MACHINE.problem(f"{url} does not answer: {facts}", remedy, cause="redis")
         return
     yield MACHINE.ok(f"{url} answers: Redis {facts.version}", cause="redis")
-    yield from _check_persistence(facts)
-    yield from _check_memory(facts)
-    yield from check_skew(facts.skew_s)
+    yield replace(_of_persistence(facts), cause="redis persistence")
+    yield replace(_of_memory(facts), cause="redis memory")
+    yield replace(_of_clock(facts.skew_s), cause="clock skew")
 
 
-def check_skew(skew_s: float) -> Iterator[Finding]:
+def _of_clock(skew_s: float) -> Finding:
     if abs(skew_s) >= SKEW_S:
-        yield MACHINE.warning(
+        return MACHINE.warning(
             f"the clock of Redis is {abs(skew_s):.3g} s {'ahead' if skew_s > 0 else 'behind'}: "
             "times of logs and metrics do not compare",
             "run chronyd or systemd-timesyncd on both hosts, and streamrl check on each",
-            cause="clock skew",
         )
-    else:
-        yield MACHINE.ok(
-            f"the clock of Redis is {abs(skew_s) * 1000:.0f} ms away", cause="clock skew"
-        )
+    return MACHINE.ok(f"the clock of Redis is {abs(skew_s) * 1000:.0f} ms away")
 
 
-def _check_persistence(facts: RedisFacts) -> Iterator[Finding]:
+def _of_persistence(facts: RedisFacts) -> Finding:
     if facts.aof_error:
         sentence = f"its last write of the append-only file failed: {facts.aof_error}"
-        yield MACHINE.problem(
-            sentence, "free disk space on the host of Redis", cause="redis persistence"
-        )
-    elif not facts.is_aof:
-        yield MACHINE.problem(
+        return MACHINE.problem(sentence, "free disk space on the host of Redis")
+    if not facts.is_aof:
+        return MACHINE.problem(
             "it keeps no append-only file: a restart loses the groups since the last snapshot",
             "redis-cli CONFIG SET appendonly yes, and appendonly yes in its configuration",
-            cause="redis persistence",
         )
-    elif facts.fsync == "no":
-        yield MACHINE.warning(
+    if facts.fsync == "no":
+        return MACHINE.warning(
             "appendfsync is no: a crash of its machine loses what the kernel has not written",
             "redis-cli CONFIG SET appendfsync everysec",
-            cause="redis persistence",
         )
-    else:
-        yield MACHINE.ok(
-            f"append-only file, appendfsync {facts.fsync or 'unknown'}", cause="redis persistence"
-        )
+    return MACHINE.ok(f"append-only file, appendfsync {facts.fsync or 'unknown'}")
 
 
-def _check_memory(facts: RedisFacts) -> Iterator[Finding]:
+def _of_memory(facts: RedisFacts) -> Finding:
     if facts.maxmemory and facts.policy not in ("noeviction", ""):
-        yield MACHINE.problem(
+        return MACHINE.problem(
             f"maxmemory-policy is {facts.policy}: a full Redis would evict the run's groups",
             "redis-cli CONFIG SET maxmemory-policy noeviction",
-            cause="redis memory",
         )
-    elif facts.maxmemory and facts.used_memory > 0.8 * facts.maxmemory:
+    if facts.maxmemory and facts.used_memory > 0.8 * facts.maxmemory:
         sentence = f"{facts.used_memory / 2**20:.0f} of {facts.maxmemory / 2**20:.0f} MiB are used"
-        yield MACHINE.warning(
-            sentence, "raise maxmemory, or delete runs that have ended", cause="redis memory"
-        )
-    else:
-        limit = f"{facts.maxmemory / 2**20:.0f} MiB" if facts.maxmemory else "no limit"
-        yield MACHINE.ok(
-            f"maxmemory: {limit}, {facts.policy or 'noeviction'}", cause="redis memory"
-        )
+        return MACHINE.warning(sentence, "raise maxmemory, or delete runs that have ended")
+    limit = f"{facts.maxmemory / 2**20:.0f} MiB" if facts.maxmemory else "no limit"
+    return MACHINE.ok(f"maxmemory: {limit}, {facts.policy or 'noeviction'}")
 
 
 async def _ask(url: str) -> RedisFacts:

@@ -10,8 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
@@ -19,6 +18,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -26,12 +26,7 @@ from actors.engines import find_engine
 from streamrl.config import RunConfig
 from streamrl.extras import FLASH_ATTENTION, is_installed, require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.hosts import (
-    compilers,
-    driver_devices,
-    has_compiler,
-    is_rocm,
-)
+from streamrl.placement.hosts import compilers, driver_devices, has_compiler, is_rocm
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
@@ -85,36 +80,27 @@ def check_packages(
     for package in needed:
         found = version_of(package.name)
         if not package.extra or (package.name in _SHOWN and package.extra != "dev"):
-            yield from _check(package, found)
+            yield replace(_of_package(package, found), cause=f"package {package.name}")
 
 
-def _outside(package: NeededPackage, found: str) -> str:
-    return f"{package.name} {found} is outside {package.specifier}"
-
-
-def _check(package: NeededPackage, found: str | None) -> Iterator[Finding]:
-    name, check = package.name, f"package {package.name}"
+def _of_package(package: NeededPackage, found: str | None) -> Finding:
+    name = package.name
     what = f"pip install 'streamrl[{package.extra}]'" if package.extra else "pip install streamrl"
-    brings, remedy = (
-        f"{what} brings it",
-        f"pip install '{name}{package.specifier}', or {what}",
-    )
+    brings, remedy = f"{what} brings it", f"pip install '{name}{package.specifier}', or {what}"
     if name == SGLANG.name:
         brings = "an environment of its own has it"
         remedy = f"pip install '{name}{package.specifier}' in an environment of its own"
     if found is None and not package.extra:
-        yield MACHINE.problem(f"{name} is not installed", remedy, cause=check)
-    elif found is None:
-        yield MACHINE.ok(f"{name} is not installed; {brings}", cause=check)
-    elif not _is_in(found, package.specifier):
-        yield (MACHINE.warning if package.extra else MACHINE.problem)(
-            _outside(package, found), remedy, cause=check
-        )
-    else:
-        tested = TESTED.get(name)
-        is_other = tested is not None and Version(found).release[:2] != Version(tested).release[:2]
-        other = f"; the tests run on {tested}" if is_other else ""
-        yield MACHINE.ok(f"{name} {found}{other}", cause=check)
+        return MACHINE.problem(f"{name} is not installed", remedy)
+    if found is None:
+        return MACHINE.ok(f"{name} is not installed; {brings}")
+    if not _is_in(found, package.specifier):
+        sentence = f"{name} {found} is outside {package.specifier}"
+        return (MACHINE.warning if package.extra else MACHINE.problem)(sentence, remedy)
+    tested = TESTED.get(name)
+    is_other = tested is not None and Version(found).release[:2] != Version(tested).release[:2]
+    other = f"; the tests run on {tested}" if is_other else ""
+    return MACHINE.ok(f"{name} {found}{other}")
 
 
 def _is_in(version: str, specifier: str) -> bool:
@@ -217,51 +203,19 @@ def check_torch(facts: TorchFacts | str, num_driver_gpus: int | None) -> Iterato
         yield MACHINE.problem(
             "torch has no gloo, which weights and ranks need", remedy, cause="gloo"
         )
-    yield from _check_gpus(facts, num_driver_gpus)
-    yield from _check_nccl(facts)
-
-
-def _check_gpus(facts: TorchFacts, num_driver_gpus: int | None) -> Iterator[Finding]:
-    if facts.error:
-        yield MACHINE.problem(
-            f"a first kernel failed: {facts.error}",
-            "look at nvidia-smi and dmesg; update a driver that is older than the build's CUDA, or "
-            "take an older build of torch",
-            cause="gpus",
-        )
-    elif num_driver_gpus and not (facts.cuda or facts.hip):
-        sentence = f"the driver has {num_driver_gpus} GPUs, and torch is a build for CPUs"
-        yield MACHINE.problem(
-            sentence, "pip install torch, of a build for CUDA, from pytorch.org", cause="gpus"
-        )
-    elif num_driver_gpus and not facts.gpus:
-        sentence = f"the driver has {num_driver_gpus} GPUs, and torch sees none of them"
-        remedy = f"update the driver to one for CUDA {facts.cuda}; see CUDA_VISIBLE_DEVICES"
-        yield MACHINE.problem(sentence, remedy, cause="gpus")
-    elif not facts.gpus:
-        yield MACHINE.ok("no GPU: everything runs on the CPU", cause="gpus")
-    else:
-        yield from _describe(facts.gpus)
-
-
-def _describe(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    names = sorted({f"{gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in gpus})
-    yield MACHINE.ok(f"{len(gpus)} GPUs: {', '.join(names)}", cause="gpus")
-    if old := sorted({gpu.name for gpu in gpus if gpu.capability < _OLDEST}):
+    yield replace(_of_gpus(facts, num_driver_gpus), cause="gpus")
+    if old := sorted({gpu.name for gpu in facts.gpus if gpu.capability < _OLDEST}):
         remedy = "use GPUs of compute capability 7.0 or newer, bfloat16 needs 8.0"
         yield MACHINE.warning(
             f"{', '.join(old)}: too old for current builds of torch", remedy, cause="gpus"
         )
-    if any(gpu.peers < len(gpus) - 1 for gpu in gpus):
+    if any(gpu.peers < len(facts.gpus) - 1 for gpu in facts.gpus):
         yield MACHINE.warning(
             "not every GPU can read the memory of every other one: NCCL copies through the host",
             "look at nvidia-smi topo -m; in a virtual machine turn off ACS, or set "
             "NCCL_P2P_DISABLE=1 where it hangs",
             cause="peer access",
         )
-
-
-def _check_nccl(facts: TorchFacts) -> Iterator[Finding]:
     if facts.gpus and not facts.nccl:
         remedy = "install a build of torch with NCCL, or set weights.backend: gloo"
         yield MACHINE.warning(
@@ -271,6 +225,26 @@ def _check_nccl(facts: TorchFacts) -> Iterator[Finding]:
         yield MACHINE.ok(f"NCCL {facts.nccl}", cause="nccl")
 
 
+def _of_gpus(facts: TorchFacts, num_driver_gpus: int | None) -> Finding:
+    if facts.error:
+        return MACHINE.problem(
+            f"a first kernel failed: {facts.error}",
+            "look at nvidia-smi and dmesg; update a driver that is older than the build's CUDA, or "
+            "take an older build of torch",
+        )
+    if num_driver_gpus and not (facts.cuda or facts.hip):
+        sentence = f"the driver has {num_driver_gpus} GPUs, and torch is a build for CPUs"
+        return MACHINE.problem(sentence, "pip install torch, of a build for CUDA, from pytorch.org")
+    if num_driver_gpus and not facts.gpus:
+        sentence = f"the driver has {num_driver_gpus} GPUs, and torch sees none of them"
+        remedy = f"update the driver to one for CUDA {facts.cuda}; see CUDA_VISIBLE_DEVICES"
+        return MACHINE.problem(sentence, remedy)
+    if not facts.gpus:
+        return MACHINE.ok("no GPU: everything runs on the CPU")
+    names = sorted({f"{gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in facts.gpus})
+    return MACHINE.ok(f"{len(facts.gpus)} GPUs: {', '.join(names)}")
+
+
 def driver_gpus() -> int | None:
     """In this process, by the driver's own library; None for GPUs that it does not count."""
     return None if is_rocm() else len(driver_devices())
@@ -278,7 +252,7 @@ def driver_gpus() -> int | None:
 
 def check_extras(config: RunConfig) -> Iterator[Finding]:
     """What is installed only for those who ask for it; nothing is imported."""
-    yield from CONFIGURATION.refusal(lambda: find_engine(config.generator))
+    yield from CONFIGURATION.refusal(find_engine, config.generator)
     tracking = config.tracking
     wanted = {
         "redis": ("buffer.url: redis://", config.buffer.url.startswith("redi")),
@@ -291,7 +265,7 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
     }
     for module, (needs, is_wanted) in wanted.items():
         if is_wanted:
-            yield from CONFIGURATION.refusal(partial(require, needs, module))
+            yield from CONFIGURATION.refusal(require, needs, module)
     if tracking.wandb == "online" and find_spec("wandb") and not _has_wandb_key():
         yield CONFIGURATION.problem(
             "tracking.wandb: online needs a key, and there is none: `wandb login`, or "

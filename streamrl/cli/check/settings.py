@@ -198,7 +198,7 @@ def _host_of_learner(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """What versions and teachers that the learner's ranks here keep take of this machine."""
     ranks = [process for process in plan.processes if process.role == "learner"]
     here = [rank for rank in ranks if rank.host == "here"]
-    shape, memory = ModelShape.of(config), _memory()
+    shape, memory = ModelShape.of(config), read_machine().usable_memory
     if shape is None or not here:
         return
     of_rank = LearnerMemory(config, shape, len(ranks))
@@ -269,10 +269,10 @@ def _check_engine(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def check_host_memory(config: RunConfig) -> Iterator[Finding]:
     """What the buffer holds, and its batches, where that is this machine's memory."""
-    memory = _memory()
-    if not (memory and _buffers_here(config)):
+    memory, buffer = read_machine().usable_memory, config.buffer
+    if not (memory and buffer.binds_url and is_loopback(buffer.url)):
         return
-    buffer, num_groups = config.buffer, config.learner.groups_per_step
+    num_groups = config.learner.groups_per_step
     has = f"this machine has {memory / 2**30:.3g} GiB of memory"
     if buffer.max_group_bytes > memory:
         yield MEMORY.problem(
@@ -293,15 +293,3 @@ def check_host_memory(config: RunConfig) -> Iterator[Finding]:
             f"generator.vllm.kv_cache_memory_bytes: was {kv_bytes}, and {has}; it must be at most "
             f"{memory}"
         )
-
-
-def _buffers_here(config: RunConfig) -> bool:
-    """Whether groups are held in this machine's memory."""
-    buffer = config.buffer
-    return buffer.binds_url and is_loopback(buffer.url)
-
-
-def _memory() -> int:
-    """What processes here may have together, in bytes; 0 if that is not known."""
-    machine = read_machine()
-    return min(machine.memory, machine.memory_limit or machine.memory)

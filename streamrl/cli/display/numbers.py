@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -151,17 +152,11 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     """The values between 0 and their largest as bars, averaged into at most `width` of them."""
     if not values:
         return ""
-    means = averaged(values, width)
+    size = -(-len(values) // width)
+    means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
     highest = max(*means, 1e-9)
     bars = (_BARS[round(max(0.0, m) / highest * (len(_BARS) - 1))] for m in means)
     return "".join(bars)
-
-
-def averaged(values: Sequence[float], most: int) -> list[float]:
-    """The means of neighbors, at most so many."""
-    size = max(1, -(-len(values) // most))
-    parts = (values[i : i + size] for i in range(0, len(values), size))
-    return [sum(part) / len(part) for part in parts]
 
 
 _COLUMNS = ("leased", "buffered", "taken", "trained", "acknowledged")

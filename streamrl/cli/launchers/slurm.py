@@ -36,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from streamrl.checkpoints.find import require_steps_to_launch
@@ -55,13 +56,12 @@ from streamrl.errors import (
     ERROR_FILE_VARIABLE,
     ConfigError,
     ErrorRecord,
-    Interrupted,
     StreamRLError,
     read_record,
 )
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
-from streamrl.placement.plan import Device, Host, Plan, PlannedProcess
+from streamrl.placement.plan import Host, Plan, PlannedProcess
 from streamrl.process_environment import PARENT_VARIABLE
 
 # A node that has failed may hold the run's lock until the file server's lease of it ends.
@@ -97,8 +97,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     hosts = hosts_of_job()
     has_own_keys = config.buffer.curve is None and len(hosts) > 1
     if has_own_keys:
-        buffer = config.buffer.model_copy(update={"curve": config.run.path / "keys"})
-        config = config.model_copy(update={"buffer": buffer})
+        config = config.with_values(buffer={"curve": config.run.path / "keys"})
     if arguments.dry_run:
         require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
         _print(make_plan(config, hosts, resume=arguments.resume))
@@ -121,25 +120,21 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
     """
     Raises:
-        Interrupted: a signal stopped the run before its end.
-        StreamRLError: a process failed and is not started again.
+        Interrupted, StreamRLError: see `supervise`.
     """
     config = plan.config
     require_books(config, resume=arguments.resume, new=arguments.new)
     make_missing_model(config, console)
     view = ProgressView(config, console, live=not arguments.no_view)
-    stopped_by, lost = asyncio.run(
+    lost = asyncio.run(
         supervise(
             _children(plan, view, job),
             view=view.run,
             notify=view.print,
-            background=None,
             stop_s=config.stop_within_s,
             strict=arguments.strict,
         )
     )
-    if stopped_by is not None:
-        raise Interrupted(stopped_by)
     evaluate_final(config)
     if lost is not None:
         raise lost
@@ -304,7 +299,7 @@ def hosts_of_job() -> tuple[Host, ...]:
     """
     names = _said("scontrol", "show", "hostnames").split()
     answers = _ask_all(names)
-    return tuple(_host(answers[name]) for name in names)
+    return tuple(msgspec.convert(answers[name], Host) for name in names)
 
 
 def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
@@ -316,11 +311,6 @@ def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
     if missing := sorted(set(names) - set(facts)):
         raise StreamRLError(f"node {missing[0]} of the job did not answer")
     return facts
-
-
-def _host(answer: Mapping[str, Any]) -> Host:
-    devices = tuple(Device(**device) for device in answer["devices"])
-    return Host(**{**answer, "devices": devices, "roles": tuple(answer["roles"])})
 
 
 def _said(*command: str) -> str:

@@ -170,7 +170,7 @@ def measure(config: RunConfig, dtypes: Sequence[str], folder: Path) -> tuple[Par
     file = scratch / "config.yaml"
     file.write_text(to_yaml(config))
     given = ("--config", str(file))
-    if config.model.recipe is not None and not Path(config.model.path).exists():
+    if config.model.missing is not None:
         call("get-model", *given)
     samples = [str(scratch / f"{config.generator.engine}-{dtype}.samples") for dtype in dtypes]
     for dtype, path in zip(dtypes, samples, strict=True):

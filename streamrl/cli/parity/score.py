@@ -26,7 +26,7 @@ from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, did_you_mean, reading
 from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
 from streamrl.types.ranges import TokenId
 
@@ -71,10 +71,8 @@ def score_sequences(arguments: argparse.Namespace) -> None:
 
 
 def _read_samples(file: Path) -> ParitySamples:
-    try:
+    with reading(file):
         data = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     return wire.decode(data, ParitySamples, max_bytes=len(data))
 
 
@@ -108,10 +106,8 @@ def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
     Raises:
         ConfigError: the file cannot be read, or a line is not as it must be.
     """
-    try:
+    with reading(file, "--score"):
         lines = file.read_text().removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--score {file}: cannot be read: {error}") from error
     for number, line in enumerate([] if lines == [""] else lines, 1):
         where = f"{file}:{number}"
         token_ids, is_response = _parsed(where, line)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.cli.processes.command import executable
-from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
+from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer, start
 from streamrl.config.run import RunSettings
 from streamrl.errors import (
     EXIT_CONFIG,
@@ -74,7 +74,8 @@ class RestartBudget:
             StreamRLError: of the failure's kind: it is not started again.
         """
         now_s, sentence = self._clock(), sentence_of(exit_code, record)
-        self._count_step(step)
+        if step > self._newest_step:
+            self._newest_step, self._num_without_step = step, 0
         if not self._may_help(exit_code, record):
             raise error_of(exit_code, sentence)
         self._require_room(now_s, exit_code, sentence)
@@ -82,11 +83,6 @@ class RestartBudget:
         self._num_without_step += 1
         self._num_short = 0 if now_s - self._started_s >= HEALTHY_S else self._num_short + 1
         return min(FIRST_DELAY_S * 2.0 ** max(0, self._num_short - 1), LONGEST_DELAY_S)
-
-    def _count_step(self, step: int) -> None:
-        if step > self._newest_step:
-            self._newest_step = step
-            self._num_without_step = 0
 
     def _may_help(self, exit_code: int, record: ErrorRecord | None) -> bool:
         """Whether a restart can end otherwise than this start did."""
@@ -168,7 +164,8 @@ class Child:
             if self.is_strict:
                 raise self._refusal(code, record)
             self.num_restarts += 1
-            note_restart(self._run_folder, self.role, code, sentence_of(code, record))
+            run = self.log_file.parent.parent
+            note_restart(run, self.role, code, sentence_of(code, record))
             self.state = f"restart {self.num_restarts}"
             self.notify(f"{self.role}: {sentence_of(code, record)}; started again in {delay_s:g} s")
             with contextlib.suppress(TimeoutError):
@@ -189,10 +186,6 @@ class Child:
     def _next_command(self) -> Sequence[str]:
         return self.restart_command if self.num_restarts else self.command
 
-    @property
-    def _run_folder(self) -> Path:
-        return self.log_file.parent.parent
-
     async def _run(self) -> tuple[int, ErrorRecord | None]:
         """Exit code and last sentence of a process that is started here. Waits for its end."""
         with ErrorPipe() as pipe:
@@ -206,26 +199,12 @@ class Child:
             return await self.process.wait(), pipe.read()
 
     async def _start(self, pipe: ErrorPipe) -> asyncio.subprocess.Process | ForkedProcess | None:
-        """The process; None if it is to stop before it could begin."""
         command = (executable(), *self._next_command[1:])
-        environment = self._environment(pipe)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
-            if self.fork_server is not None:
-                to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
-                forked = await self.fork_server.fork(command, environment, to, self.stopping)
-                if forked is not None or self.stopping.is_set():
-                    return forked
-            # In its own session, so that Ctrl-C in the terminal signals the launcher only.
-            return await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=environment,
-                pass_fds=(pipe.descriptor,),
-            )
+            to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
+            environment = self._environment(pipe)
+            return await start(command, environment, to, self.fork_server, self.stopping)
 
     def _environment(self, pipe: ErrorPipe) -> Mapping[str, str]:
         """The launcher's, with what the plan gives; a number of threads that a person set stays."""

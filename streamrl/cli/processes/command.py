@@ -4,44 +4,37 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 from streamrl.cli.arguments.commands import COMMANDS
-from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer
+from streamrl.cli.processes.fork_server import Descriptors, ForkServer, start
 from streamrl.errors import ErrorPipe, Interrupted, StreamRLError, error_of, sentence_of
 
 GRACE_PERIOD_S = 10.0
+_STANDARD_ERROR = 2
 T = TypeVar("T")
 
 
-def call(
-    *arguments: str, within_s: float | None = None, fork_server: ForkServer | None = None
-) -> str:
+def call(*arguments: str, fork_server: ForkServer | None = None) -> str:
     """Run `streamrl` with these arguments to its end; its standard output.
 
-    Waits as long as the command runs, which is killed after `within_s`; its messages go to standard
-    error. A signal that ends this process ends the command, too.
+    Waits as long as the command runs; its messages go to standard error. A signal that ends this
+    process ends the command, too.
 
     Raises:
         StreamRLError: it failed; of the failure's kind, with the command's own sentence.
     """
     with sigterm_raises(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
-        process = _start((executable(), *arguments), output.fileno(), pipe, fork_server)
-        try:
-            code = _wait(process, within_s)
-        except subprocess.TimeoutExpired:
-            _signal(process, signal.SIGKILL)
-            code = _wait(process)
-        except KeyboardInterrupt:
-            _end(process)
-            raise
+        to = Descriptors(output.fileno(), _STANDARD_ERROR, pipe.descriptor)
+        environment = {**os.environ, **pipe.environment}
+        running = _run((executable(), *arguments), environment, to, fork_server)
+        code = asyncio.run(unless_signaled(running))
         if code != 0:
             two = " ".join(arguments[:2])
             name = two if two in COMMANDS else arguments[0]
@@ -50,27 +43,26 @@ def call(
         return output.read()
 
 
-def _start(
-    command: Sequence[str], output: int, pipe: ErrorPipe, fork_server: ForkServer | None
-) -> "subprocess.Popen[bytes] | ForkedProcess":
-    environment = {**os.environ, **pipe.environment}
-    if fork_server is not None:
-        to = Descriptors(output, sys.stderr.fileno(), pipe.descriptor)
-        if forked := fork_server.fork_now(command, environment, to):
-            return forked
-    return subprocess.Popen(
-        command,
-        stdout=output,
-        start_new_session=True,
-        env=environment,
-        pass_fds=(pipe.descriptor,),
-    )
-
-
-def _wait(process: "subprocess.Popen[bytes] | ForkedProcess", within_s: float | None = None) -> int:
-    if isinstance(process, ForkedProcess):
-        return process.join(within_s)
-    return process.wait(within_s)
+async def _run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    to: Descriptors,
+    fork_server: ForkServer | None,
+) -> int:
+    """Its exit code. If this is cancelled the process and those that it has started are ended:
+    killed after GRACE_PERIOD_S, or at once if it is cancelled again."""
+    process = await start(command, environment, to, fork_server, asyncio.Event())
+    assert process is not None, "nobody stops it"
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        _signal(process.pid, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), GRACE_PERIOD_S)
+        except (TimeoutError, asyncio.CancelledError):
+            _signal(process.pid, signal.SIGKILL)
+            await process.wait()
+        raise
 
 
 def executable() -> str:
@@ -82,20 +74,9 @@ def executable() -> str:
     return path
 
 
-def _end(process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
-    """End the process and those that it started. Waits GRACE_PERIOD_S, then kills them; a second
-    signal kills them at once."""
-    _signal(process, signal.SIGTERM)
-    try:
-        _wait(process, GRACE_PERIOD_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        _signal(process, signal.SIGKILL)
-        _wait(process)
-
-
-def _signal(process: "subprocess.Popen[bytes] | ForkedProcess", number: signal.Signals) -> None:
+def _signal(group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+        os.killpg(group, number)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from streamrl.cli.processes.child import Child, RestartBudget
-from streamrl.errors import EXIT_UNREACHABLE, StreamRLError
+from streamrl.errors import EXIT_UNREACHABLE, Interrupted, StreamRLError
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
@@ -30,14 +30,6 @@ _BUFFER_ENDS_S, _KILL_S = 3.0, 1.0
 log = logging.getLogger(__name__)
 
 
-class Ending(NamedTuple):
-    """`stopped_by` is the signal that stopped the run before its end; `failure` is that of a
-    validator without which the run went on, and the exit code of a launch."""
-
-    stopped_by: signal.Signals | None
-    failure: StreamRLError | None
-
-
 BackgroundTask: TypeAlias = Callable[[Sequence[Child]], Awaitable[None]]
 
 
@@ -46,16 +38,21 @@ async def supervise(
     *,
     view: BackgroundTask,
     notify: Callable[[str], None],
-    background: BackgroundTask | None,
+    background: BackgroundTask | None = None,
     stop_s: float,
     strict: bool = False,
-) -> Ending:
-    """Start, watch, and stop every child.
+) -> StreamRLError | None:
+    """Start, watch, and stop every child; the failure of a validator without which the run went on,
+    and the exit code of a launch.
 
     `notify` gets what the first signal brings about. `background` is cancelled before the daemons
     are stopped, `view` after that. Waits for the learner to end, for a child or `background` to
     fail, or for a signal: within `stop_s` of that no process is left. Under `strict` a child fails
     that is otherwise started again.
+
+    Raises:
+        Interrupted: a signal stopped the run before its end.
+        StreamRLError: a process failed and is not started again.
     """
     for child in children:
         child.is_strict = strict
@@ -66,8 +63,8 @@ async def supervise(
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
     showing = asyncio.ensure_future(view(children))
     showing.add_done_callback(_say_failure)
-    beside = asyncio.create_task(_run_background(background, children))
-    watched: tuple[asyncio.Task[Any], ...] = (*supervised.values(), beside)
+    beside = asyncio.ensure_future(background(children) if background else asyncio.sleep(0))
+    watched: tuple[asyncio.Future[Any], ...] = (*supervised.values(), beside)
     try:
         while not (interrupted.done() or supervised["learner"].done() or _failure(watched)):
             running = [task for task in (interrupted, *watched) if not task.done()]
@@ -80,19 +77,15 @@ async def supervise(
         await asyncio.wait({showing, beside})
     if failure := _failure(watched):
         raise failure
-    lost = (child.failure for child in children if child.role == "validator" and child.failure)
-    return Ending(stopped_by, next(lost, None))
+    if stopped_by is not None:
+        raise Interrupted(stopped_by)
+    return next((c.failure for c in children if c.role == "validator" and c.failure), None)
 
 
 def newest_step(folder: Path) -> int:
     """Of the run in this folder."""
     step: int = read_last(folder / TRAINED_FILE).get("step", 0)
     return step
-
-
-async def _run_background(background: BackgroundTask | None, children: Sequence[Child]) -> None:
-    if background is not None:
-        await background(children)
 
 
 def _on_signal(
@@ -117,7 +110,7 @@ def _say_failure(view: "asyncio.Future[None]") -> None:
         log.error("the view of the run has failed; the run goes on", exc_info=error)
 
 
-def _failure(watched: "Sequence[asyncio.Task[Any]]") -> BaseException | None:
+def _failure(watched: "Sequence[asyncio.Future[Any]]") -> BaseException | None:
     """The first one; asyncio reports a failure that nobody asked for, so all are asked for."""
     ended = [task for task in watched if task.done() and not task.cancelled()]
     return next(iter([error for task in ended if (error := task.exception())]), None)
@@ -181,11 +174,6 @@ class PlannedChild(Child, ABC):
     def begin_kill(self) -> bool:
         """Have the process killed; False if nobody can be told to."""
 
-    def end_with_companion(self) -> None:
-        """End the process at once, for a restart."""
-        if self.state == "running" and self.begin_kill():
-            self.is_ended_by_companion = True
-
     async def _on_end(self, code: int) -> None:
         """End the other parts, if this process has failed by itself. Where it has lost another
         part, waits up to REASON_S for that one to end, which may say why."""
@@ -199,8 +187,9 @@ class PlannedChild(Child, ABC):
         if code == EXIT_UNREACHABLE and self.companions:
             await self._wait_for_reason()
         for companion, num_restarts in starts:
-            if companion.num_restarts == num_restarts:
-                companion.end_with_companion()
+            is_same = companion.num_restarts == num_restarts and companion.state == "running"
+            if is_same and companion.begin_kill():
+                companion.is_ended_by_companion = True
 
     async def _wait_for_reason(self) -> None:
         """Until the other parts have ended by themselves, or for REASON_S."""

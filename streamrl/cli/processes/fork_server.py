@@ -19,7 +19,6 @@ import atexit
 import gc
 import importlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -82,16 +81,6 @@ class ForkedProcess:
         await asyncio.shield(self._ending)
         return self._reap()
 
-    def join(self, timeout: float | None = None) -> int:
-        """`wait`, for a program without an event loop.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended `timeout` seconds later.
-        """
-        if self.returncode is None and not select.select([self._descriptor], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        return self._reap()
-
     def _reap(self) -> int:
         if self.returncode is None:
             os.close(self._descriptor)
@@ -140,14 +129,8 @@ class ForkServer:
                 is_answered = answered.done()
                 for task in either:
                     task.cancel()
-                return _process(answer) if is_answered else None
-
-    def fork_now(
-        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Descriptors
-    ) -> ForkedProcess | None:
-        """`fork`, for a program without an event loop, which a signal ends."""
-        with _reaper_of_orphans(), self._asked(command, environment, descriptors) as answer:
-            return _process(answer)
+                pid = os.read(answer, 32) if is_answered else b""
+                return ForkedProcess(int(pid)) if pid else None
 
     @contextmanager
     def _asked(
@@ -202,9 +185,29 @@ def _can_fork() -> bool:
     return False
 
 
-def _process(answer: int) -> ForkedProcess | None:
-    pid = os.read(answer, 32)
-    return ForkedProcess(int(pid)) if pid else None
+async def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    descriptors: Descriptors,
+    fork_server: ForkServer | None,
+    stopping: asyncio.Event,
+) -> asyncio.subprocess.Process | ForkedProcess | None:
+    """A command line of `streamrl`, forked where there is a server; None if it is to stop before it
+    could begin."""
+    if fork_server is not None:
+        forked = await fork_server.fork(command, environment, descriptors, stopping)
+        if forked is not None or stopping.is_set():
+            return forked
+    # In its own session, so that Ctrl-C in the terminal signals the launcher only.
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=descriptors.output,
+        stderr=descriptors.errors,
+        start_new_session=True,
+        env=environment,
+        pass_fds=(descriptors.record,),
+    )
 
 
 async def _readable(descriptor: int) -> None:

@@ -37,7 +37,6 @@ from streamrl.checkpoints.find import (
     STATE_FILE,
     list_checkpoints,
     newest,
-    version_of,
 )
 from streamrl.checkpoints.history import HISTORY_FILE, History
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
@@ -172,7 +171,7 @@ class Mirror:
             return None
         try:
             history = msgspec.json.decode(content, type=History)
-            for folder in sorted(complete_checkpoints(names), key=_version)[::-1]:
+            for folder in sorted(complete_checkpoints(names), reverse=True):
                 state = json.loads(self._store.read(f"{_CHECKPOINTS}/{folder}/{STATE_FILE}") or "")
                 tip = _Tip(msgspec.convert(state["history"], History), state["policy_version"])
                 if history.contains(tip.history.learner_id, tip.policy_version):
@@ -392,10 +391,6 @@ def complete_checkpoints(names: Collection[str]) -> set[str]:
     """The folders of checkpoints that have a manifest, of the names of a run's files."""
     paths = [name.split("/") for name in names if name.endswith(f"/{MANIFEST_FILE}")]
     return {path[1] for path in paths if len(path) == 3 and path[0] == _CHECKPOINTS}
-
-
-def _version(folder: str) -> int:
-    return version_of(Path(folder))
 
 
 def _is_fetched(names: set[str]) -> Callable[[str], bool]:

@@ -93,16 +93,11 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def call_for(
-    config: RunConfig,
-    command: str,
-    *arguments: str,
-    within_s: float | None = None,
-    fork_server: ForkServer | None = None,
+    config: RunConfig, command: str, *arguments: str, fork_server: ForkServer | None = None
 ) -> str:
     """`call`, with the configuration of the run."""
     file = str(config.run.path / RESOLVED_FILE)
-    words = (*command.split(), *arguments, "--config", file)
-    return call(*words, within_s=within_s, fork_server=fork_server)
+    return call(*command.split(), *arguments, "--config", file, fork_server=fork_server)
 
 
 def books_option(*, resume: bool, new: bool) -> str | None:
@@ -166,7 +161,7 @@ def make_missing_model(
     config: RunConfig, console: Console, fork_server: ForkServer | None = None
 ) -> None:
     """That of `model.recipe`, here."""
-    if config.model.recipe is not None and not Path(config.model.path).exists():
+    if config.model.missing is not None:
         console.print(f"making {config.model.path} of model.recipe")
         call_for(config, "get-model", fork_server=fork_server)
 

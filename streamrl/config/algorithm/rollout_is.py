@@ -184,11 +184,17 @@ ROLLOUT_IS_PRESETS = {
 }
 
 
-def rollout_is_preset(name: str) -> RolloutISSettings:
-    """The preset of that name; ValueError with the nearest name otherwise."""
-    if name not in ROLLOUT_IS_PRESETS:
-        raise ValueError(f"preset {name!r} is unknown; {did_you_mean(name, ROLLOUT_IS_PRESETS)}")
-    return ROLLOUT_IS_PRESETS[name]
+def rollout_is_preset(value: object) -> object:
+    """The preset of that name; what is no name is a record.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if not isinstance(value, str):
+        return value
+    if value not in ROLLOUT_IS_PRESETS:
+        raise ValueError(f"preset {value!r} is unknown; {did_you_mean(value, ROLLOUT_IS_PRESETS)}")
+    return ROLLOUT_IS_PRESETS[value]
 
 
 def _split_bounds(bounds: Any, field: str) -> tuple[float | None, float]:

@@ -63,9 +63,7 @@ from streamrl.user_code import check_user_code, is_user_code
 Record = TypeVar("Record", bound=Section)
 
 
-def check_choice(
-    name: str, known: Mapping[str, object], elsewhere: Mapping[str, str] | None = None
-) -> str:
+def check_choice(name: str, known: Mapping[str, object], elsewhere: Mapping[str, str]) -> str:
     """The name, if it is built in or has the form of a user's own.
 
     Args:
@@ -76,8 +74,8 @@ def check_choice(
     """
     if is_user_code(name):
         check_user_code(name)
-    elif name not in known and name.lower() in (elsewhere or {}):
-        raise ValueError(f"was {name!r}; {(elsewhere or {})[name.lower()]}")
+    elif name not in known and name.lower() in elsewhere:
+        raise ValueError(f"was {name!r}; {elsewhere[name.lower()]}")
     elif name not in known:
         raise ValueError(f"{name!r} is unknown; {did_you_mean(name, known)}")
     return name
@@ -271,30 +269,6 @@ CHOICES: Final = ("advantage", "advantage_config", "loss", "loss_config", "proxi
 """What a preset stands for."""
 
 
-def _over_preset(section: object) -> object:
-    """The fields of a section with those of its preset under them.
-
-    Without one it is the default, unless one of CHOICES is given.
-
-    Raises:
-        ValueError: nothing of the preset is left.
-    """
-    if not isinstance(section, Mapping):
-        return section
-    preset = section.get("preset", DEFAULT_PRESET)
-    if not isinstance(preset, str) or preset not in ALGORITHM_PRESETS:
-        return section
-    if "preset" not in section and any(name in section for name in CHOICES):
-        return {"preset": None, **section}
-    ours = ALGORITHM_PRESETS[preset]
-    if all(name in section and _is_replaced(ours[name], section[name]) for name in ours):
-        raise ValueError(
-            f"algorithm.preset: was {preset}, and {', '.join(ours)} are all set to something else, "
-            "so it cannot act; leave them out, or set it to null"
-        )
-    return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
-
-
 def _within(ours: Any, given: Any) -> Any:
     """What is given for a setting; of a record, with the preset's other keys."""
     both = isinstance(ours, Mapping) and isinstance(given, Mapping)
@@ -306,10 +280,6 @@ def _is_replaced(ours: Any, given: Any) -> bool:
     if isinstance(ours, Mapping) and isinstance(given, Mapping):
         return all(key in given and given[key] != value for key, value in ours.items())
     return bool(given != ours)
-
-
-def _preset_or_record(value: object) -> object:
-    return rollout_is_preset(value) if isinstance(value, str) else value
 
 
 RouterReplay = Literal["off", "record", "replay"]
@@ -328,7 +298,7 @@ class AlgorithmSettings(Section):
     """ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl, vespo,
     topr, reinforce, dro, or PATH.py:FUNCTION."""
     loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
-    rollout_is: Annotated[RolloutISSettings, BeforeValidator(_preset_or_record)] = (
+    rollout_is: Annotated[RolloutISSettings, BeforeValidator(rollout_is_preset)] = (
         ROLLOUT_IS_PRESETS["token_is"]
     )
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
@@ -371,8 +341,28 @@ class AlgorithmSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_preset(cls, section: object) -> object:
-        return _over_preset(section)
+    def _over_preset(cls, section: object) -> object:
+        """The fields of a section with those of its preset under them.
+
+        Without one it is the default, unless one of CHOICES is given.
+
+        Raises:
+            ValueError: nothing of the preset is left.
+        """
+        if not isinstance(section, Mapping):
+            return section
+        preset = section.get("preset", DEFAULT_PRESET)
+        if not isinstance(preset, str) or preset not in ALGORITHM_PRESETS:
+            return section
+        if "preset" not in section and any(name in section for name in CHOICES):
+            return {"preset": None, **section}
+        ours = ALGORITHM_PRESETS[preset]
+        if all(name in section and _is_replaced(ours[name], section[name]) for name in ours):
+            raise ValueError(
+                f"algorithm.preset: was {preset}, and {', '.join(ours)} are all set to something "
+                "else, so it cannot act; leave them out, or set it to null"
+            )
+        return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
 
     @field_validator("advantage")
     @classmethod

@@ -119,7 +119,7 @@ def _sentences(
     for detail in _joined(error.errors(include_url=False)):
         path = [str(part) for part in detail["loc"] if not _is_union_branch(part)]
         for field, sentence in _findings(detail, path, model):
-            near = (origin for key, origin in origins.items() if _is_at(key, field))
+            near = (origin for key, origin in origins.items() if is_at(key, field))
             origin = origins.get(field) or next(near, "")
             place = f" ({origin})" if origin else ""
             hint = _hint(field, detail)
@@ -204,7 +204,8 @@ def _renamed(field: str, value: object, model: type[BaseModel]) -> str:
     return f"unknown key; did you mean {' or '.join(places)}?" if places else ""
 
 
-def _is_at(key: str, field: str) -> bool:
+def is_at(key: str, field: str) -> bool:
+    """Whether one is the other, or a section of it."""
     return key == field or key.startswith(field + ".") or field.startswith(key + ".")
 
 

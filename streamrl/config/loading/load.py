@@ -106,7 +106,6 @@ def load_config(
     loaded, refusal = load_usable(path, overrides, environment)
     if refusal is not None:
         raise refusal
-    assert loaded is not None, "what is not refused is usable"
     return loaded
 
 
@@ -114,12 +113,12 @@ def load_usable(
     path: Path | str,
     overrides: Iterable[str] = (),
     environment: Mapping[str, str] | None = None,
-) -> tuple[LoadedConfig | None, ConfigError | None]:
+) -> tuple[LoadedConfig, ConfigError | None]:
     """As `load_config`, for a check that goes on: what is refused, and the configuration without
-    it. Settings that are refused have their defaults there; None if too few are left.
+    it. Settings that are refused have their defaults there.
 
     Raises:
-        ConfigError: the file, a variable or an override cannot be read.
+        ConfigError: the file, a variable or an override cannot be read, or too little is left.
     """
     try:
         sources = [
@@ -136,12 +135,14 @@ def load_usable(
         tree, origins = with_steps(tree, origins)
         return LoadedConfig(RunConfig.model_validate(tree), origins), None
     except ConfigError as error:
-        rest = _usable(tree, [("run", "total_epochs")])
-        return None if rest is None else LoadedConfig(rest, origins), error
+        refusal = error
+        refused: list[tuple[int | str, ...]] = [("run", "total_epochs")]
     except ValidationError as error:
         refusal = ConfigError(_without_secrets(explain(error, RunConfig, origins), path))
-        rest = _usable(tree, [detail["loc"] for detail in error.errors()])
-        return None if rest is None else LoadedConfig(rest, origins), refusal
+        refused = [detail["loc"] for detail in error.errors()]
+    if (rest := _usable(tree, refused)) is None:
+        raise refusal
+    return LoadedConfig(rest, origins), refusal
 
 
 def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.check import settings
+from streamrl.cli.check.machine import Machine
 from streamrl.cli.check.settings import check_effects
 from streamrl.cli.plan import print_plan
 from streamrl.config import RunConfig
@@ -114,7 +115,8 @@ def test_copies_that_rescore_are_said_and_refused_where_the_machine_cannot_hold_
     algorithm = config.algorithm.model_copy(update={"rescore_share": 0.1})
     config = config.model_copy(update={"algorithm": algorithm})
     for memory, severity in ((2**50, Severity.OK), (2**20, Severity.PROBLEM)):
-        monkeypatch.setattr(settings, "_memory", lambda memory=memory: memory)
+        here = Machine(memory=memory)
+        monkeypatch.setattr(settings, "read_machine", lambda here=here: here)
         found = of_memory(config, one_host(2, 80), monkeypatch)
         (said,) = [f for f in found if "copies for rescore_share take " in f.sentence]
         assert said.severity is severity

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from streamrl.cli.check import before_launch, command, machine, packages
-from streamrl.cli.check.machine import Disk, Machine, check_disk, read_disk, read_machine
+from streamrl.cli.check.machine import (
+    Disk,
+    Machine,
+    check_disk,
+    check_machine,
+    read_disk,
+    read_machine,
+)
 from streamrl.cli.check.network import RedisFacts, ask_redis, check_redis
 from streamrl.cli.check.packages import (
     TESTED,
@@ -45,7 +52,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def of_machine(facts: Machine) -> list[Finding]:
-    return [finding for check in machine.CHECKS for finding in check(facts)]
+    return list(check_machine(facts))
 
 
 def bad(findings: Iterator[Finding] | list[Finding]) -> list[Finding]:

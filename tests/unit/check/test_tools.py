@@ -11,7 +11,7 @@ from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from streamrl.cli.check.data import _renderer, check_data, check_tools
 from streamrl.config import RunConfig
-from streamrl.findings import Severity
+from streamrl.findings import DATA, Severity
 from tests.unit.rendering.test_parsing import template
 
 
@@ -26,7 +26,7 @@ def found(tmp_path: Path, model: str = "model", **generator: Any) -> list[tuple[
     )
     return [
         (finding.severity, finding.sentence)
-        for finding in check_tools(config, partial(_renderer, config))
+        for finding in DATA.up_to_refusal(check_tools(config, partial(_renderer, config)))
     ]
 
 

@@ -79,7 +79,7 @@ def test_the_plan_takes_the_nodes_that_are_there_and_waits_for_the_others():
         "num_cores": 8,
         "devices": [(0, 0, "", "2"), (1, 0, "", "3")],
     }
-    hosts = [host_of(b, found if b.name == "learner" else None) for b in bundles]
+    hosts = [host_of(b, found if b.name == "learner" else {}) for b in bundles]
     plan = make_plan(config, hosts)
     assert {p.name: p.host for p in plan.processes} == {
         "buffer": "learner",

@@ -208,8 +208,8 @@ async def test_a_receiver_with_keys_takes_nothing_from_a_learner_without(tmp_pat
 
 async def test_off_loopback_both_ends_need_keys():
     expected = (
-        r"weights.address tcp://\S+ can be reached from other machines and needs keys: make them "
-        "with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
+        r"weights.address: was 'tcp://\S+', which other machines can reach; that needs keys: make "
+        "them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER"
     )
     with pytest.raises(ConfigError, match=expected):
         SenderSocket("tcp://0.0.0.0:29677", Membership("h"), on_hello=lambda _: None)

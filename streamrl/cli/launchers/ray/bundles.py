@@ -17,7 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.run import HostRole
 from streamrl.placement.plan import Device, Host
-from streamrl.placement.seats import devices_per_engine
+from streamrl.placement.seats import devices_per_engine, spread
 
 # Of nodes that a cluster without any yet may start.
 _GPUS_PER_NODE = 8
@@ -72,10 +72,8 @@ def learner_bundles(config: RunConfig, rooms: Sequence[Room]) -> tuple[Bundle, .
         room = max((room.gpus for room in rooms), default=0) or _GPUS_PER_NODE
     else:
         room = max((room.cpus for room in rooms), default=0) - _BUFFER
-    num_blocks, blocks_per_node = learner.num_ranks // block, max(1, room // block)
-    num_nodes = math.ceil(num_blocks / blocks_per_node)
-    each, more = divmod(num_blocks, num_nodes)
-    ranks = [(each + (index < more)) * block for index in range(num_nodes)]
+    num_nodes = math.ceil(learner.num_ranks // block / max(1, room // block))
+    ranks = spread(learner.num_ranks, block, num_nodes)
     return tuple(
         Bundle(
             f"learner-host-{index}" if index else "learner",
@@ -96,9 +94,8 @@ def engine_bundles(config: RunConfig, rooms: Sequence[Room]) -> Iterator[Bundle]
         yield Bundle("validator", ("validator",), needs)
 
 
-def host_of(bundle: Bundle, found: Mapping[str, Any] | None) -> Host:
-    """The host of the plan; `found` is what its supervisor has said, None before it is there."""
-    found = found or {}
+def host_of(bundle: Bundle, found: Mapping[str, Any]) -> Host:
+    """The host of the plan; `found` is what its supervisor has said, {} before it is there."""
     count = bundle.needs.gpus
     return Host(
         bundle.name,

@@ -98,12 +98,12 @@ def rooms() -> tuple[Room, ...]:
 
 
 class Place:
-    """One bundle of a group; `found` is what its supervisor has said."""
+    """One bundle of a group; `found` is what its supervisor has said, {} before it is there."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
         self.actor: Any = None
-        self.found: Mapping[str, Any] | None = None
+        self.found: Mapping[str, Any] = {}
         self.is_ready = False
 
     async def run(
@@ -153,7 +153,7 @@ class Group:
             if place.actor is not None:
                 with contextlib.suppress(Exception):
                     ray.kill(place.actor)
-            place.actor, place.found, place.is_ready = None, None, False
+            place.actor, place.found, place.is_ready = None, {}, False
         if self._group is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(self._group)
@@ -212,7 +212,6 @@ class Nodes:
         urls = {"weights.address": config.weights.address}
         if config.buffer.binds_url:
             urls["buffer.url"] = config.buffer.url
-        assert place.found is not None, "it is reached"
         for setting, url in urls.items():
             port, address = port_of(url), place.found["address"]
             if port and (why := await place.actor.hold_port.remote(address, port)):
@@ -230,7 +229,6 @@ class Nodes:
         Raises:
             ConfigError: it cannot.
         """
-        assert place.found is not None, "it is reached"
         assert self.plan is not None, "the learner's nodes are there first"
         if place.found["shares_folder"]:
             return
@@ -248,7 +246,6 @@ class Nodes:
         Raises:
             ConfigError: the node lacks a file, or is to have too much.
         """
-        assert place.found is not None, "it is reached"
         assert self.plan is not None, "the learner's nodes are there first"
         if not (place.found["shares_folder"] and place.found["shares_directory"]):
             config, host = self.plan.config, place.bundle.name

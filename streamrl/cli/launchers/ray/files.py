@@ -15,7 +15,7 @@ from streamrl.config import RunConfig
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, reading
 from streamrl.placement.plan import Plan, gib
 from streamrl.run_folder import DATA_FILE
 from streamrl.user_code import is_user_code
@@ -31,8 +31,7 @@ def with_keys(config: RunConfig) -> RunConfig:
     """With keys and password in the run's folder, where the processes find them."""
     folder = config.run.path / _KEYS
     password = folder / _PASSWORD if config.buffer.password_file else None
-    update = {"curve": folder, "password_file": password}
-    return config.model_copy(update={"buffer": config.buffer.model_copy(update=update)})
+    return config.with_values(buffer={"curve": folder, "password_file": password})
 
 
 def write_secrets(given: RunConfig) -> None:
@@ -98,10 +97,8 @@ def archive(config: RunConfig) -> bytes:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with reading(path):
         return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[Path]:

@@ -38,13 +38,7 @@ from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.child import Child, RestartBudget
 from streamrl.cli.processes.command import sigterm_raises, unless_signaled
-from streamrl.cli.processes.daemons import (
-    Ending,
-    PlannedChild,
-    make_children,
-    newest_step,
-    supervise,
-)
+from streamrl.cli.processes.daemons import PlannedChild, make_children, newest_step, supervise
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.cli.processes.run_commands import (
     books_option,
@@ -59,7 +53,6 @@ from streamrl.errors import (
     EXIT_UNREACHABLE,
     ConfigError,
     ErrorRecord,
-    Interrupted,
     StreamRLError,
     error_of,
     sentence_of,
@@ -84,9 +77,7 @@ def _launch(given: RunConfig, arguments: argparse.Namespace, console: Console) -
         with launching(with_keys(given), arguments, console, binds=False) as (config, mirror):
             make_missing_model(config, console)
             write_secrets(given)
-            stopped_by, lost = asyncio.run(_Run(config, arguments, console, mirror).to_its_end())
-            if stopped_by is not None:
-                raise Interrupted(stopped_by)
+            lost = asyncio.run(_Run(config, arguments, console, mirror).to_its_end())
             if lost is not None:
                 raise lost
     except KeyboardInterrupt:
@@ -112,8 +103,8 @@ class _Run:
         self._learner = Group(learner_bundles(config, rooms()))
         self._engines = [Group([bundle]) for bundle in engine_bundles(config, rooms())]
 
-    async def to_its_end(self) -> Ending:
-        """Waits for it."""
+    async def to_its_end(self) -> StreamRLError | None:
+        """As `supervise`. Waits for it."""
         self._nodes = Nodes(self._config.run.path)
         step = newest_step(self._config.run.path)
         budget = RestartBudget(self._config.run, step)
@@ -151,8 +142,7 @@ class _Run:
         """
         await self._nodes.require(self._learner, self._config.cluster.start_s)
         first = await self._nodes.hold_ports(self._learner.places[0], self._config)
-        cluster = self._config.cluster.model_copy(update={"first_port": first})
-        self._config = self._config.model_copy(update={"cluster": cluster})
+        self._config = self._config.with_values(cluster={"first_port": first})
         plan = self.plan()
         write_file(plan.config_file, to_yaml(plan.config))
         for note in plan.notes:
@@ -172,7 +162,7 @@ class _Run:
             group.places[0].is_ready = False
         return plan
 
-    async def _supervised(self, plan: Plan) -> Ending:
+    async def _supervised(self, plan: Plan) -> StreamRLError | None:
         """The plan's processes, with what comes before and after."""
         arguments = self._arguments
         is_new = arguments.new and not self._resume
@@ -185,7 +175,7 @@ class _Run:
             await asyncio.gather(copies.run(), self._require_generators(children))
 
         try:
-            ending = await supervise(
+            lost = await supervise(
                 self._children(plan),
                 view=self._view.run,
                 notify=self._view.print,
@@ -193,11 +183,10 @@ class _Run:
                 stop_s=plan.config.stop_within_s,
                 strict=arguments.strict,
             )
-            is_whole = plan.config.is_evaluated and ending.stopped_by is None
-            if is_whole and not take_validated_score(plan.config):
+            if plan.config.is_evaluated and not take_validated_score(plan.config):
                 with evaluation_may_fail():
                     await self._call(plan, "evaluate")
-            return ending
+            return lost
         finally:
             await copies.bring()
 
@@ -206,7 +195,7 @@ class _Run:
         Raises:
             ConfigError: the learner's nodes do not see the run's folder, and need to.
         """
-        found = [place.found or {} for place in self._learner.places]
+        found = [place.found for place in self._learner.places]
         apart = [one["address"] for one in found if not one.get("shares_folder")]
         has_mirror = self._mirror is not None
         if apart and (len(found) > 1 or (self._resume and not has_mirror)):
@@ -282,8 +271,7 @@ def _with_absolute_folder(config: RunConfig) -> RunConfig:
     is a copy that Ray removes, so that a relative one is of the home folder."""
     folder, here = config.run.folder, Path.cwd()
     base = Path.home() if "runtime_resources" in here.parts else here
-    run = config.run.model_copy(update={"folder": base / folder})
-    return config.model_copy(update={"run": run})
+    return config.with_values(run={"folder": base / folder})
 
 
 ABORT_S = 3.0

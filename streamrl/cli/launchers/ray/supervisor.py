@@ -73,8 +73,10 @@ class Supervisor:
         given = context.get_accelerator_ids().get("GPU", [])
         known = list(here.devices) + [None] * (len(given) - len(here.devices))
         self._folder = Path(folder)
-        shares = _read(self._folder / "launch.id") == launch_id
-        shares_directory = shares and _inode(directory[0]) == directory[1]
+        shares = shares_directory = False
+        with contextlib.suppress(OSError):
+            shares = (self._folder / "launch.id").read_text() == launch_id
+            shares_directory = shares and os.stat(directory[0]).st_ino == directory[1]
         self._directory = Path(directory[0]) if shares_directory else self._folder / "files"
         return {
             "release": __version__,
@@ -258,20 +260,6 @@ def _files(folder: Path, prefix: str) -> dict[str, tuple[int, int]]:
                 status = path.stat()
                 found[name] = (status.st_size, status.st_mtime_ns)
     return found
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
-
-
-def _inode(path: str) -> int:
-    try:
-        return os.stat(path).st_ino
-    except OSError:
-        return -1
 
 
 def _start_watcher(mark: str) -> int:

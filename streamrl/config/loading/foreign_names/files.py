@@ -19,7 +19,7 @@ from streamrl.config.loading.foreign_names.values import computed
 from streamrl.config.loading.load import with_setting
 from streamrl.config.loading.sources import Loader, Setting, fault, parse
 from streamrl.config.section import leaves, overlaid
-from streamrl.errors import ConfigError, similar_path
+from streamrl.errors import ConfigError, reading
 
 Tree = Mapping[str, Any]
 _OVERRIDE = re.compile(r"\+*([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
@@ -55,11 +55,8 @@ def read_keys(path: Path, default: Callable[[str], Any]) -> tuple[dict[str, Any]
 
 
 def _text(path: Path) -> str:
-    try:
+    with reading(path):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = f"{getattr(error, 'strerror', error)}{similar_path(path)}"
-        raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
 def _yaml(path: Path, missing: list[str]) -> Tree:
