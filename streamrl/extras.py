@@ -29,7 +29,7 @@ EXTRAS: Mapping[str, Extra] = {
     "trackio": Extra(("trackio",), "`tracking.trackio`"),
     "tensorboard": Extra(("tensorboard",), "`tracking.tensorboard`"),
     "flash": Extra(("flash_attn",), "nothing: the learner's attention is faster with it on a GPU"),
-    "liger": Extra(("liger_kernel",), "nothing: log-probabilities are faster with it on a GPU"),
+    "liger": Extra(("liger_kernel",), "`learner.liger_layers: true`; faster on a GPU"),
     "lora": Extra(("peft",), "`learner.lora`"),
     "gguf": Extra(("accelerate", "gguf"), "`streamrl get-model` of a GGUF file, or of a package"),
     "gateway": Extra(("aiohttp",), "`generator.environment: agent`"),

@@ -1,4 +1,5 @@
-"""Tiny random models of many families, whose log-probabilities are far from uniform."""
+"""Tiny random models of many families, whose log-probabilities are far from uniform; and when two
+passes of one have the same gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,29 @@ FAMILIES: dict[str, dict[str, Any]] = _SETTINGS["families"]
 REFUSED: dict[str, dict[str, Any]] = _SETTINGS["refused"]
 VOCAB_SIZE: int = _SETTINGS["base"]["vocab_size"]
 WINDOW: int = _SETTINGS["window"]
+STATEFUL = {
+    "Bamba",
+    "Falcon-H1",
+    "Granite-MoE-Hybrid",
+    "Jamba",
+    "Mamba",
+    "Mamba 2",
+    "MiniMax",
+    "Nemotron-H",
+    "OLMo-Hybrid",
+    "Qwen3-Next",
+    "Qwen3.5",
+    "Qwen3.5-MoE",
+    "RecurrentGemma",
+    "RWKV",
+    "xLSTM",
+    "Zamba 2",
+}
+"""Families with layers that carry a state from token to token."""
+RELATIVE = 2e-4
+"""Of a parameter's largest gradient."""
+ABSOLUTE = 1e-5
+"""Of the model's: that of a bias which shifts all scores of a softmax alike is rounding alone."""
 
 
 def make_model(family: str, seed: int = 0, **overrides: object) -> Any:
@@ -33,3 +57,20 @@ def plain_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """[T - 1] of each token of a sequence [T] but the first, by the model's own `forward`."""
     logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+
+
+def gradients_of(network: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By parameter, of log-probabilities [R] with different weights; their graph is used up."""
+    network.zero_grad()
+    weights = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
+    (logprobs * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+
+
+def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Within RELATIVE or ABSOLUTE, the larger bound."""
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        bound = max(RELATIVE * float(gradient.abs().max()), ABSOLUTE * largest)
+        assert float((found[name] - gradient).abs().max()) <= bound, name

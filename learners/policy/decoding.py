@@ -438,12 +438,13 @@ def can_be_packed(model: PreTrainedModel) -> bool:
 
 def is_attention_only(model: PreTrainedModel) -> bool:
     """Whether nothing but attention connects tokens, as far as the model says."""
-    is_recurrent = getattr(model, "_is_stateful", False)
-    return (
-        can_be_packed(model)
-        and not is_recurrent
-        and _layer_types(model) <= _KEPT_APART_BY_ATTENTION
-    )
+    is_kept_apart = _layer_types(model) <= _KEPT_APART_BY_ATTENTION
+    return can_be_packed(model) and not carries_state(model) and is_kept_apart
+
+
+def carries_state(model: PreTrainedModel) -> bool:
+    """Whether layers carry a state from token to token: recurrent ones, and linear attention."""
+    return getattr(model, "_is_stateful", False) or "linear_attention" in _layer_types(model)
 
 
 def may_share_prompts(model: PreTrainedModel) -> bool:

@@ -7,12 +7,6 @@ allocates its own shards, and gets their content from the first one, a tensor at
 Invariant: parameters, buffers and the random state are those of a load by one rank, bit for bit.
 All ranks call it together; the others wait for the first one, until it ends.
 
-`compile_layers`: torch.compile of a decoder's layers, one by one, so that a model's depth costs
-nothing. Attention over packed trajectories stays as it is: its buckets differ with every
-micro-batch. What is compiled are the pieces around it (norms, projections, rotary positions, the
-MLP), for any number of tokens. Parameters keep their names, and activation checkpointing stays
-around the layers.
-
 `distribute`: a network over the ranks of a mesh, in the order that its parts need.
 
     matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers -> shards
@@ -33,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
@@ -44,6 +37,7 @@ from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
 from learners.policy import attention
 from learners.policy.decoding import sequence_block
+from learners.policy.fusion import fuse_layers
 from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
@@ -52,7 +46,6 @@ from learners.policy.router_replay import RouterRecords
 from learners.policy.sharding import (
     checkpoint_layers,
     is_sharded,
-    layers,
     require_gpu,
     shard,
     split_matrices,
@@ -62,29 +55,10 @@ from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.config.learner import LearnerSettings, LoraSettings, OffloadSettings
 from streamrl.errors import ConfigError
 from streamrl.model_folder import require_same_tokens
-from streamrl.placement.hosts import has_compiler
 from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
-
-_STEPS_TO_COMPILE_FOR = 300
-
-
-def compile_layers(network: Network) -> None:
-    """In place; the first passes of a run compile, which takes a minute or so."""
-    attend: Any = torch.compiler.disable(attention.attend)
-    AttentionInterface.register(attention.NAME, attend)
-    for layer in layers(network):
-        layer.compile(dynamic=True)
-
-
-def compiles(config: RunConfig, device: torch.device) -> bool:
-    """What `learner.compile` comes to on this device."""
-    if config.learner.compile != "auto":
-        return config.learner.compile
-    is_worth_it = device.type == "cuda" and config.run.max_steps >= _STEPS_TO_COMPILE_FOR
-    return is_worth_it and not config.algorithm.records_experts and has_compiler()
 
 
 def distribute(
@@ -158,8 +132,7 @@ def load_network(
 
 def _divide(network: Network, mesh: Mesh | None, config: RunConfig, **options: Any) -> None:
     attention.use_flash_attention(config.learner.flash_attention, network.device)
-    if compiles(config, network.device):
-        compile_layers(network)
+    fuse_layers(network, config)
     distribute(network, mesh, config.learner, **options)
 
 

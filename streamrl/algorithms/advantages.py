@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.moments import Moments, whiten
+from streamrl.algorithms.moments import whiten
 from streamrl.algorithms.sequences import Groups, Sequences
 from streamrl.config.algorithm.advantages import (
     ADVANTAGE_SETTINGS,
@@ -67,8 +67,6 @@ class AdvantageInput:
     anchors: Tensor | None = None
     """[R] int64, at a turn's last token what it answered: equal for turns before which the same
     tokens were observed; 0 elsewhere. gigpo needs them."""
-    reduce: Callable[[Moments], Moments] | None = None
-    """Merges this shard's moments with those of the others before whitening."""
 
     def __post_init__(self) -> None:
         num_tokens, num_sequences = self.sequences.num_tokens, len(self.sequences)
@@ -92,8 +90,8 @@ class AdvantageInput:
         return self.sequences.expand(per_sequence).to(self.token_rewards.dtype)
 
     def whiten(self, values: Tensor) -> Tensor:
-        moments = Moments.of(values)
-        return whiten(values, moments if self.reduce is None else self.reduce(moments))
+        """[R] with mean 0 and variance 1 over the batch."""
+        return whiten(values)
 
 
 class AdvantageConfig(GaeSettings, GpgAdvantageSettings, GdpoSettings, GigpoSettings, RaeSettings):

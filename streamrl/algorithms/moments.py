@@ -59,16 +59,13 @@ class Moments:
         return torch.where(mean_square > 0, self.mean.square() / mean_square, 0.0)
 
 
-def whiten(values: Tensor, moments: Moments | None = None, shift_mean: bool = True) -> Tensor:
+def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
     """Standardize [R] to variance 1, and to mean 0 if `shift_mean`; TRL's and verl's whitening.
-
-    Args:
-        moments: of the whole batch, where `values` is only a shard of it.
 
     Raises:
         ValueError: the batch has fewer than two tokens, so it has no variance.
     """
-    moments = Moments.of(values) if moments is None else moments
+    moments = Moments.of(values)
     if moments.count < 2:
         raise ValueError(f"whitening needs at least 2 tokens, the batch has {int(moments.count)}")
     centered = values.double() - moments.mean

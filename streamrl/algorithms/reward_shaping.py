@@ -239,12 +239,9 @@ def pf_ppo_chances(scores: Tensor, config: PfPpoSettings) -> Tensor:
     return chances + 1e-8
 
 
-def pf_ppo_resample(
-    scores: Tensor, config: PfPpoSettings, generator: torch.Generator | None = None
-) -> Tensor:
+def pf_ppo_resample(scores: Tensor, config: PfPpoSettings) -> Tensor:
     """[S] int64: which trajectories make up the resampled batch, with replacement."""
-    chances = pf_ppo_chances(scores, config)
-    return torch.multinomial(chances, len(scores), replacement=True, generator=generator)
+    return torch.multinomial(pf_ppo_chances(scores, config), len(scores), replacement=True)
 
 
 def _over(

@@ -252,6 +252,11 @@ def _of_passes(c: "RunConfig") -> Iterator[str]:
 
 def _of_learner(c: "RunConfig") -> Iterator[str]:
     learner, num_steps, optimizer = c.learner, c.run.max_steps, c.learner.optimizer
+    if learner.compile is True and learner.liger_layers is True:
+        yield (
+            "learner.compile fuses what learner.liger_layers has kernels for: set one of them to "
+            "auto or false"
+        )
     if learner.lora is not None and learner.mesh.tensor != 1:
         yield (
             f"learner.mesh.tensor: was {learner.mesh.tensor}, and the matrices of learner.lora are "

@@ -322,8 +322,11 @@ class LearnerSettings(Section):
     """Sum gradients over ranks after every micro-batch; false: once an update, which is less
     traffic for a whole float32 gradient a rank."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile layers by torch.compile, for faster passes after a slow first one. auto: on a GPU
-    with a compiler, in runs of 300 steps and more."""
+    """Compile layers by torch.compile, for faster passes after a slow first one; not of a model
+    with recurrent layers. auto: on a GPU with a compiler, in runs of 300 steps and more."""
+    liger_layers: bool | Literal["auto"] = "auto"
+    """Norms, rotary positions and MLPs by the kernels of liger-kernel, where layers are not
+    compiled. auto: on a GPU where it is installed, for families that it computes alike."""
     flash_attention: FlashAttentionVersion = "auto"
     """On a GPU. auto: 3 or 4 where its package is installed and made for the GPU, else 2,
     flash-attn's or torch's."""

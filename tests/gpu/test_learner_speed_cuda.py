@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from learners.policy.loading import compile_layers  # noqa: E402
+from learners.policy.fusion import compile_layers  # noqa: E402
 from learners.policy.policy import Policy  # noqa: E402
 from learners.trainer import Trainer  # noqa: E402
 from tests.training import make_batch, make_config, make_network  # noqa: E402

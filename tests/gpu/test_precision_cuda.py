@@ -1,4 +1,4 @@
-"""Half precision on a GPU: each variable-length kernel, the whole forward pass, Liger's entropy."""
+"""Half precision on a GPU: each variable-length kernel, the whole forward pass; Liger's kernels."""
 
 from importlib.util import find_spec
 
@@ -11,9 +11,16 @@ if not torch.cuda.is_available():
 from learners.batch.micro_batch import Packing  # noqa: E402
 from learners.policy import attention  # noqa: E402
 from learners.policy.attention import Scores, _bucketed  # noqa: E402
+from learners.policy.fusion import LIGER_FAMILIES, use_liger  # noqa: E402
 from learners.policy.network import Network  # noqa: E402
 from learners.policy.sharding import compute_in  # noqa: E402
 from streamrl.algorithms.logprobs import token_logprobs  # noqa: E402
+from tests.model_families import (  # noqa: E402
+    FAMILIES,
+    assert_alike,
+    gradients_of,
+    make_model,
+)
 from tests.tiny_model import make_llama  # noqa: E402
 from tests.training import make_batch  # noqa: E402
 
@@ -73,3 +80,15 @@ def test_liger_gives_logprobs_and_the_measured_entropy() -> None:
         rtol=1e-3,
         atol=1e-4,
     )
+
+
+@pytest.mark.skipif(not find_spec("liger_kernel"), reason="needs liger-kernel")
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if FAMILIES[f]["model_type"] in LIGER_FAMILIES]
+)
+def test_layers_with_the_kernels_of_liger_have_the_gradients_of_plain_ones(family: str) -> None:
+    network = Network(make_model(family).to(CUDA), temperature=1.0)
+    (micro_batch,) = make_batch().pack(10_000, CUDA)
+    plain = gradients_of(network, network(micro_batch).logprobs)
+    use_liger(network)
+    assert_alike(gradients_of(network, network(micro_batch).logprobs), plain)

@@ -1,22 +1,37 @@
 """Compiled layers compute what plain ones do, for micro-batches of other lengths as well."""
 
 import shutil
+from functools import partialmethod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from learners.parallel.mesh import make_mesh
-from learners.policy import loading
 from learners.policy.decoding import sequence_block
-from learners.policy.loading import compile_layers, load_network
+from learners.policy.fusion import compile_layers
+from learners.policy.loading import load_network
 from learners.policy.network import Network
+from learners.policy.packing_check import choose_packing
 from streamrl.config.learner import MeshSettings
+from tests.model_families import (
+    FAMILIES,
+    STATEFUL,
+    WINDOW,
+    assert_alike,
+    gradients_of,
+    make_model,
+)
 from tests.ranks import run_ranks
 from tests.tiny_model import save_llama
-from tests.training import make_batch, make_config, make_network
+from tests.training import make_batch, make_config, make_micro_batch, make_network
 
+FIRST = (3, 4, 3 * WINDOW, 2 * WINDOW + 3, 5, WINDOW + 1, 2)
+SECOND = (4, 3, 3 * WINDOW + 1, 2 * WINDOW + 5, 6, WINDOW + 3, 2)
+"""Tokens of trajectories: unpacked, within a window and beyond it, alone in a call and in twos."""
+DIFFERENTIATED = ("GPT-2", "Qwen3-MoE")
+"""Families whose backward passes are compiled, too, which takes three times as long."""
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
@@ -40,6 +55,30 @@ def test_compiled_layers_have_the_gradients_and_the_names_of_plain_ones():
             assert torch.allclose(found[name], gradient, atol=1e-5 * scale), name
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in STATEFUL])
+def test_a_family_keeps_its_gradients_and_is_compiled_once(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Up to the graph that a compiler would be given: other numbers of tokens make no new one."""
+    network = Network(make_model(family), temperature=1.0)
+    choose_packing(network)
+    micro_batches = [make_micro_batch(lengths) for lengths in (FIRST, SECOND)]
+    plain = [gradients_of(network, network(m).logprobs) for m in micro_batches]
+    backend = "aot_eager" if family in DIFFERENTIATED else "eager"
+    compiled_by = partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled_by)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(network)
+    num_graphs = []
+    for micro_batch, expected in zip(micro_batches, plain, strict=True):
+        assert_alike(gradients_of(network, network(micro_batch).logprobs), expected)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs[0] > 0
+    assert num_graphs[1] == num_graphs[0]
+
+
 @NEEDS_COMPILER
 def test_the_setting_compiles_every_layer_of_the_model_that_is_loaded(tmp_path: Path):
     sections = {"model": {"path": str(save_llama(tmp_path, num_hidden_layers=1))}}
@@ -49,28 +88,6 @@ def test_the_setting_compiles_every_layer_of_the_model_that_is_loaded(tmp_path: 
         layers = network.model.model.layers
         assert [layer._compiled_call_impl is not None for layer in layers] == [is_compiled]
     assert torch.allclose(logprobs(compiled), logprobs(plain), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_compiled"),
-    [
-        ({}, True),
-        ({"run": {"max_steps": 299}}, False),
-        ({"algorithm": {"router_replay": "record"}}, False),
-        ({"learner": {"compile": False}}, False),
-        ({"run": {"max_steps": 1}, "learner": {"compile": True}}, True),
-    ],
-)
-def test_by_default_long_runs_on_a_gpu_are_compiled(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, dict[str, Any]], is_compiled: bool
-):
-    monkeypatch.setattr(loading, "has_compiler", lambda: True)
-    config = make_config(**{"run": {"max_steps": 300}, **settings})
-    assert loading.compiles(config, torch.device("cuda")) == is_compiled
-    on_cpu = config.learner.compile is True
-    assert loading.compiles(config, torch.device("cpu")) == on_cpu
-    monkeypatch.setattr(loading, "has_compiler", lambda: False)
-    assert loading.compiles(config, torch.device("cuda")) == on_cpu
 
 
 def logprobs_of_shared_tokens() -> torch.Tensor:

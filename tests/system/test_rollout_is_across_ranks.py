@@ -9,14 +9,13 @@ import torch.multiprocessing as mp
 
 from streamrl.algorithms.rollout_is import (
     RolloutISConfig,
-    RolloutISStatistics,
     rollout_is_weights,
 )
 from streamrl.algorithms.sequences import Sequences
 
 LENGTHS = (5, 0, 3, 9, 1)
 FIRST_ROWS = 3
-CONFIG = RolloutISConfig(mode="clip", batch_normalize=True, veto_threshold=0.2)
+CONFIG = RolloutISConfig(mode="clip", veto_threshold=0.2)
 
 
 def test_ranks_agree_on_the_metrics_of_the_whole_batch(tmp_path: Path) -> None:
@@ -24,11 +23,10 @@ def test_ranks_agree_on_the_metrics_of_the_whole_batch(tmp_path: Path) -> None:
     train, behavior = _logprobs()
     whole = rollout_is_weights(train, behavior, Sequences.from_lengths(LENGTHS), CONFIG)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    assert ranks[0]["metrics"] == ranks[1]["metrics"]
-    torch.testing.assert_close(torch.cat([rank["weights"] for rank in ranks]), whole.weights)
+    assert ranks[0] == ranks[1]
     for name, value in whole.metrics.items():
         tolerance = 1e-2 if name.split("_p")[-1].isdigit() else 1e-6
-        assert math.isclose(ranks[0]["metrics"][name], value, rel_tol=tolerance), name
+        assert math.isclose(ranks[0][name], value, rel_tol=tolerance), name
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -39,14 +37,10 @@ def _rank(rank: int, folder: str) -> None:
     split = sum(LENGTHS[:FIRST_ROWS])
     tokens = slice(0, split) if rank == 0 else slice(split, None)
     train, behavior = _logprobs()
-    result = rollout_is_weights(
-        train[tokens],
-        behavior[tokens],
-        Sequences.from_lengths(LENGTHS[rows]),
-        CONFIG,
-        reduce=RolloutISStatistics.merge_ranks,
-    )
-    torch.save({"metrics": result.metrics, "weights": result.weights}, f"{folder}/{rank}.pt")
+    sequences = Sequences.from_lengths(LENGTHS[rows])
+    mine = rollout_is_weights(train[tokens], behavior[tokens], sequences, CONFIG).statistics
+    assert mine is not None
+    torch.save(mine.merge_ranks().metrics(CONFIG), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -11,7 +11,6 @@ and which extreme is kept, is what the catalogue (`streamrl.metrics`) says of it
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +70,6 @@ _OF_APPLIED = frozenset(name for name in _OF_WEIGHTS if "/rollout_is_applied_" i
 
 _BINS_PER_NAT = 100
 _NUM_BINS = int(2 * SAFETY_BOUND) * _BINS_PER_NAT + 1
-
-Reduce = Callable[["RolloutISStatistics"], "RolloutISStatistics"]
 
 
 @dataclass(frozen=True, eq=False)

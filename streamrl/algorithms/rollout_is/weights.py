@@ -27,7 +27,6 @@ from streamrl.algorithms.rollout_is.rejection import reject, veto
 from streamrl.algorithms.rollout_is.split import split
 from streamrl.algorithms.rollout_is.statistics import (
     SAFETY_BOUND,
-    Reduce,
     RolloutISStatistics,
     WeightLevel,
     clip_sums,
@@ -274,7 +273,6 @@ def rollout_is_weights(
     sequences: Sequences,
     config: RolloutISSettings,
     staleness: Tensor | None = None,
-    reduce: Reduce | None = None,
     advantages: Tensor | None = None,
     rescored_logprobs: Tensor | None = None,
 ) -> RolloutIS:
@@ -284,9 +282,6 @@ def rollout_is_weights(
         train_logprobs: [R] nats, under the policy that the loss is anchored to.
         behavior_logprobs: [R] nats, under the distribution actually sampled from.
         staleness: [R] versions between sampling and training; adds metrics per bucket.
-        reduce: merges this shard's statistics with those of the others, for instance
-            `RolloutISStatistics.merge_ranks`; metrics and batch normalization are then those of
-            the whole batch.
         advantages: [R], 0 for tokens that are not trained; `second_moment` needs them, and a whole
             batch.
         rescored_logprobs: [R] nats, NaN where they are not known; see `split`.
@@ -321,13 +316,13 @@ def rollout_is_weights(
             for rows, tokens in on_device.chunks(chunk)
         ]
         if config.second_moment is None:
-            return _assemble(shards, config, reduce)
-        if advantages is None or reduce is not None:
-            raise ValueError("second_moment: needs the advantages, and all tokens of the batch")
+            return _assemble(shards, config)
+        if advantages is None:
+            raise ValueError("second_moment: needs the advantages")
         log_ratio = train_logprobs.double() - behavior_logprobs
         counted = torch.cat([_counted(shard, config) for shard in shards])
         bounded = bound_second_moment(log_ratio, advantages, counted, config.second_moment)
-        return _assemble(shards, config, reduce, bounded)
+        return _assemble(shards, config, bounded)
 
 
 def _counted(shard: Shard, config: RolloutISSettings) -> Tensor:
@@ -338,17 +333,12 @@ def _counted(shard: Shard, config: RolloutISSettings) -> Tensor:
 def _assemble(
     shards: list[Shard],
     config: RolloutISSettings,
-    reduce: Reduce | None,
     bounded: SecondMoment | None = None,
 ) -> RolloutIS:
     statistics = shards[0].statistics
     for shard in shards[1:]:
         statistics = statistics.merge(shard.statistics)
-    if reduce is None:
-        metrics = statistics.metrics(config, _exact_percentiles(shards))
-    else:
-        statistics = reduce(statistics)
-        metrics = statistics.metrics(config)
+    metrics = statistics.metrics(config, _exact_percentiles(shards))
     keep = torch.cat([shard.keep for shard in shards])
     if bounded is not None:
         keep, metrics = keep & bounded.keep, metrics | bounded.metrics

@@ -259,6 +259,7 @@ def check_extras(config: RunConfig) -> Iterator[Finding]:
         "s3fs": ("weights.store: s3://", (config.weights.store or "").startswith("s3:")),
         "gcsfs": ("weights.store: gs://", (config.weights.store or "").startswith("gs:")),
         "peft": ("learner.lora:", config.learner.lora is not None),
+        "liger_kernel": ("learner.liger_layers:", config.learner.liger_layers is True),
         "tensorboard": ("tracking.tensorboard:", tracking.tensorboard),
         "trackio": ("tracking.trackio:", tracking.trackio),
         "wandb": ("tracking.wandb:", tracking.wandb != "off"),

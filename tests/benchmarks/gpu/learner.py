@@ -94,6 +94,7 @@ CASES = (
     Case("plain", None),
     Case("default"),
     Case("compile", {"compile": True}, needs_gpu=True),
+    Case("liger", {"liger_layers": True}, needs_gpu=True),
     Case("recompute", {"gradient_checkpointing": True}),
     Case(
         "offload",

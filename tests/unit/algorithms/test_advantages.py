@@ -11,7 +11,6 @@ from streamrl.algorithms.advantages import (
     discounted_sum,
     estimate_advantages,
 )
-from streamrl.algorithms.moments import Moments
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from tests.unit.algorithms.strategies import for_any
@@ -62,28 +61,6 @@ def test_advantages_have_the_type_of_the_rewards_and_no_gradient(name: str) -> N
     advantages = estimate_advantages(name, batch, AdvantageConfig(rewards=REWARDS))
     assert advantages.dtype == torch.float32
     assert not advantages.requires_grad
-
-
-@pytest.mark.parametrize("name", WHITENED)
-def test_whitening_uses_the_moments_of_all_shards(name: str) -> None:
-    """Groups are whole on a shard; only mean and variance are shared."""
-    batch, config = _batch(), AdvantageConfig(gamma=0.9, rewards=REWARDS)
-    whole = ADVANTAGES[name](batch, config)
-    seen: list[Moments] = []
-
-    def note(moments: Moments) -> Moments:
-        seen.append(moments)
-        return moments
-
-    halves = [_part(batch, slice(0, 2), note), _part(batch, slice(2, 5), note)]
-    for half in halves:
-        ADVANTAGES[name](half, config)
-    merged = seen[0].merge(seen[1])
-    parts = [
-        ADVANTAGES[name](_part(batch, rows, lambda _: merged), config)
-        for rows in (slice(0, 2), slice(2, 5))
-    ]
-    torch.testing.assert_close(torch.cat(parts), whole)
 
 
 def test_gae_with_perfect_values_has_no_advantage() -> None:
@@ -175,18 +152,4 @@ def _turned(batch: AdvantageInput) -> AdvantageInput:
         turn(batch.behavior_logprobs),
         components=batch.components.flip(0),
         anchors=turn(batch.anchors),
-    )
-
-
-def _part(batch: AdvantageInput, rows: slice, reduce: object) -> AdvantageInput:
-    ends = [0, *batch.sequences.lengths.cumsum(0).tolist()]
-    tokens = slice(ends[rows.start], ends[rows.stop])
-    assert batch.values is not None
-    return AdvantageInput(
-        batch.token_rewards[tokens],
-        batch.groups[rows],
-        batch.sequences[rows],
-        batch.values[tokens],
-        components=None if batch.components is None else batch.components[rows],
-        reduce=reduce,
     )

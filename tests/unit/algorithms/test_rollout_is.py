@@ -236,20 +236,6 @@ def test_batch_normalization_makes_the_mean_weight_one() -> None:
         assert "mismatch/rollout_is_batch_norm_factor" in result.metrics
 
 
-def test_reduce_gives_every_shard_the_metrics_and_the_norm_of_the_batch() -> None:
-    train, behavior, sequences = _example()
-    config = RolloutISConfig(batch_normalize=True)
-    whole = rollout_is_weights(train, behavior, sequences, config)
-    assert whole.statistics is not None
-    shard = rollout_is_weights(
-        train[:4], behavior[:4], sequences[:1], config, reduce=lambda _: whole.statistics
-    )
-    assert whole.weights is not None
-    assert shard.weights is not None
-    torch.testing.assert_close(shard.weights, whole.weights[:4])
-    _assert_same_metrics(shard.metrics, whole.metrics)
-
-
 def test_rejection_changes_keep_and_not_the_weights() -> None:
     train = torch.tensor([0.0, 1.0, -1.0, 0.1])
     behavior, sequences = torch.zeros(4), Sequences.from_lengths([2, 2])

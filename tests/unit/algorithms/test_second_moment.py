@@ -8,11 +8,10 @@ from torch import Tensor
 from streamrl.algorithms.rollout_is import (
     ROLLOUT_IS_PRESETS,
     SEQUENCE_ESS,
-    RolloutIS,
     RolloutISConfig,
+    RolloutISStatistics,
     rollout_is_weights,
 )
-from streamrl.algorithms.rollout_is.statistics import Reduce
 from streamrl.algorithms.rollout_is.weights import bound_second_moment
 from streamrl.algorithms.sequences import Sequences
 from tests.unit.algorithms.strategies import for_any
@@ -106,17 +105,10 @@ def test_a_veto_that_is_switched_off_leaves_its_sequences_to_the_mean() -> None:
     assert result.accepted.tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize("given", ["no advantages", "a shard"])
-def test_half_of_what_it_needs_is_refused(given: str) -> None:
+def test_without_advantages_it_is_refused() -> None:
     train, sequences = torch.zeros(2), Sequences.from_lengths([2])
-    config = ROLLOUT_IS_PRESETS["m2po"]
-    arguments = (
-        {}
-        if given == "no advantages"
-        else {"advantages": train, "reduce": lambda statistics: statistics}
-    )
-    with pytest.raises(ValueError, match="needs the advantages, and all tokens"):
-        rollout_is_weights(train, train, sequences, config, **arguments)
+    with pytest.raises(ValueError, match="second_moment: needs the advantages"):
+        rollout_is_weights(train, train, sequences, ROLLOUT_IS_PRESETS["m2po"])
 
 
 @pytest.mark.parametrize("name", ["token_is", "vcpo", "geometric_clip", "metrics_only"])
@@ -129,14 +121,14 @@ def test_the_effective_sample_size_of_sequences_is_that_of_their_unbounded_ratio
     ratios = [float(part.sum().exp()) for part in train.split(lengths) if len(part)]
     expected = sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios)
 
-    def measured(rows: slice, tokens: slice, merge: Reduce | None = None) -> RolloutIS:
+    def measured(rows: slice, tokens: slice) -> RolloutISStatistics:
         sequences = Sequences.from_lengths(lengths[rows])
         zeros = torch.zeros_like(train[tokens])
-        return rollout_is_weights(train[tokens], zeros, sequences, config, reduce=merge)
+        statistics = rollout_is_weights(train[tokens], zeros, sequences, config).statistics
+        assert statistics is not None
+        return statistics
 
-    rest = measured(slice(3, 5), slice(4, 10)).statistics
-    assert rest is not None
     whole = measured(slice(0, 5), slice(0, 10))
-    part = measured(slice(0, 3), slice(0, 4), lambda statistics: statistics.merge(rest))
-    for result in (whole, part):
-        assert result.metrics[SEQUENCE_ESS] == pytest.approx(expected)
+    merged = measured(slice(0, 3), slice(0, 4)).merge(measured(slice(3, 5), slice(4, 10)))
+    for statistics in (whole, merged):
+        assert statistics.metrics(config)[SEQUENCE_ESS] == pytest.approx(expected)

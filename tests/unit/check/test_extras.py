@@ -26,6 +26,7 @@ NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "wandb": ("tracking.wandb=offline",),
     "trackio": ("tracking.trackio=true",),
     "tensorboard": ("tracking.tensorboard=true",),
+    "liger": ("learner.liger_layers=true",),
     "lora": ("learner.lora={}",),
     "gateway": ("generator.environment=agent", "data.chat_template=any.jinja"),
     "gym": ("generator.environment=frozen_lake",),
@@ -44,7 +45,6 @@ NEEDED_BY: Mapping[str, tuple[str, ...]] = {
 """Settings of a run that need the packages of an extra."""
 NOT_OF_A_RUN = {
     "flash": "nothing needs it",
-    "liger": "nothing needs it",
     "gguf": "`streamrl get-model`, see test_without_its_packages_a_model_file_is_not_read",
     "ray": "`streamrl launch --ray`, see tests/unit/launchers/test_ray_bundles.py",
     "notebook": "`streamrl.train`, which refuses before it starts anything",

@@ -1,13 +1,23 @@
-"""Log-probabilities of every family are those of transformers, packed or not."""
+"""Log-probabilities and gradients of every family are those of transformers, packed or not."""
 
 import pytest
 import torch
 
 from learners.batch.micro_batch import MicroBatch
+from learners.policy.decoding import carries_state
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
+from streamrl.algorithms import logprobs as blocks
 from tests.documents import ROOT
-from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
+from tests.model_families import (
+    FAMILIES,
+    STATEFUL,
+    WINDOW,
+    assert_alike,
+    gradients_of,
+    make_model,
+    plain_logprobs,
+)
 from tests.model_gaps import documented_name
 from tests.training import make_micro_batch
 
@@ -58,15 +68,23 @@ def plain(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_those_of_transformers(family: str) -> None:
+def test_log_probabilities_and_gradients_are_those_of_transformers(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the vocabulary in several blocks, whose logits the backward pass computes again."""
+    monkeypatch.setattr(blocks, "MIN_BLOCK", 24)
+    monkeypatch.setattr(blocks, "CPU_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "KEPT_ELEMENTS", 0)
     network, micro_batch = make_network(family), make_micro_batch(LENGTHS)
-    with torch.no_grad():
-        expected = plain(network, micro_batch)
-        choose_packing(network)
-        logprobs = network(micro_batch).logprobs
+    expected = plain(network, micro_batch)
+    expected_gradients = gradients_of(network, expected)
+    choose_packing(network)
+    logprobs = network(micro_batch).logprobs
     assert network.is_packed == (family not in UNPACKED)
+    assert carries_state(network.model) == (family in STATEFUL)
     assert expected.std() > 1, "the model predicts something"
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+    assert_alike(gradients_of(network, logprobs), expected_gradients)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,139 @@
+"""Fewer passes over memory in a decoder's layers: compiled, or with the kernels of liger-kernel.
+
+`compile_layers`: torch.compile of a decoder's layers, one by one, so that a model's depth costs
+nothing. Attention over packed trajectories stays as it is: its buckets differ with every
+micro-batch. What is compiled are the pieces around it (norms, projections, rotary positions, the
+MLP), for any number of tokens. Parameters keep their names, and activation checkpointing stays
+around the layers. A model that carries a state from token to token stays plain: the loops of its
+code would be compiled anew for each length.
+
+`use_liger`: the same norms, rotary positions and MLPs by kernels that are written, for runs too
+short to compile. What a model of the same family looks up on another device stays transformers'
+own.
+
+Invariant: log-probabilities and gradients are those of the plain layers, but for rounding.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from inspect import isfunction
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from learners.policy import attention
+from learners.policy.decoding import carries_state
+from learners.policy.network import Network
+from learners.policy.sharding import layers
+from streamrl.algorithms.logprobs import has_liger
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.placement.hosts import has_compiler
+
+_STEPS_TO_COMPILE_FOR = 300
+
+LIGER_FAMILIES = frozenset(
+    {
+        *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense"),
+        *("llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"),
+    }
+)
+"""By `model_type`, those whose gradients with Liger's kernels are known to be the plain ones."""
+
+
+def fuse_layers(network: Network, config: RunConfig) -> None:
+    """In place, as `learner.compile` and `learner.liger_layers` say; before it is distributed.
+
+    Raises:
+        ConfigError: one of them is true, and this network cannot have it.
+    """
+    if compiles(network, config):
+        compile_layers(network)
+    elif uses_liger(network, config):
+        use_liger(network)
+
+
+def compiles(network: Network, config: RunConfig) -> bool:
+    """What `learner.compile` comes to for this network.
+
+    Raises:
+        ConfigError: it is true, and cannot be.
+    """
+    wanted = config.learner.compile
+    if wanted is False:
+        return False
+    if carries_state(network.model):
+        if wanted is True:
+            raise ConfigError(
+                f"learner.compile: was true, and layers of {network.model.config.model_type} carry "
+                "a state from token to token, in loops that would be compiled anew for each "
+                "length; auto compiles what can be"
+            )
+        return False
+    if wanted is True:
+        return True
+    is_worth_it = network.device.type == "cuda" and config.run.max_steps >= _STEPS_TO_COMPILE_FOR
+    is_free = not config.algorithm.records_experts and config.learner.liger_layers is not True
+    return is_worth_it and is_free and has_compiler()
+
+
+def compile_layers(network: Network) -> None:
+    """In place; the first passes of a run compile, which takes a minute or so."""
+    attend: Any = torch.compiler.disable(attention.attend)
+    AttentionInterface.register(attention.NAME, attend)
+    for layer in layers(network):
+        layer.compile(dynamic=True)
+
+
+def uses_liger(network: Network, config: RunConfig) -> bool:
+    """What `learner.liger_layers` comes to for this network, if it is not compiled.
+
+    Raises:
+        ConfigError: it is true, and cannot be; or the installed version is a wrong one.
+    """
+    wanted = config.learner.liger_layers
+    reason = None if wanted is False else _without_liger(network, config)
+    if wanted is True and reason is not None:
+        raise ConfigError(
+            f"learner.liger_layers: was true, and {reason}; auto takes what can be used"
+        )
+    return wanted is not False and reason is None
+
+
+def _without_liger(network: Network, config: RunConfig) -> str | None:
+    """Why this network's layers stay plain; None if they need not."""
+    family = network.model.config.model_type
+    if network.device.type != "cuda":
+        return f"learner.device is {network.device}, not a GPU"
+    if not has_liger():
+        return "liger-kernel is not installed: pip install 'streamrl[liger]'"
+    if family not in LIGER_FAMILIES:
+        return f"its kernels are not known to compute {family} as transformers does"
+    if (size := config.learner.mesh.tensor) != 1:
+        return f"learner.mesh.tensor is {size}: its kernels take whole matrices"
+    return None
+
+
+def use_liger(network: Network) -> None:
+    """In place. The family's classes stay plain, for models that are made later; what its code
+    looks up by name, rotary positions, is fused on a GPU alone."""
+    modeling = vars(sys.modules[type(network.model).__module__])
+    plain = dict(modeling)
+    liger = import_module("liger_kernel.transformers.monkey_patch")
+    liger._apply_liger_kernel_to_instance(
+        network.model, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+    for name, own in plain.items():
+        if (fused := modeling[name]) is not own:
+            modeling[name] = _on_a_gpu(fused, own) if isfunction(own) else own
+
+
+def _on_a_gpu(fused: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def chosen(query: torch.Tensor, *inputs: Any, **options: Any) -> Any:
+        return (fused if query.is_cuda else plain)(query, *inputs, **options)
+
+    return chosen
