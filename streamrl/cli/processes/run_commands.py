@@ -135,9 +135,8 @@ def launching(
         checkpoint = require_steps_to_launch(config, resume=resume, new=new)
         if checkpoint is not None and checkpoint.policy_version == config.run.max_steps:
             console.print(
-                f"run.max_steps: {checkpoint.path} is of the last step, {config.run.max_steps}, and "
-                "none is left to train; --resume --set run.max_steps=N goes on to step N, --new "
-                "starts anew",
+                f"run.max_steps: {checkpoint.path} is of the last step, and none is left to train; "
+                "--resume --set run.max_steps=N goes on to step N, --new starts anew",
                 soft_wrap=True,
                 highlight=False,
             )
