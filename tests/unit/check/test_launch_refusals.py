@@ -117,7 +117,13 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"generator\.agent\.token_variable: there is no NO_SUCH_TOKEN",
     ),
 ]
+CHATS = ("model.path=chats", "data.source=rows.jsonl", "data.max_prompt_length=40")
+
 WARNED: Sequence[tuple[Sequence[str], str]] = [
+    (
+        ["generator.environment=sokoban", "data.reward=environment", *CHATS],
+        r"generator\.max_model_len: is not set, and leaves 56 tokens, .* episode of sokoban ends",
+    ),
     (
         ["tracking.prometheus={enabled: true, host: 192.0.2.1}"],
         r"tracking\.prometheus\.host: .*192\.0\.2\.1.* is not this machine's",
@@ -182,8 +188,7 @@ def test_transformers_is_imported_only_for_prompts_that_a_template_may_make_too_
     """Here it makes 20 tokens of 3."""
     loads: list[RunConfig] = []
     monkeypatch.setattr("streamrl.cli.check.data._renderer", loads.append)
-    chosen = ("model.path=chats", "data.source=rows.jsonl")
-    assert not report(models, *chosen, f"data.max_prompt_length={longest}").problems
+    assert not report(models, *CHATS, f"data.max_prompt_length={longest}").problems
     assert bool(loads) is is_loaded
 
 
