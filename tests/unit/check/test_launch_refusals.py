@@ -121,8 +121,8 @@ CHATS = ("model.path=chats", "data.source=rows.jsonl", "data.max_prompt_length=4
 
 WARNED: Sequence[tuple[Sequence[str], str]] = [
     (
-        ["generator.environment=sokoban", "data.reward=environment", *CHATS],
-        r"generator\.max_model_len: is not set, and leaves 56 tokens, .* episode of sokoban ends",
+        ["generator.environment=frozen_lake", "data.reward=environment", *CHATS],
+        r"generator\.max_model_len: is not set, and leaves 56 tokens, .* of frozen_lake ends",
     ),
     (
         ["tracking.prometheus={enabled: true, host: 192.0.2.1}"],
