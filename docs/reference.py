@@ -6,8 +6,13 @@ section whose record another setting chooses, such as `loss_config`, stands what
 A section that says nothing of itself where it is a field has no row there, but its heading.
 """
 
+import ast
+import inspect
+import itertools
+import textwrap
 import types
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -95,7 +100,7 @@ def _choices(model: type[BaseModel]) -> str:
     for record, chosen in names.items():
         for name, field in record.model_fields.items():
             if name not in model.model_fields:
-                rows.setdefault(_row(name, field), []).extend(chosen)
+                rows.setdefault(_row(record, name, field), []).extend(chosen)
     said = "".join(f"- {_summary(record).strip()}\n" for record in names)
     table = "".join(f"| {', '.join(chosen)} {row}" for row, chosen in rows.items())
     return f"{said}\n| of {_TITLES}|---{_RULE}{table}"
@@ -104,9 +109,9 @@ def _choices(model: type[BaseModel]) -> str:
 def _section(model: type[BaseModel], path: str, fields: Mapping[str, FieldInfo]) -> str:
     summary = _summary(model)
     rows = "".join(
-        _row(name, field)
+        _row(model, name, field)
         for name, field in fields.items()
-        if field.description or not list(_models(field.annotation))
+        if name in _meanings(model) or not list(_models(field.annotation))
     )
     return "\n\n".join([_heading(path), *([summary] if summary else []), _TITLES + _RULE + rows])
 
@@ -125,8 +130,29 @@ def _anchor(path: str) -> str:
     return path.replace(".", "").replace("[]", "")
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    return f"| `{name}` | {_default(field)}{_values(field)} | {_cell(field.description or '')} |\n"
+def _row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
+    meaning = _cell(_meanings(model).get(name, ""))
+    return f"| `{name}` | {_default(field)}{_values(field)} | {meaning} |\n"
+
+
+@cache
+def _meanings(model: type[BaseModel]) -> Mapping[str, str]:
+    """What stands below the fields, by name. Pydantic would read it at the import of the models,
+    which takes as long as all the rest of that."""
+    inherited = [base for base in reversed(model.__bases__) if issubclass(base, BaseModel)]
+    found = {name: text for base in inherited for name, text in _meanings(base).items()}
+    if model is BaseModel:
+        return found
+    (section,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(section, ast.ClassDef)
+    for field, below in itertools.pairwise(section.body):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = inspect.cleandoc(text)
+    return found
 
 
 def _values(field: FieldInfo) -> str:

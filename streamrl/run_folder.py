@@ -27,7 +27,7 @@ from msgspec import Struct
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.addresses import bound_socket, host_of, port_of, url_host
 from streamrl.config.environments import SourceRows, first_difference, rows_of
-from streamrl.config.loading.explain import RESOLVED_FILE, similar_run
+from streamrl.config.loading.explain import RESOLVED_FILE, other_runs
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.types import Books, BufferStats, LearnerStatus
@@ -307,7 +307,7 @@ def config_of(folder: Path) -> RunConfig:
     """
     path = folder / RESOLVED_FILE
     if not path.is_file():
-        raise ConfigError(f"{_no_run(folder)}{similar_run(folder)}")
+        raise ConfigError(f"{_no_run(folder)}{other_runs(folder)}")
     config = load_config(path, environment={}).config
     named = folder if folder.name else folder.resolve()
     return config.with_values(run={"folder": named.parent, "name": named.name})
@@ -341,7 +341,7 @@ def require_run(config: RunConfig) -> None:
     """
     folder = config.run.path
     if not (folder / RESOLVED_FILE).is_file():
-        raise ConfigError(f"run.name: {_no_run(folder)}{similar_run(folder)}")
+        raise ConfigError(f"run.name: {_no_run(folder)}{other_runs(folder)}")
 
 
 def _holds_a_run(folder: Path) -> bool:

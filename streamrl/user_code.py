@@ -115,7 +115,7 @@ def check_kwargs(
     Raises:
         ConfigError: an argument is unknown, or one that has no default is missing.
     """
-    parameters = list(inspect.signature(function).parameters.values())[num_given:]
+    parameters = _parameters(function)[num_given:]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     allowed = [p.name for p in named]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -126,6 +126,16 @@ def check_kwargs(
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in kwargs:
             raise ConfigError(f"{field}: {name} needs {parameter.name!r}")
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Of a class that has only what it gets of `object` there are none; `inspect` would touch every
+    module to say so, whose memory a forked generator shares with others."""
+    if type(function) is type:
+        own = {name for base in function.__mro__[:-1] for name in vars(base)}
+        if own.isdisjoint(("__init__", "__new__")):
+            return ()
+    return tuple(inspect.signature(function).parameters.values())
 
 
 @contextmanager

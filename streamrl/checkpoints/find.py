@@ -203,8 +203,8 @@ def require_steps_left(checkpoint: Checkpoint, max_steps: int) -> None:
         )
 
 
-def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> None:
-    """Of the checkpoint that a launch with these flags goes on from, if any.
+def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Checkpoint | None:
+    """The checkpoint that a launch with these flags goes on from, if any.
 
     Raises:
         ConfigError: see `require_steps_left`, `newest` and `read_checkpoint`.
@@ -218,6 +218,7 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> No
             checkpoint = None
     if checkpoint is not None:
         require_steps_left(checkpoint, config.run.max_steps)
+    return checkpoint
 
 
 def require_new_run(config: RunConfig, learner_term: int, version: int) -> None:

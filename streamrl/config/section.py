@@ -23,7 +23,6 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         validate_default=True,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
     )

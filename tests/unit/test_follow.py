@@ -277,6 +277,11 @@ def test_held_out_rewards_are_in_the_status_and_so_is_what_is_being_validated(tm
     assert record(capsys, config.run.path)["held_out"] == curve
     summary = dict(summary_rows([{"step": 6}], config.run.path, validation_text(config)))
     assert summary["held-out reward"] == held_out
+    tracker = JsonlTracker(config.run.path / VALIDATION_FILE, first_step=6)
+    tracker.log({"validation/mean@1": 0.5, "validation/num_prompts": 20.0}, 6)
+    tracker.close()
+    # As good as the best before it.
+    assert validation_text(config) == "0.107 -> 0.500 (greedy, 20 prompts; versions 0 and 6)"
 
 
 def test_what_is_to_come_is_the_next_checkpoint_and_the_end(tmp_path, capsys):

@@ -14,11 +14,13 @@ from rich.console import Console
 
 from streamrl.cli.buffer import target as module
 from streamrl.cli.main import main
+from streamrl.cli.processes.run_commands import launching
 from streamrl.cli.report import reported
 from streamrl.config import RunConfig, to_yaml
 from streamrl.errors import Interrupted, RolloutError
 from streamrl.run_folder import Launch, note_launch, prepare
-from streamrl.types import BufferStats, LearnerActivity
+from streamrl.types import Books, BufferStats, LearnerActivity
+from tests.checkpoints import write_checkpoint
 from tests.unit.test_diagnosis import buffer
 from tests.unit.test_displays import AHEAD_S, make_run
 
@@ -315,6 +317,20 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest_and_makes_no_folder
     assert set(tmp_path.rglob("*")) == files
 
 
+@pytest.mark.parametrize("command", READ[:4])
+def test_a_run_that_is_like_none_is_refused_with_what_there_is(
+    tmp_path, capsys, monkeypatch, command
+):
+    monkeypatch.chdir(tmp_path)
+    assert call(command, "runs/nothing") == 2
+    assert "; `streamrl launch CONFIG` starts a run" in capsys.readouterr().err
+    for time_s, name in enumerate(("older", "newer")):
+        make_run(Path("runs")).run.path.rename(Path("runs", name))
+        os.utime(Path("runs", name, "config.yaml"), (time_s, time_s))
+    assert call(command, "runs/thing") == 2
+    assert "; the newest runs are runs/newer, runs/older\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", READ)
 @pytest.mark.parametrize("kind", ["empty folder", "file"])
 def test_what_is_no_run_is_one_sentence(tmp_path, capsys, command, kind):
@@ -325,6 +341,21 @@ def test_what_is_no_run_is_one_sentence(tmp_path, capsys, command, kind):
     assert "Traceback" not in error
     assert len(error.splitlines()) == 1
     assert str(path) in error
+
+
+@pytest.mark.parametrize(("max_steps", "is_said"), [(6, True), (7, False)])
+def test_a_launch_of_a_run_that_has_made_its_last_step_says_how_to_make_more(
+    tmp_path, capsys, max_steps, is_said
+):
+    config = make_run(tmp_path)
+    config = config.model_copy(
+        update={"run": config.run.model_copy(update={"max_steps": max_steps})}
+    )
+    write_checkpoint(config.run.path, 6, Books())
+    arguments = argparse.Namespace(resume=True, new=False, ray=None, slurm=False)
+    with launching(config, arguments, Console()):
+        said = capsys.readouterr().out
+    assert ("--resume --set run.max_steps=N goes on to step N" in said) is is_said
 
 
 def test_evaluate_of_a_run_that_was_not_made_scores_nothing(tmp_path, capsys, monkeypatch):

@@ -9,7 +9,9 @@ of what users bring; sources that make up their prompts keep theirs apart themse
 as the generators make them.
 """
 
+import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from functools import cache, partial
@@ -17,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec.structs import replace
 
 from actors.environments import make_environment, require_rendering
@@ -26,6 +29,7 @@ from actors.prompts.media import text_of
 from actors.prompts.reasoning import check_scorer
 from actors.prompts.rows import PromptRows
 from actors.prompts.tasks import TASKS
+from actors.rendering.messages import template_errors
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row
 from actors.sandbox.isolation import Isolation, IsolationChoice, choose, why_not
@@ -398,6 +402,7 @@ def _check_lengths(
     scanned = [prompts[i] for i in range(min(known or _SCANNED, _LARGEST_SCAN))]
     lengths = [sum(num_tokens(text) for text in _texts(prompt)) for prompt in scanned]
     longest, limit = max(lengths), data.max_prompt_length
+    num_turns = max(len(_texts(prompt)) for prompt in scanned)
     template = _template(config)
     if data.truncation == "error" and longest > limit:
         prompt = scanned[lengths.index(longest)]
@@ -412,14 +417,32 @@ def _check_lengths(
             f"data.max_prompt_length: was {limit}; none of the first {len(scanned)} prompts fits, "
             f"the shortest has {min(lengths)} tokens"
         )
-    elif template and (longest + _AROUND > limit or _may_refuse(template, config, scanned)):
+    elif template and (
+        longest + num_turns * _around(template, data, num_tokens) > limit
+        or _may_refuse(template, config, scanned)
+    ):
         # The longest and the first one, which tells of the form of all.
         order = sorted(range(len(scanned)), key=lengths.__getitem__, reverse=True)
         _require_rendered(load, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
 
 
-_AROUND = 256
-"""Tokens, at most, that a chat template and a system prompt are taken to put around a prompt."""
+_AROUND, _SPECIAL = 256, 8
+"""Tokens that a chat template is taken to put around a prompt where Jinja alone cannot tell, and
+those that it may take from the tokenizer besides."""
+
+
+def _around(template: str, data: DataSettings, num_tokens: Callable[[str], int]) -> int:
+    """About how many tokens template and system prompt put around a message. Exactly a renderer
+    tells, for which transformers is imported."""
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    messages = [*system, {"role": "user", "content": ""}]
+    given = {"add_generation_prompt": True, "strftime_now": time.strftime}
+    with contextlib.suppress(ValueError), template_errors():
+        return num_tokens(jinja.from_string(template).render(messages=messages, **given)) + _SPECIAL
+    return num_tokens(data.system_prompt or "") + _AROUND
 
 
 def _require_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> None:

@@ -55,8 +55,14 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
 def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
     """Of several turns; those of one turn are bounded by the prompt and one completion."""
     limit = config.learner.max_tokens_per_micro_batch
-    environments = {entry.environment for entry in config.entries}
-    if environments != {"single_turn"} and config.max_model_len > limit:
+    environments = sorted({entry.environment for entry in config.entries} - {"single_turn"})
+    if environments and config.generator.max_model_len is None:
+        yield CONFIGURATION.warning(
+            f"generator.max_model_len: is not set, and leaves {config.max_model_len} tokens, of "
+            f"one prompt and one completion: an episode of {environments[0]} ends, truncated, "
+            "where its next turn would not fit; set it to the tokens of a whole episode"
+        )
+    if environments and config.max_model_len > limit:
         yield CONFIGURATION.warning(
             f"learner.max_tokens_per_micro_batch: was {limit}, and generator.max_model_len allows "
             f"trajectories of {config.max_model_len} tokens: those above the limit are trained "

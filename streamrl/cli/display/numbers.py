@@ -282,7 +282,7 @@ def validation_text(config: RunConfig) -> str:
     best_text = f", best {best.value:.3f} of version {best.policy_version}"
     return (
         f"{name}{known[first]:.3f} -> {known[last]:.3f} ({versions})"
-        f"{'' if best.policy_version == last else best_text}"
+        f"{'' if best.value == known[last] else best_text}"
     )
 
 

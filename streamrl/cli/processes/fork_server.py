@@ -38,7 +38,11 @@ from streamrl.process_environment import PARENT_VARIABLE
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_BYTES = 2**17
-_FORKED = ("buffer", "learner", "generator", "validator", "evaluate", "get-model")
+_SHARED = ("buffer", "generator", "validator")
+"""Commands whose imports the server makes. What another one needs beyond them it imports itself:
+the learner while the generators load the model."""
+_CHOSEN = ("actors.engines.hf.engine", "actors.prompts.fitting", "buffers.zmq.client")
+"""What they import for the settings that a machine without GPUs mostly has."""
 _POLL_S = 0.0005
 _ROOM = 4000
 """Bytes of arguments, over which a forked process writes its own, for those who look at it."""
@@ -96,7 +100,7 @@ class ForkServer:
         """Begin to import what the daemons are. Waits for nothing."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = asyncio.Lock()
-        modules = [COMMANDS[role].entry.partition(":")[0] for role in _FORKED]
+        modules = [*(COMMANDS[role].entry.partition(":")[0] for role in _SHARED), *_CHOSEN]
         with theirs:
             number = str(theirs.fileno())
             self._process = subprocess.Popen(

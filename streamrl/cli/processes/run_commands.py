@@ -132,7 +132,14 @@ def launching(
     resume, new = arguments.resume, arguments.new
     with sole_launch(config.run.path, wait_s):
         mirror = mirror_of(config, arguments, console)
-        require_steps_to_launch(config, resume=resume, new=new)
+        checkpoint = require_steps_to_launch(config, resume=resume, new=new)
+        if checkpoint is not None and checkpoint.policy_version == config.run.max_steps:
+            console.print(
+                f"run.max_steps: {checkpoint.path} is of the last step, and none is left to train; "
+                "--resume --set run.max_steps=N goes on to step N, --new starts anew",
+                soft_wrap=True,
+                highlight=False,
+            )
         config = prepare(
             config,
             resume=resume,

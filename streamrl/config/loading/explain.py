@@ -22,6 +22,7 @@ from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
 """A run's configuration, in its folder."""
+_MAX_PLACES = 3
 
 
 def similar_file(path: Path) -> str:
@@ -35,6 +36,17 @@ def similar_run(folder: Path) -> str:
     return _similar(folder.name, {file.parent.name: file.parent for file in files})
 
 
+def other_runs(folder: Path) -> str:
+    """What may be named in place of a folder that holds no run, or how a run begins."""
+    if similar := similar_run(folder):
+        return similar
+    files = set(_glob("runs", folder, f"*/{RESOLVED_FILE}"))
+    if not files:
+        return "; `streamrl launch CONFIG` starts a run, by default in runs/NAME"
+    newest = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)[:_MAX_PLACES]
+    return f"; the newest runs are {', '.join(str(file.parent) for file in newest)}"
+
+
 def _glob(usual: str, path: Path, pattern: str) -> list[Path]:
     return [file for folder in (Path(usual), path.parent) for file in folder.glob(pattern)]
 
@@ -44,7 +56,6 @@ def _similar(name: str, paths: dict[str, Path]) -> str:
     return "" if close is None else f"; did you mean '{paths[close]}'?"
 
 
-_MAX_PLACES = 3
 # Without their section these could be anything.
 _GENERIC = frozenset({"name", "path", "kind", "mode", "level", "coef", "every", "url", "method"})
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.make_model import make_tokenizer
 from streamrl.cli.main import main
-from streamrl.config import load_config
+from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.run_folder import prepare
 from tests.documents import ROOT
@@ -117,7 +117,13 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"generator\.agent\.token_variable: there is no NO_SUCH_TOKEN",
     ),
 ]
+CHATS = ("model.path=chats", "data.source=rows.jsonl", "data.max_prompt_length=40")
+
 WARNED: Sequence[tuple[Sequence[str], str]] = [
+    (
+        ["generator.environment=frozen_lake", "data.reward=environment", *CHATS],
+        r"generator\.max_model_len: is not set, and leaves 56 tokens, .* of frozen_lake ends",
+    ),
     (
         ["tracking.prometheus={enabled: true, host: 192.0.2.1}"],
         r"tracking\.prometheus\.host: .*192\.0\.2\.1.* is not this machine's",
@@ -173,6 +179,17 @@ def test_check_refuses_what_a_daemon_would(models: Path, overrides: Sequence[str
     problems = report(models, *overrides).problems
     assert len(problems) == 1, problems
     assert re.search(sentence, problems[0])
+
+
+@pytest.mark.parametrize(("longest", "is_loaded"), [(40, False), (24, True)])
+def test_transformers_is_imported_only_for_prompts_that_a_template_may_make_too_long(
+    models: Path, monkeypatch: pytest.MonkeyPatch, longest: int, is_loaded: bool
+):
+    """Here it makes 20 tokens of 3."""
+    loads: list[RunConfig] = []
+    monkeypatch.setattr("streamrl.cli.check.data._renderer", loads.append)
+    assert not report(models, *CHATS, f"data.max_prompt_length={longest}").problems
+    assert bool(loads) is is_loaded
 
 
 @pytest.mark.parametrize(("overrides", "sentence"), WARNED, ids=[o[-1] for o, _ in WARNED])
