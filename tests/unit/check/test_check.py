@@ -311,7 +311,7 @@ TRAPS = [
     (
         [
             "generator.min_new_tokens=8",
-            "generator.group_size=60000",
+            "generator.group_size=4096",
             "learner.groups_per_step=1000000",
         ],
         r"learner\.groups_per_step: was 1000000, and no batch can be filled: .* at most \d+ are",
