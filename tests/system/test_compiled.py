@@ -79,15 +79,12 @@ def test_a_family_keeps_its_gradients_and_is_compiled_once(
     assert num_graphs[1] == num_graphs[0]
 
 
-@NEEDS_COMPILER
 def test_the_setting_compiles_every_layer_of_the_model_that_is_loaded(tmp_path: Path):
-    sections = {"model": {"path": str(save_llama(tmp_path, num_hidden_layers=1))}}
-    plain = load_network(make_config(**sections))
-    compiled = load_network(make_config(**sections, learner={"compile": True}))
-    for network, is_compiled in ((plain, False), (compiled, True)):
+    sections = {"model": {"path": str(save_llama(tmp_path, num_hidden_layers=2))}}
+    for compiles in (False, True):
+        network = load_network(make_config(**sections, learner={"compile": compiles}))
         layers = network.model.model.layers
-        assert [layer._compiled_call_impl is not None for layer in layers] == [is_compiled]
-    assert torch.allclose(logprobs(compiled), logprobs(plain), atol=1e-5)
+        assert [layer._compiled_call_impl is not None for layer in layers] == [compiles] * 2
 
 
 def logprobs_of_shared_tokens() -> torch.Tensor:
