@@ -21,9 +21,6 @@ from tests.deploy import namespaces
 from tests.deploy.namespaces import Machine
 from tests.system.conftest import CONFIG
 
-if why := namespaces.missing():
-    pytest.skip(f"ssh: {why}", allow_module_level=True)
-
 SCRIPT = namespaces.ROOT / "deploy" / "multi_node.sh"
 BIN = Path(sys.executable).parent
 DEADLINE_S = 240.0
@@ -44,6 +41,14 @@ while sum(node["Alive"] for node in ray.nodes()) < 2:
 print("two nodes,", *sys.argv[1:-1], flush=True)
 exec(open("data/what.py").read())
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machines() -> None:
+    """Once they run: processes that collect beside each other would install beside each other, and
+    who finds the lock of apt taken would collect other tests."""
+    if why := namespaces.missing():
+        pytest.skip(f"ssh: {why}")
 
 
 @pytest.fixture(scope="module")
