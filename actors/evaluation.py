@@ -108,9 +108,8 @@ async def greedy_groups(
         ConfigError: no prompt fits into `data.max_prompt_length`.
         WeightTransferError: a server elsewhere did not load the model.
     """
-    section = config.model.model_copy(update={"path": str(model)})
     generator = config.generator.reading_weights()
-    config = config.model_copy(update={"model": section, "generator": generator})
+    config = config.with_values(model={"path": str(model)}, generator=generator)
     prepare(config)
     engine = make_engine(config, seed=config.run.seed)
     try:

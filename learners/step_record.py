@@ -214,15 +214,10 @@ def settings_of(run: RunConfig, step: int, overrides: Sequence[str] = ()) -> Run
     path = _file_of(folder.path, step) or folder.path / RESOLVED_FILE
     config = load_config(path, environment={}).config
     config = with_overrides(config, overrides) if overrides else config
-    alone = {"num_ranks": 1, "profiler": ProfilerSettings()}
-    samples = config.tracking.samples.model_copy(update={"num_groups": 0})
-    own = config.run.model_copy(update={"folder": folder.folder, "name": folder.name})
-    return config.model_copy(
-        update={
-            "run": own,
-            "learner": config.learner.model_copy(update=alone),
-            "tracking": config.tracking.model_copy(update={"samples": samples}),
-        }
+    return config.with_values(
+        run={"folder": folder.folder, "name": folder.name},
+        learner={"num_ranks": 1, "profiler": ProfilerSettings()},
+        tracking={"samples": {"num_groups": 0}},
     )
 
 

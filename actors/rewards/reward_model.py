@@ -36,7 +36,7 @@ from actors.rendering.chat_template import rendered
 from actors.rewards.forms import conversation
 from actors.threads import Threads
 from streamrl.config.section import Device, Dtype, NotNegative, Positive, Section
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import ConfigError, RolloutError, reading
 from streamrl.interfaces import Episode
 
 _CAUSAL = """
@@ -266,12 +266,8 @@ def _refuse(batch: Sequence[_Waiting], error: RolloutError) -> None:
 def _template(settings: RewardModel.Settings) -> str | None:
     if not isinstance(settings.chat_template, Path):
         return None
-    try:
+    with reading(settings.chat_template, "chat_template"):
         return settings.chat_template.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"chat_template: cannot read {settings.chat_template}: {error.strerror}"
-        ) from error
 
 
 def _checked(settings: RewardModel.Settings) -> PreTrainedConfig:

@@ -87,8 +87,7 @@ def resumed(config: RunConfig) -> RunConfig:
     resume = config.run.resume
     if isinstance(resume, Path) and not is_taken(config.run.path, resume):
         return config
-    run = config.run.model_copy(update={"resume": "auto"})
-    return config.model_copy(update={"run": run})
+    return config.with_values(run={"resume": "auto"})
 
 
 def for_loading(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
@@ -101,9 +100,7 @@ def for_loading(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
         named = history.resume
     if not named or Path(named).absolute() == checkpoint.path.absolute():
         return config
-    contents = config.learner.checkpoint.model_copy(update={"load_contents": None})
-    learner = config.learner.model_copy(update={"checkpoint": contents})
-    return config.model_copy(update={"learner": learner})
+    return config.with_values(learner={"checkpoint": {"load_contents": None}})
 
 
 def _newest(run: Path) -> LearnerStart:

@@ -63,21 +63,18 @@ def compiles(network: Network, config: RunConfig) -> bool:
         ConfigError: it is true, and cannot be.
     """
     wanted = config.learner.compile
-    if wanted is False:
-        return False
-    if carries_state(network.model):
-        if wanted is True:
-            raise ConfigError(
-                f"learner.compile: was true, and layers of {network.model.config.model_type} carry "
-                "a state from token to token, in loops that would be compiled anew for each "
-                "length; auto compiles what can be"
-            )
-        return False
-    if wanted is True:
-        return True
+    is_unrolled = wanted is not False and carries_state(network.model)
+    if wanted is True and is_unrolled:
+        raise ConfigError(
+            f"learner.compile: was true, and layers of {network.model.config.model_type} carry a "
+            "state from token to token, in loops that would be compiled anew for each length; auto "
+            "compiles what can be"
+        )
+    if wanted != "auto":
+        return wanted
     is_worth_it = network.device.type == "cuda" and config.run.max_steps >= _STEPS_TO_COMPILE_FOR
     is_free = not config.algorithm.records_experts and config.learner.liger_layers is not True
-    return is_worth_it and is_free and has_compiler()
+    return is_worth_it and is_free and not is_unrolled and has_compiler()
 
 
 def compile_layers(network: Network) -> None:

@@ -502,9 +502,7 @@ class GeneratorSettings(Section):
         elsewhere."""
         if self.url is not None or not self.lacks_weights:
             return self
-        section: VllmSettings | SglangSettings = getattr(self, self.engine)
-        read = section.model_copy(update={"load_format": "auto"})
-        return self.model_copy(update={self.engine: read})
+        return self.with_values(**{self.engine: {"load_format": "auto"}})
 
     @property
     def num_ranks(self) -> int:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 from actors.rewards.forms import conversation, gold_of
 from actors.rewards.remote.http import Service, ServiceSettings
 from streamrl.config.section import Positive
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import ConfigError, RolloutError, reading
 from streamrl.interfaces import Episode
 
 PROMPT = """Judge how well the response answers the prompt.
@@ -157,7 +157,5 @@ def _text(content: Any) -> str:
 def _read(prompt: str) -> str:
     if "\n" in prompt or not prompt.endswith((".txt", ".md")):
         return prompt
-    try:
+    with reading(Path(prompt), "prompt"):
         return Path(prompt).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"prompt: cannot read {prompt}: {error.strerror}") from error

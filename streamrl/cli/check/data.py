@@ -9,7 +9,6 @@ of what users bring; sources that make up their prompts keep theirs apart themse
 as the generators make them.
 """
 
-import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -440,7 +439,7 @@ def _around(template: str, data: DataSettings, num_tokens: Callable[[str], int])
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     messages = [*system, {"role": "user", "content": ""}]
     given = {"add_generation_prompt": True, "strftime_now": time.strftime}
-    with contextlib.suppress(ValueError), template_errors():
+    with suppress(ValueError), template_errors():
         return num_tokens(jinja.from_string(template).render(messages=messages, **given)) + _SPECIAL
     return num_tokens(data.system_prompt or "") + _AROUND
 

@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
+from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.environments import require_rendering
 from actors.environments.stream import open_stream
@@ -63,8 +63,7 @@ def sample_one_group(config: RunConfig) -> int:
 
 async def _sample(config: RunConfig) -> None:
     """Waits for the engine, the environment and the reward."""
-    if config.generator.num_threads:
-        torch.set_num_threads(config.generator.num_threads)
+    prepare(config)
     renderer = ChatRenderer.from_config(config)
     stream = open_stream(config, renderer)
     require_rendering(config.entries, renderer)
