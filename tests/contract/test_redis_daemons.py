@@ -139,15 +139,20 @@ async def test_a_daemon_that_stood_still_writes_nothing_over_its_successor(daemo
         await client.close()
 
 
+async def take_and_lose(learner: RedisBuffer, url: str, run: str) -> None:
+    """Two groups are taken, and Redis loses the payload of prompt 1."""
+    await learner.attach(0, None)
+    await fill(learner, "a", "b")
+    headers = (await learner.take(2, 0, 1.0)).headers
+    with contextlib.closing(Redis.from_url(url)) as server:
+        server.delete(named_payloads(server, run)[headers[1].prompt_index, GROUP])
+
+
 async def test_a_payload_that_redis_lost_is_sampled_again(
     redis: RedisServer, redis_client: Connect
 ):
     buffer = redis_client(redis.url, "lost")
-    await buffer.attach(0, None)
-    await fill(buffer, "a", "b")
-    headers = (await buffer.take(2, 0, 1.0)).headers
-    server = Redis.from_url(redis.url)
-    server.delete(named_payloads(server, "lost")[headers[1].prompt_index, GROUP])
+    await take_and_lose(buffer, redis.url, "lost")
     with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
         await buffer.fetch([0, 1])
     await buffer.attach(0, None)
@@ -159,7 +164,6 @@ async def test_a_payload_that_redis_lost_is_sampled_again(
     await buffer.put("c", make_group(1, lease_id="c"))
     assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
     assert (await audit_redis(redis.url, "lost")).faults == ()
-    server.close()
 
 
 async def test_a_payload_whose_loss_another_rank_finds_is_sampled_again(
@@ -167,17 +171,12 @@ async def test_a_payload_whose_loss_another_rank_finds_is_sampled_again(
 ):
     """Each rank fetches its share, and the first one alone has attached."""
     first, second = (redis_client(redis.url, "rank") for _ in range(2))
-    await first.attach(0, None)
-    await fill(first, "a", "b")
-    headers = (await first.take(2, 0, 1.0)).headers
-    server = Redis.from_url(redis.url)
-    server.delete(named_payloads(server, "rank")[headers[1].prompt_index, GROUP])
+    await take_and_lose(first, redis.url, "rank")
     with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
         await second.fetch([1])
     await first.attach(0, None)
     books = (await first.stats()).books
     assert (books.buffered, books.dropped) == (1, {DropReason.ORPHANED: 1})
-    server.close()
 
 
 @pytest.mark.parametrize("cut", [0, 10, -1])
