@@ -216,8 +216,6 @@ class Generator:
             log.warning("prompt %d was not taken in: %s", lease.prompt_index, error)
         except WireError as error:
             log.error("prompt %d was refused as malformed: %s", lease.prompt_index, error)
-            # What cannot even be encoded has not reached the buffer.
-            await self._buffer.release(lease_id, DropReason.MALFORMED)
             self._failure_limit.on_failure(error)
         finally:
             self._groups.pop(lease_id, None)
@@ -228,6 +226,10 @@ class Generator:
         known = self._incarnation
         try:
             await self._buffer.put(lease_id, group)
+        except WireError:
+            # What cannot even be encoded has not reached the buffer.
+            await self._buffer.release(lease_id, DropReason.MALFORMED)
+            raise
         except UnknownLeaseError:
             reply = await self._report()
             if reply.incarnation == known or lease_id in reply.lost_lease_ids:
