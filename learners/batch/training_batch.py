@@ -317,16 +317,17 @@ class TrainingBatch:
         return self.outcomes[:, 4]
 
     def recorded(self, names: Sequence[str], ranks: Ranks, setting: str) -> torch.Tensor:
-        """[S, K] the metrics that a setting names, of all ranks, which call it together.
+        """[S, K] the metrics that a setting names, of all ranks, which call it together; 0 where a
+        limit cut the episode before one was recorded.
 
         Raises:
-            ConfigError: a trajectory came without one of them.
+            ConfigError: an episode that ended by itself came without one of them.
         """
         columns = self._recorded(names, ranks)
         for name, column in zip(names, columns.unbind(1), strict=True):
-            if bool(column.isnan().any()):
+            if bool((column.isnan() & ~self.is_truncated).any()):
                 raise self._unrecorded(name, setting, "every episode")
-        return columns
+        return columns.where(~columns.isnan(), 0.0)
 
     def _recorded(self, names: Sequence[str], ranks: Ranks) -> torch.Tensor:
         """The same, NaN where a trajectory came without."""

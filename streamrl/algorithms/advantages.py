@@ -251,11 +251,14 @@ def maxrl(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     that a prompt weighs more the harder it is.
 
     For rewards of 0 and 1. With other positive ones it is the gradient of the log of the expected
-    reward; negative ones have no such meaning. A group of one has no advantage.
+    reward; negative ones have no such meaning, and beside them, with which the mean may be near 0,
+    it is kept where it is without: from -1 to one less than the siblings. A group of one has no
+    advantage.
     """
     groups, scores = Groups.of(batch.groups), batch.returns
     mean = groups.mean(scores)
     relative = (scores - mean) / torch.where(mean > 0, mean, 1.0)
+    relative = relative.clamp(min=-1.0).minimum(groups.sizes[groups.index] - 1.0)
     return batch.to_tokens(torch.where(mean > 0, relative, 0.0))
 
 

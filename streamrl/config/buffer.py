@@ -140,6 +140,11 @@ class BufferSettings(Section):
         return lease_ttl_s
 
     @property
+    def is_steered(self) -> bool:
+        """Whether the learner steers the bound on staleness."""
+        return isinstance(self.max_staleness, SteeredStaleness)
+
+    @property
     def largest_staleness(self) -> int:
         """In versions: no token that is trained is older, whether the bound is steered or not."""
         bound = self.max_staleness

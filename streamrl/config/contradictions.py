@@ -31,6 +31,8 @@ _COMPARE_SIBLINGS = (
     *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob"),
     *("otb", "maxrl", "gdpo", "gigpo"),
 )
+_READ_THE_MEAN = {"rae": "compares them with that of their role", "maxrl": "divides them by it"}
+"""Advantages to which a mean that is taken away says what its place is in others."""
 _SHAPING = (
     *("agentic", "clip", "format_penalty", "length"),
     *("norm_mean", "norm_std", "truncated", "whiten"),
@@ -151,6 +153,12 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             f"it to {wanted[others[0]]:g}, or name a model folder in "
             "algorithm.distillation.teachers"
         )
+    seen = [n for e in c.entries for n in ("image_key", "video_key") if getattr(e.data, n)]
+    if algorithm.distillation is not None and algorithm.distillation.by_url and seen:
+        yield (
+            f"data.{seen[0]}: a teacher by url reads token ids alone, in which an image is places "
+            "without content: name a model folder in algorithm.distillation.teachers"
+        )
     if algorithm.num_taught and generator.keep_sampling_mask:
         yield (
             f"algorithm.distillation.top_k {algorithm.num_taught} compares the likeliest tokens of "
@@ -192,6 +200,12 @@ def _of_weights(c: "RunConfig") -> Iterator[str]:
         )
     if why := lacks_keys("weights.address", weights.address, buffer.curve):
         yield why
+    if buffer.is_steered and c.algorithm.rollout_is.threshold is None:
+        yield (
+            "buffer.max_staleness with min and max is steered by the effective sample size of "
+            "importance weights, and with algorithm.rollout_is.threshold null there are none: set "
+            "it, and apply false for the metrics alone, or give a fixed bound"
+        )
     url, address = buffer.url, weights.address
     is_one_port = buffer.binds_url and 0 < port_of(url) == port_of(address)
     is_here = is_loopback(url) and is_loopback(address)
@@ -301,11 +315,18 @@ def _of_rewards(c: "RunConfig") -> Iterator[str]:
     has_mean = reward.agentic is not None and reward.agentic.method != "identity"
     centered = ["agentic"] * has_mean
     centered += [name for name in ("norm_mean", "whiten") if getattr(reward, name)]
-    if algorithm.advantage == "rae" and algorithm.reads_rewards and centered:
+    reads_mean = _READ_THE_MEAN.get(algorithm.advantage)
+    if reads_mean and algorithm.reads_rewards and centered:
         yield (
             f"algorithm.reward.{centered[0]} takes a mean from the rewards before "
-            "algorithm.advantage rae compares them with that of their role; leave it out, or use "
-            "another advantage"
+            f"algorithm.advantage {algorithm.advantage} {reads_mean}; leave it out, or use another "
+            "advantage"
+        )
+    if algorithm.advantage == "maxrl" and algorithm.kl_reward.coef:
+        yield (
+            f"algorithm.kl_reward.coef {algorithm.kl_reward.coef:g} leaves siblings of which none "
+            "succeeds a mean of noise around 0, which algorithm.advantage maxrl divides by; set "
+            "algorithm.kl_loss.coef, or use another advantage"
         )
     named = getattr(algorithm.advantage_config, "rewards", {})
     if algorithm.advantage == "gdpo" and not named:

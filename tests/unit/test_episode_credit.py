@@ -144,6 +144,22 @@ def test_a_reward_that_no_environment_records_is_named():
         credit(algorithm, TrainingBatch.of(groups(), policy_version=4))
 
 
+def test_an_episode_that_a_limit_cut_lacks_what_the_environment_would_have_recorded():
+    """Its rewards count 0; of one that ended by itself they must be there."""
+    first, *others = groups()
+    cut = structs.replace(first.trajectories[0], metrics={}, finish_reason=FinishReason.DEADLINE)
+    zero = structs.replace(cut, metrics={"place": 0.0, "late": 0.0})
+    algorithm = {"advantage": "gdpo", "advantage_config": {"rewards": {"place": 1.0, "late": 0.5}}}
+
+    def found(trajectory: Trajectory) -> torch.Tensor:
+        group = structs.replace(first, trajectories=(trajectory, *first.trajectories[1:]))
+        return credit(algorithm, TrainingBatch.of([group, *others], 4)).advantages
+
+    torch.testing.assert_close(found(cut), found(zero), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match="names 'place', which the environment did not record"):
+        found(structs.replace(cut, finish_reason=FinishReason.STOP))
+
+
 def played(*rewards: float, environment: str = "a") -> TrajectoryGroup:
     """An episode for each reward, whose role is 0 or 1 in turn."""
     whole = trajectory_of_turns([0.0], 0.0)
@@ -222,11 +238,18 @@ def test_a_role_that_nobody_records_is_named():
         credit(algorithm, TrainingBatch.of([played(1.0)], policy_version=0))
 
 
+@pytest.mark.parametrize("algorithm", [OF_ROLES, {"advantage": "maxrl"}])
 @pytest.mark.parametrize("name", ["norm_mean", "agentic", "whiten"])
-def test_rewards_that_have_lost_their_mean_are_refused_beside_rae(name: str):
+def test_rewards_that_have_lost_their_mean_are_refused_where_it_is_read(algorithm: Any, name: str):
+    """Of siblings it is 0 up to rounding, which maxrl would divide by."""
     value = {"norm_mean": "group", "agentic": {}, "whiten": True}[name]
     with pytest.raises(ValueError, match=rf"algorithm\.reward\.{name} takes a mean from"):
-        make_config(algorithm={**OF_ROLES, "reward": {name: value}})
+        make_config(algorithm={**algorithm, "reward": {name: value}})
+
+
+def test_maxrl_does_not_divide_by_the_noise_that_a_kl_leaves_where_nobody_succeeds():
+    with pytest.raises(ValueError, match=r"kl_reward\.coef 0\.1 .* set algorithm\.kl_loss\.coef"):
+        make_config(algorithm={"advantage": "maxrl", "kl_reward": {"coef": 0.1}})
 
 
 def test_a_turns_reward_stands_at_its_end_and_the_rest_at_the_end_of_the_episode():

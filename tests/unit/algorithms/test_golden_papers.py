@@ -42,6 +42,12 @@ def test_maxrl_of_a_group_whose_mean_is_not_positive_is_0() -> None:
     close(ADVANTAGES["maxrl"](batch, AdvantageConfig()), 0, 0, 0, 0, 0)
 
 
+def test_maxrl_beside_negative_rewards_stays_where_it_is_without() -> None:
+    """A mean of 1/1000 would make 999 of the first; without negative ones it is at most n - 1."""
+    batch = outcomes(1, -0.5, -0.496, 0, groups=[0] * 4)
+    close(ADVANTAGES["maxrl"](batch, AdvantageConfig()), 3, -1, -1, -1)
+
+
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.5, 0.7)
 
 

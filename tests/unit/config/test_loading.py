@@ -221,6 +221,17 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["generator.episode.truncated=drop", "algorithm.reward.truncated=mask"],
             ["generator.episode.truncated drop", "algorithm.reward.truncated mask"],
         ),
+        (
+            ["buffer.max_staleness={min: 1, max: 4}", "algorithm.rollout_is=off"],
+            ["buffer.max_staleness", "algorithm.rollout_is.threshold null"],
+        ),
+        (
+            [
+                "buffer.max_staleness={min: 1, max: 4}",
+                "algorithm.rollout_is={threshold: null, rejection: [{seq_mean_k3: 0.1}]}",
+            ],
+            ["buffer.max_staleness", "algorithm.rollout_is.threshold null"],
+        ),
     ],
 )
 def test_a_contradiction_names_both_settings(tmp_path, overrides, names):
