@@ -47,9 +47,10 @@ def for_teachers(template: str, prompt: Prompt) -> Prompt:
 
 
 def _taught(template: str, prompt: Prompt, text: str) -> str:
+    # Without an expected one the row's own, if it has one: an empty hint would be none.
+    answer = {"answer": prompt.answer} if prompt.answer else {}
     try:
-        values = {**prompt.row, "prompt": text, "answer": prompt.answer}
-        return _render(template, values)
+        return _render(template, {**prompt.row, "prompt": text, **answer})
     except ValueError as error:
         raise RolloutError(f"algorithm.distillation.template: {error}") from error
 

@@ -21,8 +21,9 @@ from tests.tiny_model import VOCAB_SIZE, make_llama, make_tokenizer, save_llama
 from tests.training import make_config, make_groups, make_teachers, make_trainer
 from tests.unit.test_critic import save_value
 
+NAMED = [{"name": name, "path": "t"} for name in "ab"]
 TWO = [{"name": "a", "path": "t"}, {"name": "b", "path": "t", "weight": 3.0}]
-URL = {"name": "far", "url": "http://127.0.0.1:1", "weight": 3.0}
+URL = {"name": "far", "url": "http://127.0.0.1:1"}
 
 
 def configure(**distillation: Any) -> RunConfig:
@@ -76,7 +77,7 @@ def test_mixed_teachers_are_weighed_and_one_by_a_row_scores_its_own_alone():
     first, second = logprobs_under(2.0, batch), logprobs_under(3.0, batch)
     mixed = teachers_of(configure(teachers=TWO)).score(batch)[0].double()
     torch.testing.assert_close(mixed, 0.25 * first + 0.75 * second, rtol=0, atol=2e-5)
-    named = teachers_of(configure(teachers=TWO, column="teacher")).score(batch)[0].double()
+    named = teachers_of(configure(teachers=NAMED, column="teacher")).score(batch)[0].double()
     is_first = batch.sequences.expand(torch.tensor([name == "a" for name in batch.teachers]))
     torch.testing.assert_close(named, torch.where(is_first, first, second), rtol=0, atol=2e-5)
 
@@ -101,7 +102,7 @@ def test_teachers_read_what_stands_in_the_place_of_the_prompt_if_there_is_a_temp
 
 
 def test_what_a_generator_recorded_is_added_and_must_be_there():
-    teachers = teachers_of(configure(teachers=[{"name": "a", "path": "t"}, URL]))
+    teachers = teachers_of(configure(teachers=[{"name": "a", "path": "t"}, {**URL, "weight": 3.0}]))
     batch = batch_of([recorded(group, -0.5) for group in make_groups()])
     wanted = 0.25 * logprobs_under(2.0, batch) - 0.5
     torch.testing.assert_close(teachers.score(batch)[0].double(), wanted, rtol=0, atol=2e-5)
@@ -230,7 +231,7 @@ def test_a_group_keeps_the_candidates_and_its_bytes_are_counted():
 
 
 def test_a_group_of_an_unknown_teacher_is_refused():
-    teachers = teachers_of(configure(teachers=TWO, column="teacher"))
+    teachers = teachers_of(configure(teachers=NAMED, column="teacher"))
     groups = [structs.replace(group, teacher="bb") for group in make_groups()]
     with pytest.raises(ConfigError, match="for teacher 'bb'; did you mean 'b'"):
         teachers.score(batch_of(groups))
@@ -356,6 +357,7 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path):
         ({"kl_reward": {"coef": 0.1}}, "the advantage is that of the teachers alone, so it cannot"),
         ({"advantage_config": {"whiten": True}}, "set algorithm.distillation.reward_coef"),
         ({"reward": {"norm_mean": "group"}}, "so it cannot act"),
+        ({"reward": {"truncated": "penalize", "truncated_penalty": 0.5}}, "so it cannot act"),
         ({"loss": "topr"}, "tells trajectories apart by their rewards"),
     ],
 )
@@ -373,3 +375,26 @@ def test_a_teacher_by_url_needs_the_plain_distribution(setting: dict[str, Any]):
     with pytest.raises(ValueError, match=f"generator.{next(iter(setting))} .*from another distrib"):
         make_config(algorithm={"distillation": {"teachers": [URL]}}, generator=setting)
     make_config(algorithm={"distillation": {"teachers": [{"path": "t"}]}}, generator=setting)
+
+
+@pytest.mark.parametrize(
+    ("distillation", "sentence"),
+    [
+        ({"teachers": TWO, "column": "teacher"}, "'b' has the weight 3, and a prompt has one"),
+        ({"teachers": [{**URL, "weight": 0.5}]}, "'far' has the weight 0.5, and a prompt has one"),
+        ({"teachers": NAMED, "timeout_s": 9.0}, "timeout_s: was 9, and no teacher is asked by url"),
+        ({"teachers": NAMED, "retries": 0}, "retries: was 0, and no teacher is asked by url"),
+        ({"teachers": NAMED, "max_concurrent": 2}, "no teacher is asked by url, so it cannot act"),
+    ],
+)
+def test_what_no_teacher_reads_is_refused(distillation: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        configure(**distillation)
+
+
+@pytest.mark.parametrize("column", ["image_key", "video_key"])
+def test_a_teacher_by_url_is_refused_beside_images(column: str):
+    data = {"source": "rows.jsonl", "max_prompt_length": 10, column: "seen"}
+    with pytest.raises(ValueError, match=rf"data\.{column}: a teacher by url reads token"):
+        make_config(algorithm={"distillation": {"teachers": [URL]}}, data=data)
+    make_config(algorithm={"distillation": {"teachers": [{"path": "t"}]}}, data=data)

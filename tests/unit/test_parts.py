@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
+import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel
@@ -88,7 +89,10 @@ ACCEPTING: list[dict[str, Any]] = [
     {"distillation": {"teachers": [{"path": "t"}], "top_k": 3, "divergence": "forward_kl"}},
     {
         "distillation": {
-            "teachers": [{"name": "a", "path": "t"}, {"name": "b", "path": "t", "weight": 2.0}],
+            "teachers": [
+                {"name": "a", "path": "t"},
+                {"name": "b", "url": "http://127.0.0.1:1", "weight": 2.0},
+            ],
             **{"reward_coef": 0.3, "timeout_s": 9.0, "retries": 1, "max_concurrent": 2},
         },
     },
@@ -211,6 +215,7 @@ def with_facts(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
                     t,
                     metrics={"greedy_reward": 0.2, "num_invalid_turns": float(i)},
                     turns=(one_turn(t),),
+                    teacher_logprobs=np.where(t.response_mask, -0.5, 0).astype(np.float32),
                     finish_reason=FinishReason.LENGTH if i == 3 else FinishReason.STOP,
                 )
                 for i, t in enumerate(group.trajectories)

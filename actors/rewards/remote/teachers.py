@@ -311,11 +311,16 @@ class RemoteTeachers:
         """The group with what its teachers by url answer. Waits for them.
 
         Raises:
-            RolloutError: one of them did not score a trajectory.
+            RolloutError: one of them did not score a trajectory, or cannot see its images.
         """
         chosen = [t for t in self._settings.by_url if group.teacher in ("", t.name)]
         if not chosen:
             return group
+        if group.media:
+            raise RolloutError(
+                f"teacher {chosen[0].name}: a teacher by url reads token ids alone, and an episode "
+                "has images; name a model folder"
+            )
         shown = group.teacher_prompt
         seen = [t if shown is None else t.after(shown) for t in group.trajectories]
         asked = [(t, teacher) for t in seen for teacher in chosen]

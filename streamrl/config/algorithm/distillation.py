@@ -100,8 +100,26 @@ class DistillationSettings(Section):
                 f"column: was {self.column!r}, and there is one teacher, so it cannot act; leave "
                 "it out"
             )
+        self._check_idle()
         self._check_candidates()
         return self
+
+    def _check_idle(self) -> None:
+        """Settings that no teacher reads."""
+        weighed = [t for t in self.teachers if t.weight != 1.0]
+        if weighed and (len(self.teachers) == 1 or self.column is not None):
+            raise ValueError(
+                f"teachers: {weighed[0].name!r} has the weight {weighed[0].weight:g}, and a prompt "
+                "has one teacher, so it cannot act; leave it out (coef is the factor of all)"
+            )
+        fields = type(self).model_fields
+        asked = ("timeout_s", "retries", "max_concurrent")
+        given = [name for name in asked if getattr(self, name) != fields[name].default]
+        if given and not self.by_url:
+            raise ValueError(
+                f"{given[0]}: was {getattr(self, given[0]):g}, and no teacher is asked by url, so "
+                "it cannot act; leave it out"
+            )
 
     def _check_candidates(self) -> None:
         if not self.top_k and self.divergence != "reverse_kl":

@@ -76,8 +76,8 @@ _TEACHERS_ALONE = (
     "cannot act; set algorithm.distillation.reward_coef"
 )
 _OF_THE_REWARD = (
-    *("format_penalty", "agentic", "norm_mean", "norm_std", "clip", "length", "placement"),
-    "whiten",
+    *("format_penalty", "truncated_penalty", "agentic", "norm_mean", "norm_std"),
+    *("clip", "length", "placement", "whiten"),
 )
 
 

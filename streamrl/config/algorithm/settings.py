@@ -398,6 +398,15 @@ class AlgorithmSettings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_a_term(self) -> Self:
+        if not (self.rl_loss_coef or self.echo_coef or self.has_other_terms or self.needs_values):
+            raise ValueError(
+                "rl_loss_coef: was 0, and the loss has no other term, so nothing would be trained; "
+                "set one, such as sft_coef or echo_coef"
+            )
+        return self
+
     @property
     def needs_reference(self) -> bool:
         """Whether some term compares with the reference policy."""

@@ -17,7 +17,7 @@ from streamrl.config.algorithm.distillation import DistillationSettings
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Prompt
-from streamrl.types import TrajectoryGroup
+from streamrl.types import Media, TrajectoryGroup
 from tests.records import lease_one
 from tests.tiny_model import make_llama, make_tokenizer
 from tests.training import make_groups
@@ -93,6 +93,15 @@ def teachers(*urls: str, engine: str = "vllm", **settings: Any) -> RemoteTeacher
 async def scored(answer: Answer, delay_s: float = 0.0, **settings: Any) -> TrajectoryGroup:
     async with serving(answer, delay_s) as service:
         return await teachers(service.url, **settings).score(GROUP)
+
+
+def test_an_episode_with_images_is_not_scored_by_its_places_of_them():
+    picture = Media.image(b"a")
+    first, *others = GROUP.trajectories
+    seen = (structs.replace(first, media=(picture.id,)), *others)
+    group = structs.replace(GROUP, trajectories=seen, media=(picture,))
+    with pytest.raises(RolloutError, match=r"teacher t0: .* an episode has images"):
+        asyncio.run(teachers("http://127.0.0.1:1").score(group))
 
 
 def wanted_of(group: TrajectoryGroup) -> list[np.ndarray[Any, Any]]:
@@ -386,6 +395,16 @@ ROW = {"hint": "carry the one", "steps": [1, 2]}
 def test_a_template_makes_what_teachers_read_of_the_row(content: Any, shown: Any):
     template = "{{ prompt }} ({{ hint }}: {{ answer }})"
     assert for_teachers(template, Prompt(content, "13", ROW)).content == shown
+
+
+def test_without_an_expected_answer_that_of_the_row_is_shown_or_the_group_fails():
+    """An empty hint would teach that there is none."""
+    row = {**ROW, "answer": "14"}
+    for answer, shown in (("13", "7: 13"), ("", "7: 14")):
+        prompt = Prompt("7", answer, row)
+        assert for_teachers("{{ prompt }}: {{ answer }}", prompt).content == shown
+    with pytest.raises(RolloutError, match=r"distillation\.template: 'answer' is undefined"):
+        for_teachers("{{ prompt }}: {{ answer }}", Prompt("7", "", ROW))
 
 
 @pytest.mark.parametrize(
