@@ -97,6 +97,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "algorithm.advantage_config.decay": ("0", "0.5"),
     "algorithm.advantage_config.role": ("reward/addition",),
     "algorithm.loss_config.log_ratio_coef": ("0.001",),
+    "algorithm.loss_config.dro_level": ("sequence",),
     "algorithm.loss_config.loss_agg_mode": (
         *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
         "seq-mean-token-sum-norm",

@@ -35,6 +35,7 @@ TWO_VALUES: dict[str, tuple[Any, Any]] = {
     "topr_positive_weight": (0.5, 1.0),
     "topr_negative_weight": (0.5, 1.0),
     "dro_beta": (0.5, 5.0),
+    "dro_level": ("token", "sequence"),
     "log_ratio_coef": (0.5, 5.0),
 }
 # Acts on recorded candidates, which this batch has not: see test_sampling_mask.

@@ -52,7 +52,14 @@ ACCEPTING: list[dict[str, Any]] = [
     },
     {"loss": "sapo", "loss_config": {"tau_pos": 2.0, "tau_neg": 3.0}, "proximal": "loglinear"},
     {"loss": "topr", "loss_config": {"topr_positive_weight": 0.5, "topr_negative_weight": 2.0}},
-    {"loss": "dro", "loss_config": {"dro_beta": 0.1}, "proximal": "behavior"},
+    *(
+        {
+            "loss": "dro",
+            "loss_config": {"dro_beta": 0.1, "dro_level": level},
+            "proximal": "behavior",
+        }
+        for level in ("token", "sequence")
+    ),
     {"loss": "gspo", "loss_config": {"loss_agg_mode": "seq-mean-token-sum"}, "entropy_coef": 0.1},
     *({"proximal": name} for name in ("recompute", "behavior", "loglinear", "linear")),
     {"rl_loss_coef": 0.5, "entropy_coef": 0.1, "sft_coef": 0.2},

@@ -272,9 +272,17 @@ def reinforce(batch: LossInput, config: ReinforceSettings) -> LossOutput:
 
 
 def dro(batch: LossInput, config: DroSettings) -> LossOutput:
-    """-A log p with a quadratic penalty on D (DRO, arXiv 2405.19107; Kimi k1.5 with tau = beta)."""
+    """-A log p + beta / 2 D^2, D being the log-ratio of each token, as ROLL and tinker have it, or
+    with `dro_level: sequence` that of the whole response, the sum of its tokens' (DRO, arXiv
+    2405.19107; Kimi k1.5, arXiv 2501.12599, section 2.3.2, with tau = beta). That one grows with
+    the response, and takes a smaller beta. Nothing bounds either."""
     log_ratio = batch.log_ratio
-    penalty = 0.5 * config.dro_beta * log_ratio.square()
+    square = log_ratio.square()
+    if config.dro_level == "sequence":
+        total = batch.sequences.expand(counted_sum(log_ratio.detach(), batch))
+        # Of a response they add up to the square of the total, and each has its gradient.
+        square = total * (2 * log_ratio - log_ratio.detach())
+    penalty = 0.5 * config.dro_beta * square
     return finish(batch, config, penalty - batch.logprobs * batch.advantages, log_ratio)
 
 

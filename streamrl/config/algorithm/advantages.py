@@ -17,7 +17,7 @@ class AdvantageSettings(Section):
     below."""
 
     whiten: bool | None = None
-    """Standardize over the batch. Null: where the estimator is defined so (gae,
+    """Standardize over the batch. Null: where the estimator is defined so (gae, gdpo,
     reinforce_plus_plus, reinforce_plus_plus_baseline)."""
     clip: PositiveNumber | None = None
     """Bound on the magnitude, after whitening."""

@@ -136,7 +136,9 @@ class DroSettings(LossSettings):
     """dro: a quadratic penalty on the log-ratio."""
 
     dro_beta: PositiveNumber = 0.5
-    """Weight of the squared log-ratio."""
+    """Weight of half the squared log-ratio."""
+    dro_level: Literal["token", "sequence"] = "token"
+    """Whose: of each token, or of the whole response (Kimi k1.5)."""
 
 
 class GpgSettings(LossSettings):
@@ -175,7 +177,7 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
 
 RATIO_SETTINGS = frozenset(
     {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"}
-    | {"kl_cov_ratio", "kl_cov_coef", "dro_beta", "log_ratio_coef"}
+    | {"kl_cov_ratio", "kl_cov_coef", "dro_beta", "dro_level", "log_ratio_coef"}
     | {"k_pos", "lambda_pos", "k_neg", "lambda_neg"}
 )
 """Numbers that change nothing while the ratio to the proximal policy is 1."""

@@ -194,3 +194,27 @@ def test_the_linear_proximal_policy_lies_between_the_probabilities() -> None:
     behavior, current = tensor(0.2, 0.2, 0.2).log(), tensor(0.6, 0.6, 0.6).log()
     between = proximal_logprobs("linear", current, behavior, torch.tensor([0, 1, 3]))
     close(between.exp(), 0.2, 0.4, 0.5)
+
+
+def test_kimi_squares_the_log_ratio_of_the_whole_response() -> None:
+    """Mean over responses of -A log p(y) + tau / 2 (log p(y) / q(y))^2: arXiv 2501.12599."""
+    sequences = Sequences.from_lengths([3, 0, 2])
+    logprobs = tensor(-0.5, -1.5, -0.2, -2.0, -0.1).requires_grad_()
+    behavior = tensor(-0.7, -1.0, -0.1, -1.0, -0.4)
+    mask = torch.tensor([True, True, False, True, True])
+    batch = LossInput(
+        logprobs=logprobs,
+        proximal_logprobs=behavior,
+        advantages=tensor(2, 2, 2, -1, -1),
+        importance_weights=None,
+        sequences=sequences,
+        loss_mask=mask,
+    )
+    numbers = {"dro_beta": 0.4, "dro_level": "sequence", "loss_agg_mode": "seq-mean-token-sum"}
+    output = POLICY_LOSSES["dro"](batch, LossConfig(**numbers))
+    first, second = -0.3, -0.7
+    expected = (2 * 2.0 + 0.2 * first**2 - 1 * 2.1 + 0.2 * second**2) / 2
+    close(output.loss.detach()[None], expected)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    of_first, of_second = (-2 + 0.4 * first) / 2, (1 + 0.4 * second) / 2
+    close(gradient, of_first, of_first, 0, of_second, of_second)
