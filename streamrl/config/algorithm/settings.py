@@ -405,6 +405,11 @@ class AlgorithmSettings(Section):
                 "rl_loss_coef: was 0, and the loss has no other term, so nothing would be trained; "
                 "set one, such as sft_coef or echo_coef"
             )
+        if not self.rl_loss_coef and self.distillation is not None and not self.num_taught:
+            raise ValueError(
+                "rl_loss_coef: was 0, and the advantage of distillation is in the policy loss "
+                "alone, so teachers cannot act; leave it out, or set distillation.top_k"
+            )
         return self
 
     @property

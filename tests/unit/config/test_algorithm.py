@@ -125,6 +125,15 @@ def test_rollout_is_is_a_preset_or_a_record() -> None:
         ({"reward": {"length": {"max_length": 4, "buffer": 5}}}, "at most max_length"),
         ({"kl_reward": {"kind": "full"}}, "which kl_loss alone computes"),
         ({"proximal": "recomputed"}, "'recompute', 'behavior', 'loglinear' or 'linear'"),
+        ({"rl_loss_coef": 0}, "rl_loss_coef: was 0, and the loss has no other term"),
+        (
+            {
+                "rl_loss_coef": 0,
+                "entropy_coef": 0.1,
+                "distillation": {"teachers": [{"path": "t"}]},
+            },
+            "so teachers cannot act",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(
