@@ -230,8 +230,9 @@ _PUBLISHED = {
         "the likeliest tokens with algorithm.loss_config.divergence_topk: 20"
     ),
     "kimi_k1.5": (
-        "Kimi k1.5 is algorithm.loss: dro with algorithm.advantage: dr_grpo and "
-        "algorithm.loss_config.dro_level: sequence; its tau is algorithm.loss_config.dro_beta"
+        "Kimi k1.5 is algorithm.loss: dro with algorithm.advantage: dr_grpo, algorithm.proximal: "
+        "behavior and algorithm.loss_config.dro_level: sequence; its tau is "
+        "algorithm.loss_config.dro_beta"
     ),
     "a-3po": "A-3PO is algorithm.proximal: loglinear",
     "echo": "ECHO is algorithm.echo_coef: 0.05, beside any advantage and loss",
