@@ -398,3 +398,23 @@ def test_a_teacher_by_url_is_refused_beside_images(column: str):
     with pytest.raises(ValueError, match=rf"data\.{column}: a teacher by url reads token"):
         make_config(algorithm={"distillation": {"teachers": [URL]}}, data=data)
     make_config(algorithm={"distillation": {"teachers": [{"path": "t"}]}}, data=data)
+
+
+@pytest.mark.parametrize(
+    ("loss", "numbers"),
+    [
+        ("ppo", {"clip_ratio_low": 0.1}),
+        ("dppo_tv", {"divergence_topk": 4}),
+        ("vespo", {"k_pos": 1.0}),
+        ("clip_cov", {"clip_cov_ratio": 0.1}),
+    ],
+)
+def test_numbers_of_a_loss_without_advantages_are_refused(loss: str, numbers: dict[str, float]):
+    """Over candidates alone; what is added to the loss whatever the advantage acts."""
+    own: dict[str, Any] = {"teachers": [{"path": "t"}], "top_k": 4}
+    section = {"loss": loss, "loss_config": numbers, "proximal": "behavior"}
+    with pytest.raises(ValueError, match="every advantage is 0, so it cannot act"):
+        make_config(algorithm={"distillation": own, **section})
+    make_config(algorithm={"distillation": {**own, "reward_coef": 1.0}, **section})
+    penalty = {"loss": "dppo_tv", "loss_config": {"log_ratio_coef": 0.1}, "proximal": "behavior"}
+    make_config(algorithm={"distillation": own, **penalty})

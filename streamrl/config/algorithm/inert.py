@@ -13,6 +13,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import (
     LOSS_SETTINGS,
+    PENALTY_SETTINGS,
     RATIO_SETTINGS,
     SEQUENCE_MEAN_LOSSES,
     SUM_NORM,
@@ -75,6 +76,13 @@ _TEACHERS_ALONE = (
     "with algorithm.distillation.reward_coef 0 the advantage is that of the teachers alone, so it "
     "cannot act; set algorithm.distillation.reward_coef"
 )
+_NO_ADVANTAGE = (
+    "with algorithm.distillation.top_k and reward_coef 0 every advantage is 0, so it cannot act; "
+    "set algorithm.distillation.reward_coef"
+)
+_OF_ADVANTAGES = RATIO_SETTINGS - PENALTY_SETTINGS | {
+    *("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "divergence_topk")
+}
 _OF_THE_REWARD = (
     *("format_penalty", "truncated_penalty", "agentic", "norm_mean", "norm_std"),
     *("clip", "length", "placement", "whiten"),
@@ -154,6 +162,9 @@ def _of_the_loss(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[
     if num_updates == 1 and config.proximal == "recompute":
         fields = LOSS_SETTINGS[config.loss].model_fields
         yield from ((name, _RATIO_IS_ONE) for name in fields if name in RATIO_SETTINGS)
+    elif config.num_taught and not config.reads_rewards:
+        fields = LOSS_SETTINGS[config.loss].model_fields
+        yield from ((name, _NO_ADVANTAGE) for name in fields if name in _OF_ADVANTAGES)
     has_terms = config.has_other_terms or config.echo_coef > 0
     is_ignored = config.loss in SEQUENCE_MEAN_LOSSES and not has_terms
     if is_ignored:

@@ -175,11 +175,15 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
 }
 """The record of numbers of each loss, by its name."""
 
-RATIO_SETTINGS = frozenset(
-    {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"}
-    | {"kl_cov_ratio", "kl_cov_coef", "dro_beta", "dro_level", "log_ratio_coef"}
-    | {"k_pos", "lambda_pos", "k_neg", "lambda_neg"}
+PENALTY_SETTINGS = frozenset(
+    {"kl_cov_ratio", "kl_cov_coef", "dro_beta", "dro_level", "log_ratio_coef"}
 )
+"""Numbers of what is added to the loss of a token for its ratio, whatever its advantage."""
+
+RATIO_SETTINGS = PENALTY_SETTINGS | {
+    *("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"),
+    *("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+}
 """Numbers that change nothing while the ratio to the proximal policy is 1."""
 
 SUM_NORM = "seq-mean-token-sum-norm"
