@@ -26,7 +26,7 @@ from actors.environments.stream import shares
 from actors.prompts import open_held_out, open_prompts
 from actors.prompts.media import text_of
 from actors.prompts.reasoning import check_scorer
-from actors.prompts.rows import PromptRows
+from actors.prompts.rows import PromptRows, for_teachers
 from actors.prompts.tasks import TASKS
 from actors.rendering.messages import template_errors
 from actors.rewards import make_reward
@@ -296,6 +296,7 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"algorithm.sample_weight.difficulty: {_shown(prompt)} has no number in a column "
             "difficulty, and every prompt would weigh the same"
         )
+    yield from _check_taught(config, prompt)
     if isinstance(prompt.content, str):
         return
     if has_media(prompt.content):
@@ -305,6 +306,25 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
             "which the tokenizer has no chat template; name a Jinja file"
         )
+
+
+def _check_taught(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
+    """Whether the prompt has a teacher, and what that would read."""
+    settings = config.algorithm.distillation
+    if settings is None:
+        return
+    known = [teacher.name for teacher in settings.teachers]
+    if settings.column is not None and (name := prompt.row.get(settings.column)) not in known:
+        yield DATA.problem(
+            f"algorithm.distillation.column: {settings.column} of {_shown(prompt)} names teacher "
+            f"{name!r}; {did_you_mean(str(name), known)}"
+        )
+    if settings.template is None:
+        return
+    try:
+        for_teachers(settings.template, prompt)
+    except RolloutError as error:
+        yield DATA.problem(f"{error}, for {_shown(prompt)}")
 
 
 def _lacks_template(config: RunConfig) -> bool:

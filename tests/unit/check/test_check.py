@@ -264,6 +264,17 @@ TRAPS = [
         r"algorithm\.sample_weight\.difficulty: .* has no number in a column difficulty",
     ),
     (
+        ["algorithm.distillation={teachers: [{path: t}], template: '{{ prompt }} {{ hint }}'}"],
+        r"algorithm\.distillation\.template: 'hint' is undefined, for ",
+    ),
+    (
+        [
+            "algorithm.distillation={teachers: [{name: a, path: t}, {name: b, path: t}], "
+            "column: task}"
+        ],
+        r"algorithm\.distillation\.column: task of .* names teacher None; ",
+    ),
+    (
         ["learner.num_ranks=2", "learner.groups_per_step=1"],
         r"groups_per_step 1 is less than the 2 r",
     ),
