@@ -62,8 +62,11 @@ STAGES = (
         "logprobs",
         40,
         (f"{BENCHMARKS}/bench_logprobs.py",),
-        (f"{BENCHMARKS}/bench_logprobs.py", "--tokens", "16"),
-        ("dtype", "tokens", "ratio", "memory_ratio"),
+        (f"{BENCHMARKS}/bench_logprobs.py", "--tokens", "16", "--vocabulary", "4096"),
+        (
+            *("way", "dtype", "tokens", "seconds", "extra_mib", "ratio", "memory_ratio"),
+            *("logprob_error", "gradient_error"),
+        ),
     ),
     Stage(
         "weights",
