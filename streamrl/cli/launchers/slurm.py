@@ -86,7 +86,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: this is no job of Slurm.
     """
-    job = os.environ.get(JOB_VARIABLE)
+    job = _job()
     if job is None:
         raise ConfigError(
             "--slurm: this is no job of Slurm; submit one with `sbatch deploy/slurm/run.sbatch "
@@ -115,6 +115,13 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
         console.print(f"job {job} goes on when it is its turn again")
         subprocess.run(["scontrol", "requeue", job], check=False)
     return 0
+
+
+def _job() -> str | None:
+    """The job's id, as Slurm's commands take it. One task of an array has the id of the array, by
+    which they would mean every task: it is named by both."""
+    job, array = os.environ.get(JOB_VARIABLE), os.environ.get("SLURM_ARRAY_JOB_ID")
+    return job if job is None or job != array else f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:

@@ -127,7 +127,18 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
     assert "waiting for its lock, 60 s at most" in capsys.readouterr().err
 
 
-def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(file, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "17"),
+        # Slurm gives the last task of an array the id of the array, which stands for every task.
+        ({"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "17_3"),
+        ({"SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "3"}, "17"),
+    ],
+)
+def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(
+    file, tmp_path, monkeypatch, variables, name
+):
     requeued: list[Sequence[str]] = []
     job = "streamrl.cli.launchers.slurm"
     monkeypatch.setattr(f"{job}.hosts_of_job", lambda: (HOST,))
@@ -137,7 +148,8 @@ def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(file, tmp
         "streamrl.cli.processes.run_commands.time.sleep",
         lambda _: os.kill(os.getpid(), signal.SIGUSR1),
     )
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for variable, value in {"SLURM_JOB_ID": "17", **variables}.items():
+        monkeypatch.setenv(variable, value)
     with sole_launch(tmp_path / "runs" / "run"):
         assert main(["launch", file, "--slurm"]) == 0
-    assert requeued == [["scontrol", "requeue", "17"]]
+    assert requeued == [["scontrol", "requeue", name]]
