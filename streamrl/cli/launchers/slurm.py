@@ -50,6 +50,7 @@ from streamrl.cli.processes.run_commands import (
     require_books,
 )
 from streamrl.config import RunConfig, to_yaml
+from streamrl.config.addresses import is_loopback, url_host
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
 from streamrl.errors import (
@@ -333,12 +334,29 @@ def _said(*command: str) -> str:
 def main() -> None:
     """On a node: its name, its address, and what it has, as a line of JSON."""
     name = os.environ["SLURMD_NODENAME"]
-    shown = _said("scontrol", "show", "--oneliner", "node", name)
+    print(json.dumps(asdict(this_machine(name, _own_address(name)))), flush=True)
+
+
+def _own_address(name: str) -> str:
+    """Where the job's other nodes reach this one. A machine may know itself by its loopback address
+    alone, as Debian's do: then it is the one on the route to another node."""
+    address = _address(name)
+    others = [other for other in _said("scontrol", "show", "hostnames").split() if other != name]
+    if not others or not is_loopback(f"tcp://{url_host(address)}:0"):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((_address(others[0]), 9))
+        return str(probe.getsockname()[0])
+
+
+def _address(node: str) -> str:
+    """As this machine knows it."""
+    shown = _said("scontrol", "show", "--oneliner", "node", node)
     found = re.search(r"NodeAddr=(\S+)", shown)
-    address = found.group(1) if found else name
+    address = found.group(1) if found else node
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(address)
-    print(json.dumps(asdict(this_machine(name, address))), flush=True)
+    return address
 
 
 if __name__ == "__main__":

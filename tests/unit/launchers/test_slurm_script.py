@@ -1,5 +1,6 @@
 """The batch script of a run, and what is refused before anything is started."""
 
+import json
 import os
 import shlex
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.launchers import slurm
 from streamrl.cli.launchers.slurm import step_command
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import sole_launch
@@ -153,3 +155,25 @@ def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(
     with sole_launch(tmp_path / "runs" / "run"):
         assert main(["launch", file, "--slurm"]) == 0
     assert requeued == [["scontrol", "requeue", name]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "own", "address"),
+    [
+        ("n1 n2", "127.0.1.1", "127.0.0.1"),
+        ("n1", "127.0.1.1", "127.0.1.1"),
+        ("n1 n2", "::2", "::2"),
+    ],
+)
+def test_a_node_that_knows_itself_by_loopback_says_what_the_others_reach(
+    capsys, tmp_path, monkeypatch, nodes, own, address
+):
+    """The other node is one that this machine has a route to."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\n[ $2 = hostnames ] && echo {nodes} || echo NodeAddr=$4\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setattr("socket.gethostbyname", {"n1": own, "n2": "127.0.0.2"}.__getitem__)
+    slurm.main()
+    assert json.loads(capsys.readouterr().out)["address"] == address
