@@ -33,7 +33,7 @@ class StoreFolder:
 
         self.url, self._setting = url, setting
         scheme = url.partition("://")[0]
-        self._is_folder = scheme == "file"
+        self._is_folder, self._is_on_hub = scheme == "file", scheme == "hf"
         options = {"auto_mkdir": True} if self._is_folder else {}
         try:
             self._fs, self._path = url_to_fs(url, use_listings_cache=False, **options)
@@ -48,13 +48,14 @@ class StoreFolder:
             FileNotFoundError: there is no such file here.
         """
         file.stat()
-        self._write(name, lambda place: self._fs.put_file(str(file), place), is_read=is_read)
+        self._write(name, file, is_read=is_read)
 
     def replace(self, name: str, content: bytes) -> None:
         """A reader gets what was there before or this, and no part of either."""
-        self._write(name, lambda place: self._fs.pipe_file(place, content), is_read=True)
+        self._write(name, content, is_read=True)
 
     def get(self, name: str, file: Path) -> None:
+        self._fs.invalidate_cache()
         try:
             self._do(lambda: self._fs.get_file(self._place(name), str(file)))
         except FileNotFoundError as error:
@@ -109,17 +110,29 @@ class StoreFolder:
         except TransportError as error:
             raise ConfigError(f"{error}: it has to be writable from here") from error
 
-    def _write(self, name: str, write: Callable[[str], None], *, is_read: bool) -> None:
+    def _write(self, name: str, content: Path | bytes, *, is_read: bool) -> None:
         """An object store puts an object as a whole, a folder has files renamed."""
         place = self._place(name)
         first = f"{place}.unfinished" if is_read and self._is_folder else place
         try:
-            self._do(lambda: write(first))
+            self._do(lambda: self._upload(content, first))
             if first != place:
                 self._do(lambda: self._fs.mv(first, place))
         except FileNotFoundError as error:
             # Such as of a bucket that is not there.
             raise self.failure(f"{self._setting} {self.url}: {error}") from error
+
+    def _upload(self, content: Path | bytes, place: str) -> None:
+        if self._is_on_hub:
+            # Its file system writes a copy to this machine's disk, and leaves it after a failure.
+            from huggingface_hub import batch_bucket_files
+
+            _, user, bucket, path = place.split("/", 3)
+            batch_bucket_files(f"{user}/{bucket}", add=[(content, path)])
+        elif isinstance(content, bytes):
+            self._fs.pipe_file(place, content)
+        else:
+            self._fs.put_file(str(content), place)
 
     def _place(self, name: str) -> str:
         return f"{self._path}/{name}"

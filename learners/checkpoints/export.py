@@ -121,7 +121,7 @@ def export(
     if lora is not None:
         saved = _merged(model, lora, saved)
     with _new_folder(folder) as unfinished:
-        save_model(unfinished, described, exported, _cast(saved, dtype), max_shard_size)
+        save_model(unfinished, described, exported, saved, dtype, max_shard_size)
 
 
 def _merged(
@@ -149,13 +149,10 @@ def export_adapter(
     """
     if lora is None:
         raise ConfigError("--adapter: the run trains all parameters (learner.lora is not set)")
-    factors = {n: t for n, t in whole_tensors(checkpoint, MODEL).items() if ".lora_" in n}
+    saved = whole_tensors(checkpoint, MODEL)
+    factors = {name: tensor.to(dtype) for name, tensor in saved.items() if ".lora_" in name}
     with _new_folder(folder) as unfinished:
-        save_adapter(lora, model.path, _cast(factors, dtype), unfinished)
-
-
-def _cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+        save_adapter(lora, model.path, factors, unfinished)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ written before `begin`, which a learner calls when the buffer has attached it.
 
 import contextlib
 import logging
+import math
 import shutil
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -125,7 +126,8 @@ class RunRecords:
         self._trained.log({**line, "steered": steered} if steered else line, step)
         self._trackers.log(metrics, step)
         self._metric_names = tuple(metrics)
-        if (value := metrics.get(self._config.learner.checkpoint.best_by)) is not None:
+        value = metrics.get(self._config.learner.checkpoint.best_by, math.nan)
+        if math.isfinite(value):
             self._values = (*self._values, value)
 
     def _trained_line(self, headers: Sequence[GroupHeader]) -> dict[str, Any]:
@@ -175,7 +177,8 @@ class RunRecords:
         settings, values = self._config.learner.checkpoint, self._values
         if values:
             return {settings.best_by: statistics.fmean(values)}
-        if settings.keep_best and not settings.is_best_validated:
+        is_measured = settings.is_best_validated or settings.best_by in self._metric_names
+        if settings.keep_best and not is_measured:
             hint = did_you_mean(settings.best_by, self._metric_names)
             log.warning("learner.checkpoint.best_by: no metric %r; %s", settings.best_by, hint)
         return {}

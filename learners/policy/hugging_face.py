@@ -49,21 +49,25 @@ def save_model(
     model_config: PretrainedConfig,
     settings: ModelSettings,
     weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.float32,
     max_shard_size: str = "50GB",
 ) -> None:
     """Write the folder; without weights, what describes the model alone.
 
     Args:
         settings: where the tokenizer and the generation settings come from.
-        weights: by name of parameter, whole, all of one dtype, on the CPU.
+        weights: by name, whole, on the CPU.
+        dtype: of what is trained; the rest, such as a router's correction, is small and exact.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
-    dtype = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
     model = make_skeleton(model_config, settings, dtype)
     if weights:
-        model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_size)
+        named = model.named_parameters(remove_duplicate=False)
+        trained = {name for name, parameter in named if parameter.requires_grad}
+        cast = {n: t.to(dtype) if n in trained else t for n, t in weights.items()}
+        model.save_pretrained(folder, state_dict=cast, max_shard_size=max_shard_size)
     else:
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)

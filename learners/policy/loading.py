@@ -168,7 +168,9 @@ class _Source:
             facts = AutoConfig.from_pretrained(self.name, trust_remote_code=self._trust)
         # An adapter draws random numbers even there.
         with torch.random.fork_rng([]):
-            return self._network(make_skeleton(facts, self.config.model, torch.float32))
+            skeleton = make_skeleton(facts, self.config.model, torch.float32)
+            # As transformers loads it, though a family may freeze what no gradient reaches.
+            return self._network(skeleton.requires_grad_(True))
 
     def _network(self, model: PreTrainedModel) -> Network:
         if self.lora is not None:

@@ -52,6 +52,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, is_filled: bo
         )
     except ValueError as error:
         raise ConfigError(f"learner.lora.targets: {error}") from error
+    _require_matrices(model)
     for layer in adapted_layers(model).values():
         layer.lora_dropout[ADAPTER] = GradientDropout(settings.dropout)
 
@@ -72,6 +73,25 @@ def _require_layers(model: PreTrainedModel, settings: LoraSettings) -> None:
                 f"learner.lora.targets: was {target!r}, which is no linear layer of the decoder; "
                 f"{did_you_mean(target, inside)}"
             )
+
+
+def _require_matrices(model: PreTrainedModel) -> None:
+    """Each adapted layer is one matrix: peft takes the experts of a layer, which are several in one
+    tensor, with `all-linear` and by the names that their matrices once had, and embeddings."""
+    is_matrix = {
+        name: ADAPTER in layer.lora_A
+        and getattr(layer.get_base_layer(), "weight", torch.empty(0)).ndim == 2
+        for name, layer in adapted_layers(model).items()
+    }
+    if all(is_matrix.values()):
+        return
+    other = next(name for name, is_one in is_matrix.items() if not is_one)
+    fitting = {name.rpartition(".")[2] for name, is_one in is_matrix.items() if is_one}
+    allowed = f", such as [{', '.join(sorted(fitting))}]" if fitting else ""
+    raise ConfigError(
+        f"learner.lora.targets: would adapt {other}, which is no linear layer and whose adapter no "
+        f"generator could be sent: name linear layers{allowed}"
+    )
 
 
 class GradientDropout(torch.nn.Module):

@@ -8,6 +8,7 @@ beside it.
 
 import ipaddress
 import random
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -156,6 +157,11 @@ def _as_store(url: str) -> str:
         raise ValueError(f"was {_shown(url)}; it must name a store and a folder in it; {hint}")
     if scheme == "file" and not path.startswith("/"):
         raise ValueError(f"was {url!r}; a folder has three slashes: file:///{path}")
+    if scheme == "hf" and not re.match(r"buckets/[^/]+/[^/]+", path):
+        raise ValueError(
+            f"was {_shown(url)}; the hub keeps all that was ever in a repository: name a folder in "
+            f"a bucket, {STORES[scheme]}"
+        )
     if set(path) & set("@?#*"):
         raise ValueError(
             f"was {_shown(url)}; it must be like {STORES[scheme]}, without a user, a password, "

@@ -1,6 +1,7 @@
 """What of a learner is saved and loaded, and which checkpoints are kept."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -54,6 +55,18 @@ def test_the_mean_of_a_metric_is_of_the_steps_since_the_checkpoint_before(tmp_pa
     records.close()
     means = [json.loads((p / "state.json").read_text())["means"] for p in (path, after)]
     assert means == [{"reward/mean": 1.5}, {"reward/mean": 3.0}]
+
+
+def test_a_step_that_measured_nothing_is_in_no_mean_and_no_checkpoint_is_best_by_it(tmp_path):
+    """NaN is above and below nothing: as a mean it would decide by where it stands."""
+    config = make_run(tmp_path, checkpoint={"keep": 1, "keep_best": 1})
+    records, trainer = RunRecords(config, choose(config.run)), make_trainer(config)
+    records.begin()
+    for step, mean in enumerate((math.nan, 0.9, 0.1, 0.2), start=1):
+        records.log(step, [GroupHeader.of(make_group(step))], {"reward/mean": mean})
+        records.save(trainer, LearnerState(step)).result()
+    records.close()
+    assert names(config) == [f"step-{version:08d}" for version in (2, 4)]
 
 
 def test_only_the_weights_of_another_runs_checkpoint(tmp_path):

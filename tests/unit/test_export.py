@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.make_model import make_tokenizer
@@ -12,6 +13,7 @@ from learners.session import LearnerState
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
+from tests.model_families import make_model
 from tests.training import make_batch
 from tests.unit.test_checkpoint import make_run, make_trainer, save
 
@@ -40,6 +42,35 @@ def test_an_export_loads_in_transformers_in_its_dtype_and_with_its_tokenizer(tmp
         assert torch.equal(loaded.get_parameter(name), parameter.bfloat16()), name
     assert exported(config, "--step", "1") == 0
     assert (config.run.path / "export" / "step-00000001" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("family", "suffix"),
+    [
+        ("AFMoE", "expert_bias"),
+        ("DeepSeek-V3", "e_score_correction_bias"),
+        ("ERNIE 4.5-MoE", "e_score_correction_bias"),
+    ],
+)
+def test_what_no_step_changes_is_in_an_export_to_its_last_bit(tmp_path, family, suffix):
+    """A frozen parameter or a buffer, which chooses experts: rounded to bfloat16 it chooses
+    others."""
+    model = make_model(family)
+    state = {name: t for name, t in model.state_dict().items() if name.endswith(suffix)}
+    for number, tensor in enumerate(state.values()):
+        tensor.copy_(4.0 + number + torch.linspace(0, 1e-3, tensor.numel()).view(tensor.shape))
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer("abc").save_pretrained(tmp_path / "model")
+    config = make_run(tmp_path, checkpoint={"contents": ["model"]}, evaluate=False)
+    save(config, make_trainer(config), LearnerState(1))
+    assert exported(config, "--dtype", "bfloat16") == 0
+    folder = config.run.path / "export" / "step-00000001"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert state
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name], tensor), name
+    trained = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert trained.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

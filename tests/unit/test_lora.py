@@ -23,6 +23,7 @@ from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, WeightTransferError
 from streamrl.weights import lora
 from streamrl.weights.layout import manifest_of
+from tests.model_families import make_model
 from tests.tiny_model import make_llama, save_llama
 
 IDS = torch.arange(2, 14)[None]
@@ -32,6 +33,10 @@ def make_gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     return GPT2LMHeadModel(config).eval()
+
+
+def make_experts() -> PreTrainedModel:
+    return make_model("Qwen3-MoE")
 
 
 def adapted(model: PreTrainedModel, seed: int = 1, **settings: object) -> PreTrainedModel:
@@ -54,9 +59,16 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(make):
     assert all(".lora_" in name for name in trained)
 
 
-@pytest.mark.parametrize("make", [make_llama, make_gpt2])
-def test_merged_weights_make_a_model_without_adapter_compute_the_same(make):
-    model, plain = adapted(make()), make()
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [
+        (make_llama, "all-linear"),
+        (make_gpt2, "all-linear"),
+        (make_experts, ("gate", "k_proj", "o_proj", "q_proj", "v_proj")),
+    ],
+)
+def test_merged_weights_make_a_model_without_adapter_compute_the_same(make, targets):
+    model, plain = adapted(make(), targets=targets), make()
     merged = MergedWeights(model)
     assert list(merged) == [name for name, _ in plain.named_parameters()]
     plain.load_state_dict({name: merged[name] for name in merged}, strict=False)
@@ -149,6 +161,18 @@ def test_peft_loads_a_saved_adapter(tmp_path: Path):
 def test_targets_that_cannot_be_adapted_are_refused(targets, sentence):
     with pytest.raises(ConfigError, match=rf"learner\.lora\.targets: .*{sentence}"):
         add_adapter(make_llama(), LoraSettings(targets=tuple(targets)))
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "sentence"),
+    [
+        (make_experts, "all-linear", r"mlp\.experts, .*\[gate, k_proj, o_proj, q_proj, v_proj\]"),
+        (make_gpt2, ("wpe",), r"wpe, which is no linear layer .*: name linear layers$"),
+    ],
+)
+def test_what_no_matrix_of_the_model_can_be_changed_by_is_refused(make, targets, sentence):
+    with pytest.raises(ConfigError, match=rf"learner\.lora\.targets: would adapt .*{sentence}"):
+        add_adapter(make(), LoraSettings(targets=targets))
 
 
 def test_a_base_model_that_cannot_be_read_is_an_error_of_the_files(tmp_path):

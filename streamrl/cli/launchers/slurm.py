@@ -50,6 +50,7 @@ from streamrl.cli.processes.run_commands import (
     require_books,
 )
 from streamrl.config import RunConfig, to_yaml
+from streamrl.config.addresses import is_loopback, url_host
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
 from streamrl.errors import (
@@ -86,7 +87,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: this is no job of Slurm.
     """
-    job = os.environ.get(JOB_VARIABLE)
+    job = _job()
     if job is None:
         raise ConfigError(
             "--slurm: this is no job of Slurm; submit one with `sbatch deploy/slurm/run.sbatch "
@@ -115,6 +116,13 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
         console.print(f"job {job} goes on when it is its turn again")
         subprocess.run(["scontrol", "requeue", job], check=False)
     return 0
+
+
+def _job() -> str | None:
+    """The job's id, as Slurm's commands take it. One task of an array has the id of the array, by
+    which they would mean every task: it is named by both."""
+    job, array = os.environ.get(JOB_VARIABLE), os.environ.get("SLURM_ARRAY_JOB_ID")
+    return job if job is None or job != array else f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
@@ -326,12 +334,29 @@ def _said(*command: str) -> str:
 def main() -> None:
     """On a node: its name, its address, and what it has, as a line of JSON."""
     name = os.environ["SLURMD_NODENAME"]
-    shown = _said("scontrol", "show", "--oneliner", "node", name)
+    print(json.dumps(asdict(this_machine(name, _own_address(name)))), flush=True)
+
+
+def _own_address(name: str) -> str:
+    """Where the job's other nodes reach this one. A machine may know itself by its loopback address
+    alone, as Debian's do: then it is the one on the route to another node."""
+    address = _address(name)
+    others = [other for other in _said("scontrol", "show", "hostnames").split() if other != name]
+    if not others or not is_loopback(f"tcp://{url_host(address)}:0"):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((_address(others[0]), 9))
+        return str(probe.getsockname()[0])
+
+
+def _address(node: str) -> str:
+    """As this machine knows it."""
+    shown = _said("scontrol", "show", "--oneliner", "node", node)
     found = re.search(r"NodeAddr=(\S+)", shown)
-    address = found.group(1) if found else name
+    address = found.group(1) if found else node
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(address)
-    print(json.dumps(asdict(this_machine(name, address))), flush=True)
+    return address
 
 
 if __name__ == "__main__":

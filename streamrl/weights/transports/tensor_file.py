@@ -73,11 +73,15 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     encoded += b" " * (-len(encoded) % 8)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     unfinished = path.with_name(path.name + _UNFINISHED)
-    with open(unfinished, "wb", opener=open_private) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for tensor in tensors.values():
-            file.write(_bytes_of(tensor))
-    unfinished.replace(path)
+    try:
+        with open(unfinished, "wb", opener=open_private) as file:
+            file.write(struct.pack("<Q", len(encoded)) + encoded)
+            for tensor in tensors.values():
+                file.write(_bytes_of(tensor))
+        unfinished.replace(path)
+    finally:
+        # On a full disk a checkpoint needs what it had taken.
+        unfinished.unlink(missing_ok=True)
 
 
 class TensorFile:

@@ -1,5 +1,6 @@
 """The batch script of a run, and what is refused before anything is started."""
 
+import json
 import os
 import shlex
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.launchers import slurm
 from streamrl.cli.launchers.slurm import step_command
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import sole_launch
@@ -127,7 +129,18 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
     assert "waiting for its lock, 60 s at most" in capsys.readouterr().err
 
 
-def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(file, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "17"),
+        # Slurm gives the last task of an array the id of the array, which stands for every task.
+        ({"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "17_3"),
+        ({"SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "3"}, "17"),
+    ],
+)
+def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(
+    file, tmp_path, monkeypatch, variables, name
+):
     requeued: list[Sequence[str]] = []
     job = "streamrl.cli.launchers.slurm"
     monkeypatch.setattr(f"{job}.hosts_of_job", lambda: (HOST,))
@@ -137,7 +150,30 @@ def test_a_job_whose_time_ends_while_it_waits_for_the_lock_is_requeued(file, tmp
         "streamrl.cli.processes.run_commands.time.sleep",
         lambda _: os.kill(os.getpid(), signal.SIGUSR1),
     )
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for variable, value in {"SLURM_JOB_ID": "17", **variables}.items():
+        monkeypatch.setenv(variable, value)
     with sole_launch(tmp_path / "runs" / "run"):
         assert main(["launch", file, "--slurm"]) == 0
-    assert requeued == [["scontrol", "requeue", "17"]]
+    assert requeued == [["scontrol", "requeue", name]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "own", "address"),
+    [
+        ("n1 n2", "127.0.1.1", "127.0.0.1"),
+        ("n1", "127.0.1.1", "127.0.1.1"),
+        ("n1 n2", "::2", "::2"),
+    ],
+)
+def test_a_node_that_knows_itself_by_loopback_says_what_the_others_reach(
+    capsys, tmp_path, monkeypatch, nodes, own, address
+):
+    """The other node is one that this machine has a route to."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\n[ $2 = hostnames ] && echo {nodes} || echo NodeAddr=$4\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setattr("socket.gethostbyname", {"n1": own, "n2": "127.0.0.2"}.__getitem__)
+    slurm.main()
+    assert json.loads(capsys.readouterr().out)["address"] == address

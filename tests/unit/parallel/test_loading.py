@@ -48,6 +48,11 @@ def save_hybrid(folder: Path) -> None:
     make_model("LFM2").save_pretrained(folder)
 
 
+def save_frozen(folder: Path) -> None:
+    """Whose routers have biases that the family does not train."""
+    make_model("AFMoE", num_hidden_layers=2).save_pretrained(folder)
+
+
 def save_longrope(folder: Path) -> None:
     """Whose long trajectories make a call of their own."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
@@ -63,12 +68,14 @@ MODELS = {
     "untied": save_untied,
     "hybrid": save_hybrid,
     "longrope": save_longrope,
+    "frozen": save_frozen,
 }
 UNPACKED = ("hybrid", "longrope")
 
 
 def loaded(folder: str, mesh: Any = None, **options: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, whole, and the random numbers that come next."""
+    """Parameters and buffers, whole, which of them are trained, and the random numbers that come
+    next."""
     torch.manual_seed(3)
     learner = {"lora": options["lora"]} if "lora" in options else {}
     config = make_config(model={"path": folder}, learner=learner)
@@ -77,7 +84,9 @@ def loaded(folder: str, mesh: Any = None, **options: Any) -> dict[str, torch.Ten
     network = load_network(config, mesh=mesh, **options)
     tensors = [*network.named_parameters(), *network.named_buffers(remove_duplicate=False)]
     named = {name: full(tensor).clone() for name, tensor in tensors}
-    return {**named, "drawn": torch.rand(3), "packed": torch.tensor(network.is_packed)}
+    trained = torch.tensor([parameter.requires_grad for parameter in network.parameters()])
+    packed = torch.tensor(network.is_packed)
+    return {**named, "trained": trained, "drawn": torch.rand(3), "packed": packed}
 
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (

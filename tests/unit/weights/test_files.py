@@ -25,6 +25,7 @@ from streamrl.weights.transports.files import FileSender, version_name
 from streamrl.weights.transports.receive import TransferReceiver
 from streamrl.weights.transports.shared_memory import SendBuffers
 from streamrl.weights.transports.tensor_file import TensorFile
+from tests.full_disk import files_no_larger_than
 
 LIFE = "0123456789ab"
 SECRET = bytes(range(32))
@@ -342,6 +343,15 @@ def test_files_go_when_nobody_needs_them_and_stay_while_one_reads(tmp_path):
     assert left == {Path(slow.endpoint.path).name, *newest}
     learner.files.on_answers({"slow"}, set())
     assert {path.name for path in tmp_path.iterdir()} == newest
+
+
+async def test_a_file_that_a_full_disk_does_not_take_leaves_nothing_there(tmp_path):
+    learner = Learner(tmp_path)
+    learner.buffers.write(learner.master, 1)
+    with learner.buffers.reading() as newest, files_no_larger_than(1_000):
+        assert newest is not None
+        assert await learner.files.offer(1, newest.data, {"generator": -1}) == {}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_removed_stays_and_harms_nothing(tmp_path, monkeypatch, caplog):

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import BucketFile, HfApi
+from huggingface_hub.utils import XetFileData
 from pydantic import ValidationError
 
 from streamrl.config.loading.load import load_config
 from streamrl.config.weights import WeightSettings
-from streamrl.errors import ConfigError, WeightTransferError
+from streamrl.errors import ConfigError, TransportError, WeightTransferError
+from streamrl.object_store import StoreFolder
 from streamrl.types import LoadReport, WeightUpdate
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.receiver import StoreReceiver
@@ -361,6 +364,8 @@ async def test_versions_between_are_left_out_while_one_is_on_its_way(tmp_path, m
         ("file://x/y", r"a folder has three slashes: file:///x/y"),
         ("s3://", r"it must name a store and a folder in it; did you mean s3://BUCKET/FOLDER"),
         ("s3://key:word@bucket/x", r"without a user, .*keys come from the environment"),
+        ("hf://user/model", r"in a bucket, hf://buckets/USER/BUCKET/FOLDER"),
+        ("hf://buckets/user", r"in a bucket, hf://buckets/USER/BUCKET/FOLDER"),
         ("", r"was ''; .*allowed: s3://"),
     ],
 )
@@ -390,3 +395,52 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setitem(__import__("sys").modules, {"s3": "s3fs", "gs": "gcsfs"}[scheme], None)
     with pytest.raises(ConfigError, match=rf"weights\.store: .*pip install 'streamrl\[{extra}\]'"):
         ObjectStore(f"{scheme}://bucket/runs", "run")
+
+
+def test_a_bucket_of_the_hub_that_refuses_costs_no_disk(tmp_path, monkeypatch):
+    """What is tried again every few seconds leaves no copy of the weights behind."""
+    taken: list[tuple[str, bytes]] = []
+    refusals = [OSError("over the quota")]
+
+    def batch(_: HfApi, bucket: str, *, add: list[tuple[Path | str, str]], **__: object) -> None:
+        for source, place in add:
+            if refusals:
+                raise refusals.pop()
+            taken.append((f"{bucket}: {place}", Path(source).read_bytes()))
+
+    monkeypatch.setattr(HfApi, "bucket_info", lambda *_: None)
+    monkeypatch.setattr(HfApi, "_batch_bucket_files", batch)
+    temporary, file = tmp_path / "tmp", tmp_path / "file"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    file.write_bytes(b"weights")
+    store = ObjectStore("hf://buckets/user/bucket/runs", "run")
+    with pytest.raises(WeightTransferError, match=r"weights\.store hf://buckets/.* over the quota"):
+        store.put(file, "a.safetensors")
+    assert list(temporary.iterdir()) == []
+    store.put(file, "a.safetensors")
+    assert taken == [("user/bucket: runs/run/a.safetensors", b"weights")]
+
+
+def test_an_object_that_came_after_a_listing_is_read(tmp_path, monkeypatch):
+    """The hub's file system keeps what it has listed, whatever it is told."""
+    objects = {"runs/run/first": b"one"}
+
+    def listed(_: HfApi, __: str, prefix: str, **___: object) -> list[BucketFile]:
+        assert prefix == "runs/run"
+        told = {"type": "file", "mtime": None, "uploadedAt": None}
+        return [BucketFile(path=p, size=len(c), xetHash=p, **told) for p, c in objects.items()]
+
+    def fetch(*, incomplete_path: Path, xet_file_data: XetFileData, **_: object) -> None:
+        incomplete_path.write_bytes(objects[xet_file_data.file_hash])
+
+    monkeypatch.setattr(HfApi, "bucket_info", lambda *_: None)
+    monkeypatch.setattr(HfApi, "list_bucket_tree", listed)
+    monkeypatch.setattr("huggingface_hub.hf_file_system.xet_get", fetch)
+    store, file = StoreFolder("weights.store", "hf://buckets/user/bucket/runs/run"), tmp_path / "f"
+    store.get("first", file)
+    objects["runs/run/second"] = b"two"
+    store.get("second", file)
+    assert file.read_bytes() == b"two"
+    with pytest.raises(TransportError, match=r"weights\.store hf://.*: third is gone"):
+        store.get("third", file)
