@@ -500,6 +500,19 @@ def test_a_recipe_needs_every_character_of_the_prompts(folder):
     assert "model.recipe.alphabet: lacks '456789c'" in lacking
 
 
+@pytest.mark.parametrize("settings", [("data.source=environment",), ("data.answer_key=null",)])
+def test_a_recipe_needs_prompts_with_answers_to_teach(folder, settings):
+    rows = '{"prompt": "1?"}\n{"prompt": "2?"}\n'
+    (folder / "rows.jsonl").write_text(rows)
+    source = ("data.source=rows.jsonl", "data.eval_source=rows.jsonl")
+    settings = (*source, "data.source_kwargs={}", "data.reward=length", *settings, "model.path=new")
+    said = "model.recipe.warm_start_source: prompts without a text or an answer"
+    assert any(said in p for p in report(folder, *settings, "model.recipe={}").problems)
+    for recipe in ("{warm_start_steps: 0}", "{warm_start_source: copy}"):
+        problems = report(folder, *settings, f"model.recipe={recipe}").problems
+        assert not any(said in p for p in problems)
+
+
 @pytest.fixture
 def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Hub that knows the model org/known."""
