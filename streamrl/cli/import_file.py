@@ -18,7 +18,12 @@ from pydantic import ValidationError
 
 from streamrl.cli.check.settings import check_effects
 from streamrl.config.loading.explain import explain, is_at
-from streamrl.config.loading.foreign_names import ForeignName, find_foreign_name, foreign_names
+from streamrl.config.loading.foreign_names import (
+    IMPORTED,
+    ForeignName,
+    find_foreign_name,
+    foreign_names,
+)
 from streamrl.config.loading.foreign_names.files import read_keys
 from streamrl.config.loading.foreign_names.rewards import (
     TO_BE_NAMED,
@@ -44,7 +49,7 @@ from streamrl.errors import ConfigError, nearest
 from streamrl.findings import Severity
 from streamrl.user_code import is_user_code
 
-SYSTEMS = {"verl": "verl", "roll": "ROLL", "trl": "TRL"}
+SYSTEMS = {system.lower(): system for system in IMPORTED}
 _NO_ROWS = "no held-out rows are named"
 _BY_SOURCE = "verl's own, by data_source"
 _SOURCES = ("data.source", "data.eval_source")
