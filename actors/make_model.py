@@ -27,7 +27,7 @@ from transformers import (
 from actors.prompts import open_prompts
 from actors.rendering.renderer import ChatRenderer, PromptVision, load_media
 from streamrl.config import RunConfig
-from streamrl.config.model import LLAMA, ModelSettings, RecipeSettings
+from streamrl.config.model import LLAMA, NOTHING_TO_TEACH, ModelSettings, RecipeSettings
 from streamrl.durable_files import new_folder
 from streamrl.errors import ConfigError
 from streamrl.interfaces import PromptSource
@@ -52,7 +52,7 @@ def make_model(config: RunConfig) -> None:
 
     Raises:
         ConfigError: there is no recipe, its architecture cannot be made, or the prompts use
-            characters outside its alphabet.
+            characters outside its alphabet or have no answers.
     """
     recipe = config.model.recipe
     if recipe is None:
@@ -62,6 +62,8 @@ def make_model(config: RunConfig) -> None:
     torch.manual_seed(config.run.seed)
     with new_folder(Path(config.model.path)) as unfinished:
         _write_untrained(unfinished, recipe, config.max_model_len)
+        if not recipe.warm_start_steps:
+            return
         student = Student.of(unfinished, config)
         accuracy = _warm_start(student, _examples(config, recipe), recipe)
         log.info("warm start ends: %.2f of sampled answers are right", accuracy)
@@ -203,6 +205,8 @@ def _batches(prompts: PromptSource, student: Student, batch_size: int) -> Iterat
                 raise ConfigError(
                     f"model.recipe.alphabet: lacks a character of the prompt {row.content!r}"
                 )
+            if not (ids and row.answer):
+                raise ConfigError(NOTHING_TO_TEACH)
         longest = max(len(a) + len(b) for a, b in zip(asked, answers, strict=True))
         token_ids = torch.full((batch_size, longest), tokenizer.pad_token_id)
         is_answer = torch.zeros(batch_size, longest, dtype=torch.bool)

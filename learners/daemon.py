@@ -105,6 +105,7 @@ async def _lead(
     if not await _may_begin(config, buffer, shutdown):
         place.all.send(End())
         return None
+    service.keep_settings(config)
     learner_id = start.history.learner_id
     sender = _make_sender(config, trainer.policy, learner_id)
     recorder = _make_recorder(config, place, start)

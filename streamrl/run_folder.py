@@ -283,6 +283,13 @@ def read_learner(folder: Path) -> LearnerStatus | None:
     return _record(folder / LEARNER_FILE, LearnerStatus)
 
 
+def ended_launch(folder: Path) -> Launch | None:
+    """The newest launch, if it has ended and no daemon was started by itself since."""
+    launch, learner = read_launch(folder), read_learner(folder)
+    has_ended = launch.ended_s is not None and (learner is None or learner.time_s < launch.ended_s)
+    return launch if has_ended else None
+
+
 def is_launched_since(folder: Path, time_s: float) -> bool:
     """Whether a launch, which writes the configuration, has begun after this Unix time."""
     age_s = launched_s(folder)

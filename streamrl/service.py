@@ -142,6 +142,14 @@ def _prepare_folder(config: RunConfig) -> None:
         write_file(resolved, to_yaml(config))
 
 
+def keep_settings(config: RunConfig) -> None:
+    """In the run's folder, with those that the learner was started with; a launch has done so."""
+    if PARENT_VARIABLE not in os.environ:
+        # `--resume` is of this start, not of the next.
+        kept = config.with_values(run={"resume": "never"})
+        write_file(config.run.path / "config.yaml", to_yaml(kept))
+
+
 async def _watch_parent(shutdown: Shutdown) -> None:
     """Drain when the launcher has ended. Polls the parent's id, since no signal reports that."""
     while PARENT_VARIABLE in os.environ and not shutdown.requested.is_set():

@@ -18,7 +18,12 @@ from pydantic import ValidationError
 
 from streamrl.cli.check.settings import check_effects
 from streamrl.config.loading.explain import explain, is_at
-from streamrl.config.loading.foreign_names import ForeignName, find_foreign_name, foreign_names
+from streamrl.config.loading.foreign_names import (
+    IMPORTED,
+    ForeignName,
+    find_foreign_name,
+    foreign_names,
+)
 from streamrl.config.loading.foreign_names.files import read_keys
 from streamrl.config.loading.foreign_names.rewards import (
     TO_BE_NAMED,
@@ -44,10 +49,12 @@ from streamrl.errors import ConfigError, nearest
 from streamrl.findings import Severity
 from streamrl.user_code import is_user_code
 
-SYSTEMS = {"verl": "verl", "roll": "ROLL", "trl": "TRL"}
+SYSTEMS = {system.lower(): system for system in IMPORTED}
 _NO_ROWS = "no held-out rows are named"
+_BY_SOURCE = "verl's own, by data_source"
 _SOURCES = ("data.source", "data.eval_source")
 _TO_BE_GIVEN = "???"
+_VARIABLE = re.compile(r"\$\w+")
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 _SECRET = re.compile(r"(api_key|token|password|secret)$", re.IGNORECASE)
 
@@ -161,7 +168,7 @@ def imported(path: Path, system: str) -> Imported:
     more, problem = _without_refused(ours)
     refused |= more
     kept = {name: value for name, value in ours.items() if name not in refused}
-    _with_rewards(kept, of, found)
+    _with_rewards(kept, of, found, system)
     sentences = {n: "; ".join(filter(None, (computed.get(n), why))) for n, why in refused.items()}
     stands = used | {of[name].key for name in kept}
     told = [
@@ -172,8 +179,9 @@ def imported(path: Path, system: str) -> Imported:
     ]
     head = [f"# From {path.name} of {system}; behind each setting, the name that it has there."]
     head += [f"# defaults: no file {name!r}; {system}'s own defaults stand" for name in missing]
-    to_do = [f"data.reward: {line}" for line in _about_rewards(kept)]
-    to_do += [f"To be mended: {line}" for line in (*_misspelt(found), *problem.splitlines())]
+    to_do = [f"data.reward: {line}" for line in _about_rewards(kept, of)]
+    mended = (*_misspelt(found), *_variables(kept), *problem.splitlines())
+    to_do += [f"To be mended: {line}" for line in mended]
     head += [f"# {line}" for line in to_do]
     origins = {name: computed.get(name, of[name].origin) for name in kept}
     tail = [key.comment(reason) for key, reason in told]
@@ -223,27 +231,44 @@ def _joined(found: list[Found]) -> Joined:
     return joined
 
 
-def _with_rewards(kept: dict[str, Any], of: dict[str, Key], found: list[Found]) -> None:
-    """Where the file names a reward, one stands, if only to be named."""
+def _with_rewards(
+    kept: dict[str, Any], of: dict[str, Key], found: list[Found], system: str
+) -> None:
+    """Where the file names a reward, one stands, if only to be named. verl has one for each source
+    of its rows, most of them for mathematics."""
     if kept.keys() & {"data.reward", "data.rewards"}:
         return
     for key, own in found:
         if key.is_given and key.is_set and own != {} and key.name and names_a_reward(key.name):
             kept["data.reward"], of["data.reward"] = TO_BE_NAMED, key
             return
+    if system == "verl":
+        kept["data.reward"], of["data.reward"] = "math", Key(_BY_SOURCE, None, None)
 
 
-def _about_rewards(kept: Mapping[str, Any]) -> list[str]:
+def _about_rewards(kept: Mapping[str, Any], of: Mapping[str, Key]) -> list[str]:
     """What is to be done about them."""
     rewards = [e["reward"] for e in kept.get("data.rewards", [])] or [kept.get("data.reward")]
     if rewards == [None]:
         return ["exact_match, as no key names a reward"]
+    if "data.reward" in kept and of["data.reward"].key == _BY_SOURCE:
+        return [
+            "math, as no key names a reward, and verl has one for each data_source; rows of code, "
+            "tools or search need another (docs/rewards.md)"
+        ]
     return [
         f"{reward} is to be there, a function of your own in verl's form, TRL's or ours "
         "(docs/extending/reward.md)"
         for reward in map(str, rewards)
         if is_user_code(reward) and not Path(reward.rpartition(":")[0]).is_file()
     ]
+
+
+def _variables(kept: Mapping[str, Any]) -> Iterator[str]:
+    """Settings with a variable of the script, such as $HOME/train.parquet."""
+    for setting, value in kept.items():
+        if found := _VARIABLE.search(str(value)):
+            yield f"{setting}: {found[0]} is a variable of the file: write what it stands for"
 
 
 def _translated(key: Key, lookup: Lookup) -> dict[str, Any] | None:

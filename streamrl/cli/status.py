@@ -45,6 +45,7 @@ from streamrl.cli.display.numbers import (
     remaining_texts,
     reward_text,
     training_reward,
+    unsaved_rows,
     validation_text,
     wait_shares,
 )
@@ -196,9 +197,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     yield "buffer", _ended_buffer_row(status) if stats is None else _buffer_row(stats)
     if learner is not None:
         yield "learner", _learner_row(learner, status)
-        behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
-        sent = f"version {learner.policy_version} for {learner.num_receivers} receivers"
-        yield "weights", sent + behind + (f"; {learner.stored}" if learner.stored else "")
+        if not state_of(status.reading).has_ended:
+            yield "weights", _weights_row(learner)
         # Beside what the learner does itself: it saves a checkpoint meanwhile.
         if learner.validating and status.reading.is_learner_reporting:
             yield "held-out", learner.validating
@@ -216,6 +216,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             yield "held-out", f"{name.removeprefix('held-out ')} {held_out}"
         if config.run.folder_mirror:
             yield "mirror", _mirror_row(config)
+    if status.config is not None and state_of(status.reading).has_ended and status.lines:
+        yield from unsaved_rows(status.config.run.path, status.last_line["step"])
     waiting = waits_for(status.reading)
     if waiting and not status.reading.is_stalled:
         yield "waiting", waiting
@@ -273,6 +275,13 @@ def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
         return f"{learner.activity}, {age(reading.learner_age_s)} ago"
     shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
     return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
+
+
+def _weights_row(learner: LearnerStatus) -> str:
+    number = learner.num_receivers
+    sent = f"version {learner.policy_version} for {number} receiver{'s' if number != 1 else ''}"
+    behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
+    return sent + behind + (f"; {learner.stored}" if learner.stored else "")
 
 
 def _mirror_row(config: RunConfig) -> str:

@@ -15,6 +15,10 @@ from streamrl.config.section import (
 )
 from streamrl.user_code import check_user_code, is_user_code
 
+NOTHING_TO_TEACH = (
+    "model.recipe.warm_start_source: prompts without a text or an answer cannot be taught; name "
+    "others, or set model.recipe.warm_start_steps: 0"
+)
 LLAMA = "llama"
 
 

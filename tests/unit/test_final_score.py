@@ -55,7 +55,7 @@ def test_what_the_validator_found_is_the_evaluation(tmp_path, called):
         "response_length_mean": 3.5,
         "by": "validator",
     }
-    text = "0.107 -> 0.477 (greedy, 20 prompts; versions 0 and 6)"
+    text = "0.107 -> 0.477 (greedy, 20 prompts, 2 failed; versions 0 and 6)"
     rows = held_out_rows(config.run.path, validation_text(config))
     assert rows == [("held-out reward", text)]
 

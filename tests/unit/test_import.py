@@ -400,7 +400,9 @@ def test_rewards_of_trl_are_ours_or_to_be_named(folder, capsys, text, rewards):
             ("own.py:f", {"path": 1}),
         ),
         ("verl", "reward: {reward_manager: {name: prime}}\n", ("PATH.py:NAME", None)),
-        ("verl", "reward_model: {reward_manager: naive, enable: false}\n", (None, None)),
+        ("verl", "reward_model: {reward_manager: naive, enable: false}\n", ("math", None)),
+        ("verl", "data: {train_files: a.parquet}\n", ("math", None)),
+        ("roll", "rollout_batch_size: 8\n", (None, None)),
         ("roll", "reward: {worker_cls: lib.Mine}\n", ("PATH.py:NAME", None)),
         ("roll", "rewards: {a: {tag_included: [x]}}\n", ("PATH.py:NAME", None)),
     ],
@@ -411,8 +413,21 @@ def test_a_reward_that_is_named_is_never_a_default(folder, system, text, rewards
     settings = dict(leaves(yaml.safe_load(Path("run.yaml").read_text())))
     kwargs = {"path": settings["data.reward_kwargs.path"]} if rewards[1] else None
     assert (settings.get("data.reward"), kwargs) == rewards
-    is_said = "# data.reward: exact_match, as no key names a reward" in Path("run.yaml").read_text()
-    assert is_said == (rewards[0] is None)
+    for reward, name in (("exact_match", None), ("math", "math")):
+        said = f"# data.reward: {reward}, as no key names a reward"
+        assert (said in Path("run.yaml").read_text()) == (rewards[0] == name)
+
+
+def test_a_variable_of_the_script_is_to_be_written_out(folder, capsys):
+    Path("run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo data.train_files=$HOME/a.parquet \\\n"
+        "    data.val_files=$DATA/b.parquet actor_rollout_ref.model.path=m\n"
+    )
+    assert main(["import", "run.sh", "--from", "verl", "--output", "run.yaml"]) == 0
+    err = capsys.readouterr().err
+    assert "To be mended: data.source: $HOME is a variable of the file" in err
+    assert "To be mended: data.eval_source: $DATA is a variable of the file" in err
+    assert "model.path" not in err
 
 
 def test_the_rewards_of_roll_are_those_of_its_domains(folder):

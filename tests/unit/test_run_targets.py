@@ -133,8 +133,35 @@ def test_status_says_how_a_run_ended(
     output = capsys.readouterr().out
     assert line in output
     assert "healthy" not in output
+    # Whom the weights reached is of a run that goes on.
+    assert "weights " not in output
     assert main(["status", str(config.run.path), "--json"]) == code
     assert json.loads(capsys.readouterr().out)["state"] == state
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (None, "steps 1 to 6 are in no checkpoint; --resume goes on from the start"),
+        (3, "steps 4 to 6 are in no checkpoint; --resume goes on from step 3"),
+        (5, "step 6 is in no checkpoint; --resume goes on from step 5"),
+        (6, ""),
+    ],
+)
+def test_steps_that_no_checkpoint_has_are_named_when_the_run_has_ended(
+    tmp_path, capsys, closed_port, saved, said
+):
+    config = at_port(make_run(tmp_path, activity=LearnerActivity.SAVING), closed_port, 9)
+    if saved is not None:
+        write_checkpoint(config.run.path, saved, Books())
+    with pytest.raises(Interrupted), reported(config, argparse.Namespace(), Console()):
+        raise Interrupted(signal.SIGINT)
+    summary = capsys.readouterr().out
+    assert main(["status", str(config.run.path)]) == 0
+    for output in (summary, capsys.readouterr().out):
+        rows = " ".join(output.replace("│", " ").split())
+        assert (f"unsaved {said}" in rows) == bool(said)
+        assert ("in no checkpoint" in rows) == bool(said)
 
 
 @pytest.mark.parametrize("has_reported", [True, False])

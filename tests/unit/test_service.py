@@ -21,6 +21,7 @@ from streamrl.errors import (
     RolloutError,
     TransportError,
 )
+from streamrl.run_folder import config_of
 from streamrl.shutdown import Shutdown
 from streamrl.user_code import attributed_to, load_user_code
 
@@ -160,6 +161,23 @@ def test_a_daemon_drains_when_its_launcher_has_ended(tmp_path, monkeypatch):
 
     code, log = run(tmp_path, main)
     assert (code, "the launcher has ended" in log) == (0, True)
+
+
+def test_the_folder_has_the_settings_that_the_learner_was_last_started_with(tmp_path, monkeypatch):
+    monkeypatch.delenv("STREAMRL_PARENT_PID", raising=False)
+
+    async def learn(shutdown):
+        service.keep_settings(config)
+
+    for max_steps in (60, 400):
+        config = make_config(tmp_path).with_values(run={"max_steps": max_steps, "resume": "auto"})
+        assert service.run(learn, role="learner", config=config) == 0
+        kept = config_of(config.run.path).run
+        assert (kept.max_steps, kept.resume) == (max_steps, "never")
+    # A launch has written what it has decided, which its learner is told in part by options.
+    monkeypatch.setenv("STREAMRL_PARENT_PID", "1")
+    service.keep_settings(make_config(tmp_path))
+    assert config_of(config.run.path).run.max_steps == 400
 
 
 def test_a_signal_that_comes_when_the_work_is_over_does_not_change_the_exit_code(tmp_path):

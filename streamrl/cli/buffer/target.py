@@ -19,10 +19,10 @@ from streamrl.diagnosis.reading import RunState, outcome, startup_s, state_of
 from streamrl.errors import ConfigError, StreamRLError, TransportError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import (
+    ended_launch,
     find_config,
     is_launched_since,
     launched_s,
-    read_launch,
     read_learner,
 )
 from streamrl.types import BufferStats
@@ -93,19 +93,17 @@ async def require_running(config: RunConfig) -> None:
 def read_folder(config: RunConfig) -> Reading:
     """What the run's folder says by itself."""
     folder = config.run.path
-    learner, launch = read_learner(folder), read_launch(folder)
-    # Daemons that were started by themselves since then are another story.
-    is_newest = launch.ended_s is not None and (learner is None or learner.time_s < launch.ended_s)
+    learner, ended = read_learner(folder), ended_launch(folder)
     return Reading(
         stall_s=config.run.stall_s,
         stats=None,
         learner=learner,
         learner_age_s=0.0 if learner is None else max(0.0, time.time() - learner.time_s),
         is_relaunched=learner is not None
-        and not is_newest
+        and ended is None
         and is_launched_since(folder, learner.time_s),
-        is_launch_over=is_newest,
-        failure=launch.failure if is_newest else "",
+        is_launch_over=ended is not None,
+        failure="" if ended is None else ended.failure,
         max_steps=config.run.max_steps,
         launched_s=launched_s(folder),
         startup_s=startup_s(config),

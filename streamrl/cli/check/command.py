@@ -144,7 +144,9 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
     lines = () if refused is None else str(refused).splitlines()
     with contextlib.redirect_stdout(sys.stderr):
         found = [_located(finding, loaded) for finding in _of_run(loaded)]
-    return list(dict.fromkeys([*map(CONFIGURATION.problem, lines), *found]))
+    said = {finding.sentence for finding in found}
+    others = [CONFIGURATION.problem(line) for line in lines if line not in said]
+    return list(dict.fromkeys([*others, *found]))
 
 
 def refusals(found: Sequence[Finding]) -> list[str]:

@@ -38,6 +38,7 @@ from actors.tools.toolset import make_sources
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
+from streamrl.config.model import NOTHING_TO_TEACH
 from streamrl.data_files import has_rows, shown
 from streamrl.errors import (
     ConfigError,
@@ -239,7 +240,7 @@ def _check_training(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding
     first = prompts[0]
     yield from _check_first(config, first)
     yield from _check_gold(config.data, "data.source", prompts)
-    yield from _check_alphabet(config, prompts)
+    yield from _check_recipe(config, prompts)
     yield from DATA.up_to_refusal(_check_lengths(config, prompts, load))
     if (size := _size(prompts)) is None:
         yield DATA.ok(f"data.source: {_sources(config)}, such as {_shown(first)}")
@@ -399,14 +400,18 @@ def _source(row: Prompt, data: DataSettings) -> str:
     return str(row.row.get(data.data_source_key, ""))
 
 
-def _check_alphabet(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
-    """Whether the model that will be made has a token for every character."""
+def _check_recipe(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
+    """Whether the model that will be made has a token for every character, and can be taught."""
     recipe = config.model.missing
     if recipe is None:
         return
-    used = {c for i in range(_SCANNED) for text in _texts(prompts[i]) for c in text}
+    first = [prompts[i] for i in range(_SCANNED)]
+    used = {c for row in first for text in _texts(row) for c in text}
     if lacking := "".join(sorted(used - set(recipe.alphabet))):
         yield DATA.problem(f"model.recipe.alphabet: lacks {lacking!r}, which prompts have")
+    is_taught = recipe.warm_start_steps > 0 and recipe.warm_start_source is None
+    if is_taught and not all(row.content and row.answer for row in first):
+        yield DATA.problem(NOTHING_TO_TEACH)
 
 
 def _check_lengths(

@@ -9,10 +9,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.checkpoints.find import newest
 from streamrl.config import RunConfig
 from streamrl.diagnosis.scaling import scaling_hint
+from streamrl.errors import StreamRLError
 from streamrl.run_folder import (
     PAGE_FILE,
+    ended_launch,
     read_books,
     read_json,
     read_launch,
@@ -26,6 +29,7 @@ from streamrl.types import Books
 RECENT = 20
 """Steps that the means of a display are of, but for the training reward."""
 _LARGEST = 1e100
+_PROMPTS = ("num_prompts", "num_failed", "num_too_long")
 _REWARD_STEPS = 10
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -236,11 +240,28 @@ def summary_rows(
     learner = read_learner(folder)
     if learner is not None and learner.failures:
         rows.append(("failures", learner.failures))
+    if ended_launch(folder) is not None:
+        rows += unsaved_rows(folder, lines[-1]["step"])
     rows += [("learning", sign) for sign in learner.signs] if learner is not None else []
     rows += restart_rows(folder)
     if (hint := scaling_hint(lines[-1])) is not None:
         rows.append(("scaling", hint.sentence))
     return [*rows, ("time of the steps", duration(steps_s(lines)))]
+
+
+def unsaved_rows(folder: Path, step: int) -> list[tuple[str, str]]:
+    """Of a run that has ended at this step: which steps are in no checkpoint."""
+    try:
+        checkpoint = newest(folder, contents=False).checkpoint
+    except StreamRLError:
+        # Going on says what is wrong with it.
+        return []
+    saved = 0 if checkpoint is None else checkpoint.policy_version
+    if saved >= step:
+        return []
+    steps = f"steps {saved + 1} to {step} are" if step > saved + 1 else f"step {step} is"
+    whence = f"from step {saved}" if saved else "from the start"
+    return [("unsaved", f"{steps} in no checkpoint; --resume goes on {whence}")]
 
 
 def held_out_rows(folder: Path, validated: str) -> list[tuple[str, str]]:
@@ -275,7 +296,7 @@ def validation_text(config: RunConfig) -> str:
     name = "" if name.startswith("mean@") else f"{name} "
     is_greedy = settings.num_samples == 1 and settings.temperature == 0
     how = "greedy" if is_greedy else f"{settings.num_samples} samples"
-    how += f", {validated[last].get('validation/num_prompts', 0):.0f} prompts"
+    how += f", {_scored({n: validated[last].get(f'validation/{n}', 0) for n in _PROMPTS})}"
     if first == last:
         return f"{name}{known[first]:.3f} ({how}; version {first})"
     versions = f"{how}; versions {first} and {last}"
@@ -290,12 +311,18 @@ def held_out_reward(folder: Path) -> str:
     """Such as: 0.336 (greedy, 256 prompts, 2 failed; version 40); "" before an evaluation. What is
     no checkpoint has its name."""
     evaluation = read_json(folder / "evaluation.json")
-    score, number = evaluation.get("greedy_reward_mean"), evaluation.get("num_prompts")
-    failed = f", {evaluation['num_failed']} failed" if evaluation.get("num_failed") else ""
+    score = evaluation.get("greedy_reward_mean")
     model = str(evaluation.get("model", ""))
     version = Path(model).name.removeprefix("step-")
     of = f"; version {int(version)}" if version.isdecimal() else f"; {model}" if model else ""
-    return "" if score is None else f"{score:.3f} (greedy, {number} prompts{failed}{of})"
+    return "" if score is None else f"{score:.3f} (greedy, {_scored(evaluation)}{of})"
+
+
+def _scored(counts: Mapping[str, Any]) -> str:
+    """Such as: 256 prompts, 2 failed."""
+    number, *left_out = (int(counts.get(name) or 0) for name in _PROMPTS)
+    reasons = zip(left_out, ("failed", "too long"), strict=True)
+    return ", ".join([f"{number} prompts", *(f"{n} {why}" for n, why in reasons if n)])
 
 
 def restart_rows(folder: Path) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@ settings that exist, but elsewhere, it says where: `learner.lr` stands at `learn
 So is what was probably meant by a path that is not there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config.loading.foreign_names import (
+    IMPORTED,
+    SYSTEMS,
     find_foreign_name,
     guess_foreign_name,
     is_foreign_section,
@@ -23,6 +25,7 @@ from streamrl.errors import ConfigError, did_you_mean, nearest
 RESOLVED_FILE = "config.yaml"
 """A run's configuration, in its folder."""
 _MAX_PLACES = 3
+_A_FILE_OF_NAMES = 3
 
 
 def similar_file(path: Path) -> str:
@@ -127,14 +130,32 @@ def explain(
 def _sentences(
     error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]
 ) -> Iterator[str]:
-    for detail in _joined(error.errors(include_url=False)):
+    details = [*_joined(error.errors(include_url=False))]
+    system, num_names = _system_of(details)
+    for detail in details:
         path = [str(part) for part in detail["loc"] if not _is_union_branch(part)]
-        for field, sentence in _findings(detail, path, model):
+        for field, sentence in _findings(detail, path, model, system):
             near = (origin for key, origin in origins.items() if is_at(key, field))
             origin = origins.get(field) or next(near, "")
             place = f" ({origin})" if origin else ""
             hint = _hint(field, detail)
             yield f"{field}: {sentence}{hint}{place}" if field else f"{sentence}{place}"
+    if num_names >= _A_FILE_OF_NAMES and system in IMPORTED:
+        command = f"streamrl import FILE --from {system.lower()}"
+        yield f"{num_names} of these are names of {system}: `{command}` translates its files"
+
+
+def _system_of(details: "Iterable[ErrorDetails]") -> tuple[str, int]:
+    """The system that has most of the keys that are refused, and how many of them."""
+    keys = [
+        key
+        for detail in details
+        if detail["type"] in ("extra_forbidden", "unknown_key")
+        for key, _ in leaves(detail["input"], ".".join(map(str, detail["loc"])))
+    ]
+    counts = {s: sum(find_foreign_name(key, s) is not None for key in keys) for s in SYSTEMS}
+    system = max(SYSTEMS, key=counts.__getitem__)
+    return system, counts[system]
 
 
 def _joined(details: "Sequence[ErrorDetails]") -> "Iterator[ErrorDetails]":
@@ -163,7 +184,7 @@ def _hint(field: str, detail: "ErrorDetails") -> str:
 
 
 def _findings(
-    detail: "ErrorDetails", path: list[str], model: type[BaseModel]
+    detail: "ErrorDetails", path: list[str], model: type[BaseModel], system: str
 ) -> Iterator[tuple[str, str]]:
     """(field, sentence); several where a whole section is refused key by key."""
     field = ".".join(path)
@@ -172,10 +193,13 @@ def _findings(
             hint = did_you_mean(path[-1], _fields_at(model, path[:-1]))
             is_misspelled = hint.startswith("did you mean") and not is_foreign_section(path[-1])
             is_section_of_ours = is_misspelled and isinstance(detail["input"], Mapping)
-            elsewhere = [] if is_section_of_ours else _elsewhere(field, detail["input"], model)
+            elsewhere = (
+                [] if is_section_of_ours else _elsewhere(field, detail["input"], model, system)
+            )
             yield from elsewhere or [(field, f"unknown key; {hint}")]
         case "unknown_key":
-            yield from _elsewhere(field, detail["input"], model) or [(field, detail["msg"])]
+            elsewhere = _elsewhere(field, detail["input"], model, system)
+            yield from elsewhere or [(field, detail["msg"])]
         case "model_type" | "model_attributes_type":
             keys = (f"{field}.{name}" for name in _fields_at(model, path)[:4])
             was = _shown(detail["input"])
@@ -194,17 +218,19 @@ def _findings(
             yield field or "configuration", sentence
 
 
-def _elsewhere(field: str, value: object, model: type[BaseModel]) -> list[tuple[str, str]]:
+def _elsewhere(
+    field: str, value: object, model: type[BaseModel], system: str
+) -> list[tuple[str, str]]:
     """What a refused key, or each key below it, is called here; empty if none has another name."""
-    sentences = {leaf: _renamed(leaf, item, model) for leaf, item in leaves(value, field)}
+    sentences = {leaf: _renamed(leaf, item, model, system) for leaf, item in leaves(value, field)}
     if not any(sentences.values()):
         return []
     return [(leaf, sentence or "unknown key") for leaf, sentence in sentences.items()]
 
 
-def _renamed(field: str, value: object, model: type[BaseModel]) -> str:
+def _renamed(field: str, value: object, model: type[BaseModel], system: str) -> str:
     """The sentence for a key that has another name or place here; "" if none is known."""
-    if name := find_foreign_name(field):
+    if name := find_foreign_name(field, first=system):
         return name.sentence(answer(name, value))
     places = own_places(model, field)
     end = ".".join(("", *field.split(".")[-2:]))

@@ -77,9 +77,8 @@ def _count(total_epochs: float, data: DataSettings) -> int:
                 f"the rows of a file ({', '.join(SUFFIXES)}) or of a data set are counted: set "
                 f"{_RESOLVED}"
             )
-    setting = f"{_FIELD}: data.source"
     return sum(
-        count_rows(setting, source.path, subset=source.subset, split=source.split)
+        count_rows("data.source", source.path, subset=source.subset, split=source.split)
         for source in data.sources
     )
 

@@ -511,6 +511,26 @@ def test_a_recipe_needs_every_character_of_the_prompts(folder):
     assert "model.recipe.alphabet: lacks '456789c'" in lacking
 
 
+def test_rows_that_cannot_be_counted_or_read_are_named_once(folder):
+    settings = ("data.source=no.jsonl", "data.source_kwargs={}", "run.total_epochs=2")
+    problems = [p for p in report(folder, *settings).problems if "no.jsonl" in p]
+    assert len(problems) == 1
+    assert problems[0].startswith("data.source: cannot read no.jsonl")
+
+
+@pytest.mark.parametrize("settings", [("data.source=environment",), ("data.answer_key=null",)])
+def test_a_recipe_needs_prompts_with_answers_to_teach(folder, settings):
+    rows = '{"prompt": "1?"}\n{"prompt": "2?"}\n'
+    (folder / "rows.jsonl").write_text(rows)
+    source = ("data.source=rows.jsonl", "data.eval_source=rows.jsonl")
+    settings = (*source, "data.source_kwargs={}", "data.reward=length", *settings, "model.path=new")
+    said = "model.recipe.warm_start_source: prompts without a text or an answer"
+    assert any(said in p for p in report(folder, *settings, "model.recipe={}").problems)
+    for recipe in ("{warm_start_steps: 0}", "{warm_start_source: copy}"):
+        problems = report(folder, *settings, f"model.recipe={recipe}").problems
+        assert not any(said in p for p in problems)
+
+
 @pytest.fixture
 def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Hub that knows the model org/known."""

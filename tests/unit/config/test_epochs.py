@@ -81,7 +81,7 @@ def test_the_printed_configuration_says_where_the_number_comes_from(run_file):
             ["data.source=mine.py:Prompts"],
             "mine.py:Prompts has no end; .* run.max_steps",
         ),
-        (["data.source=no.jsonl"], "run.total_epochs: data.source: cannot read no.jsonl: No such"),
+        (["data.source=no.jsonl"], "^data.source: cannot read no.jsonl: No such"),
         (
             ["learner.groups_per_step=2001"],
             "run.total_epochs 2 of 1000 rows is less than a step of learner.groups_per_step 2001",

@@ -125,6 +125,21 @@ def test_a_name_of_another_system_is_refused_with_ours(tmp_path, override, sente
     assert message.endswith(f"(--set {key})")
 
 
+@pytest.mark.parametrize(
+    ("system", "text"),
+    [
+        ("TRL", "num_generations: 8\nlogging_steps: 10\nsave_steps: 5\n"),
+        ("ROLL", "rollout_batch_size: 8\nlogging_steps: 10\nsave_steps: 5\n"),
+        ("verl", "actor_rollout_ref: {rollout: {n: 5}}\ntrainer: {total_epochs: 1, nnodes: 2}\n"),
+    ],
+)
+def test_a_file_of_another_system_is_known_by_most_of_its_names(tmp_path, system, text):
+    *lines, last = refusal(tmp_path, text).splitlines()
+    assert [line for line in lines if "'s name;" in line and f" {system}'s" not in line] == []
+    command = f"streamrl import FILE --from {system.lower()}"
+    assert last == f"3 of these are names of {system}: `{command}` translates its files"
+
+
 GROUPS = "learner.groups_per_step, in groups of generator.group_size responses"
 LENGTHS = "data.max_prompt_length for prompts and generator.max_new_tokens for responses"
 CLIP = "algorithm.loss_config.clip_ratio_low and algorithm.loss_config.clip_ratio_high"

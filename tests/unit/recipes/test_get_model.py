@@ -96,6 +96,14 @@ def test_the_model_of_a_configuration_is_made_where_there_is_none(folder, capsys
     assert AutoModelForCausalLM.from_pretrained("made").config.hidden_size == 8
     assert main(command) == 0
     assert capsys.readouterr().out.endswith("made exists already\n")
+    elsewhere = ["--set", "model.path=other", "--set", "data={source: environment}"]
+    assert main([*command, *elsewhere]) == 0
+    assert AutoModelForCausalLM.from_pretrained("other").config.hidden_size == 8
+    assert main([*command, *elsewhere, "--set", "model.recipe.warm_start_steps=1"]) == 0
+    elsewhere[1] = "model.path=third"
+    assert main([*command, *elsewhere, "--set", "model.recipe.warm_start_steps=1"]) == 2
+    assert "prompts without a text or an answer cannot be taught" in capsys.readouterr().err
+    assert not Path("third").exists()
 
 
 @pytest.mark.parametrize(

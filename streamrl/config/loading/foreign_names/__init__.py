@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SYSTEMS = ("verl", "ROLL", "TRL", "prime-rl")
+IMPORTED = ("verl", "ROLL", "TRL")
+"""Those whose files `streamrl import` translates."""
 USUAL = "usual"
 """The names that many systems and papers use and no system's file holds."""
 
@@ -66,9 +68,9 @@ def is_foreign_section(key: str) -> bool:
     return any(f".{key}." in f".{name}" for system in SYSTEMS for name in foreign_names(system))
 
 
-def find_foreign_name(path: str, system: str = "") -> ForeignName | None:
-    """What a refused key is called here, if another system has it, with any sections before it; or
-    what a key of this system is.
+def find_foreign_name(path: str, system: str = "", first: str = "") -> ForeignName | None:
+    """What a refused key is called here, if another system has it, the `first` one before others,
+    with any sections before it; or what a key of this system is.
 
     >>> find_foreign_name("actor_rollout_ref.rollout.n").here
     'generator.group_size'
@@ -76,7 +78,7 @@ def find_foreign_name(path: str, system: str = "") -> ForeignName | None:
     parts = path.split(".")
     for start in range(len(parts)):
         for key in _keys(parts[start:], is_whole=start == 0):
-            for owner in (system,) if system else (*SYSTEMS, USUAL):
+            for owner in (system,) if system else (*filter(None, [first]), *SYSTEMS, USUAL):
                 name = foreign_names(owner).get(key)
                 if name is not None and (system or name.here != path):
                     return name
