@@ -4,26 +4,37 @@
 
 bench_engine.py runs it with the Python of each environment that has an engine. Tokens/s without
 and with an update every second; pause and bytes/s of an update; the gap between what the engine
-recorded and a forward pass of the same model by transformers in the same precision, in nats. One
-JSON line per dtype and workload.
+recorded and a forward pass of the same model by transformers in the same precision, in nats. vLLM
+answers by turns with bare vLLM's `generate`, in this process: `ratio` and `cpu_ratio` are bare
+vLLM's best time and CPU time over ours, those of all processes together. One JSON line per dtype
+and workload.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from actors.engines import make_engine
+from streamrl.config import RunConfig
 from streamrl.interfaces import Engine
 from streamrl.types import Completion, SamplingParams
 from tests.benchmarks import bench_engine
-from tests.engines import open_engine, update_to
+from tests.benchmarks.peers.usage import cpu_s_of, family
+from tests.engines import run_config, update_to
+
+if TYPE_CHECKING:
+    from tests.benchmarks.bare_vllm import BareVllm
 
 UPDATE_EVERY_S = 1.0
 NUM_COMPARED = 64
@@ -73,6 +84,43 @@ async def updates(engine: Engine, model: LlamaForCausalLM, folder: Path, until: 
     return reports
 
 
+Seconds = list[tuple[float, float]]
+"""By the clock, and of CPU time."""
+
+
+@contextmanager
+def timed(seconds: Seconds) -> Iterator[None]:
+    start, cpu_start = time.perf_counter(), cpu_s()
+    yield
+    seconds.append((time.perf_counter() - start, cpu_s() - cpu_start))
+
+
+def bare_vllm(config: RunConfig) -> "BareVllm":
+    from tests.benchmarks.bare_vllm import BareVllm
+
+    return BareVllm(config)
+
+
+def cpu_s() -> float:
+    """Of this process and of those that it has started."""
+    return sum(map(cpu_s_of, family(os.getpid())))
+
+
+def speed(seconds: Seconds, bare: Seconds, num_tokens: float) -> dict[str, float]:
+    """The best of each counts; other work on the machine only ever adds."""
+    best_s, best_cpu_s = map(min, zip(*seconds, strict=True))
+    figures = {"tokens_per_s": round(num_tokens / best_s)}
+    if not bare:
+        return figures
+    bare_s, bare_cpu_s = map(min, zip(*bare, strict=True))
+    return {
+        **figures,
+        "bare_tokens_per_s": round(num_tokens / bare_s),
+        "ratio": round(bare_s / best_s, 3),
+        "cpu_ratio": round(bare_cpu_s / best_cpu_s, 3),
+    }
+
+
 async def measure(
     name: str,
     model: LlamaForCausalLM,
@@ -86,21 +134,26 @@ async def measure(
         # Ignored; without one the tokenizer would be asked, which this model does not have.
         model.config.eos_token_id = model.generation_config.eos_token_id = 1
         model.save_pretrained(folder)
-        start = time.perf_counter()
-        engine = open_engine(
+        config = run_config(
             folder,
-            name,
+            engine=name,
             max_num_seqs=arguments.slots,
             max_model_len=512,
             num_threads=arguments.threads,
             dtype=str(model.dtype).removeprefix("torch."),
         )
+        start = time.perf_counter()
+        engine = make_engine(config, seed=0)
         start_s = time.perf_counter() - start
-        seconds = []
-        for _ in range(arguments.rounds):
-            start = time.perf_counter()
-            completions = await answer_all(engine, prompts, lengths)
-            seconds.append(time.perf_counter() - start)
+        seconds: Seconds = []
+        bare_seconds: Seconds = []
+        with bare_vllm(config) if name == "vllm" else nullcontext() as bare:
+            for _ in range(arguments.rounds):
+                if bare is not None:
+                    with timed(bare_seconds):
+                        bare.answer(prompts, lengths)
+                with timed(seconds):
+                    completions = await answer_all(engine, prompts, lengths)
         start = time.perf_counter()
         answering = asyncio.create_task(answer_all(engine, prompts, lengths))
         reports = await updates(engine, model, folder, answering)
@@ -108,7 +161,7 @@ async def measure(
         updated_s = time.perf_counter() - start
         await engine.close()
     return {
-        "tokens_per_s": round(float(lengths.sum()) / min(seconds)),
+        **speed(seconds, bare_seconds, float(lengths.sum())),
         "tokens_per_s_with_updates": round(float(lengths.sum()) / updated_s),
         "pause_s": round(float(np.mean([r.pause_s for r in reports])), 4),
         "update_bytes_per_s": round(

@@ -1,4 +1,5 @@
-"""What becomes of requests in flight at an update, by `generator.vllm.pause_mode`."""
+"""What becomes of requests in flight: how often they are heard of, and at an update, by
+`generator.vllm.pause_mode`."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,6 +46,25 @@ async def until_sampled(engine: Engine, total: float) -> None:
     async with asyncio.timeout(20):
         while await num_tokens(engine) < total:
             await asyncio.sleep(0.001)
+
+
+class CountedHandle(CompletionHandle):
+    """Counts what it is told of `num_tokens`."""
+
+    num_told = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self.__dict__["num_told"] = self.num_told + (name == "num_tokens")
+        super().__setattr__(name, value)
+
+
+async def test_tokens_are_reported_now_and_then(engine):
+    handle = CountedHandle()
+    params = SamplingParams(max_new_tokens=320, ignore_eos=True)
+    completion = await engine.generate([9], params, handle)
+    assert len(completion.token_ids) == 320
+    assert handle.num_tokens in (320, -1)
+    assert handle.num_told < 20
 
 
 async def update_in_mid_generation(

@@ -67,9 +67,10 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
 def vllm_sampling(
     sampling: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]
 ) -> VllmSamplingParams:
-    """vLLM's record of the same request: all tokens so far now and then, not decoded to text.
+    """vLLM's record of the same request: the new tokens now and then, not decoded to text.
 
-    End-of-sequence tokens are passed as stop tokens: without a tokenizer vLLM knows none.
+    End-of-sequence tokens are passed as stop tokens: without a tokenizer vLLM knows none. With all
+    tokens so far, CUMULATIVE, vLLM 0.32 would report each token, whatever `stream_interval` says.
     """
     stops = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -86,8 +87,10 @@ def vllm_sampling(
         logprobs=num_asked(sampling),
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.CUMULATIVE,
+        output_kind=RequestOutputKind.DELTA,
         stream_interval=_REPORT_EVERY_TOKENS,
+        # Of one request alone, and vLLM changes only its own copy.
+        skip_clone=True,
     )
 
 

@@ -45,11 +45,12 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.inputs import TokensPrompt, tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from actors.engines import require_torchvision
@@ -247,7 +248,7 @@ class VllmEngine(UpdatableEngine):
         self._submitted: dict[str, CompletionHandle] = {}
         self._may_submit = asyncio.Event()
         self._may_submit.set()
-        self._requests = InFlightRequests[CompletionOutput](self._raise_if_closed)
+        self._requests = InFlightRequests[list[CompletionOutput]](self._raise_if_closed)
         self.is_closed = False
 
     @classmethod
@@ -277,14 +278,14 @@ class VllmEngine(UpdatableEngine):
         while not handle.stop.is_set():
             handle.num_tokens = 0
             self._raise_if_closed()
-            output = await self._requests.run(self._sample(prompt, params, handle))
-            reason = finish_reason(output.finish_reason)
+            outputs = await self._requests.run(self._sample(prompt, params, handle))
+            reason = finish_reason(outputs[-1].finish_reason)
             if reason is not FinishReason.ABORT:
-                return _completion(output, reason, sampling, prompt.token_ids)
+                return _completion(outputs, reason, sampling, prompt.token_ids)
             # vLLM's answer to an abort has what was sampled. With pause_mode abort an update aborts
             # requests in flight, too; they begin anew.
             if handle.stop.is_set():
-                return _completion(output, FinishReason.DEADLINE, sampling, prompt.token_ids)
+                return _completion(outputs, FinishReason.DEADLINE, sampling, prompt.token_ids)
         return nothing_sampled()
 
     def gauges(self) -> Mapping[str, float]:
@@ -332,26 +333,27 @@ class VllmEngine(UpdatableEngine):
 
     async def _sample(
         self, prompt: VllmPrompt, params: VllmSamplingParams, handle: CompletionHandle
-    ) -> CompletionOutput:
-        """vLLM's last answer. Waits for an update that is being loaded, then for the answer;
-        canceling frees the request's slot."""
+    ) -> list[CompletionOutput]:
+        """vLLM's answers, each with its new tokens. Waits for an update that is being loaded, then
+        for the last answer; canceling frees the request's slot."""
         await self._may_submit.wait()
         salted = prompt.salted(self._cache_salt)
         request_id = str(next(self._numbers))
         self._submitted[request_id] = handle
+        outputs: list[CompletionOutput] = []
         try:
             async with aborted_on(handle.stop, lambda: self._llm.abort(request_id)):
                 async for answer in self._llm.generate(salted, params, request_id):
-                    last = answer
-                    handle.num_tokens = len(answer.outputs[0].token_ids)
+                    outputs += answer.outputs
+                    handle.num_tokens += len(outputs[-1].token_ids)
         except EngineDeadError as error:
             raise await asyncio.to_thread(self._processes.death) from error
         except Exception as error:
             raise RolloutError(f"vLLM refused a request: {error.__cause__ or error}") from error
         finally:
             del self._submitted[request_id]
-        prompt.require_same(last.prompt_token_ids)
-        return last.outputs[0]
+        prompt.require_same(answer.prompt_token_ids)
+        return outputs
 
     def _raise_if_closed(self) -> None:
         if self.is_closed:
@@ -400,36 +402,49 @@ def _finding(device: str) -> Iterator[None]:
 
 
 def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses) -> AsyncLLM:
+    """Without what vLLM would do for each token in our event loop, to nobody's use: observe it for
+    Prometheus, and read the environment anew, which its own processes do not, either."""
+    disable_envs_cache()
     try:
         checked = arguments.create_engine_config()
     except ValueError as error:
         raise ConfigError(f"generator.engine vllm: vLLM refuses its arguments: {error}") from error
     with processes.starting():
-        return AsyncLLM.from_vllm_config(checked, stat_loggers=[gauges])
+        llm = AsyncLLM.from_vllm_config(checked, stat_loggers=[gauges])
+    enable_envs_cache()
+    loggers = llm.logger_manager.stat_loggers
+    loggers[:] = [one for one in loggers if not isinstance(one, PrometheusStatLogger)]
+    return llm
 
 
 def _completion(
-    output: CompletionOutput,
+    outputs: Sequence[CompletionOutput],
     finish_reason: FinishReason,
     sampling: SamplingParams,
     prompt: Sequence[int],
 ) -> Completion:
-    found = output.logprobs
-    versions = np.full(len(output.token_ids), -1, dtype=np.int32)
-    for span in output.weight_versions:
+    last = outputs[-1]
+    token_ids = [token_id for output in outputs for token_id in output.token_ids]
+    versions = np.full(len(token_ids), -1, dtype=np.int32)
+    for span in last.weight_versions:
         versions[span.start : span.end] = 0 if span.version == UNLABELED else int(span.version)
+    found = [output.logprobs for output in outputs]
     mask = top = None
     if num_asked(sampling):
-        bounds = zip(found.start_indices, found.end_indices, strict=True)
-        stretches = [slice(start, end) for start, end in bounds]
-        each = [candidates(found.token_ids[s], found.logprobs[s]) for s in stretches]
+        each = [
+            candidates(some.token_ids[start:end], some.logprobs[start:end])
+            for some in found
+            for start, end in zip(some.start_indices, some.end_indices, strict=True)
+        ]
         mask, top = sets_of(each, sampling)
     experts = None
     if sampling.keep_routed_experts:
-        experts = recorded(output.routed_experts, prompt, output.token_ids, "vLLM")
+        experts = recorded(last.routed_experts, prompt, token_ids, "vLLM")
     return Completion(
-        token_ids=np.array(output.token_ids, dtype=np.int32),
-        logprobs=np.array([found.logprobs[i] for i in found.start_indices], dtype=np.float32),
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array(
+            [some.logprobs[i] for some in found for i in some.start_indices], dtype=np.float32
+        ),
         policy_versions=versions,
         finish_reason=finish_reason,
         sampling_mask=mask,

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -129,27 +128,14 @@ def workloads(options: argparse.Namespace) -> tuple[list[list[int]], dict[str, l
 def bare(
     config: RunConfig, prompts: list[list[int]], lengths_of: dict[str, list[int]]
 ) -> dict[str, float]:
-    from vllm import LLM, SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from tests.benchmarks.bare_vllm import BareVllm
 
-    from actors.engines.model import ModelFacts
-    from actors.engines.vllm.arguments import engine_arguments
-
-    given = asdict(engine_arguments(config, ModelFacts.of(config.model), seed=0))
-    plain = asdict(AsyncEngineArgs(model=config.model.path))
-    ours = {name: value for name, value in given.items() if value != plain[name]}
-    llm = LLM(model=config.model.path, **ours)
-
-    def answer(lengths: list[int]) -> None:
-        params = [SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0) for n in lengths]
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        llm.generate(requests, params, use_tqdm=False)
-
+    vllm = BareVllm(config)
     rates = {}
     for workload, lengths in lengths_of.items():
-        answer([8] * len(lengths))
+        vllm.answer(prompts, [8] * len(lengths))
         start = time.perf_counter()
-        answer(lengths)
+        vllm.answer(prompts, lengths)
         rates[workload] = sum(lengths) / (time.perf_counter() - start)
     return rates
 
