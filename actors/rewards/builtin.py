@@ -15,6 +15,7 @@ from typing import Any
 from actors.rewards.answers import (
     answer_part,
     answered_number,
+    counted,
     marked_answer,
     shown_number,
     whole_number,
@@ -89,7 +90,9 @@ def compared(gold: str, given: str) -> bool | None:
     if words(gold):
         return words(gold) == words(given)
     wanted, found = whole_number(gold), whole_number(given)
-    return None if wanted is None or found is None else wanted == found
+    if wanted is None or found is None:
+        return (wanted is not None and counted(given) == wanted) or None
+    return wanted == found
 
 
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
