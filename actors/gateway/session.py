@@ -48,7 +48,6 @@ class Conversations:
 
     def context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[int, ...]:
         """The token ids that the policy reads for these messages before it answers."""
-        messages = _with_names(messages)
         known = self._longest_beginning(messages, tools)
         if known is None:
             return self._renderer.encode_messages(messages, tools)
@@ -239,7 +238,7 @@ class Session:
             raise SessionEndedError(
                 f"the episode has had its generator.episode.max_turns, {self._max_turns} turns"
             )
-        messages = [normalized(message) for message in messages]
+        messages = _with_names([normalized(message) for message in messages])
         context = self._conversations.context(messages, tools)
         if len(context) >= self._max_model_len:
             self._finish_reason = FinishReason.LENGTH

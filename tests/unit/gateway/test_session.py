@@ -76,6 +76,20 @@ async def test_results_have_the_names_of_their_tools_and_ids_that_templates_take
     assert read == [{"name": "add", **result}]
 
 
+async def test_an_episode_of_many_calls_is_one_segment():
+    answers = ["s|add(1);", "t|add(2);", "u|add(3);", "v|done;"]
+    (policy, _), messages = session(*answers), [QUESTION]
+    for _ in answers:
+        said = dict((await policy.complete(messages, TOOLS)).message)
+        calls = said.get("tool_calls", ())
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "0"} for c in calls]
+        # Clients send no thoughts back, and results without the names of their tools.
+        said.pop("reasoning_content")
+        messages = [*messages, said, *results]
+    assert segments(policy) == ["<add>u:q;>s|add(1);t:0;>t|add(2);t:0;>u|add(3);t:0;>v|done;"]
+    assert sampled(policy) == [answers]
+
+
 @pytest.mark.parametrize(
     ("messages", "tools"),
     [
