@@ -279,10 +279,8 @@ class Session:
         message = dict(self.renderer.parse(token_ids, tools))
         self.num_invalid_turns += message.pop("parse_error", None) is not None
         calls = message.get("tool_calls") or ()
-        if not calls:
-            return message
         named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
-        return normalized({**message, "tool_calls": named})
+        return {**message, "tool_calls": named} if named else message
 
     async def _sampled(
         self, context: tuple[int, ...], sampling: SamplingParams, media: tuple[Media, ...]

@@ -94,6 +94,8 @@ def _in_python(text: str) -> Iterator[str]:
         end = _end(inner, name.end())
         call = ast.parse(f"f({inner[name.end() : end]})", mode="eval").body
         assert isinstance(call, ast.Call), "it is written as one"
+        if call.args or any(key.arg is None for key in call.keywords):
+            raise ValueError(ast.unparse(call))
         values = (_Constants().visit(key.value) for key in call.keywords)
         names = (str(key.arg) for key in call.keywords)
         yield _written(name[1], dict(zip(names, map(ast.literal_eval, values), strict=True)))

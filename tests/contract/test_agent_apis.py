@@ -130,6 +130,12 @@ class TestChatCompletions:
             await chat.create(model="m", messages=messages, tools=CHAT_TOOLS, tool_choice="auto")
             assert played.recorded == ["<add>u:q;>t|add(1);t:2;>2;"]
 
+    async def test_a_null_that_the_policy_wrote_stays(self):
+        async with playing("add(null);") as played:
+            chat = played.openai.chat.completions
+            (first,) = (await chat.create(model="m", messages=[QUESTION], tools=CHAT_TOOLS)).choices
+            assert first.message.tool_calls[0].function.arguments == '{"x":null}'
+
     async def test_a_stream(self):
         async with playing("t|add(1);", "whole;") as played:
             chat = played.openai.chat.completions
@@ -253,6 +259,27 @@ class TestMessages:
             said = [*said, {"role": "user", "content": [result, {"type": "text", "text": "go"}]}]
             await messages.create(model="m", max_tokens=9, messages=said, tools=ANTHROPIC_TOOLS)
             assert played.recorded == ["<add>u:q;>add(1);t:2;u:go;>2;"]
+
+    async def test_a_null_that_the_policy_wrote_stays(self):
+        async with playing("add(null);", "2;") as played:
+            asked = {"model": "m", "max_tokens": 9, "tools": ANTHROPIC_TOOLS}
+            first = await played.anthropic.messages.create(messages=[QUESTION], **asked)
+            (call,) = first.content
+            assert call.input == {"x": None}
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "2"}
+            said = [QUESTION, {"role": "assistant", "content": first.content}]
+            said = [*said, {"role": "user", "content": [result]}]
+            await played.anthropic.messages.create(messages=said, **asked)
+            assert played.recorded == ["<add>u:q;>add(null);t:2;>2;"]
+
+    async def test_an_answer_without_content_goes_on(self):
+        async with playing("t|;", "b;") as played:
+            create = played.anthropic.messages.create
+            await create(model="m", max_tokens=4, messages=[QUESTION])
+            # What is left of it without its empty text.
+            messages = [QUESTION, {"role": "assistant", "content": []}, QUESTION]
+            await create(model="m", max_tokens=4, messages=messages)
+            assert played.recorded == ["u:q;>t|;u:q;>b;"]
 
     async def test_a_stream(self):
         async with playing("a;", "add(1)") as played:
