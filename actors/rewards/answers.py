@@ -15,6 +15,9 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from unicodedata import normalize
 
+from streamrl.interfaces import Episode
+
+_THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|####|<answer>")
 _MINUS = dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}"), "-")
 _ONE_SIGN_FRACTIONS = {
@@ -72,6 +75,15 @@ _SCALES = frozenset(
 )
 # Of an exponent: further digits would be written out.
 _MAX_EXPONENT = 1000
+
+
+def answer_of(episode: Episode) -> str:
+    """Its last turn without what was thought in it. Thoughts that special tokens mark, as gpt-oss
+    has them, are not in the text of a turn; they are known by its message."""
+    turn, last = episode.turn, episode.messages[-1] if episode.messages else {}
+    if last.get("reasoning_content") and not _THOUGHT.search(turn):
+        return str(last.get("content") or "")
+    return answer_part(turn)
 
 
 def answer_part(turn: str) -> str:

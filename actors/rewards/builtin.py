@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from actors.rewards.answers import (
-    answer_part,
+    answer_of,
     answered_number,
     counted,
     marked_answer,
@@ -57,7 +57,7 @@ def math_at_once(episode: Episode) -> Score | None:
         golds = acceptable(expression_to_match(episode.prompt))
     except FinalError:
         return None
-    text = answer_part(episode.turn)
+    text = answer_of(episode)
     marked = marked_answer(text)
     given = text.strip() if marked is None else marked
     same = [compared(gold, given) for gold in golds]
@@ -122,7 +122,7 @@ def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "
 def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> Score:
     """The response's number equals the answer's: that of its marked answer (see
     `actors.rewards.answers`), else the last number there is."""
-    expected, given = number_to_match(episode.prompt), answered_number(episode.turn)
+    expected, given = number_to_match(episode.prompt), answered_number(answer_of(episode))
     if given is None:
         return Score(0.0, extracted="")
     is_right = abs(expected - given) <= Fraction(str(tolerance))

@@ -21,7 +21,7 @@ from math_verify import grader, parse, verify
 from sympy import Derivative, Integral, Limit, Product, Sum
 
 from actors.rewards.answers import (
-    answer_part,
+    answer_of,
     answered_number,
     latex,
     marked_answer,
@@ -113,7 +113,7 @@ def _score(episode: Episode, strict: bool) -> Score:
     golds = acceptable(expression_to_match(episode.prompt))
     if (decided := math_at_once(episode)) is not None:
         return decided
-    text = answer_part(episode.turn)
+    text = answer_of(episode)
     marked = marked_answer(text)
     given = text.strip() if marked is None else marked
     undecided = [gold for gold in golds if compared(gold, given) is None]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from actors.rewards.answers import answer_part
+from actors.rewards.answers import answer_of
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.code.harness import is_installed
 from actors.rewards.code.python_tests import PythonTest, beginning
@@ -423,7 +423,7 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
         RolloutError: the sandbox does not answer.
     """
     language = getattr(settings, "language", "python")
-    solution, num_passed, num_tests = solution_of(answer_part(episode.turn), language), 0, 0
+    solution, num_passed, num_tests = solution_of(answer_of(episode), language), 0, 0
     header = _header(episode, solution)
     for batch in _batches(_tests(settings, episode.prompt)):
         most = None if settings.max_tests is None else settings.max_tests - num_tests

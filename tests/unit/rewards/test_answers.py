@@ -1,5 +1,6 @@
 """What a response answers is read by one reader, however its numbers and words are written."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -140,6 +141,16 @@ def test_what_the_chat_template_has_opened_is_thought():
     assert numeric_answer(episode("it may be 42", prefill=opened)).reward == 0
     assert numeric_answer(episode("it may be 41</think>42", prefill=opened)).reward == 1
     assert answer_part("<think>\n\n</think>\n\n42").strip() == "42"
+
+
+def test_what_a_channel_thinks_is_no_answer():
+    """Of gpt-oss, whose text has no mark between the channels."""
+    thought = {"role": "assistant", "reasoning_content": r"It may be \boxed{42}.", "content": ""}
+    text = r"analysisIt may be \boxed{42}."
+    for content, reward in (("", 0), (r"\boxed{41}", 0), ("It is 42.", 1)):
+        message = {**thought, "content": content}
+        said = replace(episode(f"{text}assistantfinal{content}"), messages=(message,))
+        assert numeric_answer(said).reward == math(said) == reward
 
 
 def test_the_format_counts_what_the_chat_template_has_opened():
