@@ -73,13 +73,15 @@ def _number_text(text: str) -> str:
 
 
 def acceptable(gold: Any) -> Sequence[str]:
-    """Each of a list; a text is a list where it is one of texts, as JSON has it."""
+    """Each of a list; a text is a list where it is one of texts, as JSON has it. Of GSM8K's, what
+    stands behind the reasoning."""
     if isinstance(gold, str) and gold.lstrip().startswith('["'):
         try:
             gold = json.loads(gold)
         except ValueError:
             return [gold]
-    return [str(one) for one in gold] if isinstance(gold, list | tuple) else [str(gold)]
+    golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
+    return [(marked_answer(one) or one) if "####" in one else one for one in golds]
 
 
 def compared(gold: str, given: str) -> bool | None:

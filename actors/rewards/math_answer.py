@@ -131,8 +131,7 @@ def _score(episode: Episode, strict: bool) -> Score:
 
 
 def _marked_gold(gold: str) -> str:
-    found = marked_answer(gold) if "####" in gold else None
-    inner = latex(gold if found is None else found)
+    inner = latex(gold)
     return inner if "$" in inner or "\\boxed" in inner else f"\\boxed{{{inner}}}"
 
 

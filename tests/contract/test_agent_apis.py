@@ -340,6 +340,17 @@ async def test_what_is_not_supported_is_refused_by_name(asked, sentence):
         assert played.recorded == []
 
 
+async def test_how_much_to_think_and_say_is_left_to_the_policy():
+    async with playing("a;", "b;", "c;") as played:
+        chat, messages = played.openai.chat.completions, played.anthropic.messages
+        await chat.create(model="m", messages=[QUESTION], reasoning_effort="low", verbosity="low")
+        asked = {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
+        await played.openai.responses.create(model="m", input="q", **asked)
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        await messages.create(model="m", max_tokens=9, messages=[QUESTION], thinking=thinking)
+        assert played.recorded == ["u:q;>a;", "u:q;>b;", "u:q;>c;"]
+
+
 async def test_refusals_have_the_form_of_their_api():
     async with playing("a;") as played:
         with pytest.raises(anthropic.BadRequestError, match="stop_sequences") as refused:

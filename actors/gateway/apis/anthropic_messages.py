@@ -24,7 +24,7 @@ from streamrl.types import FinishReason
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_sequences": ([],),
-    "thinking": ({"type": "disabled"},),
+    "thinking": (),
     "mcp_servers": ([],),
     "metadata": (),
     "service_tier": (),

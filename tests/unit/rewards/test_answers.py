@@ -182,6 +182,8 @@ def test_words_are_no_formulas():
         ("3 of 4 apples", "3", None),
         ("the 3rd apple", "3", None),
         ("3", "", None),
+        ("#### 42 dollars", "so 6 * 7 = 42\n#### 42", 1),
+        ("#### 7", "so 6 * 7 = 42\n#### 42", 0),
     ],
 )
 def test_what_takes_no_math_verify_is_decided_at_once(response, answer, reward):
