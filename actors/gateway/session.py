@@ -101,9 +101,11 @@ def _with_names(messages: Sequence[Message]) -> Sequence[Message]:
 def _comparable(message: Message) -> str:
     """What two forms of one message have in common.
 
-    Clients leave out the reasoning and fields that are null or empty, and name calls as they like.
+    Clients leave out the reasoning and fields that are null or empty, and name calls, and who has
+    answered, as they like.
     """
     left_out = {"reasoning_content", "tool_calls"}
+    left_out |= {"name"} if message.get("role") == "assistant" else set()
     kept = {name: value for name, value in message.items() if value and name not in left_out}
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [{"name": f.get("name"), "arguments": f["arguments"]} for f in functions]

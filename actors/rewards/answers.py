@@ -1,8 +1,8 @@
 """What a response answers, and the number that a text is.
 
 A response marks its answer by a box (`\\boxed{...}`, MATH), by a line behind "####" (GSM8K, arXiv
-2110.14168) or by an element `<answer>`; of several, the last counts. What a policy writes while it
-thinks is no answer.
+2110.14168) or by an element `<answer>`; of several, the last counts. A heading of Markdown is no
+mark, and what a policy writes while it thinks is no answer.
 
 Invariant: one reader of numbers serves every reward, tool and validation. A number is exact, and
 its sign, thousands, fraction and exponent are read however they are written, or it is no number.
@@ -18,7 +18,9 @@ from unicodedata import normalize
 from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
-_MARKS = re.compile(r"\\f?boxed\s*\{|####|<answer>")
+_MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
+# Behind "####"; other lines are headings, where text follows them.
+_NUMBER_FIRST = re.compile(r"(?!\**\d+[.)]\s+\S)\**[-\N{MINUS SIGN}+$€£(\\.\d]")
 _MINUS = dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}"), "-")
 _ONE_SIGN_FRACTIONS = {
     sign: f" {normalize('NFKC', chr(sign))}".replace("\N{FRACTION SLASH}", "/")
@@ -106,8 +108,9 @@ def _marked(text: str) -> Iterator[str | None]:
     for mark in reversed(list(_MARKS.finditer(text))):
         behind = text[mark.end() :]
         if mark[0] == "####":
-            line, _, _ = behind.lstrip().partition("\n")
-            yield line.strip().removeprefix("**").removesuffix("**")
+            line, _, rest = behind.lstrip().partition("\n")
+            if _NUMBER_FIRST.match(line) or not rest.strip():
+                yield line.strip().removeprefix("**").removesuffix("**")
         elif mark[0] == "<answer>":
             inside, _, _ = behind.partition("</answer>")
             yield inside.strip().removeprefix("**").removesuffix("**")
@@ -187,10 +190,11 @@ def number_in(text: str) -> Fraction | None:
     >>> number_in("x = -1,007 apples"), number_in("\\\\frac{1}{2}"), number_in("none")
     (Fraction(-1007, 1), Fraction(1, 2), None)
     """
-    text = plain(text).rpartition("=")[2].strip().lstrip("$( ")
-    begins = _NUMBER.match(text)
-    first = _value(begins) if begins else None
-    return _last_number(text) if first is None else first
+    text = plain(text)
+    behind = text.rpartition("=")[2].strip().lstrip("$( ")
+    begins = _NUMBER.match(behind)
+    found = (_value(begins) if begins else None, _last_number(behind), _last_number(text))
+    return next((number for number in found if number is not None), None)
 
 
 def whole_number(text: str) -> Fraction | None:

@@ -37,7 +37,7 @@ async def test_messages_that_go_on_are_read_as_the_ids_that_were_sampled():
     assert first.message["reasoning_content"] == "why"
     assert (first.num_prompt_tokens, first.completion.finish_reason) == (5, "stop")
     # The client sends the answer back without the thoughts, and the template renders none.
-    back = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    back = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "name": "me"}
     await policy.complete([QUESTION, back, {"role": "user", "content": "r"}])
     assert segments(policy) == ["u:q;>why|a;u:r;>b;"]
     assert [prompt for prompt, _ in engine.calls] == ["u:q;>", "u:q;>why|a;u:r;>"]

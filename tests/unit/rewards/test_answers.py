@@ -129,6 +129,25 @@ def test_the_opposite_of_an_answer_is_wrong():
     assert numeric_answer(episode("0.50001", "1/2"), tolerance=1e-4).reward == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("\\boxed{7}\n\n#### Verification\nIt is 3 + 4.", 7),
+        ("#### Step 2: add\n3 + 4 are 7.", 7),
+        ("#### **Step 2**\n3 + 4 are 7.", 7),
+        ("#### 1. Understanding\n3 + 4 are 7.", 7),
+        ("#### **2) Adding**\n3 + 4 are 7.", 7),
+        ("##### 3\n3 + 4 are 7.", 7),
+        ("#### 7\nQuestion: 3 + 5?", 7),
+        ("#### **-7** apples\n3", -7),
+        ("3\n#### Answer: 7\n", 7),
+        ("#### 7 = x", 7),
+    ],
+)
+def test_a_heading_is_no_answer(text, number):
+    assert answered_number(text) == number
+
+
 def test_a_mark_without_an_end_is_none():
     assert marked_answer(r"\boxed{1} and \boxed{2") == "1"
     assert marked_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
