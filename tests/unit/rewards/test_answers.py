@@ -130,6 +130,17 @@ def test_the_opposite_of_an_answer_is_wrong():
 
 
 @pytest.mark.parametrize(
+    "vast", ["7^{7^{7^7}}", "10^{10^{10}}", "2^{2^{100}}", "9^{12345678}", "1000000!", "((20)!)!"]
+)
+def test_a_vast_number_is_written_or_wrong(vast):
+    assert math(episode(f"\\boxed{{{vast}}}", "5")) == 0
+    assert math(episode(f"\\boxed{{{vast} + x}}", "x + 5")) == 0
+    assert math(episode("\\boxed{5x}", f"{vast} x")) == 0
+    assert math(episode(f"\\boxed{{{vast}}}", vast)) == 1
+    assert math(episode(f"Of ${vast}$ the last digit is 3.", "3")) == 1
+
+
+@pytest.mark.parametrize(
     ("text", "number"),
     [
         ("\\boxed{7}\n\n#### Verification\nIt is 3 + 4.", 7),
