@@ -48,7 +48,8 @@ _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
 # Digits behind one are a factor.
 _FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}(?!\d)")
 _POWER = re.compile(
-    rf"\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
+    # From the first of many spaces on: each of them would look through all behind it.
+    rf"(?<!\s)\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
 )
 # Thousands, or lakhs and crores; else a comma stands between numbers.
 _COMMAS = r"\d{1,3}(?:,\d{3})+(?!,?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"

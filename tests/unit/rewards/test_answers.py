@@ -117,6 +117,10 @@ def test_the_number_of_an_answer(text, number):
     assert answered_number(text) == (None if number is None else Fraction(number))
 
 
+def test_white_space_without_an_end_is_passed_over():
+    assert answered_number("so 7" + "\n" * 200_000) == 7
+
+
 def test_a_number_of_any_length():
     assert answered_number("9" * 5000) == 10**5000 - 1
 
