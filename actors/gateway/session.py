@@ -48,7 +48,6 @@ class Conversations:
 
     def context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[int, ...]:
         """The token ids that the policy reads for these messages before it answers."""
-        messages = _with_names(messages)
         known = self._longest_beginning(messages, tools)
         if known is None:
             return self._renderer.encode_messages(messages, tools)
@@ -102,9 +101,11 @@ def _with_names(messages: Sequence[Message]) -> Sequence[Message]:
 def _comparable(message: Message) -> str:
     """What two forms of one message have in common.
 
-    Clients leave out the reasoning and fields that are null or empty, and name calls as they like.
+    Clients leave out the reasoning and fields that are null or empty, and name calls, and who has
+    answered, as they like.
     """
     left_out = {"reasoning_content", "tool_calls"}
+    left_out |= {"name"} if message.get("role") == "assistant" else set()
     kept = {name: value for name, value in message.items() if value and name not in left_out}
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [{"name": f.get("name"), "arguments": f["arguments"]} for f in functions]
@@ -239,7 +240,7 @@ class Session:
             raise SessionEndedError(
                 f"the episode has had its generator.episode.max_turns, {self._max_turns} turns"
             )
-        messages = [normalized(message) for message in messages]
+        messages = _with_names([normalized(message) for message in messages])
         context = self._conversations.context(messages, tools)
         if len(context) >= self._max_model_len:
             self._finish_reason = FinishReason.LENGTH
@@ -280,10 +281,8 @@ class Session:
         message = dict(self.renderer.parse(token_ids, tools))
         self.num_invalid_turns += message.pop("parse_error", None) is not None
         calls = message.get("tool_calls") or ()
-        if not calls:
-            return message
         named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
-        return normalized({**message, "tool_calls": named})
+        return {**message, "tool_calls": named} if named else message
 
     async def _sampled(
         self, context: tuple[int, ...], sampling: SamplingParams, media: tuple[Media, ...]

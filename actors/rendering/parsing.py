@@ -220,14 +220,14 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         close_pattern=r"(?=\[TOOL_CALLS\])",
     ),
     "deepseek": _named(
-        r"<.tool▁call▁begin.>(?:function<.tool▁sep.>)?(?P<name>[^<\n]+)"
-        r"(?:<.tool▁sep.>|\n```json\n)",
-        close_pattern=r"(?:\n```)?<.tool▁call▁end.>",
+        r"(?:<.tool▁calls▁begin.>\s*)?<.tool▁call▁begin.>(?:function<.tool▁sep.>)?"
+        r"(?P<name>[^<\n]+)(?:<.tool▁sep.>|\n```json\n)",
+        close_pattern=r"(?:\n```)?<.tool▁call▁end.>(?:\s*<.tool▁calls▁end.>)?",
     ),
     "kimi_k2": _named(
-        r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^<:]+)(?::\d+)?\s*"
-        r"<\|tool_call_argument_begin\|>",
-        close="<|tool_call_end|>",
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>(?:functions\.)?"
+        r"(?P<name>[^<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+        close_pattern=r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
     ),
     "gemma4": _named(
         r"<\|tool_call>call:(?P<name>[^{]+)(?=\{)",

@@ -1,46 +1,92 @@
 """What a response answers, and the number that a text is.
 
 A response marks its answer by a box (`\\boxed{...}`, MATH), by a line behind "####" (GSM8K, arXiv
-2110.14168) or by an element `<answer>`; of several, the last counts. What a policy writes while it
-thinks is no answer.
+2110.14168) or by an element `<answer>`; of several, the last counts. A heading of Markdown is no
+mark, and what a policy writes while it thinks is no answer.
 
 Invariant: one reader of numbers serves every reward, tool and validation. A number is exact, and
 its sign, thousands, fraction and exponent are read however they are written, or it is no number.
+A whole number before a fraction below 1 is mixed: 3\\frac{1}{2} and 3 1/2 are 7/2.
 """
 
 import re
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from unicodedata import normalize
 
-_MARKS = re.compile(r"\\f?boxed\s*\{|####|<answer>")
-_MINUS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}", "-"))
+from streamrl.interfaces import Episode
+
+_THOUGHT = re.compile("</?think>")
+_MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
+# Behind "####"; other lines are headings, where text follows them.
+_NUMBER_FIRST = re.compile(r"(?!\**\d+[.)]\s+\S)\**[-\N{MINUS SIGN}+$€£(\\.\d]")
+_MINUS = dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}"), "-")
+_ONE_SIGN_FRACTIONS = {
+    sign: f" {normalize('NFKC', chr(sign))}".replace("\N{FRACTION SLASH}", "/")
+    for sign in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
+}
+_TYPED = _MINUS | _ONE_SIGN_FRACTIONS
+# Of the signs that people type in formulas, those that math-verify does not read.
+_SIGNS = str.maketrans(
+    {
+        "\N{DEGREE SIGN}": "^\\circ ",
+        "\N{SUPERSCRIPT TWO}": "^2",
+        "\N{SUPERSCRIPT THREE}": "^3",
+        "\N{MIDDLE DOT}": "\\cdot ",
+        "\N{ELEMENT OF}": "\\in ",
+        "\N{INFINITY}": "\\infty ",
+        "\N{SQUARE ROOT}": "\\sqrt ",
+        "\N{EMPTY SET}": "\\emptyset ",
+    }
+)
 # What stands between thousands, beside a comma: a space of the keyboard may stand between numbers.
 _THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
 _TIMES = "\N{MULTIPLICATION SIGN}"
-_PART = r"\s*(?:\{\s*([-\d.,]+)\s*\}|(\d))"
-_FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}")
+_PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
+# Digits behind one are a factor.
+_FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}(?!\d)")
 _POWER = re.compile(
-    rf"\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
+    # From the first of many spaces on: each of them would look through all behind it.
+    rf"(?<!\s)\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
 )
 # Thousands, or lakhs and crores; else a comma stands between numbers.
 _COMMAS = r"\d{1,3}(?:,\d{3})+(?!,?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"
-_DIGITS = rf"(?:{_COMMAS}|\d+)(?:\.\d+)?|\.\d+"
+_WHOLE = rf"{_COMMAS}|\d+"
+_DIGITS = rf"(?:{_WHOLE})(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     # A sign behind a word, a number or a bracket subtracts.
     r"(?:(?<![\w)\]}.])(?P<sign>[-+])\s?)?(?P<currency>[$€£]\s?)?(?P<inner>(?<=[$€£])[-+])?"
+    rf"(?:(?P<whole>{_WHOLE}) (?=\d+\s?/))?"
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
 )
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
+_TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.'$\-])*")
+# With a word of three letters: fewer may be a product.
+_PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 # Words that are formulas.
 _FUNCTIONS = frozenset(
-    {"cos", "cot", "csc", "exp", "inf", "infinity", "log", "sec", "sin", "sqrt", "tan"}
+    {"cos", "cot", "csc", "exp", "inf", "infinity", "log", "pi", "sec", "sin", "sqrt", "tan"}
+)
+# Words that change the number beside them.
+_SCALES = frozenset(
+    {"billion", "dozen", "hundred", "million", "minus", "negative", "not", "thousand", "trillion"}
 )
 # Of an exponent: further digits would be written out.
 _MAX_EXPONENT = 1000
+
+
+def answer_of(episode: Episode) -> str:
+    """Its last turn without what was thought in it. Thoughts that special tokens mark, as gpt-oss
+    has them, are not in the text of a turn; they are known by its message."""
+    turn, last = episode.turn, episode.messages[-1] if episode.messages else {}
+    if last.get("reasoning_content") and not _THOUGHT.search(turn):
+        return str(last.get("content") or "")
+    return answer_part(turn)
 
 
 def answer_part(turn: str) -> str:
@@ -59,14 +105,16 @@ def marked_answer(text: str) -> str | None:
 
 
 def _marked(text: str) -> Iterator[str | None]:
-    """From the last mark on; None of one that has no end."""
+    """From the last mark on; None of one that has no end. Bold type is none of an answer."""
     for mark in reversed(list(_MARKS.finditer(text))):
         behind = text[mark.end() :]
         if mark[0] == "####":
-            yield behind.lstrip().partition("\n")[0].strip()
+            line, _, rest = behind.lstrip().partition("\n")
+            if _NUMBER_FIRST.match(line) or not rest.strip():
+                yield line.strip().removeprefix("**").removesuffix("**")
         elif mark[0] == "<answer>":
             inside, _, _ = behind.partition("</answer>")
-            yield inside.strip()
+            yield inside.strip().removeprefix("**").removesuffix("**")
         else:
             yield _in_braces(behind)
 
@@ -89,18 +137,26 @@ def plain(text: str) -> str:
     """
     text = _joined(text.replace("\\$", "$").replace("{.}", "."))
     text = _POWER.sub(lambda m: f"e{m[1] or m[2]}", text)
-    return _FRACTION.sub(lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
+    return _FRACTION.sub(_typed_fraction, text)
+
+
+def _typed_fraction(found: re.Match[str]) -> str:
+    """Apart from the whole number before it, its minus in front."""
+    above, below = found[1] or found[2], found[3] or found[4]
+    space = " " if found.string[: found.start()][-1:].isdigit() else ""
+    sign = "-" if above.startswith("-") != below.startswith("-") else ""
+    return f"{space}{sign}{above.lstrip('-')}/{below.lstrip('-')}"
 
 
 def latex(text: str) -> str:
     """As `plain`, for a reader of formulas: it keeps fractions and powers, and loses currencies."""
-    text = _joined(re.sub(r"\\\$\s?", "", text))
+    text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
 
 
 def _joined(text: str) -> str:
     """The digits of a number side by side or with commas, its minus that of a keyboard."""
-    text = text.translate(_MINUS).replace("\\!", "").replace("{,}", ",")
+    text = text.translate(_TYPED).replace("\\!", "").replace("{,}", ",")
     return _THOUSANDS.sub("", text)
 
 
@@ -112,7 +168,7 @@ def written(text: str) -> str:
     ('(3,\\\\frac{x}{2})', '1 1/2')
     """
     text = _SIZES.sub("", latex(text).strip("$")).replace("\\dfrac", "\\frac")
-    return _SPACES.sub("", text.replace("\\tfrac", "\\frac"))
+    return _SPACES.sub("", text.replace("\\tfrac", "\\frac").replace("\\varnothing", "\\emptyset"))
 
 
 def words(text: str) -> str:
@@ -121,10 +177,9 @@ def words(text: str) -> str:
     >>> words("\\\\text{June  20}"), words("Left."), words("(C)"), words("2x"), words("\\\\sin x")
     ('june 20', 'left', '', '', '')
     """
-    inner = re.fullmatch(
-        r"\$?\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}\$?", text.strip()
-    )
-    plainly = " ".join((inner[1] if inner else text).split()).strip(" .").casefold()
+    if _TEXTS.fullmatch(text.strip()):
+        text = _TEXT.sub(r"\1", text).strip("$ ")
+    plainly = " ".join(text.split()).strip(" .").casefold()
     if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FUNCTIONS & set(plainly.split()):
         return ""
     return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""
@@ -136,16 +191,35 @@ def number_in(text: str) -> Fraction | None:
     >>> number_in("x = -1,007 apples"), number_in("\\\\frac{1}{2}"), number_in("none")
     (Fraction(-1007, 1), Fraction(1, 2), None)
     """
-    text = plain(text).rpartition("=")[2].strip().lstrip("$( ")
-    begins = _NUMBER.match(text)
-    first = _value(begins) if begins else None
-    return _last_number(text) if first is None else first
+    text = plain(text)
+    behind = text.rpartition("=")[2].strip().lstrip("$( ")
+    begins = _NUMBER.match(behind)
+    found = (_value(begins) if begins else None, _last_number(behind), _last_number(text))
+    return next((number for number in found if number is not None), None)
 
 
 def whole_number(text: str) -> Fraction | None:
     """The number that all of a text is, with or without the sign of a currency."""
     found = _NUMBER.fullmatch(plain(text).strip().strip("$").removesuffix("."))
     return _value(found) if found else None
+
+
+def counted(text: str) -> Fraction | None:
+    """The one number of a text that is words beside it, such as a unit.
+
+    >>> counted("12 slices"), counted("It is \\$12."), counted("12 xy"), counted("5 of 12 slices")
+    (Fraction(12, 1), Fraction(12, 1), None, None)
+    """
+    text = plain(_TEXT.sub(r"\1", text))
+    found = list(_NUMBER.finditer(text))
+    if len(found) != 1:
+        return None
+    before, behind = text[: found[0].start()], text[found[0].end() :]
+    rest = f"{before} {behind}"
+    if before[-1:].isalnum() or behind[:1].isalnum() or not _PROSE.fullmatch(rest):
+        return None
+    changing = _FUNCTIONS | _SCALES
+    return None if changing & set(re.findall(r"\w+", rest.casefold())) else _value(found[0])
 
 
 def shown_number(number: Fraction) -> str:
@@ -189,6 +263,9 @@ def _value(found: re.Match[str]) -> Fraction | None:
         value /= _exact(found["denominator"]) if found["denominator"] else 1
     except (InvalidOperation, ZeroDivisionError):
         return None
+    if found["whole"] and value >= 1:
+        return None
+    value += _exact(found["whole"]) if found["whole"] else 0
     return -value if "-" in (found["sign"], found["inner"]) else value
 
 

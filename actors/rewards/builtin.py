@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any
 
 from actors.rewards.answers import (
-    answer_part,
+    answer_of,
     answered_number,
+    counted,
     marked_answer,
     shown_number,
     whole_number,
@@ -56,7 +57,7 @@ def math_at_once(episode: Episode) -> Score | None:
         golds = acceptable(expression_to_match(episode.prompt))
     except FinalError:
         return None
-    text = answer_part(episode.turn)
+    text = answer_of(episode)
     marked = marked_answer(text)
     given = text.strip() if marked is None else marked
     same = [compared(gold, given) for gold in golds]
@@ -72,13 +73,15 @@ def _number_text(text: str) -> str:
 
 
 def acceptable(gold: Any) -> Sequence[str]:
-    """Each of a list; a text is a list where it is one of texts, as JSON has it."""
+    """Each of a list; a text is a list where it is one of texts, as JSON has it. Of GSM8K's, what
+    stands behind the reasoning."""
     if isinstance(gold, str) and gold.lstrip().startswith('["'):
         try:
             gold = json.loads(gold)
         except ValueError:
             return [gold]
-    return [str(one) for one in gold] if isinstance(gold, list | tuple) else [str(gold)]
+    golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
+    return [(marked_answer(one) or one) if "####" in one else one for one in golds]
 
 
 def compared(gold: str, given: str) -> bool | None:
@@ -89,7 +92,9 @@ def compared(gold: str, given: str) -> bool | None:
     if words(gold):
         return words(gold) == words(given)
     wanted, found = whole_number(gold), whole_number(given)
-    return None if wanted is None or found is None else wanted == found
+    if wanted is None or found is None:
+        return (wanted is not None and counted(given) == wanted) or None
+    return wanted == found
 
 
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
@@ -119,7 +124,7 @@ def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "
 def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> Score:
     """The response's number equals the answer's: that of its marked answer (see
     `actors.rewards.answers`), else the last number there is."""
-    expected, given = number_to_match(episode.prompt), answered_number(episode.turn)
+    expected, given = number_to_match(episode.prompt), answered_number(answer_of(episode))
     if given is None:
         return Score(0.0, extracted="")
     is_right = abs(expected - given) <= Fraction(str(tolerance))

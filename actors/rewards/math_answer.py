@@ -10,8 +10,10 @@ differences that are not 0. Its answers stay: what the quick ways do not decide,
 
 import logging
 import random
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from math import log10
 from typing import Any
 
 from antlr4 import CommonTokenStream
@@ -21,12 +23,13 @@ from math_verify import grader, parse, verify
 from sympy import Derivative, Integral, Limit, Product, Sum
 
 from actors.rewards.answers import (
-    answer_part,
+    answer_of,
     answered_number,
     latex,
     marked_answer,
     shown_number,
     whole_number,
+    written,
 )
 from actors.rewards.builtin import (
     acceptable,
@@ -41,6 +44,10 @@ from streamrl.interfaces import Episode, Score
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _KEPT = 512
 _SLOW = (Derivative, Integral, Limit, Product, Sum)
+_VAST = re.compile(r"\^[{(]*\d{7}|(?:\d{5}|!\))[)}]*!|\\binom\{?\d{6}")
+_TOWER = re.compile(r"\^[{(]*(\d{1,6})\^[{(]*(\d{1,6})(\^?)")
+_MOST_DIGITS = 6
+"""Of an exponent."""
 _CLEAR = 1e-3
 """A difference, as a share of what differs or of 1, that is none of rounding."""
 
@@ -113,26 +120,41 @@ def _score(episode: Episode, strict: bool) -> Score:
     golds = acceptable(expression_to_match(episode.prompt))
     if (decided := math_at_once(episode)) is not None:
         return decided
-    text = answer_part(episode.turn)
+    text = answer_of(episode)
     marked = marked_answer(text)
     given = text.strip() if marked is None else marked
-    undecided = [gold for gold in golds if compared(gold, given) is None]
+    undecided = [gold for gold in golds if compared(gold, given) is None and not is_vast(gold)]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold))]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
     expression = latex(text if marked is None else f"\\boxed{{{marked}}}")
-    parsed = _parse(expression)
+    parsed = [] if is_vast(expression) else _parse(expression)
     if marked is None and not parsed:
         number = answered_number(text)
         is_right = number is not None and number in map(whole_number, golds)
         return Score(float(is_right), extracted="" if number is None else shown_number(number))
-    is_right = any(_is_equal(_marked_gold(gold), expression, strict) for gold in undecided)
+    is_right = bool(parsed) and any(
+        _is_equal(_marked_gold(gold), expression, strict) for gold in undecided
+    )
     # math-verify ends its list with the text that it has read.
     return Score(float(is_right), extracted=str(parsed[-1]) if marked is None else marked)
 
 
+def is_vast(formula: str) -> bool:
+    """Whether sympy would write out a number of more than a million digits or so, which takes
+    minutes that nothing can interrupt. Such a formula equals what is written as it is, alone.
+
+    >>> is_vast("7^{7^{7^7}}"), is_vast("1000000!"), is_vast("2^{2023}"), is_vast("x^{n^2}")
+    (True, True, False, False)
+    """
+    text = written(formula)
+    towers = ((int(m[1]), int(m[2]), m[3]) for m in _TOWER.finditer(text))
+    return bool(_VAST.search(text)) or any(
+        more or height * log10(max(base, 1)) > _MOST_DIGITS for base, height, more in towers
+    )
+
+
 def _marked_gold(gold: str) -> str:
-    found = marked_answer(gold) if "####" in gold else None
-    inner = latex(gold if found is None else found)
+    inner = latex(gold)
     return inner if "$" in inner or "\\boxed" in inner else f"\\boxed{{{inner}}}"
 
 

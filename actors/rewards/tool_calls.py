@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actors.rewards.answers import answer_part
+from actors.rewards.answers import answer_of
 from actors.rewards.builtin import no_gold
 from actors.rewards.code.encodings import decoded
 from actors.rewards.forms import gold_of
@@ -53,7 +53,7 @@ def _made(episode: Episode) -> list[str]:
     turns = [m for m in episode.messages if m.get("role") == "assistant"]
     own = turns[-(len(episode.turn_rewards) or 1) :]
     parsed = [call for turn in own for call in turn.get("tool_calls") or ()]
-    return _read(parsed or answer_part(episode.turn))
+    return _read(parsed or answer_of(episode))
 
 
 def _read(value: Any) -> list[str]:
@@ -94,6 +94,8 @@ def _in_python(text: str) -> Iterator[str]:
         end = _end(inner, name.end())
         call = ast.parse(f"f({inner[name.end() : end]})", mode="eval").body
         assert isinstance(call, ast.Call), "it is written as one"
+        if call.args or any(key.arg is None for key in call.keywords):
+            raise ValueError(ast.unparse(call))
         values = (_Constants().visit(key.value) for key in call.keywords)
         names = (str(key.arg) for key in call.keywords)
         yield _written(name[1], dict(zip(names, map(ast.literal_eval, values), strict=True)))

@@ -177,9 +177,7 @@ def _files() -> _Files:
     roots = {*_SYSTEM, sys.prefix, sys.base_prefix}
     roots |= {os.path.dirname(os.path.dirname(path)) for path in _links(sys.executable)}
     paths = [*_FILES, *_DEVICES, *(os.path.join(root, part) for root in roots for part in _PARTS)]
-    files = _Files(
-        links={f"/dev/{name}": f"/proc/self/{place}" for name, place in _STREAMS.items()}
-    )
+    files = _Files(links=dict(_STREAMS))
     for path in sorted(map(os.path.abspath, paths)):
         files.add(path)
     found = set(files.readable)

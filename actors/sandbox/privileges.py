@@ -37,14 +37,16 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def stop_being_root(folder: Path, seed: int) -> None:
-    """Becomes a user without a name, one of thousands, who owns the folder; stays what it is where
-    that is not allowed."""
+    """Becomes a user without a name, one of thousands, who owns the folder and the streams, which
+    may then be opened by their names; stays what it is where that is not allowed."""
     if os.getuid() != 0:
         return
     uid = _FIRST_UID + seed % _NUM_UIDS
     with contextlib.suppress(OSError):
         for path in (folder, *folder.rglob("*")):
             os.chown(path, uid, uid)
+        for stream in range(3):
+            os.fchown(stream, uid, uid)
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)

@@ -130,6 +130,12 @@ class TestChatCompletions:
             await chat.create(model="m", messages=messages, tools=CHAT_TOOLS, tool_choice="auto")
             assert played.recorded == ["<add>u:q;>t|add(1);t:2;>2;"]
 
+    async def test_a_null_that_the_policy_wrote_stays(self):
+        async with playing("add(null);") as played:
+            chat = played.openai.chat.completions
+            (first,) = (await chat.create(model="m", messages=[QUESTION], tools=CHAT_TOOLS)).choices
+            assert first.message.tool_calls[0].function.arguments == '{"x":null}'
+
     async def test_a_stream(self):
         async with playing("t|add(1);", "whole;") as played:
             chat = played.openai.chat.completions
@@ -254,6 +260,27 @@ class TestMessages:
             await messages.create(model="m", max_tokens=9, messages=said, tools=ANTHROPIC_TOOLS)
             assert played.recorded == ["<add>u:q;>add(1);t:2;u:go;>2;"]
 
+    async def test_a_null_that_the_policy_wrote_stays(self):
+        async with playing("add(null);", "2;") as played:
+            asked = {"model": "m", "max_tokens": 9, "tools": ANTHROPIC_TOOLS}
+            first = await played.anthropic.messages.create(messages=[QUESTION], **asked)
+            (call,) = first.content
+            assert call.input == {"x": None}
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "2"}
+            said = [QUESTION, {"role": "assistant", "content": first.content}]
+            said = [*said, {"role": "user", "content": [result]}]
+            await played.anthropic.messages.create(messages=said, **asked)
+            assert played.recorded == ["<add>u:q;>add(null);t:2;>2;"]
+
+    async def test_an_answer_without_content_goes_on(self):
+        async with playing("t|;", "b;") as played:
+            create = played.anthropic.messages.create
+            await create(model="m", max_tokens=4, messages=[QUESTION])
+            # What is left of it without its empty text.
+            messages = [QUESTION, {"role": "assistant", "content": []}, QUESTION]
+            await create(model="m", max_tokens=4, messages=messages)
+            assert played.recorded == ["u:q;>t|;u:q;>b;"]
+
     async def test_a_stream(self):
         async with playing("a;", "add(1)") as played:
             messages = played.anthropic.messages
@@ -311,6 +338,17 @@ async def test_what_is_not_supported_is_refused_by_name(asked, sentence):
             )
         assert sentence in refused.value.message
         assert played.recorded == []
+
+
+async def test_how_much_to_think_and_say_is_left_to_the_policy():
+    async with playing("a;", "b;", "c;") as played:
+        chat, messages = played.openai.chat.completions, played.anthropic.messages
+        await chat.create(model="m", messages=[QUESTION], reasoning_effort="low", verbosity="low")
+        asked = {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
+        await played.openai.responses.create(model="m", input="q", **asked)
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        await messages.create(model="m", max_tokens=9, messages=[QUESTION], thinking=thinking)
+        assert played.recorded == ["u:q;>a;", "u:q;>b;", "u:q;>c;"]
 
 
 async def test_refusals_have_the_form_of_their_api():

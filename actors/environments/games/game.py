@@ -3,8 +3,8 @@
 A game knows nothing of tokens and templates; `GameEnvironment` makes one an environment.
 
 Invariant: a game is a function of its seed, which the siblings of a group share, and of the answers
-so far, so that it is restored by playing it again, and every
-answer is a turn, also one that names no action. A game that raises, which may be a package's, costs
+so far, so that it is restored by playing it again, and every answer is a turn, also one that names
+no action; what was thought is not part of it. A game that raises, which may be a package's, costs
 its group (RolloutError).
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from actors.rewards.answers import answer_part
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Renderer, Transition
 from streamrl.types import Completion
@@ -92,7 +93,8 @@ class GameEnvironment:
         """Waits for the game."""
         renderer = self._renderer
         assert renderer is not None, "start comes before step"
-        answer = renderer.decode(completion.token_ids.tolist())
+        turn = renderer.prefill + renderer.decode(completion.token_ids.tolist())
+        answer = answer_part(turn).strip()
         outcome = await self._play(answer)
         is_last = outcome.done or len(self._answers) == self._max_moves
         return Transition(
@@ -144,14 +146,13 @@ def said(renderer: Renderer, text: str) -> Observation:
 
 
 def find_action(answer: str, names: Sequence[str]) -> int | None:
-    """The place of the action that the answer names last, after any reasoning; None: it names none.
+    """The place of the action that the answer names last; None: it names none.
 
-    >>> find_action("<think>up?</think>Not up, but Left.", ["left", "up"])
+    >>> find_action("Not up, but Left.", ["left", "up"])
     0
     """
-    spoken = answer.rpartition("</think>")[2]
     longest_first = sorted(names, key=len, reverse=True)
     pattern = "|".join(re.escape(name) for name in longest_first)
-    found = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", spoken, re.IGNORECASE)
+    found = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", answer, re.IGNORECASE)
     places = {name.lower(): i for i, name in enumerate(names)}
     return places[found[-1].lower()] if found else None

@@ -24,7 +24,7 @@ from streamrl.types import FinishReason
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_sequences": ([],),
-    "thinking": ({"type": "disabled"},),
+    "thinking": (),
     "mcp_servers": ([],),
     "metadata": (),
     "service_tier": (),
@@ -103,14 +103,15 @@ def _messages(message: _Message) -> Iterator[Message]:
         content = only_text(result.get("content"), ("text",), "messages: tool_result: content")
         called = result.get("tool_use_id", "")
         yield {"role": "tool", "tool_call_id": called, "content": content}
-    if said or calls:
+    if said or calls or not results:
         content = only_text(said, ("text",), "messages: content")
         called_by = {"tool_calls": calls} if calls else {}
         yield {"role": message.role, "content": content, **called_by}
 
 
 def _call(block: Json) -> Json:
-    function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+    # As text, in which a null is one that the policy wrote.
+    function = {"name": block.get("name"), "arguments": json_text(block.get("input") or {})}
     return {"id": block.get("id", ""), "type": "function", "function": function}
 
 

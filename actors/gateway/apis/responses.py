@@ -60,6 +60,8 @@ class _Body(Struct, forbid_unknown_fields=True):
 
 
 def _read(body: Json, session: Session) -> ApiRequest:
+    if isinstance(text := body.get("text"), dict):
+        body = {**body, "text": {name: text[name] for name in text if name != "verbosity"}}
     asked = converted(body, _Body, _NEUTRAL)
     system = asked.instructions
     opening: list[Message] = [{"role": "system", "content": system}] if system else []

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from actors.rewards.answers import answer_part
+from actors.rewards.answers import answer_of
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.code.harness import is_installed
 from actors.rewards.code.python_tests import PythonTest, beginning
@@ -48,18 +48,24 @@ PRELUDE = (
     "from itertools import *\nfrom math import inf\nfrom typing import *\n"
 )
 """What solutions in the style of LeetCode use without importing it."""
+# What programs do below `if __name__ == "__main__"` would read the arguments.
+_UNCALLED = '__name__ = "solution"; sys.modules[__name__] = sys.modules["__main__"]\n'
 _CALL = """
 def _call_of_the_test():
     import json, sys
     name, arguments = json.loads(sys.stdin.read())
     owner = globals().get("Solution")
-    function = getattr(owner(), name) if owner is not None else globals()[name]
-    print("\\n{mark}" + json.dumps(function(*arguments)))
+    function = getattr(owner(), name) if hasattr(owner, name) else globals()[name]
+    # Numbers and arrays of numpy.
+    result = json.dumps(function(*arguments), default=lambda value: value.tolist())
+    print("\\n{mark}" + result)
 _call_of_the_test()
 """
 _SPACE = re.compile(r"\s+")
 _WHOLE = re.compile(r"[-+]?\d+")
 _NEAR = 1e-6
+# Of a difference: what is left of 0 by rounding.
+_NOTHING = 1e-9
 # Of what `int` reads.
 _MAX_DIGITS = 4300
 _HARNESS = Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
@@ -83,14 +89,21 @@ class ProgramOutcome:
     missing: tuple[str, ...] = ()
 
 
-def solution_of(response: str) -> str:
-    """The last block of code in the response, or all of it.
+def solution_of(response: str, language: str = "python") -> str:
+    """The last block of code in the response, of those that name the language if there are any; or
+    all of it.
 
-    >>> solution_of("So:\\n```python\\nprint(1)\\n```")
+    >>> solution_of("So:\\n```py\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
     """
-    blocks: list[str] = FENCE.findall(response)
-    return blocks[-1] if blocks else response
+    blocks: list[tuple[str, str]] = FENCE.findall(response)
+    named = [block for block in blocks if _names(block[0].casefold(), language)]
+    return (named or blocks or [("", response)])[-1][1]
+
+
+def _names(word: str, language: str) -> bool:
+    """py, python and python3 are one."""
+    return bool(word) and (word.startswith(language) or language.startswith(word))
 
 
 def program_of(
@@ -108,7 +121,8 @@ def program_of(
             return Program(_whole(solution), test.stdin)
         case CallTest():
             stdin = json.dumps([test.function, list(test.arguments)])
-            return Program(_whole(f"{solution}\n{_CALL.replace('{mark}', mark)}"), stdin, mark)
+            code = f"{solution}\n{_CALL.replace('{mark}', mark)}"
+            return Program(_whole(code, PRELUDE + _UNCALLED), stdin, mark)
         case PythonTest():
             job = {
                 "mark": mark,
@@ -124,12 +138,12 @@ def program_of(
 
 
 @lru_cache(maxsize=64)
-def _whole(code: str) -> str:
+def _whole(code: str, prelude: str = PRELUDE) -> str:
     """The code behind our imports; what it imports from `__future__` stands before them."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return PRELUDE + code
+        return prelude + code
     future = [n for n in body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
     for statement in future:
         written = ast.get_source_segment(code, statement) or ""
@@ -139,7 +153,7 @@ def _whole(code: str) -> str:
         blank = "pass" + "\n" * written.count("\n")
         code = code[:start] + blank + code[start + len(written) :]
     names = ", ".join(alias.name for statement in future for alias in statement.names)
-    return (f"from __future__ import {names}\n" if names else "") + PRELUDE + code
+    return (f"from __future__ import {names}\n" if names else "") + prelude + code
 
 
 def outcome_of(test: Test, program: Program, stdout: str | None) -> ProgramOutcome:
@@ -188,7 +202,7 @@ def same_value(given: Any, expected: Any) -> bool:
 
 
 def _is_near(given: Any, expected: Any) -> bool:
-    """Equal, a float to a millionth of it."""
+    """Equal, a float to a millionth of it or to what is nothing."""
     match given, expected:
         case [*first], [*second]:
             return len(first) == len(second) and all(map(_is_near, first, second))
@@ -197,7 +211,7 @@ def _is_near(given: Any, expected: Any) -> bool:
                 _is_near(value, expected[key]) for key, value in given.items()
             )
         case (float() | int(), float()) | (float(), int()):
-            return math.isclose(given, expected, rel_tol=_NEAR)
+            return math.isclose(given, expected, rel_tol=_NEAR, abs_tol=_NOTHING)
         case _:
             return bool(given == expected)
 
@@ -223,7 +237,8 @@ def _same_word(given: str, wanted: str) -> bool:
         return False
     if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
         return first == second
-    return abs(first - second) <= Decimal(_NEAR) * max(abs(first), abs(second))
+    near = Decimal(_NEAR) * max(abs(first), abs(second))
+    return abs(first - second) <= max(near, Decimal(_NOTHING))
 
 
 def _number(word: str) -> Decimal | None:
@@ -407,7 +422,8 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
         FinalError: the row has no tests, or they cannot be run where programs are.
         RolloutError: the sandbox does not answer.
     """
-    solution, num_passed, num_tests = solution_of(answer_part(episode.turn)), 0, 0
+    language = getattr(settings, "language", "python")
+    solution, num_passed, num_tests = solution_of(answer_of(episode), language), 0, 0
     header = _header(episode, solution)
     for batch in _batches(_tests(settings, episode.prompt)):
         most = None if settings.max_tests is None else settings.max_tests - num_tests

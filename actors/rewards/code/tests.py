@@ -35,8 +35,8 @@ COLUMNS = (
 )
 """Where tests are looked for, unless a column is named; then in `inputs` and `outputs`, and then
 in the answer."""
-FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
-"""A block of code in a text."""
+FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+"""A block in a text: the language that it names, and what is in it."""
 _ALLOWED = (
     "tests are a record of inputs and outputs, a list of cases or of assertions, or Python with "
     "an assertion, a unittest class, test functions or check(candidate)"
@@ -202,8 +202,8 @@ def _entry_point(given: Mapping[str, Any]) -> str:
         if isinstance(record, Mapping) and (name := _function_of(record)):
             return name
     prompts = [prompt for prompt in given[_PROMPTS] if isinstance(prompt, str)]
-    blocks = [block for prompt in prompts for block in FENCE.findall(prompt) or [prompt]]
-    functions = {name for block in blocks for name in defined_functions(block)}
+    blocks = [block for prompt in prompts for block in FENCE.findall(prompt) or [("", prompt)]]
+    functions = {name for _, block in blocks for name in defined_functions(block)}
     return functions.pop() if len(functions) == 1 else ""
 
 

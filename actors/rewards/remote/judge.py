@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from msgspec import Struct
 from pydantic import AfterValidator, Field
 
+from actors.rewards.answers import answer_part
 from actors.rewards.forms import conversation, gold_of
 from actors.rewards.remote.http import Service, ServiceSettings
 from streamrl.config.section import Positive
@@ -114,7 +115,8 @@ class Judge:
             **settings.extra_body,
         }
         answer = await self._service.post("/chat/completions", request, ChatAnswer)
-        return self._reward("".join(c.message.content or "" for c in answer.choices[:1]))
+        said = "".join(choice.message.content or "" for choice in answer.choices[:1])
+        return self._reward(answer_part(said))
 
     def _reward(self, text: str) -> float:
         low, high = self._settings.scale

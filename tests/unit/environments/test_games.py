@@ -93,6 +93,22 @@ async def test_an_answer_without_an_action_is_an_invalid_turn_and_moves_nothing(
     assert (text, transition.is_valid, transition.done) == ("", False, True)
 
 
+@pytest.mark.parametrize(
+    ("answer", "is_valid"),
+    [
+        ("<think>left</think>hm", False),
+        ("<think>or left", False),
+        ("<think>up</think> left", True),
+    ],
+)
+async def test_what_was_thought_names_no_action(monkeypatch, answer: str, is_valid: bool):
+    monkeypatch.setattr(f"{__name__}.ALPHABET", ALPHABET + "<>/")
+    played = lake(actions=["left", "down", "right", "up"])
+    first = await played.start(5)
+    text, transition = await played.answer(answer)
+    assert (text, transition.is_valid) == (first, is_valid)
+
+
 async def test_the_seed_of_the_row_chooses_the_map():
     first, again, other = [await lake().start(seed) for seed in (5, 5, 6)]
     assert first == again != other
@@ -103,8 +119,7 @@ async def test_the_seed_of_the_row_chooses_the_map():
     [
         ("left", 0),
         ("I go LEFT, then right", 2),
-        ("<think>up</think>down!", 1),
-        ("<think>up</think> hm", None),
+        ("not up, but down!", 1),
         ("leftover", None),
         ("", None),
     ],

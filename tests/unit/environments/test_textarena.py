@@ -56,7 +56,7 @@ async def test_the_policy_reads_what_the_game_says(monkeypatch: pytest.MonkeyPat
     )
     played = Played(make_environment(entry("textarena:TowerOfHanoi-v0")))
     assert "Tower of Hanoi with 3 disks" in await played.start(1)
-    said = [await played.answer(move) for move in HANOI]
+    said = [await played.answer(f"<think>not [C B]</think>\n{move}") for move in HANOI]
     assert [transition.done for _, transition in said] == [False] * 6 + [True]
     assert sum(transition.reward for _, transition in said) == 1.0
 

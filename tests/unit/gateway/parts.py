@@ -88,7 +88,8 @@ class PlainRenderer:
         if not tools or "(" not in said:
             return {"role": "assistant", "content": said, **thinking}
         name, _, argument = said.partition("(")
-        function = {"name": name, "arguments": {"x": argument.rstrip(")")}}
+        value = argument.rstrip(")")
+        function = {"name": name, "arguments": {"x": None if value == "null" else value}}
         call = {"type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call], **thinking}
 

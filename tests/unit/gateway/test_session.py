@@ -37,7 +37,7 @@ async def test_messages_that_go_on_are_read_as_the_ids_that_were_sampled():
     assert first.message["reasoning_content"] == "why"
     assert (first.num_prompt_tokens, first.completion.finish_reason) == (5, "stop")
     # The client sends the answer back without the thoughts, and the template renders none.
-    back = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    back = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "name": "me"}
     await policy.complete([QUESTION, back, {"role": "user", "content": "r"}])
     assert segments(policy) == ["u:q;>why|a;u:r;>b;"]
     assert [prompt for prompt, _ in engine.calls] == ["u:q;>", "u:q;>why|a;u:r;>"]
@@ -74,6 +74,20 @@ async def test_results_have_the_names_of_their_tools_and_ids_that_templates_take
     result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
     await policy.complete([QUESTION, first.message, result], TOOLS)
     assert read == [{"name": "add", **result}]
+
+
+async def test_an_episode_of_many_calls_is_one_segment():
+    answers = ["s|add(1);", "t|add(2);", "u|add(3);", "v|done;"]
+    (policy, _), messages = session(*answers), [QUESTION]
+    for _ in answers:
+        said = dict((await policy.complete(messages, TOOLS)).message)
+        calls = said.get("tool_calls", ())
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "0"} for c in calls]
+        # Clients send no thoughts back, and results without the names of their tools.
+        said.pop("reasoning_content")
+        messages = [*messages, said, *results]
+    assert segments(policy) == ["<add>u:q;>s|add(1);t:0;>t|add(2);t:0;>u|add(3);t:0;>v|done;"]
+    assert sampled(policy) == [answers]
 
 
 @pytest.mark.parametrize(

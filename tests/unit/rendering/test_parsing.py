@@ -158,6 +158,29 @@ class TestConventions:
         answer = parse(make(TEMPLATES["gpt_oss"]), "<|channel|>final<|message|>It is 4.<|return|>")
         assert answer == {"role": "assistant", "content": "It is 4."}
 
+    @pytest.mark.parametrize(
+        ("family", "text"),
+        [
+            (
+                "deepseek",
+                "Yes.<|tool▁calls▁begin|><|tool▁call▁begin|>add<|tool▁sep|>"
+                '{"a": 1}<|tool▁call▁end|><|tool▁calls▁end|>',
+            ),
+            (
+                "kimi_k2",
+                "Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+                '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            ),
+        ],
+    )
+    def test_what_stands_around_all_calls_is_no_content(self, family: str, text: str) -> None:
+        message = parse(make(CHATML, family), text)
+        assert message == {
+            "role": "assistant",
+            "content": "Yes.",
+            "tool_calls": [call("add", a=1)],
+        }
+
     def test_mistral(self) -> None:
         calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]
         message = parse(make(MISTRAL), f"[TOOL_CALLS]{json.dumps(calls)}</s>")

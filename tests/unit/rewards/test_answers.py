@@ -1,5 +1,6 @@
 """What a response answers is read by one reader, however its numbers and words are written."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -64,6 +65,29 @@ def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
         (r"\boxed{0.2}", ["1/2", "0.25"], 0),
         (r"\boxed{0.5}", '["1/2", "x"]', 1),
         (r"\boxed{[1,2]}", "[1, 2]", 1),
+        (r"\boxed{3\frac{1}{2}}", r"\frac{7}{2}", 1),
+        (r"\boxed{-2\tfrac13}", r"-\frac{7}{3}", 1),
+        (r"\boxed{13.2}", r"13\frac{1}{5}", 1),
+        (r"\boxed{31/2}", r"3\frac{1}{2}", 0),
+        (r"\boxed{3 1/2}", "3.5", 1),
+        ("\\boxed{3\N{VULGAR FRACTION ONE HALF}}", r"\frac{7}{2}", 1),
+        (r"\boxed{\frac{1}{2}3}", "1.5", 1),
+        (r"\boxed{\frac{1}{-2}}", "-0.5", 1),
+        ("#### 12 dollars", "12", 1),
+        (r"\boxed{12 miles per hour}", "12", 1),
+        (r"\boxed{\text{5.4 cents}}", "5.4", 1),
+        ("<answer>The answer is 5</answer>", "5", 1),
+        ("<answer>**5**</answer>", "5", 1),
+        (r"\boxed{13 dollars}", "12", 0),
+        (r"\boxed{12 thousand}", "12", 0),
+        (r"\boxed{5 sqrt}", "5", 0),
+        (r"\boxed{\text{June }20}", r"\text{June 20}", 1),
+        (r"\boxed{\text{June }21}", "June 20", 0),
+        ("\\boxed{2\N{SQUARE ROOT}3}", r"2\sqrt{3}", 1),
+        ("\\boxed{30\N{DEGREE SIGN}}", "30", 1),
+        ("\\boxed{3x\N{SUPERSCRIPT TWO}}", "3x^2", 1),
+        ("\\boxed{(1,\N{INFINITY})}", r"(1,\infty)", 1),
+        (r"\boxed{\varnothing}", r"\emptyset", 1),
     ],
 )
 def test_math_of_what_people_write(response, answer, reward):
@@ -82,12 +106,19 @@ def test_math_of_what_people_write(response, answer, reward):
         *(("1e-05", "1/100000"), ("1e999999", None)),
         *((r"2.5 \times 10^{3}", "2500"), (r"\boxed{\$18} for 2", "18"), (r"\boxed{x = 5}", "5")),
         *((r"\boxed{yes}, not 5", None), ("<think>5</think>so 7", "7"), ("<think>5", None)),
+        *(("so it is 3 1/2", "7/2"), (r"#### -2\frac{1}{3}", "-7/3"), ("1,000 1/4", "4001/4")),
+        *(("in step 3\n1/2", "1/2"), ("1/2 1/3", "1/3"), ("3\N{VULGAR FRACTION ONE HALF}", "7/2")),
+        *((r"\frac{1}{-2}", "-1/2"), (r"-\frac{3}{4}", "-3/4")),
         (r"\boxed{0 of 5}", "0"),
         (r"\boxed{1} of <answer>\boxed{2} or 3</answer>", "2"),
     ],
 )
 def test_the_number_of_an_answer(text, number):
     assert answered_number(text) == (None if number is None else Fraction(number))
+
+
+def test_white_space_without_an_end_is_passed_over():
+    assert answered_number("so 7" + "\n" * 200_000) == 7
 
 
 def test_a_number_of_any_length():
@@ -102,6 +133,36 @@ def test_the_opposite_of_an_answer_is_wrong():
     assert numeric_answer(episode("0.50001", "1/2"), tolerance=1e-4).reward == 1
 
 
+@pytest.mark.parametrize(
+    "vast", ["7^{7^{7^7}}", "10^{10^{10}}", "2^{2^{100}}", "9^{12345678}", "1000000!", "((20)!)!"]
+)
+def test_a_vast_number_is_written_or_wrong(vast):
+    assert math(episode(f"\\boxed{{{vast}}}", "5")) == 0
+    assert math(episode(f"\\boxed{{{vast} + x}}", "x + 5")) == 0
+    assert math(episode("\\boxed{5x}", f"{vast} x")) == 0
+    assert math(episode(f"\\boxed{{{vast}}}", vast)) == 1
+    assert math(episode(f"Of ${vast}$ the last digit is 3.", "3")) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("\\boxed{7}\n\n#### Verification\nIt is 3 + 4.", 7),
+        ("#### Step 2: add\n3 + 4 are 7.", 7),
+        ("#### **Step 2**\n3 + 4 are 7.", 7),
+        ("#### 1. Understanding\n3 + 4 are 7.", 7),
+        ("#### **2) Adding**\n3 + 4 are 7.", 7),
+        ("##### 3\n3 + 4 are 7.", 7),
+        ("#### 7\nQuestion: 3 + 5?", 7),
+        ("#### **-7** apples\n3", -7),
+        ("3\n#### Answer: 7\n", 7),
+        ("#### 7 = x", 7),
+    ],
+)
+def test_a_heading_is_no_answer(text, number):
+    assert answered_number(text) == number
+
+
 def test_a_mark_without_an_end_is_none():
     assert marked_answer(r"\boxed{1} and \boxed{2") == "1"
     assert marked_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
@@ -114,6 +175,16 @@ def test_what_the_chat_template_has_opened_is_thought():
     assert numeric_answer(episode("it may be 42", prefill=opened)).reward == 0
     assert numeric_answer(episode("it may be 41</think>42", prefill=opened)).reward == 1
     assert answer_part("<think>\n\n</think>\n\n42").strip() == "42"
+
+
+def test_what_a_channel_thinks_is_no_answer():
+    """Of gpt-oss, whose text has no mark between the channels."""
+    thought = {"role": "assistant", "reasoning_content": r"It may be \boxed{42}.", "content": ""}
+    text = r"analysisIt may be \boxed{42}."
+    for content, reward in (("", 0), (r"\boxed{41}", 0), ("It is 42.", 1)):
+        message = {**thought, "content": content}
+        said = replace(episode(f"{text}assistantfinal{content}"), messages=(message,))
+        assert numeric_answer(said).reward == math(said) == reward
 
 
 def test_the_format_counts_what_the_chat_template_has_opened():
@@ -135,11 +206,18 @@ def test_words_are_no_formulas():
         (r"\boxed{0.5}", r"\frac{1}{2}", 1),
         (r"\boxed{2.5}", ["7", r"\frac{1}{2}"], 0),
         ("so it is felt", "left", 0),
-        (r"\boxed{1 1/2}", r"\frac{11}{2}", None),
-        (r"\boxed{11/2}", "1 1/2", None),
+        (r"\boxed{1 1/2}", r"\frac{11}{2}", 0),
+        (r"\boxed{11/2}", "1 1/2", 0),
+        (r"\boxed{\frac{1}{2}3}", r"\frac{1}{23}", None),
         (r"\boxed{2x + 1}", "1 + 2x", None),
-        ("3 apples", "3", None),
+        ("3 apples", "3", 1),
+        ("3 apples", "4", None),
+        ("3 xy", "3", None),
+        ("3 of 4 apples", "3", None),
+        ("the 3rd apple", "3", None),
         ("3", "", None),
+        ("#### 42 dollars", "so 6 * 7 = 42\n#### 42", 1),
+        ("#### 7", "so 6 * 7 = 42\n#### 42", 0),
     ],
 )
 def test_what_takes_no_math_verify_is_decided_at_once(response, answer, reward):

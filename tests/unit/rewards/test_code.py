@@ -128,6 +128,8 @@ def test_a_result_that_cannot_be_read_is_wrong(result: str):
         (10**18 + 1, 10**18, False),
         ([1, 2], [1, 2, 3], False),
         ("0.3", 0.3, False),
+        (0.1 + 0.2 - 0.3, 0.0, True),
+        (1e-8, 0.0, False),
         (3, [3], True),
     ],
 )
@@ -150,6 +152,20 @@ def test_what_a_function_returns_is_compared_by_value(returned, expected, is_sam
             {"tests": {"inputs": [""], "outputs": ["3"]}},
         ),
         ("print(10**5000)", {"tests": {"inputs": [""], "outputs": [f"1{'0' * 5000}"]}}),
+        (
+            f"{ADD}\nif __name__ == '__main__':\n    print(add(int(input()), int(input())))",
+            {"tests": CALLS},
+        ),
+        (f"class Solution:\n    pass\n{ADD}", {"tests": CALLS}),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\n"
+            "class Pair:\n    x: int\n    y: int\ndef add(a, b):\n    return Pair(a, a + b).y",
+            {"tests": CALLS},
+        ),
+        (
+            "import numpy\ndef add(a, b):\n    return numpy.array([a, b]).sum()",
+            {"tests": CALLS},
+        ),
         ("def f(n):\n    return 10**n", {"test": "assert len(str(f(5000))) == 5001"}),
     ],
 )
@@ -229,6 +245,13 @@ def test_the_last_block_is_the_solution():
     assert solution_of("bare") == "bare"
 
 
+def test_what_a_response_shows_behind_its_program_is_none():
+    program, output, command = "```python\na\n```", "```\n3\n```", "```bash\npython a.py\n```"
+    assert solution_of(f"{program}\nIt prints:\n{output}\nby\n{command}") == "a\n"
+    assert solution_of(f"{program}\nBetter:\n``` Python3 title=b\nb\n```\n{output}") == "b\n"
+    assert solution_of(f"```cpp\nc\n```\n{program}\n{output}", "cpp") == "c\n"
+
+
 @pytest.mark.parametrize(
     ("printed", "expected", "is_same"),
     [
@@ -244,6 +267,8 @@ def test_the_last_block_is_the_solution():
         ("0.3333", "0.33333334", False),
         ("Case #1: 0.50000001", "Case #1: 0.5", True),
         ("Case #1: 0.51", "Case #1: 0.5", False),
+        ("-5.551115123125783e-17", "0.0", True),
+        ("0.00000001", "0.0", False),
         ("1000000000000000001", "1000000000000000000", False),
         ("9" * 5000, "9" * 5000 + ".0", True),
     ],

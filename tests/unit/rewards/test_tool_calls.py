@@ -23,6 +23,8 @@ def episode(response: str, gold: str = GOLD, **values: object) -> Episode:
         ("[add(a=1, b=[2, null])]", 1),
         ("[add(a=True, b=[2, None])]", 0),
         ("[add(1, [2, None])]", 0),
+        ("[add(9, a=1, b=[2, None])]", 0),
+        ("[add(a=1, b=[2, None], **{})]", 0),
         ("[add(a=1, b=[2, None]), add(a=1, b=[2, None])]", 0),
         ("[add(a=open('x'), b=[2, None])]", 0),
         (f"<tool_call>{GOLD}</tool_call>", 1),

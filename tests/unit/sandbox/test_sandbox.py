@@ -79,9 +79,12 @@ class TestPrograms:
             "with concurrent.futures.ThreadPoolExecutor(2) as pool: list(pool.map(abs, range(9)))\n"
             "os.makedirs('c/d'); os.symlink('b', 'e'); os.replace('b', 'c/d/b')\n"
             "print(len(os.listdir('/proc/self/fd')) > 2, random.SystemRandom().random() < 1)\n"
-            "open('/dev/null', 'w').write(open('/dev/fd/0').read()); time.sleep(0)"
+            "time.sleep(0); open('/dev/null', 'w').write('x')\n"
+            "print(open('/dev/stdin', 'rb', 0).read(1), open('/dev/fd/0').read())\n"
+            "for name in 'stdout', 'stderr': print(name, file=open(f'/dev/{name}', 'w'))"
         )
-        assert (await run(isolation, code, stdin="x")).stdout == "True True\n"
+        result = await run(isolation, code, stdin="xy")
+        assert (result.stderr, result.stdout) == ("stderr\n", "True True\nb'x' y\nstdout\n")
 
     async def test_an_abort_is_told(self, isolation: Isolation) -> None:
         result = await run(isolation, "import os; os.abort()")
