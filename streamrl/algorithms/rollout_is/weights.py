@@ -161,9 +161,9 @@ def _without_waiting(
     nonempty = (sequences.lengths > 0).nonzero()[:, 0]
     measured = Sequences.from_lengths(sequences.lengths[nonempty]).to(log_ratio.device)
     chosen = to_device(nonempty, log_ratio.device)
-    rows = (torch.where(finite, column, 0.0)[chosen] for column in sums)
+    ratios, train = (torch.where(finite, column, 0.0)[chosen] for column in sums)
     log_ratio = torch.where(tokens, log_ratio, 0.0)
-    shard = _measure(log_ratio, *rows, measured, config, staleness, mismatch, dtype)
+    shard = _measure(log_ratio, ratios, train, measured, config, staleness, mismatch, dtype)
     counts = torch.stack([tokens.sum(), finite[chosen].sum(), (~finite).sum()])
     return replace(
         shard,
