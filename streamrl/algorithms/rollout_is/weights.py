@@ -210,9 +210,7 @@ def _measure(
     extremes |= rejection.extremes
     maxima, minima = (_merged_by(merge, extremes) for merge in (Merge.MAX, Merge.MIN))
     statistics = RolloutISStatistics(
-        counts=torch.stack(
-            [log_ratio.new_full((), n) for n in (sequences.num_tokens, len(sequences), 0)]
-        ),
+        counts=_filled(log_ratio, sequences.num_tokens, len(sequences), 0),
         sum_names=tuple(sums),
         sums=_stacked(sums),
         max_names=tuple(maxima),
@@ -235,6 +233,11 @@ def _measure(
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
+
+
+def _filled(like: Tensor, *numbers: int) -> Tensor:
+    """The numbers, which are not copied from the host's memory."""
+    return torch.stack([like.new_full((), number) for number in numbers])
 
 
 def _weights_of(log_ratio: Tensor, level: WeightLevel) -> Tensor:
