@@ -41,6 +41,11 @@ class ModelFolder:
         return {**outer, **inner} if isinstance(inner, Mapping) else outer
 
     @property
+    def family(self) -> object:
+        """Of the whole model, which may see images besides; None if it does not say."""
+        return self._read("config.json").get("model_type")
+
+    @property
     def has_weights(self) -> bool:
         return any(any(self.path.glob(pattern)) for pattern in _WEIGHTS)
 
@@ -77,7 +82,7 @@ class ModelFolder:
 
     @property
     def sees_images(self) -> bool:
-        return self._read("config.json").get("model_type") in VISION
+        return self.family in VISION
 
     @property
     def context(self) -> float:

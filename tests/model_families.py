@@ -38,10 +38,14 @@ ABSOLUTE = 1e-5
 """Of the model's: that of a bias which shifts all scores of a softmax alike is rounding alone."""
 
 
+def config_of(family: str, **overrides: object) -> Any:
+    settings = {**_SETTINGS["base"], **(FAMILIES | REFUSED)[family], **overrides}
+    return AutoConfig.for_model(**{k: v for k, v in settings.items() if v is not None})
+
+
 def make_model(family: str, seed: int = 0, **overrides: object) -> Any:
     """With weights so large that log-probabilities depend on all that a token may see."""
-    settings = {**_SETTINGS["base"], **(FAMILIES | REFUSED)[family], **overrides}
-    config = AutoConfig.for_model(**{k: v for k, v in settings.items() if v is not None})
+    config = config_of(family, **overrides)
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

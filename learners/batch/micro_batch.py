@@ -23,13 +23,14 @@ were observed between them.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from streamrl.algorithms.candidates import Candidates
-from streamrl.algorithms.sequences import Sequences
+from streamrl.algorithms.sequences import Sequences, to_device
 from streamrl.types import Media, RoutedExperts
 
 
@@ -73,7 +74,7 @@ class Packing:
     def ends(self) -> torch.Tensor:
         """[S + 1] int32 cumulative lengths, as variable-length kernels want them."""
         lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
-        return lengths.cumsum(0, dtype=torch.int32).to(self.device)
+        return to_device(lengths.cumsum(0, dtype=torch.int32), self.device)
 
     @cached_property
     def longest(self) -> int:
@@ -82,27 +83,27 @@ class Packing:
     @cached_property
     def positions(self) -> torch.Tensor:
         """[N] position of each token in its trajectory."""
-        offsets = offsets_within(torch.tensor(self.lengths)).to(self.device)
+        offsets = to_device(offsets_within(torch.tensor(self.lengths)), self.device)
         return offsets if self.places is None else offsets[self.first]
 
     @cached_property
     def repeated(self) -> torch.Tensor:
         """`places` on the device."""
         assert self.places is not None, "only then a token is in several stretches"
-        return self.places.to(self.device)
+        return to_device(self.places, self.device)
 
     @cached_property
     def first(self) -> torch.Tensor:
         """[N] where each token first is in `places`."""
         assert self.places is not None, "only then a token is in several stretches"
-        return _first_of(self.places).to(self.device)
+        return to_device(_first_of(self.places), self.device)
 
     @cached_property
     def trajectory_indices(self) -> torch.Tensor:
         """[N] int32, which trajectory each token belongs to."""
         lengths = torch.tensor(self.lengths)
         indices = torch.arange(len(lengths), dtype=torch.int32)
-        return indices.repeat_interleave(lengths).to(self.device)
+        return to_device(indices.repeat_interleave(lengths), self.device)
 
     @cached_property
     def buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
@@ -111,17 +112,21 @@ class Packing:
         Per bucket: token indices [B, L], padded with the trajectory's last one, and the flat
         indices in [B * L] that are no padding.
         """
-        return tuple(self._rows(members) for members in self._by(lambda n: (n - 1).bit_length()))
+        return self._there(self._by(lambda n: (n - 1).bit_length()))
 
     @cached_property
     def unpadded_buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """The same of trajectories of equal lengths."""
-        return tuple(self._rows(members) for members in self._by(lambda n: n))
+        return self._there(self._by(lambda n: n))
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, ...]:
         """Token indices [B, L] of attention's calls: as in `buckets`, but the shortest trajectories
         share one."""
+        return tuple(to_device(indices, self.device) for indices in self._host_rows)
+
+    @cached_property
+    def _host_rows(self) -> tuple[torch.Tensor, ...]:
         members = self._by(lambda n: (max(n, NARROWEST) - 1).bit_length())
         return tuple(self._rows(one, NARROWEST)[0] for one in members)
 
@@ -131,8 +136,16 @@ class Packing:
             members.setdefault(key(length), []).append(i)
         return members.values()
 
+    def _there(self, members: Iterable[list[int]]) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        rows = (self._rows(one) for one in members)
+        return tuple(
+            (to_device(indices, self.device), to_device(real, self.device))
+            for indices, real in rows
+        )
+
     def _rows(self, members: list[int], width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = self.ends[:-1].tolist()
+        """Of one bucket, in host memory."""
+        starts = tuple(accumulate(self.lengths, initial=0))
         lengths = torch.tensor([self.lengths[i] for i in members])
         offsets = torch.arange(max(int(lengths.max()), width))
         inside = offsets < lengths[:, None]
@@ -140,14 +153,13 @@ class Packing:
         indices = torch.tensor([starts[i] for i in members])[:, None] + clipped
         if self.places is not None:
             indices = self.places[indices]
-        real = inside.flatten().nonzero()[:, 0]
-        return indices.to(self.device), real.to(self.device)
+        return indices, inside.flatten().nonzero()[:, 0]
 
     @cached_property
     def order(self) -> torch.Tensor:
         """[N] index of each token in the concatenated `rows`."""
-        token_of = torch.cat([indices.flatten() for indices in self.rows])
-        return _first_of(token_of.cpu()).to(self.device)
+        token_of = torch.cat([indices.flatten() for indices in self._host_rows])
+        return to_device(_first_of(token_of), self.device)
 
 
 def _first_of(places: torch.Tensor) -> torch.Tensor:
@@ -215,8 +227,8 @@ class SharedPrompts:
         place_of = np.zeros(len(token_ids), np.int64)
         place_of[starts[row] + offset] = places
         return cls(
-            tokens=torch.from_numpy((starts[row] + offset)[is_own]).to(device),
-            predictors=torch.from_numpy(place_of[predictors]).to(device),
+            tokens=to_device(torch.from_numpy((starts[row] + offset)[is_own]), device),
+            predictors=to_device(torch.from_numpy(place_of[predictors]), device),
             packing=Packing(tuple(needed.tolist()), device, torch.from_numpy(places)),
             prompts=tuple(prompts),
         )

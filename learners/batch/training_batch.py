@@ -37,7 +37,7 @@ from learners.batch.micro_batch import (
 from learners.batch.packing import Beginnings, beside_each_other, owners_of, pack
 from learners.parallel.ranks import Ranks
 from streamrl.algorithms.candidates import Candidates
-from streamrl.algorithms.sequences import Sequences
+from streamrl.algorithms.sequences import Sequences, to_device
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.types import (
     GREEDY_REWARD,
@@ -418,10 +418,10 @@ class TrainingBatch:
         prompts = tuple(map(_prompt_length, chosen)) or (1,)
         experts = RoutedExperts.joined([t.routed_experts for t in chosen], lengths)
         return MicroBatch(
-            token_ids=token_ids[None].to(device),
+            token_ids=to_device(token_ids[None], device),
             packing=Packing(lengths, device),
-            predictors=predictors.to(device),
-            targets=targets.to(device),
+            predictors=to_device(predictors, device),
+            targets=to_device(targets, device),
             members=indices,
             responses=self.rows(members),
             sequences=Sequences.from_lengths(self.sequences.lengths[indices]),

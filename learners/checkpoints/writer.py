@@ -102,13 +102,13 @@ RandomState: TypeAlias = dict[str, Any]
 
 
 def random_state() -> RandomState:
-    """Of this process and its CUDA device."""
+    """Of this process, and of its CUDA device if it uses one; looking would begin to."""
     name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached_gaussian],
         "torch": _encoded(torch.get_rng_state()),
-        "cuda": _encoded(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        "cuda": _encoded(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
     }
 
 
@@ -312,7 +312,8 @@ class _HostCopies:
     """
 
     def __init__(self) -> None:
-        self._has_gpu = torch.cuda.is_available()
+        # A learner on a CPU takes no memory of a GPU that is there for others.
+        self._has_gpu = torch.cuda.is_initialized()
         self._stager = StateDictStager(pin_memory=self._has_gpu)
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ A command holds all that the other ranks do not have; what it does to a rank is
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -288,4 +289,7 @@ class Lockstep:
 
 
 def _make_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+    """Its GPU is that of this thread: by itself a thread begins with the first one."""
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    begin = None if gpu is None else partial(torch.cuda.set_device, gpu)
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute", initializer=begin)

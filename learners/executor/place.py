@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
@@ -62,8 +63,12 @@ def join(settings: LearnerSettings) -> RankPlace:
         )
     settings.require_ranks(num_ranks)
     if num_ranks == 1:
+        device = device_of(settings.device)
+        if device.type == "cuda" and device.index is not None:
+            # For what names no device: streams, events, random numbers, kernels of Triton.
+            torch.cuda.set_device(device)
         needs_shards = settings.offload.parameters or settings.offload.reference
-        mesh = make_mesh(settings.mesh, device_of(settings.device)) if needs_shards else None
+        mesh = make_mesh(settings.mesh, device) if needs_shards else None
         return RankPlace(Ranks(), Ranks(), mesh, Liveness())
     if ":" in settings.device:
         raise ConfigError(

@@ -167,7 +167,7 @@ class Gradient:
         """What is accumulated after this work, and [S] for each micro-batch of it, whether its
         sequences are finite."""
         slices = [(m, targets.select(m)) for m, targets in work]
-        totals = self._totals(BatchTotals.of(m.sequences, rows.loss_mask) for m, rows in slices)
+        totals = self._totals(BatchTotals.of(m.sequences, t.mask_of(m)) for m, t in work)
         observed = None
         if self._algorithm.echo_coef:
             observed = self._totals(BatchTotals.of(m.observed.sequences) for m, _ in slices)

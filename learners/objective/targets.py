@@ -54,7 +54,7 @@ from learners.policy.sharding import has_shards
 from learners.policy.teachers import Teachers
 from streamrl.algorithms.candidates import Candidates, Likeliest
 from streamrl.algorithms.objective import proximal_logprobs, weighed_logprobs
-from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
+from streamrl.algorithms.rollout_is import RolloutIS, RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
 from streamrl.config.algorithm import AlgorithmSettings
@@ -69,9 +69,16 @@ class Correction:
     """[R] importance weights; None for 1."""
     mask: torch.Tensor | None
     """[R] bool, the tokens that stay in the loss; None keeps all."""
-    metrics: dict[str, float]
-    statistics: RolloutISStatistics | None
-    """What the metrics were computed from; None if it is off."""
+    found: RolloutIS
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.found.metrics
+
+    @property
+    def statistics(self) -> RolloutISStatistics | None:
+        """What the metrics are computed from; None if it is off."""
+        return self.found.statistics
 
     def masked(self, loss_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The loss mask [R] without the tokens that the correction takes out."""
@@ -113,7 +120,7 @@ def correct(
     if config.ratio_holds_correction:
         found = replace(found, weights=None, keep=found.accepted)
     weights, mask = found.loss_terms(config.rollout_is)
-    return Correction(weights, mask, found.metrics, found.statistics)
+    return Correction(weights, mask, found)
 
 
 class PolicyPasses:
@@ -286,6 +293,10 @@ class Targets:
         return Targets(
             **{field.name: self._rows(field.name, micro_batch) for field in fields(self)}
         )
+
+    def mask_of(self, micro_batch: MicroBatch) -> torch.Tensor | None:
+        """The loss mask of this micro-batch, where it is counted without waiting for a GPU."""
+        return None if self.loss_mask is None else self.loss_mask[micro_batch.responses]
 
     def _rows(self, name: str, micro_batch: MicroBatch) -> Any:
         column: torch.Tensor | Likeliest | None = getattr(self, name)

@@ -476,17 +476,29 @@ def _bounds(tokens: TokenSlice) -> dict[str, Any]:
     packing, exchange = tokens.packing, tokens.exchange
     if exchange is None and packing.places is None:
         return _whole_bounds(packing)
-    return {"position_ids": tokens.positions, "packing": packing, "exchange": exchange}
+    return {
+        "position_ids": tokens.positions,
+        "attention_mask": _all_seen(tokens.positions),
+        "packing": packing,
+        "exchange": exchange,
+    }
 
 
 def _whole_bounds(packing: Packing) -> dict[str, Any]:
     return {
         "position_ids": packing.positions[None],
+        "attention_mask": _all_seen(packing.positions[None]),
         "packing": packing,
         "cu_seq_lens_q": packing.ends,
         "cu_seq_lens_k": packing.ends,
         "seq_idx": packing.trajectory_indices[None],
     }
+
+
+def _all_seen(positions: torch.Tensor) -> torch.Tensor:
+    """[1, n] which tokens are no padding. Without it transformers looks for trajectories in the
+    positions, and the host waits for the GPU."""
+    return torch.ones_like(positions, dtype=torch.bool)
 
 
 def _parts(packing: Packing, limit: float) -> Iterator[tuple[torch.Tensor, Packing]]:

@@ -30,18 +30,10 @@ from learners.policy.network import Network
 from learners.policy.sharding import layers
 from streamrl.algorithms.logprobs import has_liger
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
 from streamrl.placement.hosts import has_compiler
+from streamrl.placement.limits import require_compilable, require_liger, why_without_liger
 
 _STEPS_TO_COMPILE_FOR = 300
-
-LIGER_FAMILIES = frozenset(
-    {
-        *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense"),
-        *("llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"),
-    }
-)
-"""By `model_type`, those whose gradients with Liger's kernels are known to be the plain ones."""
 
 
 def fuse_layers(network: Network, config: RunConfig) -> None:
@@ -64,12 +56,8 @@ def compiles(network: Network, config: RunConfig) -> bool:
     """
     wanted = config.learner.compile
     is_unrolled = wanted is not False and carries_state(network.model)
-    if wanted is True and is_unrolled:
-        raise ConfigError(
-            f"learner.compile: was true, and layers of {network.model.config.model_type} carry a "
-            "state from token to token, in loops that would be compiled anew for each length; auto "
-            "compiles what can be"
-        )
+    if wanted is True:
+        require_compilable(network.model.config.model_type, has_state=is_unrolled)
     if wanted != "auto":
         return wanted
     is_worth_it = network.device.type == "cuda" and config.run.max_steps >= _STEPS_TO_COMPILE_FOR
@@ -93,25 +81,18 @@ def uses_liger(network: Network, config: RunConfig) -> bool:
     """
     wanted = config.learner.liger_layers
     reason = None if wanted is False else _without_liger(network, config)
-    if wanted is True and reason is not None:
-        raise ConfigError(
-            f"learner.liger_layers: was true, and {reason}; auto takes what can be used"
-        )
+    if wanted is True:
+        require_liger(reason)
     return wanted is not False and reason is None
 
 
 def _without_liger(network: Network, config: RunConfig) -> str | None:
     """Why this network's layers stay plain; None if they need not."""
-    family = network.model.config.model_type
     if network.device.type != "cuda":
         return f"learner.device is {network.device}, not a GPU"
     if not has_liger():
         return "liger-kernel is not installed: pip install 'streamrl[liger]'"
-    if family not in LIGER_FAMILIES:
-        return f"its kernels are not known to compute {family} as transformers does"
-    if (size := config.learner.mesh.tensor) != 1:
-        return f"learner.mesh.tensor is {size}: its kernels take whole matrices"
-    return None
+    return why_without_liger(network.model.config.model_type, config.learner.mesh.tensor)
 
 
 def use_liger(network: Network) -> None:

@@ -23,7 +23,7 @@ class Moments:
         """Of `values` [N], each counted `counts` [N] times; two passes."""
         wide = values.double()
         if counts is None:
-            count = torch.tensor(float(len(wide)), dtype=torch.float64, device=wide.device)
+            count = wide.new_full((), len(wide))
             mean = wide.sum() / count.clamp(min=1)
             deviation = wide - mean
             return cls(count, mean, torch.dot(deviation, deviation))

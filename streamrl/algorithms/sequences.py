@@ -5,6 +5,8 @@ the other, and a `Sequences` that says where each trajectory ends. There is no p
 
 Invariant: the lengths add up to R; empty sequences are allowed and reduce to 0.
 
+`to_device`: host memory reaches a GPU without waiting for what the GPU computes.
+
 `Groups`: statistics over the groups that trajectories belong to. Every one is a tensor [S], each
 trajectory's row that of its group, computed without a loop over groups; two passes for variances.
 Letter: G groups.
@@ -18,6 +20,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there; itself if it is there. What the host computed must stay as it is."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    # From pageable memory the host would wait until the GPU has come to the copy.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +68,15 @@ class Sequences:
         """The same on another device; itself if it is there."""
         if self.lengths.device == device:
             return self
-        return Sequences(lengths=self.lengths.to(device), num_tokens=self.num_tokens)
+        if device not in self._elsewhere:
+            lengths = to_device(self.lengths, device)
+            self._elsewhere[device] = Sequences(lengths=lengths, num_tokens=self.num_tokens)
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, "Sequences"]:
+        """What `to` has made."""
+        return {}
 
     def sum(self, values: Tensor) -> Tensor:
         """[R] -> [S]; accumulated in float64, so long sequences lose nothing."""

@@ -32,6 +32,25 @@ _INEXACT = frozenset({"deepseek_v32", "doge", "nemotron_h", "recurrent_gemma", "
 """Models that compute something else from transformers' cache than without one."""
 
 
+_STATEFUL = frozenset(
+    {
+        *("bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid"),
+        *("jamba", "kimi_linear", "mamba", "mamba2", "minicpmv4_6", "minicpmv4_7", "minimax"),
+        *("nemotron_h", "nemotron_h_omni", "olmo_hybrid", "qwen3_5", "qwen3_5_moe"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+        *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
+    }
+)
+"""By `model_type`, models with layers that carry a state from token to token."""
+LIGER_FAMILIES = frozenset(
+    {
+        *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense"),
+        *("llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"),
+    }
+)
+"""By `model_type`, those whose gradients with Liger's kernels are known to be the plain ones."""
+
+
 def facts_of(config: object) -> Facts:
     """Of transformers' configuration of a language model."""
     return {name: getattr(config, name, None) for name in _NAMES}
@@ -62,6 +81,45 @@ def expert_bytes(facts: Facts) -> int:
     num_taken = facts.get("num_experts_per_tok") or facts.get("moe_k") or 0
     id_bytes = 1 if num_experts(facts) <= 2**8 else 2
     return id_bytes * int(num_taken) * int(facts.get("num_hidden_layers") or 0)
+
+
+def carries_state(facts: Facts) -> bool:
+    """Whether layers carry a state from token to token: recurrent ones, and linear attention."""
+    is_linear = "linear_attention" in (facts.get("layer_types") or ())
+    return is_linear or facts.get("model_type") in _STATEFUL
+
+
+def require_compilable(family: object, *, has_state: bool) -> None:
+    """
+    Raises:
+        ConfigError: layers carry a state.
+    """
+    if has_state:
+        raise ConfigError(
+            f"learner.compile: was true, and layers of {family} carry a state from token to "
+            "token, in loops that would be compiled anew for each length; auto compiles what can be"
+        )
+
+
+def why_without_liger(family: object, num_tensor: int) -> str | None:
+    """Why layers of this `model_type`, divided among so many ranks, have none of Liger's kernels;
+    None if they may."""
+    if family not in LIGER_FAMILIES:
+        return f"its kernels are not known to compute {family} as transformers does"
+    if num_tensor != 1:
+        return f"learner.mesh.tensor is {num_tensor}: its kernels take whole matrices"
+    return None
+
+
+def require_liger(why_not: str | None) -> None:
+    """
+    Raises:
+        ConfigError: there is a reason against it.
+    """
+    if why_not is not None:
+        raise ConfigError(
+            f"learner.liger_layers: was true, and {why_not}; auto takes what can be used"
+        )
 
 
 def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1) -> None:

@@ -61,7 +61,7 @@ def ours() -> Callable[[], object]:
     config = RolloutISConfig(veto_threshold=1e-4)
     few = Sequences.from_lengths([8, 8])
     rollout_is_weights(train[:16], behavior[:16], few, config)
-    return lambda: rollout_is_weights(train, behavior, sequences, config)
+    return lambda: rollout_is_weights(train, behavior, sequences, config).metrics
 
 
 def verl() -> Callable[[], object]:

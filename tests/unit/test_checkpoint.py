@@ -442,6 +442,15 @@ def test_the_step_after_a_save_is_not_in_it(tmp_path):
         assert not torch.equal(parameter, trainer.policy.parameters()[name]), name
 
 
+def test_a_learner_on_a_cpu_begins_nothing_on_a_gpu_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = make_run(tmp_path)
+    path = save(config, make_trainer(config), LearnerState(1, BOOKS))
+    again = make_trainer(config)
+    assert restore(read_checkpoint(path), config, again) == LearnerState(1, BOOKS)
+    assert not torch.cuda.is_initialized()
+
+
 def test_one_writer_saves_each_state_as_it_is_then(tmp_path):
     config = make_run(tmp_path)
     trainer = make_trainer(config)

@@ -47,14 +47,13 @@ def veto(
     log_ratio: Tensor, sequences: Sequences, config: RolloutISSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """vetoed [S]: sequences with a token that the training policy finds all but impossible."""
-    floor = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
-    catastrophic = log_ratio < floor
-    count = catastrophic.sum()
-    vetoed = torch.zeros(len(sequences), dtype=torch.bool, device=log_ratio.device)
-    if count > 0:
+    vetoed = log_ratio.new_zeros(len(sequences), dtype=torch.bool)
+    catastrophic = log_ratio.new_zeros((), dtype=torch.bool)
+    if config.veto_threshold is not None:
+        catastrophic = log_ratio < math.log(config.veto_threshold)
         vetoed = sequences.sum(catastrophic) > 0
     return vetoed, {
-        "mismatch/rollout_is_catastrophic_token_fraction": count,
+        "mismatch/rollout_is_catastrophic_token_fraction": catastrophic.sum(),
         "mismatch/rollout_is_veto_fraction": vetoed.sum(),
     }
 

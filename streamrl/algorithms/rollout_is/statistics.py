@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
-from streamrl.algorithms.sequences import Sequences
+from streamrl.algorithms.sequences import Sequences, to_device
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
 from streamrl.metrics import CATALOGUE, QUANTILES, STALENESS_BUCKETS, STALENESS_EDGES, Merge, metric
 
@@ -265,7 +265,10 @@ def log_ratio_histogram(log_ratio: Tensor, counts: Tensor | None) -> Tensor:
     """[B] how many tokens have this log-ratio; bins of 0.01 nat, zero in the middle of one."""
     clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     bins = clamped.mul_(_BINS_PER_NAT).round_().add_(_NUM_BINS // 2)
-    return torch.bincount(bins.long(), weights=counts, minlength=_NUM_BINS).double()
+    found = log_ratio.new_zeros(_NUM_BINS, dtype=torch.float64)
+    each = found.new_ones(()).expand(len(bins)) if counts is None else counts.double()
+    # Not `bincount`, which looks for the largest bin: a GPU would make the host wait.
+    return found.index_add_(0, bins.long(), each)
 
 
 def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
@@ -379,7 +382,7 @@ def staleness_sums(
     """[6, 5] sums per bucket; see `RolloutISStatistics.staleness`. Distance, whatever its sign."""
     if staleness is None:
         return log_ratio.new_zeros(len(STALENESS_BUCKETS), 5)
-    edges = torch.tensor(STALENESS_EDGES, device=staleness.device)
+    edges = to_device(torch.tensor(STALENESS_EDGES), staleness.device)
     buckets = torch.arange(len(STALENESS_BUCKETS), device=staleness.device)
     member = (torch.bucketize(staleness.abs(), edges) == buckets[:, None]).double()
     weight = level.to_tokens(clipped)

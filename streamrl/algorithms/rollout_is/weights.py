@@ -12,12 +12,16 @@ The mask does not depend on the order of the tokens; of equally large ones all a
 masked or none. A batch without harmful tokens, such as one on policy, keeps all.
 
 `Shard`: everything is computed in float64, over sequences that are finite and not empty.
+
+On a GPU nothing here makes the host wait, until the metrics are read: shapes depend on lengths that
+the host knows.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -39,7 +43,7 @@ from streamrl.algorithms.rollout_is.statistics import (
     staleness_sums,
     weight_percentiles,
 )
-from streamrl.algorithms.sequences import Sequences
+from streamrl.algorithms.sequences import Sequences, to_device
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
 from streamrl.metrics import Merge, metric
 
@@ -108,13 +112,20 @@ def measure_shard(
     staleness: Tensor | None,
     rescored: Tensor | None = None,
 ) -> Shard:
-    """Measure the sequences of finite tokens; the others weigh 0 and are in no statistic."""
+    """Measure the sequences of finite tokens; the others weigh 0 and are in no statistic.
+
+    On a GPU the others are measured as if they had no mismatch, and are in no denominator.
+    """
     dtype = torch.promote_types(train.dtype, torch.float32)
     train = train.double()
     log_ratio = train - behavior
     mismatch = None if rescored is None else rescored.double() - behavior
     sums = sequences.sum(log_ratio), sequences.sum(train)
     finite = sums[0].isfinite() & sums[1].isfinite()
+    if train.device.type != "cpu":
+        return _without_waiting(
+            log_ratio, sums, finite, sequences, config, staleness, mismatch, dtype
+        )
     used = finite & (sequences.lengths > 0)
     measured = Sequences.from_lengths(sequences.lengths[used])
     rows = sums[0][used], sums[1][used]
@@ -132,6 +143,33 @@ def measure_shard(
         keep=tokens.masked_scatter(tokens, shard.keep),
         vetoed=torch.zeros_like(tokens).masked_scatter_(tokens, shard.vetoed),
         statistics=replace(shard.statistics, counts=counts),
+    )
+
+
+def _without_waiting(
+    log_ratio: Tensor,
+    sums: tuple[Tensor, Tensor],
+    finite: Tensor,
+    sequences: Sequences,
+    config: RolloutISSettings,
+    staleness: Tensor | None,
+    mismatch: Tensor | None,
+    dtype: torch.dtype,
+) -> Shard:
+    """`measure_shard` from what it has computed; `finite` is [S] bool."""
+    tokens = sequences.expand(finite)
+    nonempty = (sequences.lengths > 0).nonzero()[:, 0]
+    measured = Sequences.from_lengths(sequences.lengths[nonempty]).to(log_ratio.device)
+    chosen = to_device(nonempty, log_ratio.device)
+    ratios, train = (torch.where(finite, column, 0.0)[chosen] for column in sums)
+    log_ratio = torch.where(tokens, log_ratio, 0.0)
+    shard = _measure(log_ratio, ratios, train, measured, config, staleness, mismatch, dtype)
+    counts = torch.stack([tokens.sum(), finite[chosen].sum(), (~finite).sum()])
+    return replace(
+        shard,
+        weights=torch.where(tokens, shard.weights, 0.0),
+        keep=shard.keep & tokens,
+        statistics=replace(shard.statistics, counts=counts.double()),
     )
 
 
@@ -172,7 +210,7 @@ def _measure(
     extremes |= rejection.extremes
     maxima, minima = (_merged_by(merge, extremes) for merge in (Merge.MAX, Merge.MIN))
     statistics = RolloutISStatistics(
-        counts=log_ratio.new_tensor([sequences.num_tokens, len(sequences), 0]).double(),
+        counts=_filled(log_ratio, sequences.num_tokens, len(sequences), 0),
         sum_names=tuple(sums),
         sums=_stacked(sums),
         max_names=tuple(maxima),
@@ -195,6 +233,11 @@ def _measure(
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
+
+
+def _filled(like: Tensor, *numbers: int) -> Tensor:
+    """The numbers, which are not copied from the host's memory."""
+    return torch.stack([like.new_full((), number) for number in numbers])
 
 
 def _weights_of(log_ratio: Tensor, level: WeightLevel) -> Tensor:
@@ -241,11 +284,16 @@ class RolloutIS:
     keep: Tensor
     """[R] bool; false: rejected by a rule or by the limit on the second moment, or of a sequence
     with non-finite log-probabilities."""
-    metrics: dict[str, float]
+    measure: Callable[[], dict[str, float]] = dict
     statistics: RolloutISStatistics | None = None
     """What the metrics were computed from, to be merged over micro-batches and ranks."""
     vetoed: Tensor | None = None
     """[R] bool; true: of a sequence that the veto gives weight 0. None where weights are off."""
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Under their public names; waits for the device."""
+        return self.measure()
 
     @property
     def accepted(self) -> Tensor:
@@ -261,10 +309,15 @@ class RolloutIS:
         if config.normalize_by == "kept":
             mask = self.keep if self.weights is None else self.keep & (self.weights != 0)
             return self.weights, mask
-        if self.weights is None and bool(self.keep.all()):
+        if self.weights is None and self._keeps_all:
             return None, None
         weights = self.keep.float() if self.weights is None else self.weights * self.keep
         return weights, None
+
+    @property
+    def _keeps_all(self) -> bool:
+        """As far as the host can say without waiting for a GPU."""
+        return self.statistics is None or (not self.keep.is_cuda and bool(self.keep.all()))
 
 
 def rollout_is_weights(
@@ -299,21 +352,20 @@ def rollout_is_weights(
     }
     _check(columns, sequences)
     if config.is_off:
-        return RolloutIS(None, torch.ones_like(train_logprobs, dtype=torch.bool), {})
+        return RolloutIS(None, torch.ones_like(train_logprobs, dtype=torch.bool))
     on_cpu = train_logprobs.device.type == "cpu"
     with torch.no_grad(), _single_thread() if on_cpu else nullcontext():
-        on_device = sequences.to(train_logprobs.device)
         chunk = _CPU_CHUNK_TOKENS if on_cpu else sequences.num_tokens
         shards = [
             measure_shard(
                 train_logprobs[tokens],
                 behavior_logprobs[tokens],
-                on_device[rows],
+                sequences[rows],
                 config,
                 None if staleness is None else staleness[tokens],
                 None if rescored_logprobs is None else rescored_logprobs[tokens],
             )
-            for rows, tokens in on_device.chunks(chunk)
+            for rows, tokens in sequences.chunks(chunk)
         ]
         if config.second_moment is None:
             return _assemble(shards, config)
@@ -338,19 +390,30 @@ def _assemble(
     statistics = shards[0].statistics
     for shard in shards[1:]:
         statistics = statistics.merge(shard.statistics)
-    metrics = statistics.metrics(config, _exact_percentiles(shards))
     keep = torch.cat([shard.keep for shard in shards])
+    more = {} if bounded is None else bounded.metrics
     if bounded is not None:
-        keep, metrics = keep & bounded.keep, metrics | bounded.metrics
-    if not config.applies_weights:
-        return RolloutIS(None, keep, metrics, statistics)
-    weights = torch.cat([shard.weights for shard in shards])
-    vetoed = torch.cat([shard.vetoed for shard in shards])
-    if config.batch_normalize:
-        factor = _mean_weight(statistics, config)
-        weights = weights / factor
-        metrics = metrics | {"mismatch/rollout_is_batch_norm_factor": factor}
-    return RolloutIS(weights, keep, metrics, statistics, vetoed)
+        keep = keep & bounded.keep
+    weights = vetoed = None
+    if config.applies_weights:
+        weights = torch.cat([shard.weights for shard in shards])
+        vetoed = torch.cat([shard.vetoed for shard in shards])
+        if config.batch_normalize:
+            factor = _mean_weight(statistics, config)
+            weights = weights / factor
+            more = more | {"mismatch/rollout_is_batch_norm_factor": factor}
+    return RolloutIS(
+        weights, keep, partial(_metrics, shards, statistics, config, more), statistics, vetoed
+    )
+
+
+def _metrics(
+    shards: list[Shard],
+    statistics: RolloutISStatistics,
+    config: RolloutISSettings,
+    more: Mapping[str, float],
+) -> dict[str, float]:
+    return {**statistics.metrics(config, _exact_percentiles(shards)), **more}
 
 
 def _exact_percentiles(shards: list[Shard]) -> Tensor:

@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError
 from fnmatch import fnmatchcase
+from functools import partial
 from os import environ
 from pathlib import Path
 from threading import Thread
@@ -20,12 +21,16 @@ from streamrl.findings import MODEL, Finding
 from streamrl.model_folder import ModelFolder, local_folder, require_same_tokens
 from streamrl.placement.limits import (
     Facts,
+    carries_state,
+    require_compilable,
     require_decoding,
     require_experts,
     require_length,
+    require_liger,
     require_shared_matrices,
     require_shared_tokens,
     require_undivided_images,
+    why_without_liger,
 )
 from streamrl.placement.memory import recipe_facts
 from streamrl.user_code import find_user_code, is_user_code
@@ -46,7 +51,9 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         if is_user_code(recipe.architecture):
             setting = "model.recipe.architecture"
             yield from MODEL.refusal(find_user_code, setting, recipe.architecture)
-        yield from _check_limits(config, recipe_facts(recipe))
+        facts = recipe_facts(recipe)
+        yield from _check_limits(config, facts)
+        yield from _check_layers(config, facts, facts["model_type"])
         yield _makeable(Path(path))
         return
     folder = find_folder("model.path", path)
@@ -148,6 +155,7 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     if damage := folder.damage:
         yield MODEL.problem(f"model.path: the weights of {path} are damaged: {damage}")
     yield from _check_limits(config, facts)
+    yield from _check_layers(config, facts, folder.family)
     yield from _check_names(config, folder)
     if folder.sees_images:
         yield from _check_vision(config, facts)
@@ -181,6 +189,16 @@ def _check_limits(config: RunConfig, facts: Facts) -> Iterator[Finding]:
         yield from MODEL.refusal(require_shared_tokens, facts, mesh.sequence, mesh.tensor)
     if mesh.tensor > 1:
         yield from MODEL.refusal(require_shared_matrices, facts, mesh.tensor)
+
+
+def _check_layers(config: RunConfig, facts: Facts, family: object) -> Iterator[Finding]:
+    """Whether they can be compiled, or have Liger's kernels; of a family that is known."""
+    learner = config.learner
+    if family and learner.compile is True:
+        has_state = carries_state({**facts, "model_type": family})
+        yield from MODEL.refusal(partial(require_compilable, family, has_state=has_state))
+    if family and learner.liger_layers is True:
+        yield from MODEL.refusal(require_liger, why_without_liger(family, learner.mesh.tensor))
 
 
 def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from streamrl.findings import CONFIGURATION, MEMORY, Finding
 from streamrl.model_folder import local_folder
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine, torch_has_cuda
-from streamrl.placement.limits import expert_bytes
+from streamrl.placement.limits import expert_bytes, require_liger
 from streamrl.placement.memory import DoesNotFitError, LearnerMemory, ModelShape
 from streamrl.placement.plan import Plan, gib
 from streamrl.placement.seats import counted, devices_per_engine
@@ -238,6 +238,8 @@ def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[
         yield CONFIGURATION.problem(
             f"learner.offload.{name}: moves memory from a GPU to the host, and {lacks}"
         )
+    if config.learner.liger_layers is True:
+        yield from CONFIGURATION.refusal(require_liger, f"{lacks}, not a GPU" if is_told else lacks)
     profiler = config.learner.profiler
     for name in ("memory", "nvtx"):
         if getattr(profiler, name):

@@ -22,6 +22,7 @@ MAX_VALUES small ones. Whoever does not know the key is not read.
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 MAX_VALUES = 2**16
 MAX_MESSAGE_BYTES = 2**16
 _POLL_MS = 100
+_POLL_GPU_S = 0.0005
 
 
 class Put(Struct, frozen=True, tag="put"):
@@ -240,8 +242,11 @@ def _close(store: TorchStore) -> None:
 class Broadcast:
     """A broadcast under way."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, timeout_s: float | None) -> None:
+        """`timeout_s` is that of NCCL, whose own `wait` is one of the GPU: the learner's next
+        kernels would wait, too, and the host would not."""
         self._work = work
+        self._ends_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def wait(self) -> None:
         """Until the tensor has been sent or filled. Waits for the peers or the timeout.
@@ -250,9 +255,17 @@ class Broadcast:
             WeightTransferError: a peer is gone or too slow; the group is unusable.
         """
         try:
+            if self._ends_s is not None:
+                self._wait_on_host(self._ends_s)
             self._work.wait()
         except RuntimeError as error:
             raise WeightTransferError(f"broadcast failed: {error}") from error
+
+    def _wait_on_host(self, ends_s: float) -> None:
+        while not self._work.is_completed():
+            if time.monotonic() > ends_s:
+                raise WeightTransferError("broadcast failed: a peer is too slow")
+            time.sleep(_POLL_GPU_S)
 
 
 class BroadcastGroup:
@@ -270,7 +283,8 @@ class BroadcastGroup:
             WeightTransferError: a peer is gone; the group is unusable.
         """
         try:
-            return Broadcast(self._group.broadcast(tensor, 0, timeout=self._timeout))
+            work = self._group.broadcast(tensor, 0, timeout=self._timeout)
+            return Broadcast(work, self._timeout.total_seconds() if tensor.is_cuda else None)
         except RuntimeError as error:
             raise WeightTransferError(f"broadcast failed: {error}") from error
 

@@ -15,6 +15,7 @@ from streamrl.algorithms.rollout_is import (
     RolloutISStatistics,
     rollout_is_weights,
 )
+from streamrl.algorithms.rollout_is.weights import _without_waiting, measure_shard
 from streamrl.algorithms.sequences import Sequences
 from tests.settings import LossConfig
 from tests.unit.algorithms.strategies import Batch, batches, configs, for_any
@@ -172,6 +173,32 @@ def test_a_nonfinite_logprob_drops_its_sequence_and_nothing_else() -> None:
         clean_metrics = {**clean.metrics}
         clean_metrics.pop("mismatch/nonfinite_sequence_fraction")
         assert result.metrics == clean_metrics
+
+
+@pytest.mark.parametrize("poison", [None, math.nan, -math.inf])
+@pytest.mark.parametrize("preset", sorted(set(ROLLOUT_IS_PRESETS) - {"off"}))
+def test_what_a_gpu_measures_without_waiting_is_the_same(preset: str, poison: float | None) -> None:
+    config = ROLLOUT_IS_PRESETS[preset]
+    torch.manual_seed(0)
+    behavior, sequences = -torch.rand(9).double(), Sequences.from_lengths([4, 0, 2, 3])
+    train, staleness = behavior + 0.4 * torch.randn(9), torch.arange(9)
+    if poison is not None:
+        train[5] = poison
+    expected = measure_shard(train, behavior, sequences, config, staleness)
+    log_ratio = train - behavior
+    sums = sequences.sum(log_ratio), sequences.sum(train)
+    finite = sums[0].isfinite() & sums[1].isfinite()
+    found = _without_waiting(
+        log_ratio, sums, finite, sequences, config, staleness, None, torch.float64
+    )
+    for name in ("weights", "keep", "vetoed"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert torch.equal(found.statistics.counts, expected.statistics.counts)
+    if poison is None:
+        ours, theirs = found.statistics.to_tensor(), expected.statistics.to_tensor()
+        torch.testing.assert_close(ours, theirs)
+    else:
+        assert found.statistics.to_tensor()[3:].isnan().sum() == 0
 
 
 def test_a_batch_without_finite_tokens_reports_only_that() -> None:

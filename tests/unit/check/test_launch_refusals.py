@@ -42,6 +42,7 @@ MODELS: Mapping[str, Mapping[str, object]] = {
         "max_position_embeddings": 20,
     },
     "zamba": {"model_type": "zamba2"},
+    "mamba": {"model_type": "mamba"},
     "sees": {**SIZES, "model_type": "qwen2_vl"},
 }
 STRICT = (
@@ -49,6 +50,8 @@ STRICT = (
     "{{ raise_exception('System role not supported') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 )
+
+COMPILED = r"learner\.compile: was true, and layers of {} carry a state from token to token"
 
 REFUSED: Sequence[tuple[Sequence[str], str]] = [
     (["generator.engine_kwargs={dtype: float16}"], r"generator\.engine_kwargs\.dtype: is set by"),
@@ -73,6 +76,11 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
     (
         ["learner.mesh={sequence: 2}", TWO, "model.path=sees"],
         r"learner\.mesh\.sequence: was 2; it must be 1 for a model that sees images",
+    ),
+    (["learner.compile=true", "model.path=recurrent"], COMPILED.format("llama")),
+    (
+        ["learner.compile=true", "model.path=mamba"],
+        COMPILED.format("mamba"),
     ),
     (["model.path=dynamic"], r"generator\.max_model_len: was 32, .* hf is exact up to 20 tokens"),
     (["model.path=zamba"], r"generator\.engine: hf cannot decode zamba2, .*: use vllm"),
@@ -221,6 +229,21 @@ def test_compiled_layers_need_a_compiler(models: Path, monkeypatch: pytest.Monke
     assert not report(models).problems
 
 
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["learner.device=cpu"], r"learner\.device is cpu, not a GPU; auto takes what can be used"),
+        (["model.path=mamba"], "its kernels are not known to compute mamba as transformers does"),
+        (["learner.mesh={tensor: 2}", TWO], r"learner\.mesh\.tensor is 2: .* whole matrices; auto"),
+    ],
+)
+def test_layers_without_kernels_of_liger_are_said(
+    models: Path, overrides: Sequence[str], reason: str
+):
+    problems = report(models, "learner.liger_layers=true", *overrides).problems
+    assert any(re.search(f"learner.liger_layers: was true, and {reason}", p) for p in problems)
+
+
 def test_a_version_of_flash_attention_needs_its_module(models: Path):
     (problem,) = report(models, "learner.flash_attention=4").problems
     assert problem.startswith("learner.flash_attention: was 4, and there is no module flash_attn.c")
@@ -257,8 +280,8 @@ LATER: Mapping[str, str] = {
         actors/engines/vllm/server actors/rewards/remote/teachers
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
-        learners/checkpoints/contents learners/policy/decoding learners/policy/fusion
-        learners/policy/packing_check learners/policy/router_replay
+        learners/checkpoints/contents learners/policy/decoding learners/policy/packing_check
+        learners/policy/router_replay
     """,
     "what other processes or an earlier run left, or send": """
         buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger buffers/messages

@@ -1,6 +1,7 @@
 """What the first rank commands, every rank does: fetches, steps, snapshots, checkpoints."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,23 @@ def by_rank(request, tmp_path_factory):
     save_llama(folder / "model")
     make_tokenizer("abc").save_pretrained(folder / "model")
     return folder, run_ranks(on_rank, request.param, folder, folder)
+
+
+def test_the_compute_thread_has_the_gpu_of_the_thread_that_made_it(monkeypatch) -> None:
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda i: chosen.append((threading.current_thread().name, i))
+    )
+
+    async def compute() -> str:
+        lockstep = Lockstep(None)  # type: ignore[arg-type]
+        name = await lockstep._in_thread(lambda: threading.current_thread().name)
+        await lockstep.end()
+        return name
+
+    assert chosen == [(asyncio.run(compute()), 3)]
 
 
 def test_a_group_is_fetched_by_one_rank_alone(by_rank):

@@ -11,7 +11,8 @@ from transformers.models.llama import modeling_llama
 from learners.policy import fusion
 from learners.policy.network import Network
 from streamrl.errors import ConfigError
-from tests.model_families import FAMILIES, make_model
+from streamrl.placement.limits import LIGER_FAMILIES, carries_state, facts_of
+from tests.model_families import FAMILIES, STATEFUL, config_of, make_model
 from tests.training import make_config, make_network
 
 CUDA = torch.device("cuda")
@@ -102,6 +103,11 @@ def test_what_cannot_have_them_stays_plain_or_is_refused(
         fusion.fuse_layers(network, config)
 
 
+def test_a_state_is_known_from_the_configuration_alone():
+    found = {family for family in FAMILIES if carries_state(facts_of(config_of(family)))}
+    assert found == STATEFUL
+
+
 def test_both_at_once_are_refused():
     with pytest.raises(ValueError, match=r"learner\.compile fuses what learner\.liger_layers has"):
         make_config(learner={"compile": True, "liger_layers": True})
@@ -109,7 +115,7 @@ def test_both_at_once_are_refused():
 
 def test_the_families_of_liger_are_among_those_that_are_tested():
     tested = {settings["model_type"] for settings in FAMILIES.values()}
-    assert tested >= fusion.LIGER_FAMILIES
+    assert tested >= LIGER_FAMILIES
 
 
 def test_only_the_model_itself_and_rotary_positions_on_a_gpu_are_changed(

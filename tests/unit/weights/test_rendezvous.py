@@ -1,6 +1,7 @@
 """Where the members of a gloo group meet: open to who knows the key, closed to others."""
 
 import asyncio
+import math
 import socket
 import time
 
@@ -98,3 +99,25 @@ def test_nobody_listens_beyond_the_address():
     assert [bool(known.key) for known in made] == [True, False]
     TCPStore("127.0.0.1", made[1].port, is_master=False, wait_for_workers=False)
     sender.close()
+
+
+class GpuWork:
+    """A broadcast of NCCL, whose `wait` is one of the GPU."""
+
+    def __init__(self, num_polls: float) -> None:
+        self.polls_left = num_polls
+
+    def is_completed(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left < 0
+
+    def wait(self) -> None:
+        pass
+
+
+def test_a_broadcast_between_gpus_is_over_when_wait_returns() -> None:
+    work = GpuWork(3)
+    groups.Broadcast(work, 60.0).wait()
+    assert work.polls_left < 0
+    with pytest.raises(WeightTransferError, match="too slow"):
+        groups.Broadcast(GpuWork(math.inf), 0.01).wait()
