@@ -190,18 +190,17 @@ async def test_ten_thousand_groups_wait_and_are_lent_oldest_first(backend: str, 
 
 
 async def fill(buffer: TrajectoryBuffer, count: int) -> None:
-    """So many groups of version 0, several calls under way at once."""
+    """So many groups of version 0, a hundred at once."""
     first = make_group(0)
-
-    async def one(number: int) -> None:
-        lease = await lease_one(buffer, f"fill/{number}", "g", 0.0)
-        assert lease is not None
-        name = f"{lease.prompt_index}:{number}"
-        group = msgspec.structs.replace(first, prompt_index=lease.prompt_index, group_id=name)
-        await buffer.put(lease.lease_id, group)
-
     for start in range(0, count, 100):
-        await asyncio.gather(*(one(number) for number in range(start, min(start + 100, count))))
+        names = [f"fill/{number}" for number in range(start, min(start + 100, count))]
+        leases = await buffer.lease(names, "g", 0.0)
+        assert len(leases) == len(names)
+        groups = [
+            msgspec.structs.replace(first, prompt_index=lease.prompt_index, group_id=lease.lease_id)
+            for lease in leases
+        ]
+        await asyncio.gather(*(buffer.put(g.group_id, g) for g in groups))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
