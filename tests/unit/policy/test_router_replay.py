@@ -14,13 +14,12 @@ from learners.batch.training_batch import TrainingBatch
 from learners.parallel.ranks import Ranks
 from learners.policy.loading import distribute
 from learners.policy.network import Network
-from learners.policy.packing_check import choose_packing
 from learners.policy.policy import _WithoutAdapter
 from streamrl.algorithms.routing import choosing, routers
 from streamrl.config.learner import LearnerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import RoutedExperts, Trajectory, TrajectoryGroup
-from tests.model_families import ROUTED, make_model
+from tests.model_families import ROUTED, UNPACKED, make_model
 from tests.records import NUM_EXPERTS, TOP_K, random_experts
 from tests.training import sibling_batch
 
@@ -32,7 +31,7 @@ Record = Callable[[Trajectory], RoutedExperts | None]
 
 def make_network(family: str, router_replay: Any = "off", **settings: Any) -> Network:
     network = Network(make_model(family), temperature=1.0)
-    choose_packing(network)
+    network.run_packed(family not in UNPACKED)
     own = LearnerSettings.model_validate({"dtype": "float32", **settings})
     distribute(network, None, own, router_replay=router_replay)
     return network
