@@ -32,6 +32,44 @@ STATEFUL = {
     "Zamba 2",
 }
 """Families with layers that carry a state from token to token."""
+SEEN_BY_TRIAL = {"Doge", "Nemotron", "StableLM"}
+"""Families of attention alone, of which only a trial shows that their code cannot run packed."""
+UNPACKED = {
+    *(STATEFUL | SEEN_BY_TRIAL),
+    "BLOOM",
+    "DeepSeek-V3.2",
+    "Falcon",
+    "Falcon with ALiBi",
+    "GPT-J",
+    "GPT-Neo",
+    "Inkling",
+    "LFM2",
+    "LFM2-MoE",
+    "Llama 4",
+    "MPT",
+}
+"""Families that packing would change, without the kernels that know where a trajectory ends."""
+ROUTED = (
+    "AFMoE",
+    "DeepSeek-V3",
+    "DeepSeek-V3.2",
+    "ERNIE 4.5-MoE",
+    "GLM-4-MoE",
+    "gpt-oss",
+    "Granite-MoE",
+    "Granite-MoE-Hybrid",
+    "LFM2-MoE",
+    "MiMo-V2-Flash",
+    "MiniMax",
+    "MiniMax-M2",
+    "Mixtral",
+    "OLMoE",
+    "Qwen2-MoE",
+    "Qwen3-MoE",
+    "Qwen3-Next",
+    "Qwen3.5-MoE",
+)
+"""Families with routers whose choice can be replayed."""
 RELATIVE = 2e-4
 """Of a parameter's largest gradient."""
 ABSOLUTE = 1e-5

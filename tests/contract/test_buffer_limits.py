@@ -114,16 +114,18 @@ async def clients(backend: str, folder: Path, max_staleness: int) -> AsyncIterat
             await client.close()
 
 
-def start_client(url: str, name: str) -> "subprocess.Popen[bytes]":
+def start_clients(url: str, count: int) -> "subprocess.Popen[bytes]":
+    """Processes of their own, and one that ends when they have."""
+    names = [f"client-{index}" for index in range(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, str(CLIENT), url, name], env=environment)
+    return subprocess.Popen([sys.executable, str(CLIENT), url, *names], env=environment)
 
 
 @pytest.mark.parametrize("backend", SHARED)
 async def test_eight_client_processes_train_each_prompt_once(backend: str, tmp_path: Path):
     num_steps, trained = 20, []
     with serving(backend, tmp_path, max_staleness=2) as url:
-        processes = [start_client(url, f"client-{index}") for index in range(8)]
+        generators = start_clients(url, 8)
         learner = connect(limits_config(url, max_staleness=2))
         await learner.attach(0, None)
         # Who reports and has not left is waited for by a daemon whose run is over.
@@ -136,8 +138,7 @@ async def test_eight_client_processes_train_each_prompt_once(backend: str, tmp_p
             assert (await learner.advance(version + 1)).books.balanced
             await learner.acknowledge(version + 1)
         await learner.finish()
-        for process in processes:
-            assert await asyncio.to_thread(process.wait, 30.0) == 0
+        assert await asyncio.to_thread(generators.wait, 30.0) == 0
         books = (await learner.stats()).books
         await learner.close()
     assert len(trained) == len(set(trained)) == num_steps * GROUPS_PER_STEP
@@ -189,18 +190,17 @@ async def test_ten_thousand_groups_wait_and_are_lent_oldest_first(backend: str, 
 
 
 async def fill(buffer: TrajectoryBuffer, count: int) -> None:
-    """So many groups of version 0, several calls under way at once."""
+    """So many groups of version 0, a hundred at once."""
     first = make_group(0)
-
-    async def one(number: int) -> None:
-        lease = await lease_one(buffer, f"fill/{number}", "g", 0.0)
-        assert lease is not None
-        name = f"{lease.prompt_index}:{number}"
-        group = msgspec.structs.replace(first, prompt_index=lease.prompt_index, group_id=name)
-        await buffer.put(lease.lease_id, group)
-
     for start in range(0, count, 100):
-        await asyncio.gather(*(one(number) for number in range(start, min(start + 100, count))))
+        names = [f"fill/{number}" for number in range(start, min(start + 100, count))]
+        leases = await buffer.lease(names, "g", 0.0)
+        assert len(leases) == len(names)
+        groups = [
+            msgspec.structs.replace(first, prompt_index=lease.prompt_index, group_id=lease.lease_id)
+            for lease in leases
+        ]
+        await asyncio.gather(*(buffer.put(g.group_id, g) for g in groups))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,11 +13,11 @@ from learners.policy.decoding import sequence_block
 from learners.policy.fusion import compile_layers
 from learners.policy.loading import load_network
 from learners.policy.network import Network
-from learners.policy.packing_check import choose_packing
 from streamrl.config.learner import MeshSettings
 from tests.model_families import (
     FAMILIES,
     STATEFUL,
+    UNPACKED,
     WINDOW,
     assert_alike,
     gradients_of,
@@ -62,7 +62,7 @@ def test_a_family_keeps_its_gradients_and_is_compiled_once(
 ):
     """Up to the graph that a compiler would be given: other numbers of tokens make no new one."""
     network = Network(make_model(family), temperature=1.0)
-    choose_packing(network)
+    network.run_packed(family not in UNPACKED)
     micro_batches = [make_micro_batch(lengths) for lengths in (FIRST, SECOND)]
     plain = [gradients_of(network, network(m).logprobs) for m in micro_batches]
     backend = "aot_eager" if family in DIFFERENTIATED else "eager"

@@ -36,7 +36,7 @@ class Guess:
 
 
 @pytest.fixture
-def deep(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+def deep(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], torch_is_known: None):
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
 

@@ -21,9 +21,8 @@ def _set(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("publish", "num_ranks"),
     [
-        ("adapter", 1),
-        ("merged", 2),
-        pytest.param("adapter", 2, marks=pytest.mark.long),
+        ("adapter", 2),
+        pytest.param("merged", 2, marks=pytest.mark.long),
     ],
 )
 def test_generators_sample_with_the_adapter_that_is_trained(

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -10,6 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from actors.engines import make_engine
 from actors.engines.vllm import arguments
 from actors.engines.vllm.cpu import HEAD_WIDTHS
+from actors.engines.vllm.engine import _exit_code
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, TransportError
 from streamrl.interfaces import Engine
@@ -53,11 +55,18 @@ async def test_the_last_line_of_vllms_errors_is_in_the_error(tmp_path, monkeypat
     assert f"(see {log_file})" in message
 
 
-@pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGKILL])
-async def test_the_signal_that_ended_vllm_is_in_the_error(tmp_path, number):
+async def test_the_signal_that_ended_vllm_is_in_the_error(tmp_path):
     engine = await open_and_sample(config_of(tmp_path))
     (core,) = engine._processes._processes
-    os.kill(core.pid, number)
-    with pytest.raises(TransportError, match=f"vLLM ended with {number.name}: "):
+    os.kill(core.pid, signal.SIGILL)
+    with pytest.raises(TransportError, match="vLLM ended with SIGILL: "):
         await engine.generate([5], SamplingParams(max_new_tokens=200, ignore_eos=True))
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [((-9,), -9), ((None, -9), -9), ((-15, -4, -9), -4), ((0, -15), -15), ((0, None), None)],
+)
+def test_what_vllm_ends_itself_did_not_fail_first(codes, first):
+    assert _exit_code(tuple(SimpleNamespace(exitcode=code) for code in codes)) == first

@@ -209,6 +209,7 @@ def test_check_warns_of_what_a_daemon_may_refuse(
     assert any(re.search(sentence, warning) for warning in found.warnings), found.warnings
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_a_folder_that_holds_a_run_is_said_with_what_a_launch_needs(
     models: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -105,6 +105,7 @@ def test_little_locked_memory_is_enough_without_infiniband():
     assert bad(of_machine(replace(HEALTHY, max_locked=65_536))) == []
 
 
+@pytest.mark.usefixtures("torch_is_known")
 @pytest.mark.parametrize(("is_alone", "causes"), [(True, []), (False, ["clock"])])
 def test_a_run_of_one_machine_needs_no_clock_that_others_share(is_alone, causes, monkeypatch):
     monkeypatch.setattr(
@@ -397,6 +398,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, li
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_a_problem_is_the_exit_code_and_a_warning_is_not(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "read_machine", lambda: replace(HEALTHY, max_files=1024))
@@ -415,9 +417,9 @@ def test_a_problem_is_the_exit_code_and_a_warning_is_not(tmp_path, capsys, monke
     assert list(tmp_path.iterdir()) == [], "it makes nothing"
 
 
+@pytest.mark.usefixtures("torch_is_known")
 def test_with_a_configuration_the_checks_of_its_machine_come_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "read_machine", lambda: HEALTHY)
-    monkeypatch.setattr(command, "ask_torch", lambda: TorchFacts("2.13.0"))
     given = [QUICKSTART, "--set", f"run.folder={tmp_path}", "--set", "learner.device=cuda:7"]
     code, found = answer(capsys, *given)
     assert code == 2

@@ -1,19 +1,26 @@
 """Games of the textarena package, played to their end."""
 
 import random
+from typing import Any
 
 import pytest
 
 from actors.environments import make_environment
-from actors.environments.games.textarena import TextArenaGame
 from tests.unit.environments.test_games import Played, entry
 
 # Three disks: seven moves are enough.
 HANOI = ("[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]")
 
 
-def hanoi() -> TextArenaGame:
-    game = TextArenaGame("TowerOfHanoi-v0", {})
+def make_game(name: str) -> Any:
+    """Imports the package for who plays, and not wherever tests are collected: it takes seconds."""
+    from actors.environments.games.textarena import TextArenaGame
+
+    return TextArenaGame(name, {})
+
+
+def hanoi() -> Any:
+    game = make_game("TowerOfHanoi-v0")
     game.reset(1)
     return game
 
@@ -44,7 +51,7 @@ def test_the_seed_of_a_group_decides_the_game_and_other_chance_is_left_alone():
     drawn = []
     boards = []
     for seed in (7, 7, 8):
-        boards.append(TextArenaGame("Sudoku-v0", {}).reset(seed))
+        boards.append(make_game("Sudoku-v0").reset(seed))
         drawn.append(random.random())
     assert boards[0] == boards[1] != boards[2]
     assert drawn == expected
@@ -63,4 +70,4 @@ async def test_the_policy_reads_what_the_game_says(monkeypatch: pytest.MonkeyPat
 
 def test_a_name_that_is_nearly_a_game_is_named():
     with pytest.raises(ValueError, match="there is no 'Mastermind'; did you mean 'Mastermind-v0'"):
-        TextArenaGame("Mastermind", {})
+        make_game("Mastermind")

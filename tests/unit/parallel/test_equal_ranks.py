@@ -30,7 +30,7 @@ from tests.training import (
     with_metrics,
 )
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 TWICE = {"updates_per_batch": 2, "epochs": 2}
 CASES: dict[str, dict[str, Any]] = {
     "token-mean": {},

@@ -8,10 +8,14 @@ from learners.policy.decoding import carries_state
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from streamrl.algorithms import logprobs as blocks
+from streamrl.algorithms.routing import ROUTERS
 from tests.documents import ROOT
 from tests.model_families import (
     FAMILIES,
+    ROUTED,
+    SEEN_BY_TRIAL,
     STATEFUL,
+    UNPACKED,
     WINDOW,
     assert_alike,
     gradients_of,
@@ -22,23 +26,6 @@ from tests.model_gaps import documented_name
 from tests.training import make_micro_batch
 
 LENGTHS = (1, 3 * WINDOW, 5, 2, 1, 2 * WINDOW + 3, 9)
-UNPACKED = STATEFUL | {
-    "BLOOM",
-    "DeepSeek-V3.2",
-    "Doge",
-    "Falcon",
-    "Falcon with ALiBi",
-    "GPT-J",
-    "GPT-Neo",
-    "Inkling",
-    "LFM2",
-    "LFM2-MoE",
-    "Llama 4",
-    "MPT",
-    "Nemotron",
-    "StableLM",
-}
-"""Families that packing would change, without the kernels that know where a trajectory ends."""
 
 
 def make_network(family: str) -> Network:
@@ -55,30 +42,26 @@ def plain(network: Network, micro_batch: MicroBatch) -> torch.Tensor:
 def test_log_probabilities_and_gradients_are_those_of_transformers(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the vocabulary in several blocks, whose logits the backward pass computes again."""
+    """With the vocabulary in several blocks, whose logits the backward pass computes again.
+
+    A network that is not compared runs the same way, but for the families that a trial alone shows.
+    """
     monkeypatch.setattr(blocks, "MIN_BLOCK", 24)
     monkeypatch.setattr(blocks, "CPU_BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(blocks, "KEPT_ELEMENTS", 0)
     network, micro_batch = make_network(family), make_micro_batch(LENGTHS)
     expected = plain(network, micro_batch)
     expected_gradients = gradients_of(network, expected)
+    assert network.is_packed == (family not in UNPACKED - SEEN_BY_TRIAL)
     choose_packing(network)
     logprobs = network(micro_batch).logprobs
     assert network.is_packed == (family not in UNPACKED)
     assert carries_state(network.model) == (family in STATEFUL)
+    kinds = {type(module).__name__ for module in network.modules()}
+    assert bool(kinds & ROUTERS) == (family in ROUTED)
     assert expected.std() > 1, "the model predicts something"
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
     assert_alike(gradients_of(network, logprobs), expected_gradients)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_a_comparison_too(family: str) -> None:
-    if family in ("DeepSeek-V3.2", "Doge", "Inkling", "Nemotron", "StableLM"):
-        pytest.skip("only a trial shows that the code of this family cannot run packed")
-    network, micro_batch = make_network(family), make_micro_batch(LENGTHS)
-    with torch.no_grad():
-        logprobs = network(micro_batch).logprobs
-        torch.testing.assert_close(logprobs, plain(network, micro_batch), atol=1e-4, rtol=0)
 
 
 def test_the_table_of_the_documents_has_every_family_and_how_it_runs():

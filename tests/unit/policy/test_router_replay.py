@@ -14,13 +14,12 @@ from learners.batch.training_batch import TrainingBatch
 from learners.parallel.ranks import Ranks
 from learners.policy.loading import distribute
 from learners.policy.network import Network
-from learners.policy.packing_check import choose_packing
 from learners.policy.policy import _WithoutAdapter
-from streamrl.algorithms.routing import ROUTERS, choosing, routers
+from streamrl.algorithms.routing import choosing, routers
 from streamrl.config.learner import LearnerSettings
 from streamrl.errors import ConfigError
 from streamrl.types import RoutedExperts, Trajectory, TrajectoryGroup
-from tests.model_families import FAMILIES, make_model
+from tests.model_families import ROUTED, UNPACKED, make_model
 from tests.records import NUM_EXPERTS, TOP_K, random_experts
 from tests.training import sibling_batch
 
@@ -30,16 +29,9 @@ GROUPS = ((3, (4, 1, 6)), (17, (3, 8, 2)), (1, (1,)), (5, (2, 12)))
 Record = Callable[[Trajectory], RoutedExperts | None]
 
 
-def has_known_routers(family: str) -> bool:
-    return bool({type(module).__name__ for module in make_model(family).modules()} & ROUTERS)
-
-
-KNOWN = [family for family in FAMILIES if has_known_routers(family)]
-
-
 def make_network(family: str, router_replay: Any = "off", **settings: Any) -> Network:
     network = Network(make_model(family), temperature=1.0)
-    choose_packing(network)
+    network.run_packed(family not in UNPACKED)
     own = LearnerSettings.model_validate({"dtype": "float32", **settings})
     distribute(network, None, own, router_replay=router_replay)
     return network
@@ -103,7 +95,7 @@ def one_by_one(batch: TrainingBatch) -> list[MicroBatch]:
     return [batch.micro_batch([i], CPU, shares_prompts=False) for i in range(len(batch))]
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", ROUTED)
 def test_where_experts_agree_nothing_changes(family: str):
     batch = sibling_batch(GROUPS)
     plain = computed(make_network(family), whole(batch))
@@ -114,18 +106,17 @@ def test_where_experts_agree_nothing_changes(family: str):
     assert metrics["router/mismatch_frac"] == 0.0
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}])
-@pytest.mark.parametrize("family", KNOWN)
-def test_other_experts_are_taken_however_tokens_are_packed(family: str, settings: Any):
+@pytest.mark.parametrize("family", ROUTED)
+def test_other_experts_are_taken_however_tokens_are_packed(family: str):
     batch = with_record(sibling_batch(GROUPS), random_experts)
-    network = make_network(family, "replay", **settings)
+    network = make_network(family, "replay")
     packed = computed(network, whole(batch))
     network.run_packed(False)
     assert_alike(packed, computed(network, *one_by_one(batch)))
     assert differs(packed, computed(make_network(family), whole(batch)))
 
 
-@pytest.mark.parametrize("family", SHOWN)
+@pytest.mark.parametrize("family", ROUTED)
 def test_layers_computed_twice_take_the_same_experts(family: str):
     batch = with_record(sibling_batch(GROUPS), random_experts)
     once = computed(make_network(family, "replay"), whole(batch))

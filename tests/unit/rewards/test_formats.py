@@ -45,6 +45,7 @@ async def test_the_gold_of_a_public_data_set_scores_1_and_what_is_wrong_0(
                 assert score.reward == 0, response
 
 
+@pytest.mark.usefixtures("torch_is_known")
 @pytest.mark.parametrize("name", FORMATS)
 def test_check_passes_on_a_public_data_set(
     tmp_path: Path, model: Path, name: str, capsys: pytest.CaptureFixture[str]
