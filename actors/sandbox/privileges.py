@@ -9,6 +9,7 @@ import ctypes
 import os
 import resource
 import signal
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,16 +38,19 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def stop_being_root(folder: Path, seed: int) -> None:
-    """Becomes a user without a name, one of thousands, who owns the folder and the streams, which
-    may then be opened by their names; stays what it is where that is not allowed."""
+    """Becomes a user without a name, one of thousands, who owns the folder and the pipes that are
+    its streams, which may then be opened by their names; stays what it is where that is not
+    allowed."""
     if os.getuid() != 0:
         return
     uid = _FIRST_UID + seed % _NUM_UIDS
     with contextlib.suppress(OSError):
         for path in (folder, *folder.rglob("*")):
-            os.chown(path, uid, uid)
+            os.chown(path, uid, uid, follow_symlinks=False)
         for stream in range(3):
-            os.fchown(stream, uid, uid)
+            # A device, such as /dev/null, is the machine's.
+            if stat.S_ISFIFO(os.fstat(stream).st_mode):
+                os.fchown(stream, uid, uid)
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)

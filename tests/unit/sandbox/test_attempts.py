@@ -116,3 +116,24 @@ class TestAttempts:
 def _is_open_here() -> bool:
     """With namespaces what is above Python is open to all."""
     return Path(sys.executable).resolve().parent.stat().st_mode & 0o005 == 0o005
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root stops being root")
+def test_what_is_the_machines_stays_its_own(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(os.devnull)
+    owner = os.stat(os.devnull).st_uid
+    code = (
+        "import os, sys, pathlib\n"
+        "from actors.sandbox.privileges import stop_being_root\n"
+        "stop_being_root(pathlib.Path(sys.argv[1]), 1)\n"
+        "print(os.getuid(), os.fstat(1).st_uid)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    uid, owner_of_pipe = map(int, done.stdout.split())
+    assert uid == owner_of_pipe == tmp_path.stat().st_uid != 0
+    assert os.stat(os.devnull).st_uid == owner
