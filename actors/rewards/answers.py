@@ -207,7 +207,7 @@ def whole_number(text: str) -> Fraction | None:
 def counted(text: str) -> Fraction | None:
     """The one number of a text that is words beside it, such as a unit.
 
-    >>> counted("12 slices"), counted("It is \\$12."), counted("12 xy"), counted("5 of 12 slices")
+    >>> counted("12 slices"), counted("They cost $12"), counted("12 xy"), counted("5 of 12 slices")
     (Fraction(12, 1), Fraction(12, 1), None, None)
     """
     text = plain(_TEXT.sub(r"\1", text))

@@ -1,5 +1,6 @@
 """Rewards in processes of their own: whatever one does, it costs its group and its process."""
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -110,11 +111,18 @@ async def test_rows_that_are_no_plain_data_cannot_be_isolated(reward):
         await reward("leaves").score([episode(thing=object())])
 
 
-async def test_math_runs_in_a_process_so_that_a_power_tower_costs_its_group_alone():
-    """Big powers are computed in C, which holds the interpreter of its process."""
-    entry = {"reward": "math", "timeout_s": 5.0, "max_concurrent": 1}
+async def test_math_compares_formulas_in_a_process_so_that_its_end_costs_a_group_alone():
+    """Big numbers are computed in C, which holds the interpreter of its process."""
+    entry = {"reward": "math", "max_concurrent": 1}
     reward = make_reward(DataSettings.model_validate({"source": "addition", "rewards": [entry]}))
-    with pytest.raises(RolloutError, match="reward math has not answered within timeout_s"):
-        await reward.score([episode(r"\boxed{9^{9^{9^9}}}")])
-    (score,) = await reward.score([episode(r"\boxed{42.0}")])
-    assert score.reward == 1.0
+    formula = episode(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
+    before = set(psutil.Process().children())
+    assert values(await reward.score([formula])) == [1.0]
+    (worker,) = set(psutil.Process().children()) - before
+    worker.suspend()
+    scoring = asyncio.create_task(reward.score([formula]))
+    await asyncio.sleep(0.1)
+    worker.kill()
+    with pytest.raises(RolloutError, match="reward math: its process ended by SIGKILL"):
+        await scoring
+    assert values(await reward.score([formula])) == [1.0]
