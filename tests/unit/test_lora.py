@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from actors.engines.hf.engine import SpareWeights
@@ -64,7 +65,7 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(make):
     [
         (make_llama, "all-linear"),
         (make_gpt2, "all-linear"),
-        (make_experts, ("gate", "k_proj", "o_proj", "q_proj", "v_proj")),
+        (make_experts, ("k_proj", "o_proj", "q_proj", "v_proj")),
     ],
 )
 def test_merged_weights_make_a_model_without_adapter_compute_the_same(make, targets):
@@ -163,16 +164,18 @@ def test_targets_that_cannot_be_adapted_are_refused(targets, sentence):
         add_adapter(make_llama(), LoraSettings(targets=tuple(targets)))
 
 
-@pytest.mark.parametrize(
-    ("make", "targets", "sentence"),
-    [
-        (make_experts, "all-linear", r"mlp\.experts, .*\[gate, k_proj, o_proj, q_proj, v_proj\]"),
-        (make_gpt2, ("wpe",), r"wpe, which is no linear layer .*: name linear layers$"),
-    ],
-)
-def test_what_no_matrix_of_the_model_can_be_changed_by_is_refused(make, targets, sentence):
-    with pytest.raises(ConfigError, match=rf"learner\.lora\.targets: would adapt .*{sentence}"):
-        add_adapter(make(), LoraSettings(targets=targets))
+def test_an_embedding_is_no_target():
+    with pytest.raises(ConfigError, match=r"would adapt .*wpe, which is no linear layer .*layers$"):
+        add_adapter(make_gpt2(), LoraSettings(targets=("wpe",)))
+
+
+def test_experts_in_one_tensor_are_no_target():
+    found = get_peft_model(make_experts(), LoraConfig(target_modules="all-linear"))
+    if not any("experts" in name and "lora_" in name for name, _ in found.named_parameters()):
+        pytest.skip("this release of peft leaves them out by itself")
+    sentence = r"would adapt .*mlp\.experts, .*\[gate, k_proj, o_proj, q_proj, v_proj\]"
+    with pytest.raises(ConfigError, match=rf"learner\.lora\.targets: {sentence}"):
+        add_adapter(make_experts(), LoraSettings(targets="all-linear"))
 
 
 def test_a_base_model_that_cannot_be_read_is_an_error_of_the_files(tmp_path):

@@ -6,10 +6,11 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
-from huggingface_hub import BucketFile, HfApi
+from huggingface_hub import BucketFile, HfApi, hf_file_system
 from huggingface_hub.utils import XetFileData
 from pydantic import ValidationError
 
@@ -431,12 +432,17 @@ def test_an_object_that_came_after_a_listing_is_read(tmp_path, monkeypatch):
         told = {"type": "file", "mtime": None, "uploadedAt": None}
         return [BucketFile(path=p, size=len(c), xetHash=p, **told) for p, c in objects.items()]
 
-    def fetch(*, incomplete_path: Path, xet_file_data: XetFileData, **_: object) -> None:
+    def xet_get(*, incomplete_path: Path, xet_file_data: XetFileData, **_: object) -> None:
         incomplete_path.write_bytes(objects[xet_file_data.file_hash])
+
+    def http_get(*, temp_file: IO[bytes], displayed_filename: str, **_: object) -> None:
+        temp_file.write(objects[displayed_filename.removeprefix("buckets/user/bucket/")])
 
     monkeypatch.setattr(HfApi, "bucket_info", lambda *_: None)
     monkeypatch.setattr(HfApi, "list_bucket_tree", listed)
-    monkeypatch.setattr("huggingface_hub.hf_file_system.xet_get", fetch)
+    # The older releases of huggingface-hub have the second alone.
+    for get in (xet_get, http_get):
+        monkeypatch.setattr(hf_file_system, get.__name__, get, raising=False)
     store, file = StoreFolder("weights.store", "hf://buckets/user/bucket/runs/run"), tmp_path / "f"
     store.get("first", file)
     objects["runs/run/second"] = b"two"
