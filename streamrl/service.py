@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from streamrl.config import RunConfig, to_yaml
+from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import write_file
 from streamrl.errors import (
     EXIT_CRASHED,
@@ -137,7 +138,7 @@ def keep_freed_memory() -> None:
 
 def _prepare_folder(config: RunConfig) -> None:
     config.run.path.mkdir(parents=True, exist_ok=True)
-    resolved = config.run.path / "config.yaml"
+    resolved = config.run.path / RESOLVED_FILE
     if not resolved.exists():
         write_file(resolved, to_yaml(config))
 
@@ -147,7 +148,7 @@ def keep_settings(config: RunConfig) -> None:
     if PARENT_VARIABLE not in os.environ:
         # `--resume` is of this start, not of the next.
         kept = config.with_values(run={"resume": "never"})
-        write_file(config.run.path / "config.yaml", to_yaml(kept))
+        write_file(config.run.path / RESOLVED_FILE, to_yaml(kept))
 
 
 async def _watch_parent(shutdown: Shutdown) -> None:

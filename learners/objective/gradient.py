@@ -317,7 +317,7 @@ class Gradient:
             micro_batch.sequences,
             rescored_logprobs=targets.rescored_logprobs,
         )
-        return correction.weights, correction.masked(targets.loss_mask), correction.statistics
+        return correction.weights, correction.masked(targets.loss_mask), correction.found.statistics
 
     def _teacher_kl(
         self, logprobs: torch.Tensor | None, taught: Likeliest | None

@@ -54,7 +54,7 @@ from learners.policy.sharding import has_shards
 from learners.policy.teachers import Teachers
 from streamrl.algorithms.candidates import Candidates, Likeliest
 from streamrl.algorithms.objective import proximal_logprobs, weighed_logprobs
-from streamrl.algorithms.rollout_is import RolloutIS, RolloutISStatistics, rollout_is_weights
+from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
 from streamrl.config.algorithm import AlgorithmSettings
@@ -70,15 +70,7 @@ class Correction:
     mask: torch.Tensor | None
     """[R] bool, the tokens that stay in the loss; None keeps all."""
     found: RolloutIS
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self.found.metrics
-
-    @property
-    def statistics(self) -> RolloutISStatistics | None:
-        """What the metrics are computed from; None if it is off."""
-        return self.found.statistics
+    """With the metrics, and what they are computed from."""
 
     def masked(self, loss_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The loss mask [R] without the tokens that the correction takes out."""
@@ -434,7 +426,7 @@ class TargetCollector:
             targets.trained_advantages[rows],
             None if rescored is None else rescored[rows],
         )
-        return targets.with_correction(rows, correction), correction.metrics
+        return targets.with_correction(rows, correction), correction.found.metrics
 
 
 def _finite(

@@ -1,5 +1,5 @@
 """Which addresses can be used at all, which stay on this machine, since those need no keys, which
-port is taken where none is given, and how an object store is named.
+one peers reach, which port is taken where none is given, and how an object store is named.
 
 The rule for ports: who listens itself binds port 0 and reads what the system gave. A port that
 another process is to listen at is that of a `bound_socket`, kept open where that process can bind
@@ -85,6 +85,14 @@ def url_host(host: str) -> str:
 def family_of(host: str) -> socket.AddressFamily:
     """That of an IPv6 address, else that of IPv4, which names are resolved to as well."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the route to `host`, at which peers there can reach it."""
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def bound_socket(host: str, port: int = 0) -> socket.socket:

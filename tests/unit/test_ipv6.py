@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from streamrl.config import load_config
-from streamrl.config.addresses import url_host
+from streamrl.config.addresses import address_towards, url_host
 from streamrl.curve import CurveServer, make_keys, set_client_keys
 from streamrl.placement import hosts
 from streamrl.run_folder import prepare
@@ -15,7 +15,6 @@ from streamrl.weights.transports.groups import (
     OpenStore,
     RendezvousServer,
     RendezvousStore,
-    address_towards,
 )
 
 HOST = "::1"

@@ -65,13 +65,12 @@ from actors.engines.sglang.messages import (
 from actors.engines.sglang.relay import Relay
 from actors.engines.updates import WholeModel
 from streamrl.config import RunConfig
-from streamrl.config.addresses import bound_socket
+from streamrl.config.addresses import address_towards, bound_socket
 from streamrl.config.generator import SglangSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine
 from streamrl.placement.hosts import visible_alone
 from streamrl.types import Completion, RoutedExperts, SamplingParams, TokenSets, TopLogprobs
-from streamrl.weights.transports.groups import address_towards
 
 
 def is_truncated(request: ServedRequest) -> bool:

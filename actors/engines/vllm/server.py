@@ -38,11 +38,10 @@ from actors.engines.served.server import (
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
-from streamrl.config.addresses import is_loopback
+from streamrl.config.addresses import address_towards, is_loopback
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion
-from streamrl.weights.transports.groups import address_towards
 
 
 class VllmSampling(Struct, frozen=True, kw_only=True):

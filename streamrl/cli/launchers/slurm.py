@@ -50,7 +50,7 @@ from streamrl.cli.processes.run_commands import (
     require_books,
 )
 from streamrl.config import RunConfig, to_yaml
-from streamrl.config.addresses import is_loopback, url_host
+from streamrl.config.addresses import address_towards, is_loopback, url_host
 from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
 from streamrl.errors import (
@@ -344,9 +344,7 @@ def _own_address(name: str) -> str:
     others = [other for other in _said("scontrol", "show", "hostnames").split() if other != name]
     if not others or not is_loopback(f"tcp://{url_host(address)}:0"):
         return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((_address(others[0]), 9))
-        return str(probe.getsockname()[0])
+    return address_towards(_address(others[0]))
 
 
 def _address(node: str) -> str:

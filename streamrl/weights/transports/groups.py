@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import (
 )
 
 from streamrl import wire
-from streamrl.config.addresses import family_of, port_of, url_host
+from streamrl.config.addresses import address_towards, family_of, port_of, url_host
 from streamrl.curve import choose_family, serve_with_new_key, use_key
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import BroadcastEndpoint
@@ -356,11 +356,3 @@ def _nccl(store: TorchStore, rank: int, world_size: int, timeout_s: float) -> An
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-def address_towards(host: str) -> str:
-    """This machine's address on the route to `host`, at which peers there can reach it."""
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        address: str = probe.getsockname()[0]
-        return address
