@@ -31,10 +31,10 @@ START, END, IMAGE, VIDEO = (
 )
 
 
-def make_qwen(seed: int = 0) -> Any:
+def make_qwen(seed: int = 0, recipe: RecipeSettings = RECIPE) -> Any:
     """With weights so large that log-probabilities depend on all that a token may see."""
     torch.manual_seed(seed)
-    config = config_of(RECIPE, 512, TOKENIZER)
+    config = config_of(recipe, 512, TOKENIZER)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,8 +43,8 @@ def make_qwen(seed: int = 0) -> Any:
     return model
 
 
-def save_qwen(folder: Path) -> Path:
-    make_qwen().save_pretrained(folder)
+def save_qwen(folder: Path, recipe: RecipeSettings = RECIPE) -> Path:
+    make_qwen(recipe=recipe).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     image_processor().save_pretrained(folder)
     return folder

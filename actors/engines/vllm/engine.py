@@ -159,14 +159,17 @@ class VllmPrompt:
     token_ids: list[int]
     collapsed: list[int] = field(default_factory=list)
     images: tuple[Any, ...] = ()
+    media_ids: tuple[str, ...] = ()
 
     def salted(self, cache_salt: str) -> Any:
-        """What vLLM's `generate` takes; only prompts of one salt share prefixes."""
+        """What vLLM's `generate` takes; only prompts of one salt share prefixes, and what the model
+        has made of an image, which vLLM keeps under the image's uuid."""
         if not self.images:
             return tokens_input(self.token_ids, cache_salt=cache_salt)
         return TokensPrompt(
             prompt_token_ids=self.collapsed,
             multi_modal_data={"image": list(self.images)},
+            multi_modal_uuids={"image": [f"{cache_salt}/{one}" for one in self.media_ids]},
             cache_salt=cache_salt,
         )
 
@@ -214,7 +217,8 @@ class VllmVision:
             )
         sizes = [self.reader.size(medium) for medium in media]
         images = tuple(decode(medium.parts[0], "a medium") for medium in media)
-        return VllmPrompt(token_ids, self.placeholders.collapse(token_ids, sizes), images)
+        ids = tuple(medium.id for medium in media)
+        return VllmPrompt(token_ids, self.placeholders.collapse(token_ids, sizes), images, ids)
 
 
 # After it vLLM's processes are killed; they hold no state.
