@@ -44,9 +44,9 @@ class Window:
     held_out: tuple[HeldOut, ...]
 
     def values(self, name: str) -> list[float]:
-        """One of each step; none if a step has none."""
-        found = [line.get(name) for line in self.lines]
-        return [] if None in found else [float(value) for value in found if value is not None]
+        """One of each step; none if a step has none, or one that is not finite."""
+        found = [float(line[name]) for line in self.lines if line.get(name) is not None]
+        return found if len(found) == len(self.lines) and all(map(math.isfinite, found)) else []
 
     def mean(self, name: str) -> float | None:
         values = self.values(name)
@@ -94,8 +94,8 @@ def _alike(window: Window) -> str:
 
 
 def _bad_gradient(window: Window) -> str:
-    norms = window.values("learner/grad_norm")
-    is_bad = bool(norms) and all(not math.isfinite(norm) or norm < 0 for norm in norms)
+    norms = [line.get("learner/grad_norm") for line in window.lines]
+    is_bad = all(norm is not None and not 0 <= norm < math.inf for norm in norms)
     return "the gradient is not finite" if is_bad else ""
 
 
@@ -206,6 +206,8 @@ SIGNS: Mapping[str, Sign] = {
         _is_always("learner/grad_norm", 0.0, "the gradient is 0"),
         "see which corrections mask all tokens (mismatch/*), and whether algorithm.loss reads the "
         "advantages",
+        # Of no token.
+        ("collapsed",),
     ),
     "bad_gradient": Sign(
         _bad_gradient, "lower learner.optimizer.lr, bound the reward, or try learner.dtype: float32"
