@@ -210,13 +210,6 @@ class LearnerMemory:
         return self.shape.num_parameters if lora is None else adapter_size(self.shape, lora)
 
     @property
-    def num_roles(self) -> int:
-        """Whole models: the policy, and a reference and a critic where there are some."""
-        algorithm = self.config.algorithm
-        has_reference = algorithm.needs_reference and self.config.learner.lora is None
-        return 1 + has_reference + algorithm.needs_values
-
-    @property
     def _num_shards(self) -> int:
         _, shard, sequence, tensor = self.config.learner.mesh.sizes(self.num_ranks)
         return shard * sequence * tensor
@@ -240,7 +233,8 @@ class LearnerMemory:
             yield MemoryPart("gradients", self._shard(_FLOAT32 * self.num_trained))
             if algorithm.needs_values:
                 yield MemoryPart("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * critic))
-            if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
+            has_reference = algorithm.needs_reference and learner.lora is None
+            if has_reference and not learner.offload.reference:
                 reference = _FLOAT32 if self._is_sharded else self._compute_bytes
                 yield MemoryPart("reference", self._shard(reference * total))
             if not learner.offload.reference:
@@ -343,12 +337,8 @@ def activation_bytes(shape: ModelShape, dtype_bytes: int, tensor: int = 1) -> in
 
 def adapter_size(shape: ModelShape, lora: LoraSettings) -> int:
     """Parameters of the two factors of each matrix that gets some."""
-    h, q, kv, i = (
-        shape.hidden_size,
-        shape.query_width,
-        shape.key_value_width,
-        shape.intermediate_size,
-    )
+    h, q = shape.hidden_size, shape.query_width
+    kv, i = shape.key_value_width, shape.intermediate_size
     widths = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
     widths |= {"gate_proj": h + i, "up_proj": h + i, "down_proj": i + h}
     chosen = widths if lora.targets == "all-linear" else lora.targets
@@ -367,40 +357,25 @@ class EngineMemory:
         return Need.of(self._parts(), self._remedies())
 
     def _parts(self) -> Iterator[MemoryPart]:
-        weights = self.shape.num_parameters * self._bytes // (self._tensor * self._pipeline)
-        if self.generator.engine == "hf":
+        generator, size = self.generator, _SIZES[self.generator.dtype]
+        tensor, layers = tensor_parallel_size(generator), pipeline_parallel_size(generator)
+        weights = self.shape.num_parameters * size // (tensor * layers)
+        if generator.engine == "hf":
             yield MemoryPart("weights, twice", 2 * weights)
         else:
             yield MemoryPart("weights", weights)
-        one = self._sequence_bytes
-        given = self.generator.vllm.kv_cache_memory_bytes
-        if self.generator.engine == "vllm" and given is not None:
+        if generator.engine == "vllm" and (given := generator.vllm.kv_cache_memory_bytes):
             yield MemoryPart("KV cache", given)
         else:
+            longest = generator.max_model_len or self.config.max_model_len
+            one = self.shape.kv_bytes_per_token(size, tensor) // layers * longest
             yield MemoryPart("KV cache of one sequence", one)
-            more = self.generator.max_num_seqs - 1
+            more = generator.max_num_seqs - 1
             yield MemoryPart(f"KV cache of {more} more", more * one, is_certain=False)
         yield _DRIVER
 
-    @property
-    def _tensor(self) -> int:
-        return tensor_parallel_size(self.generator)
-
-    @property
-    def _pipeline(self) -> int:
-        return pipeline_parallel_size(self.generator)
-
-    @property
-    def _bytes(self) -> int:
-        return _SIZES[self.generator.dtype]
-
-    @property
-    def _sequence_bytes(self) -> int:
-        per_token = self.shape.kv_bytes_per_token(self._bytes, self._tensor) // self._pipeline
-        return per_token * (self.generator.max_model_len or self.config.max_model_len)
-
     def _remedies(self) -> Iterator[str]:
-        if self._bytes == 4:
+        if self.generator.dtype == "float32":
             yield "generator.dtype bfloat16"
         if self.generator.engine == "vllm":
             yield "more generator.vllm.tensor_parallel_size"
