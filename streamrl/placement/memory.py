@@ -20,8 +20,9 @@ are rough.
 
     weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
     KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180),
-                 divided alike: one sequence of `generator.max_model_len` in any case,
-                 `max_num_seqs` of them at most
+                 divided alike, or layers x width x bytes where the heads share a latent (MLA, arXiv
+                 2405.04434): one sequence of `generator.max_model_len` in any case, `max_num_seqs`
+                 of them at most
 
 vLLM and SGLang take a fraction of the GPU, whatever they need of it; the HF engine takes what it
 needs, and a second copy of the weights for updates.
@@ -69,6 +70,11 @@ class ModelShape:
     num_embeddings: int
     """Parameters of the embedding and of an LM head of its own."""
     num_parameters: int
+    num_growing_layers: int
+    """Whose keys and values grow with the sequence: not those that look through a window or carry a
+    state."""
+    latent_width: int
+    """What multi-head latent attention keeps of a token, whole on each device; 0 without it."""
 
     @property
     def num_in_layer(self) -> int:
@@ -77,10 +83,10 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype_bytes: int, tensor_parallel: int = 1) -> int:
         """Keys and values of one token on one of the devices that share the heads (PagedAttention,
-        arXiv 2309.06180, section 3); a device has one head at least."""
+        arXiv 2309.06180, section 3), at least; a device has one head at least."""
         heads = -(-self.num_key_value_heads // tensor_parallel)
         width = self.key_value_width // self.num_key_value_heads
-        return 2 * self.num_layers * heads * width * dtype_bytes
+        return self.num_growing_layers * (self.latent_width or 2 * heads * width) * dtype_bytes
 
     @classmethod
     def of(cls, config: RunConfig) -> "ModelShape | None":
@@ -127,8 +133,11 @@ class ModelShape:
         vocab_size = _size(facts, "vocab_size")
         inner = facts.get("intermediate_size") or facts.get("n_inner") or 4 * hidden
         is_tied = facts.get("tie_word_embeddings", True)
+        num_layers = _size(facts, "num_hidden_layers", "n_layer")
+        kinds = facts.get("layer_types") or num_layers * ["attention"]
+        latent = facts.get("kv_lora_rank") or 0
         shape = cls(
-            num_layers=_size(facts, "num_hidden_layers", "n_layer"),
+            num_layers=num_layers,
             hidden_size=hidden,
             intermediate_size=_active_width(facts, inner),
             query_width=heads * width,
@@ -137,6 +146,8 @@ class ModelShape:
             vocab_size=vocab_size,
             num_embeddings=vocab_size * hidden * (1 if is_tied else 2),
             num_parameters=num_parameters,
+            num_growing_layers=sum(kind in ("attention", "full_attention") for kind in kinds),
+            latent_width=latent and latent + (facts.get("qk_rope_head_dim") or 0),
         )
         return shape if num_parameters else shape._counted(facts)
 
