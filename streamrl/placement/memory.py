@@ -48,7 +48,7 @@ from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding
 from streamrl.model_folder import local_folder
-from streamrl.placement.limits import num_experts
+from streamrl.placement.limits import carries_state, num_experts
 from streamrl.placement.plan import Device, Host, MemoryPart, Need, gib
 from streamrl.placement.seats import Seat, pipeline_parallel_size, tensor_parallel_size
 
@@ -135,6 +135,8 @@ class ModelShape:
         is_tied = facts.get("tie_word_embeddings", True)
         num_layers = _size(facts, "num_hidden_layers", "n_layer")
         kinds = facts.get("layer_types") or num_layers * ["attention"]
+        if "layer_types" not in facts and carries_state(facts):
+            kinds = []  # It is not known which of them.
         latent = facts.get("kv_lora_rank") or 0
         shape = cls(
             num_layers=num_layers,

@@ -208,6 +208,7 @@ def test_layers_that_keep_less_than_keys_and_values_count_as_that():
     kinds = 8 * [*3 * ["linear_attention"], "full_attention"]
     hybrid = ModelShape.of_facts({**EIGHT_B, "layer_types": kinds})
     assert hybrid.kv_bytes_per_token(2) == 131_072 // 4
+    assert not ModelShape.of_facts({**EIGHT_B, "model_type": "jamba"}).kv_bytes_per_token(2)
 
 
 @pytest.mark.parametrize(
