@@ -135,7 +135,7 @@ class ModelShape:
         is_tied = facts.get("tie_word_embeddings", True)
         num_layers = _size(facts, "num_hidden_layers", "n_layer")
         kinds = facts.get("layer_types") or num_layers * ["attention"]
-        if "layer_types" not in facts and carries_state(facts):
+        if not facts.get("layer_types") and carries_state(facts):
             kinds = []  # It is not known which of them.
         latent = facts.get("kv_lora_rank") or 0
         shape = cls(

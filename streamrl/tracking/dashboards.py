@@ -145,6 +145,8 @@ class WandbTracker(TableTracker):
         except ImportError as error:
             raise missing("tracking.wandb:", error) from error
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
+        mode = config.tracking.wandb
+        assert mode != "off", "open_trackers asks for none"
         file = config.run.path / "wandb-id"
         known = file.read_text() if file.exists() else None
         init = partial(
@@ -157,12 +159,10 @@ class WandbTracker(TableTracker):
             config=config.model_dump(mode="json"),
         )
         try:
-            self._run = init(mode=config.tracking.wandb)
+            self._run = init(mode=mode)
         except wandb.errors.Error as error:
             if known is None or not isinstance(error, wandb.errors.CommError):
-                raise ConfigError(
-                    f"tracking.wandb: was {config.tracking.wandb!r}, and W&B says: {error}"
-                ) from error
+                raise ConfigError(f"tracking.wandb: was {mode!r}, and W&B says: {error}") from error
             log.warning("W&B gets nothing before `wandb sync --append`: %s", error)
             # Its process holds the id of a run that it could not begin.
             wandb.teardown()
