@@ -35,7 +35,7 @@ done
 [ $# -ge 2 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 [ -r "$1" ] || fail "cannot read $1"
 [ -r "$2" ] || fail "cannot read $2"
-hosts=$(sed 's/#.*//' "$1" | awk 'NF { print $1 "," $2 }')
+hosts=$(tr -d '\r' <"$1" | sed 's/#.*//' | awk 'NF { print $1 "," $2 }')
 [ -n "$hosts" ] || fail "$1 names no machine"
 config=$2
 shift 2

@@ -241,7 +241,8 @@ def test_a_unit_is_given_longer_than_its_daemon_takes_to_end():
 
 
 def test_paths_with_spaces_reach_the_first_machine_of_several(tmp_path):
-    """With what stands in for ssh, Ray and the launcher: a shell in the home of a machine."""
+    """With what stands in for ssh, Ray and the launcher: a shell in the home of a machine. The list
+    of machines has the line ends of Windows."""
     desk, home, programs = (tmp_path / name for name in ("desk", "home", "programs"))
     for folder in (desk / "my data", home, programs):
         folder.mkdir(parents=True)
@@ -253,7 +254,7 @@ def test_paths_with_spaces_reach_the_first_machine_of_several(tmp_path):
     for name, script in scripts.items():
         (programs / name).write_text(f"#!/bin/sh\nexport SSH_CONNECTION='a 1 b 2'\n{script}\n")
         (programs / name).chmod(0o755)
-    for name, text in {"hosts": "b", "my run.yaml": "", "my data/a b.jsonl": "{}"}.items():
+    for name, text in {"hosts": "b\r\n", "my run.yaml": "", "my data/a b.jsonl": "{}"}.items():
         (desk / name).write_text(text)
     words = ["-c", "my data", "hosts", "my run.yaml", "--set", "run.name=it's"]
     path, folder = f"{programs}:{os.environ['PATH']}", home / "my run"
