@@ -45,7 +45,14 @@ class ArrowRows:
 
 def read_parquet(setting: str, path: Path) -> ArrowRows:
     with _parquet_file(setting, path) as file:
-        return ArrowRows(setting, path.name, file.read())
+        try:
+            table = file.read()
+        except NotImplementedError:
+            # A column of lists with 2 GiB or more, as of images.
+            from pyarrow import Table
+
+            table = Table.from_batches(file.iter_batches(_BATCH), file.schema_arrow)
+        return ArrowRows(setting, path.name, table)
 
 
 def count_parquet(setting: str, path: Path) -> int:
@@ -64,7 +71,7 @@ def _parquet_file(setting: str, path: Path) -> Iterator[Any]:
     try:
         with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
             yield file
-    except pyarrow.lib.ArrowInvalid as error:
+    except pyarrow.lib.ArrowException as error:
         raise ConfigError(f"{setting}: {path} is not parquet: {error}") from error
 
 

@@ -223,6 +223,16 @@ def test_images_of_a_saved_data_set_stay_encoded(tmp_path):
     assert prompts[0].row["images"] == [{"bytes": b"no image", "path": "a.jpg"}]
 
 
+def test_a_parquet_file_that_cannot_be_read_at_once_is_read_in_parts(tmp_path, monkeypatch):
+    def refuse(_: object) -> None:
+        raise pyarrow.lib.ArrowNotImplementedError("Nested data conversions not implemented")
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read", refuse)
+    source = write(tmp_path / "rows.parquet", rows_of("q", count=600))
+    prompts = open_prompts(settings(source=source, shuffle=False), seed=0)
+    assert contents(prompts, 600) == [f"q{i}" for i in range(600)]
+
+
 def test_what_the_library_datasets_refuses_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "files"
