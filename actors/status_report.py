@@ -108,7 +108,6 @@ class StatusReport:
     ) -> GeneratorStatus:
         """With the groups by the ids of their leases."""
         gauges, failures = self._engine.gauges(), self._failures
-        occupancy = self._occupancy.at_present()
         now_s, num_tokens = time.monotonic(), gauges["num_tokens"]
         return GeneratorStatus(
             generator_id=self._id,
@@ -123,9 +122,7 @@ class StatusReport:
             tokens_per_s=self._rate.read(num_tokens),
             pause_s=gauges["pause_s"],
             kv_usage=gauges.get("kv_usage"),
-            max_num_groups=occupancy.max_num_groups,
-            busy_s=occupancy.busy_s,
-            uptime_s=occupancy.uptime_s,
+            **self._occupancy.at_present()._asdict(),
             is_leaving=is_leaving,
             is_catching_up=is_catching_up,
             last_failure=failures.last,

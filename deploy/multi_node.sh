@@ -24,16 +24,18 @@ fail() {
     exit 2
 }
 
+quoted() { printf "'%s' " "$(printf %s "$1" | sed "s/'/'\\\\''/g")"; }
+
 copies=''
 while [ "${1-}" = -c ]; do
     [ -e "${2-}" ] || fail "-c: there is no ${2-file}"
-    copies="$copies $2"
+    copies="$copies$(quoted "$2")"
     shift 2
 done
 [ $# -ge 2 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 [ -r "$1" ] || fail "cannot read $1"
 [ -r "$2" ] || fail "cannot read $2"
-hosts=$(sed 's/#.*//' "$1" | awk 'NF { print $1 "," $2 }')
+hosts=$(tr -d '\r' <"$1" | sed 's/#.*//' | awk 'NF { print $1 "," $2 }')
 [ -n "$hosts" ] || fail "$1 names no machine"
 config=$2
 shift 2
@@ -42,8 +44,6 @@ ssh=${STREAMRL_SSH:-ssh} folder=${STREAMRL_FOLDER:-streamrl-run} port=${RAY_PORT
 setup="export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=\"\$HOME/$folder/ray.token\";"
 setup="$setup ${STREAMRL_BIN:+PATH=$STREAMRL_BIN:\$PATH; export PATH;}"
 token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
-
-quoted() { printf "'%s' " "$(printf %s "$1" | sed "s/'/'\\\\''/g")"; }
 
 on() { # on HOST SCRIPT: run it there, with this function's input as its input
     # shellcheck disable=SC2086  # a command with options
@@ -90,7 +90,7 @@ start_ray() { # start_ray HOST ADDRESS OPTION...: in the background; the log is 
 guarded ray start --block --disable-usage-stats --node-ip-address=\"\$address\" $3 ${RAY_START-}"
     log=logs/ray-${1##*@}.log
     (exec 8>&- 9>&-
-        { printf %s "$token" | on "$1" "umask 077; mkdir -p $folder; cat >$folder/ray.token" &&
+        { printf %s "$token" | on "$1" "umask 077; mkdir -p '$folder'; cat >'$folder'/ray.token" &&
             on "$1" "$script" <"$pipes/cluster"; } >"$log" 2>&1 ||
             [ ! -e "$pipes" ] || echo "multi_node.sh: no Ray on $1: see $log" >&2) &
 }
@@ -109,13 +109,15 @@ for host in $(echo "$hosts" | tail -n +2); do
     start_ray "${host%,*}" "${host#*,}" "--address=$address:$port"
 done
 
-# shellcheck disable=SC2086  # several paths
-tar -c -- "$config" $copies | on "$first" "mkdir -p $folder && tar -x -C $folder"
 options=$(for word in "$config" "$@"; do quoted "$word"; done)
+eval "set -- $copies"
+{ tar -c -- "$config" "$@" || : >"$pipes/incomplete"; } |
+    on "$first" "mkdir -p '$folder' && tar -x -C '$folder'"
+[ ! -e "$pipes/incomplete" ] || exit 2
 echo "multi_node.sh: Ray on $address:$port; the run's folder is in $first:$folder; Ctrl-C ends the run"
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP
-(exec 8>&- 9>&- && on "$first" "$guard; cd $folder; wait=900
+(exec 8>&- 9>&- && on "$first" "$guard; cd '$folder'; wait=900
 guarded streamrl launch $options --ray $address:$port") <"$pipes/run" &
 run=$! code=0
 wait "$run" || code=$?

@@ -2,8 +2,7 @@
 
     rows       Row, what a set of rows offers, and how values are shown
     text       JSONL (also compressed), JSON, CSV
-    parquet    parquet, as Arrow columns
-    hub        folders and names of the `datasets` library
+    arrow      parquet, and folders and names of the `datasets` library
 
 Invariant: a row that is returned is an object; a file that cannot be read, and a row that is none,
 is one sentence that begins with the setting and names the place. The same rows have the same values
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from streamrl.data_files.arrow import Parquet, count_parquet, is_data_set, open_data_set
+from streamrl.data_files.arrow import count_parquet, is_data_set, open_data_set, read_parquet
 from streamrl.data_files.rows import (
     ConcatenatedRows,
     Row as Row,
@@ -117,7 +116,7 @@ def _open_file(setting: str, path: Path) -> RowSource:
     with reading(path, setting):
         match path.suffix:
             case ".parquet":
-                return Parquet(setting, path)
+                return read_parquet(setting, path)
             case ".json":
                 return read_json(setting, path)
             case ".csv":

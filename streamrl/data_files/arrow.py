@@ -2,7 +2,7 @@
 
 Parquet files, and data sets of the `datasets` library: folders that it saved, and names on the
 Hugging Face hub. A name is downloaded once; with HF_HUB_OFFLINE=1 it is read from the library's
-cache.
+cache. Images stay as they are encoded: the library would decode them all, and without limits.
 """
 
 import os
@@ -15,41 +15,44 @@ from streamrl.data_files.rows import Row, as_json_values, row
 from streamrl.errors import ConfigError
 from streamrl.extras import missing
 
-_BATCH = 4096
+_BATCH = 256
 
 
-class _Arrow:
-    """Rows of a file or a data set of this name."""
+class ArrowRows:
+    """The rows of a table of Arrow, or of a data set in that format, which maps its files into
+    memory. `files` are those that hold the rows of a data set, and which of them it has."""
 
-    _setting: str
-    _name: str
-
-    def _row(self, number: int, fields: Any) -> Row:
-        place = f"row {number + 1} of {self._name}"
-        return row(self._setting, place, as_json_values(fields))
-
-
-class Parquet(_Arrow):
-    """The rows of one file."""
-
-    def __init__(self, setting: str, path: Path) -> None:
-        self._setting, self._name = setting, path.name
-        with _parquet_file(setting, path) as file:
-            self._table = file.read()
+    def __init__(self, setting: str, name: str, table: Any, files: tuple[Path, ...] = ()) -> None:
+        self._setting, self._name, self._table = setting, name, table
+        self.files = files
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return len(self._table)
 
     def __getitem__(self, number: int) -> Row:
-        (fields,) = self._table.slice(number, 1).to_pylist()
-        return self._row(number, fields)
+        (found,) = self._slice(number, number + 1)
+        return found
 
     def __iter__(self) -> Iterator[Row]:
-        number = 0
-        for batch in self._table.to_batches(max_chunksize=_BATCH):
-            for fields in batch.to_pylist():
-                yield self._row(number, fields)
-                number += 1
+        for start in range(0, len(self), _BATCH):
+            yield from self._slice(start, start + _BATCH)
+
+    def _slice(self, start: int, stop: int) -> Iterator[Row]:
+        for number, fields in enumerate(self._table[start:stop].to_pylist(), start + 1):
+            place = f"row {number} of {self._name}"
+            yield row(self._setting, place, as_json_values(fields))
+
+
+def read_parquet(setting: str, path: Path) -> ArrowRows:
+    with _parquet_file(setting, path) as file:
+        try:
+            table = file.read()
+        except NotImplementedError:
+            # A column of lists with 2 GiB or more, as of images.
+            from pyarrow import Table
+
+            table = Table.from_batches(file.iter_batches(_BATCH), file.schema_arrow)
+        return ArrowRows(setting, path.name, table)
 
 
 def count_parquet(setting: str, path: Path) -> int:
@@ -68,7 +71,7 @@ def _parquet_file(setting: str, path: Path) -> Iterator[Any]:
     try:
         with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
             yield file
-    except pyarrow.lib.ArrowInvalid as error:
+    except pyarrow.lib.ArrowException as error:
         raise ConfigError(f"{setting}: {path} is not parquet: {error}") from error
 
 
@@ -80,30 +83,7 @@ def is_data_set(source: str) -> bool:
     return source.startswith(_HUB) or os.path.isdir(source)
 
 
-class DataSetRows(_Arrow):
-    """The rows of a `datasets.Dataset`, which maps its files into memory."""
-
-    def __init__(self, setting: str, name: str, data_set: Any) -> None:
-        self._setting, self._name, self._data_set = setting, name, data_set
-
-    def __len__(self) -> int:
-        return len(self._data_set)
-
-    def __getitem__(self, number: int) -> Row:
-        return self._row(number, self._data_set[number])
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self._row(number, fields) for number, fields in enumerate(self._data_set))
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Those that hold its rows, and which of them it has."""
-        return tuple(Path(file["filename"]) for file in self._data_set.cache_files)
-
-
-def open_data_set(
-    setting: str, source: str, *, subset: str | None, split: str | None
-) -> DataSetRows:
+def open_data_set(setting: str, source: str, *, subset: str | None, split: str | None) -> ArrowRows:
     """
     Raises:
         ConfigError: the library is not installed, has no such data set, or there are several
@@ -120,9 +100,15 @@ def open_data_set(
             found = datasets.load_dataset(name, subset, split=split)
         else:
             name, found = Path(source).name, datasets.load_from_disk(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: cannot read {source}: {error}") from error
-    return DataSetRows(setting, name, _split(setting, source, found, split))
+    except Exception as error:  # The library's own have no class in common.
+        is_general = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        reason = (is_general and error.__cause__) or error
+        hint = "" if source.startswith(_HUB) else f"; other files there are {_HUB}{source}"
+        sentence = f"{setting}: cannot read {source}: {reason}".rstrip(".")
+        raise ConfigError(f"{sentence}{hint}") from error
+    data_set = _split(setting, source, found, split)
+    files = tuple(Path(file["filename"]) for file in data_set.cache_files)
+    return ArrowRows(setting, name, data_set.with_format("arrow"), files)
 
 
 def _split(setting: str, source: str, found: Any, split: str | None) -> Any:

@@ -6,7 +6,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -20,23 +21,20 @@ COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 
 
 class JsonLines:
-    """One object a line; of a file that is not compressed, where its lines begin is in memory."""
+    """One object a line; where its lines begin is in memory, and all of a compressed file."""
 
     def __init__(self, setting: str, path: Path) -> None:
         self._setting, self._path = setting, path
+        self._file = _opened(setting, path)
         starts, sizes, numbers = [], [], []
         start = 0
-        is_compressed = path.name.endswith(COMPRESSED)
-        self._content = _opened(setting, path).read() if is_compressed else None
-        self._file = None if is_compressed else path.open("rb")
-        with io.BytesIO(self._content) if self._content is not None else path.open("rb") as lines:
-            # A line ends with a newline only: others may stand in a JSON string.
-            for number, line in enumerate(lines, 1):
-                if not line.isspace():
-                    starts.append(start)
-                    sizes.append(len(line))
-                    numbers.append(number)
-                start += len(line)
+        # A line ends with a newline only: others may stand in a JSON string.
+        for number, line in enumerate(self._file, 1):
+            if not line.isspace():
+                starts.append(start)
+                sizes.append(len(line))
+                numbers.append(number)
+            start += len(line)
         columns = (np.array(column, np.int64) for column in (starts, sizes, numbers))
         self._starts, self._sizes, self._numbers = columns
 
@@ -46,7 +44,7 @@ class JsonLines:
     def __getitem__(self, number: int) -> Row:
         with reading(self._path, self._setting):
             line = self._line(int(self._starts[number]), int(self._sizes[number]))
-            text = line.decode("utf-8")
+            text = line.decode("utf-8-sig")
         place = f"line {self._numbers[number]} of {self._path.name}"
         try:
             return row(self._setting, place, json.loads(text))
@@ -59,9 +57,8 @@ class JsonLines:
         return map(self.__getitem__, range(len(self)))
 
     def _line(self, start: int, size: int) -> bytes:
-        if self._content is not None:
-            return self._content[start : start + size]
-        assert self._file is not None, "a file that is not compressed stays open"
+        if isinstance(self._file, io.BytesIO):
+            return bytes(self._file.getbuffer()[start : start + size])
         return os.pread(self._file.fileno(), size, start)
 
 
@@ -74,9 +71,10 @@ def count_lines(setting: str, path: Path) -> int:
 def read_json(setting: str, path: Path) -> tuple[Row, ...]:
     """A list of objects."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{setting}: {path} is not JSON: {error}") from error
+        hint = "; with an object a line it is .jsonl" if error.msg == "Extra data" else ""
+        raise ConfigError(f"{setting}: {path} is not JSON: {error}{hint}") from error
     if not isinstance(rows, list):
         raise ConfigError(f"{setting}: {path} was {shown(rows)}; it must be a list of objects")
     return tuple(row(setting, f"row {i} of {path.name}", v) for i, v in enumerate(rows, 1))
@@ -107,12 +105,17 @@ def read_csv(setting: str, path: Path) -> tuple[Row, ...]:
 
 
 def _opened(setting: str, path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed."""
-    if path.suffix == ".zst":
-        return _checked(setting, path, lambda: b"".join(_frames(path.read_bytes())))
-    if path.suffix == ".gz":
-        return _checked(setting, path, lambda: gzip.decompress(path.read_bytes()))
-    return path.open("rb")
+    """The file's bytes; those of a compressed one are in memory."""
+    try:
+        match path.suffix:
+            case ".zst":
+                return io.BytesIO(b"".join(_frames(path.read_bytes())))
+            case ".gz":
+                return io.BytesIO(gzip.decompress(path.read_bytes()))
+            case _:
+                return path.open("rb")
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise ConfigError(f"{setting}: {path} cannot be decompressed: {error}") from error
 
 
 def _frames(data: bytes) -> Iterator[bytes]:
@@ -126,11 +129,3 @@ def _frames(data: bytes) -> Iterator[bytes]:
         if not frame.eof:
             raise EOFError("it ends before its last frame does")
         data = frame.unused_data
-
-
-def _checked(setting: str, path: Path, decompress: Callable[[], bytes]) -> IO[bytes]:
-    """All that a compressed file holds; memory holds it."""
-    try:
-        return io.BytesIO(decompress())
-    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
-        raise ConfigError(f"{setting}: {path} cannot be decompressed: {error}") from error

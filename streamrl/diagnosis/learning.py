@@ -30,102 +30,146 @@ class HeldOut(NamedTuple):
     num_prompts: float
 
 
-@dataclass(frozen=True)
-class Window:
-    """The last steps, as many as are looked at, oldest first; `first` and `best` are the mean
-    entropy of the first such window and the largest mean reward of one, with its last step;
-    `held_out` are the validations, oldest first."""
+@dataclass
+class Signs:
+    """Those of a run, from the first step that is added on, or gone on after."""
 
     settings: SignSettings
-    lines: tuple[Mapping[str, Any], ...]
-    first_entropy: float | None
-    best: tuple[float, int]
-    max_reward: float
-    held_out: tuple[HeldOut, ...]
+    lines: deque[Mapping[str, Any]] = field(default_factory=deque)
+    """Of the last steps, as many as are looked at, oldest first."""
+    first_entropy: float | None = None
+    """The mean of the first so many steps."""
+    best: tuple[float, int] = (-math.inf, 0)
+    """The largest mean reward of so many steps, with the last of them."""
+    max_reward: float = -math.inf
+    held_out: list[HeldOut] = field(default_factory=list)
+    """Oldest first."""
+    _num_steps: dict[str, int] = field(default_factory=dict)
+    """For how many steps each sign has been seen without a break."""
 
     def values(self, name: str) -> list[float]:
-        """One of each step; none if a step has none."""
-        found = [line.get(name) for line in self.lines]
-        return [] if None in found else [float(value) for value in found if value is not None]
+        """One of each of the last steps; none if a step has none, or one that is not finite."""
+        found = [float(line[name]) for line in self.lines if line.get(name) is not None]
+        return found if len(found) == len(self.lines) and all(map(math.isfinite, found)) else []
 
     def mean(self, name: str) -> float | None:
         values = self.values(name)
         return fmean(values) if values else None
 
     def are_all(self, name: str, value: float) -> bool:
-        values = self.values(name)
-        return bool(values) and all(one == value for one in values)
+        return {*self.values(name)} == {value}
+
+    def go_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """After the steps of these lines of a `metrics.jsonl`, where null is no finite number."""
+        for line in lines if self.settings.steps else ():
+            of_step = {k: math.nan if v is None else v for k, v in line.items()}
+            self.add(line["step"], of_step)
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, str]:
+        """What is seen with this step, by the names of `SIGNS`, as a sentence with its remedy; {}
+        before there are enough steps."""
+        steps = self.settings.steps
+        if not steps:
+            return {}
+        self.lines.append(metrics)
+        if len(self.lines) > steps:
+            self.lines.popleft()
+        if (largest := metrics.get("reward/max")) is not None:
+            self.max_reward = max(self.max_reward, largest)
+        self._add_validation(step, metrics)
+        if len(self.lines) < steps:
+            return {}
+        found = {name: seen for name, sign in SIGNS.items() if (seen := sign.find(self))}
+        if self.first_entropy is None:
+            self.first_entropy = self.mean("actor/entropy")
+        if (reward := self.mean("reward/mean")) is not None:
+            self.best = max(self.best, (reward, step))
+        self._num_steps = {name: self._num_steps.get(name, steps - 1) + 1 for name in found}
+        return dict(self._sentences(found))
+
+    def _add_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The line of a step has that which was reported since the step before."""
+        version = int(metrics.get("validation/policy_version", step))
+        num_prompts = max(1.0, metrics.get("validation/num_prompts", 1.0))
+        found = (float(value) for name, value in metrics.items() if _HELD_OUT.fullmatch(name))
+        self.held_out += [HeldOut(reward, version, num_prompts) for reward in found]
+
+    def _sentences(self, found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        explained: set[str] = set()
+        for name, seen in found.items():
+            if name not in explained:
+                yield name, f"for {self._num_steps[name]} steps {seen}: {SIGNS[name].remedy}"
+                explained |= set(SIGNS[name].explains)
 
 
 @dataclass(frozen=True)
 class Sign:
-    """`find` returns what is seen in the window, as the end of a sentence, or ""."""
+    """`find` returns what is seen in the last steps, as the end of a sentence, or ""."""
 
-    find: Callable[[Window], str]
+    find: Callable[[Signs], str]
     remedy: str
     explains: tuple[str, ...] = ()
 
 
-def _is_always(name: str, value: float, seen: str) -> Callable[[Window], str]:
-    return lambda window: seen if window.are_all(name, value) else ""
+def _is_always(name: str, value: float, seen: str) -> Callable[[Signs], str]:
+    return lambda signs: seen if signs.are_all(name, value) else ""
 
 
-def _no_reward(window: Window) -> str:
-    return "every reward is 0" if _all_rewards(window) == 0 else ""
+def _no_reward(signs: Signs) -> str:
+    return "every reward is 0" if _all_rewards(signs) == 0 else ""
 
 
-def _one_reward(window: Window) -> str:
-    value = _all_rewards(window)
+def _one_reward(signs: Signs) -> str:
+    value = _all_rewards(signs)
     return "" if value is None or value == 0 else f"every reward is {value:g}"
 
 
-def _all_rewards(window: Window) -> float | None:
+def _all_rewards(signs: Signs) -> float | None:
     """The one value of all rewards."""
-    values = {*window.values("reward/min"), *window.values("reward/max")}
+    values = {*signs.values("reward/min"), *signs.values("reward/max")}
     return values.pop() if len(values) == 1 else None
 
 
-def _alike(window: Window) -> str:
-    is_alike = window.are_all("reward/groups_alike_frac", 1.0)
-    is_flat = window.are_all("advantage/abs_mean", 0.0)
-    return (
-        "the rewards of each group are alike, so no advantage is left" if is_alike & is_flat else ""
-    )
+def _alike(signs: Signs) -> str:
+    is_alike = signs.are_all("reward/groups_alike_frac", 1.0)
+    is_flat = signs.are_all("advantage/abs_mean", 0.0)
+    seen = "the rewards of each group are alike, so no advantage is left"
+    return seen if is_alike and is_flat else ""
 
 
-def _bad_gradient(window: Window) -> str:
-    norms = window.values("learner/grad_norm")
-    is_bad = bool(norms) and all(not math.isfinite(norm) or norm < 0 for norm in norms)
+def _bad_gradient(signs: Signs) -> str:
+    norms = [line.get("learner/grad_norm") for line in signs.lines]
+    is_bad = all(norm is not None and not 0 <= norm < math.inf for norm in norms)
     return "the gradient is not finite" if is_bad else ""
 
 
-def _falling(window: Window) -> str:
-    now, (best, step) = window.mean("reward/mean"), window.best
-    if now is None or best <= 0 or now >= (1 - window.settings.max_reward_fall) * best:
+def _falling(signs: Signs) -> str:
+    now, (best, step) = signs.mean("reward/mean"), signs.best
+    if now is None or best <= 0 or now >= (1 - signs.settings.max_reward_fall) * best:
         return ""
     return f"the training reward is {now:.3f}, and was {best:.3f} at step {step}"
 
 
-def _held_out_falling(window: Window) -> str:
+def _held_out_falling(signs: Signs) -> str:
     """By two validations, and by more than chance: two standard errors of a mean of n rewards
     between 0 and the largest are at most the largest over the root of n."""
-    if not window.held_out:
+    if not signs.held_out:
         return ""
-    best = max(window.held_out)
-    newest = max(window.held_out[-2:]).reward
-    chance = max(0.0, window.max_reward) / math.sqrt(best.num_prompts)
-    fall = max(window.settings.max_held_out_fall * best.reward, chance)
+    best = max(signs.held_out)
+    newest = max(signs.held_out[-2:]).reward
+    chance = max(0.0, signs.max_reward) / math.sqrt(best.num_prompts)
+    fall = max(signs.settings.max_held_out_fall * best.reward, chance)
     if best.reward <= 0 or newest >= best.reward - fall:
         return ""
-    now = window.held_out[-1].reward
+    now = signs.held_out[-1].reward
     return f"the held-out reward is {now:.3f}, and was {best.reward:.3f} at version {best.version}"
 
 
-def _memorized(window: Window) -> str:
-    passes = window.values("learner/num_passes")
-    known = window.held_out
+def _memorized(signs: Signs) -> str:
+    passes = signs.values("learner/num_passes")
+    known = signs.held_out
     has_risen = bool(known) and known[-1].reward > known[0].reward
-    if has_risen or not (passes and passes[0] >= window.settings.max_passes):
+    if has_risen or not (passes and passes[0] >= signs.settings.max_passes):
         return ""
     return (
         f"the same prompts are trained over and over, {passes[-1]:.0f} times by now, and no "
@@ -133,35 +177,35 @@ def _memorized(window: Window) -> str:
     )
 
 
-def _collapsed(window: Window) -> str:
+def _collapsed(signs: Signs) -> str:
     """The policy of a task that it has solved is sure for a good reason."""
-    now, reward = window.mean("actor/entropy"), window.mean("reward/mean")
-    if now is None or reward is None or window.first_entropy is None:
+    now, reward = signs.mean("actor/entropy"), signs.mean("reward/mean")
+    if now is None or reward is None or signs.first_entropy is None:
         return ""
-    is_solved = reward >= _SOLVED * window.max_reward
-    if is_solved or now >= window.settings.min_entropy_frac * window.first_entropy:
+    is_solved = reward >= _SOLVED * signs.max_reward
+    if is_solved or now >= signs.settings.min_entropy_frac * signs.first_entropy:
         return ""
-    return f"the entropy is {now:.2g} nats, and was {window.first_entropy:.2g} at the start"
+    return f"the entropy is {now:.2g} nats, and was {signs.first_entropy:.2g} at the start"
 
 
-def _few_count(window: Window) -> str:
-    size = window.mean("mismatch/rollout_is_eff_sample_size")
-    if size is None or size >= window.settings.min_eff_sample_size:
+def _few_count(signs: Signs) -> str:
+    size = signs.mean("mismatch/rollout_is_eff_sample_size")
+    if size is None or size >= signs.settings.min_eff_sample_size:
         return ""
     return f"the effective sample size is {size:.2f} of the batch"
 
 
-def _cut(window: Window) -> str:
-    share = window.mean("response_length/clip_ratio")
-    if share is None or share <= window.settings.max_clip_ratio:
+def _cut(signs: Signs) -> str:
+    share = signs.mean("response_length/clip_ratio")
+    if share is None or share <= signs.settings.max_clip_ratio:
         return ""
     return f"a limit cuts {100 * share:.0f} % of the responses"
 
 
-def _far(window: Window) -> str:
+def _far(signs: Signs) -> str:
     for name in ("actor/kl_loss", "reward/kl"):
-        kl = window.mean(name)
-        if kl is not None and kl > window.settings.max_kl:
+        kl = signs.mean(name)
+        if kl is not None and kl > signs.settings.max_kl:
             return f"the KL to the reference is {kl:.2g} nats a token"
     return ""
 
@@ -206,6 +250,8 @@ SIGNS: Mapping[str, Sign] = {
         _is_always("learner/grad_norm", 0.0, "the gradient is 0"),
         "see which corrections mask all tokens (mismatch/*), and whether algorithm.loss reads the "
         "advantages",
+        # Of no token.
+        ("collapsed",),
     ),
     "bad_gradient": Sign(
         _bad_gradient, "lower learner.optimizer.lr, bound the reward, or try learner.dtype: float32"
@@ -236,67 +282,3 @@ SIGNS: Mapping[str, Sign] = {
         "instead",
     ),
 }
-
-
-@dataclass
-class Signs:
-    """Those of a run, from the first step that is added on, or gone on after."""
-
-    settings: SignSettings
-    _lines: deque[Mapping[str, Any]] = field(default_factory=deque)
-    _first_entropy: float | None = None
-    _best: tuple[float, int] = (-math.inf, 0)
-    _max_reward: float = -math.inf
-    _held_out: list[HeldOut] = field(default_factory=list)
-    _num_steps: dict[str, int] = field(default_factory=dict)
-    """For how many steps each sign has been seen without a break."""
-
-    def go_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """After the steps of these lines of a `metrics.jsonl`, where null is no finite number."""
-        for line in lines if self.settings.steps else ():
-            of_step = {k: math.nan if v is None else v for k, v in line.items()}
-            self.add(line["step"], of_step)
-
-    def add(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, str]:
-        """What is seen with this step, by the names of `SIGNS`, as a sentence with its remedy; {}
-        before there are enough steps."""
-        steps = self.settings.steps
-        if not steps:
-            return {}
-        self._lines.append(metrics)
-        if len(self._lines) > steps:
-            self._lines.popleft()
-        if (largest := metrics.get("reward/max")) is not None:
-            self._max_reward = max(self._max_reward, largest)
-        self._add_validation(step, metrics)
-        if len(self._lines) < steps:
-            return {}
-        window = Window(
-            self.settings,
-            tuple(self._lines),
-            self._first_entropy,
-            self._best,
-            self._max_reward,
-            tuple(self._held_out),
-        )
-        if self._first_entropy is None:
-            self._first_entropy = window.mean("actor/entropy")
-        if (reward := window.mean("reward/mean")) is not None:
-            self._best = max(self._best, (reward, step))
-        found = {name: seen for name, sign in SIGNS.items() if (seen := sign.find(window))}
-        self._num_steps = {name: self._num_steps.get(name, steps - 1) + 1 for name in found}
-        return dict(self._sentences(found))
-
-    def _add_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The line of a step has that which was reported since the step before."""
-        version = int(metrics.get("validation/policy_version", step))
-        num_prompts = max(1.0, metrics.get("validation/num_prompts", 1.0))
-        found = (float(value) for name, value in metrics.items() if _HELD_OUT.fullmatch(name))
-        self._held_out += [HeldOut(reward, version, num_prompts) for reward in found]
-
-    def _sentences(self, found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        explained: set[str] = set()
-        for name, seen in found.items():
-            if name not in explained:
-                yield name, f"for {self._num_steps[name]} steps {seen}: {SIGNS[name].remedy}"
-                explained |= set(SIGNS[name].explains)

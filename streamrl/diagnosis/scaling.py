@@ -142,7 +142,7 @@ def scaling_hint(metrics: Mapping[str, Any]) -> ScalingHint | None:
     if any(value is None or not math.isfinite(value) for value in values):
         return None
     speed, more_generators, more_ranks, wanted, rest, _, count = (float(v or 0) for v in values)
-    limit = _limit(more_generators / speed - 1, more_ranks / speed - 1)
+    limit = _LIMITS[more_generators / speed - 1 >= MIN_GAIN, more_ranks / speed - 1 >= MIN_GAIN]
     room = metrics.get("generator/max_num_groups") or 0
     capacity = metrics.get("buffer/capacity") or 0
     waits = (metrics.get("learner/wait_s") or 0) / max(metrics.get("learner/step_s") or 0, 1e-9)
@@ -167,16 +167,13 @@ _NAMES = (
 )
 
 
-def _limit(by_generators: float, by_ranks: float) -> Limit:
-    match by_generators >= MIN_GAIN, by_ranks >= MIN_GAIN:
-        case True, True:
-            return "both"
-        case True, False:
-            return "generators"
-        case False, True:
-            return "learner"
-        case _:
-            return "none"
+_LIMITS: Mapping[tuple[bool, bool], Limit] = {
+    (True, True): "both",
+    (True, False): "generators",
+    (False, True): "learner",
+    (False, False): "none",
+}
+"""By whether one more generator, and one more rank, helps."""
 
 
 def _sentence(hint: ScalingHint, room: int, capacity: int) -> str:

@@ -29,7 +29,6 @@ from streamrl.types import (
     Books,
     BufferStats,
     DropReason,
-    GeneratorStatus,
     GroupHeader,
     RefusalReason,
     ResponseLengths,
@@ -211,7 +210,11 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
         "generator/num_waiting": sum(g.num_waiting for g in generators),
         "generator/max_num_groups": sum(g.max_num_groups for g in generators),
         "generator/num_lost_agents": sum(g.num_lost_agents for g in generators),
-        **{f"generator/{g.generator_id}/tokens_per_s": _tokens_per_s(g) for g in generators},
+        **{
+            # A NaN is not measured.
+            f"generator/{g.generator_id}/tokens_per_s": g.tokens_per_s if g.num_tokens else math.nan
+            for g in generators
+        },
         **{f"generator/{g.generator_id}/policy_version": g.policy_version for g in generators},
         **{
             f"generator/{g.generator_id}/heartbeat_age_s": age_s
@@ -223,17 +226,10 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
 def reward_metrics(stats: BufferStats, rewards: Iterable[str]) -> dict[str, float]:
     """Groups that each of these rewards did not score, in the generators that report now, each
     since it was started."""
-    failed = {reward: 0 for reward in rewards}
+    failed = Counter(dict.fromkeys(rewards, 0))
     for generator in stats.generators:
-        for found in generator.failed_rewards:
-            count = failed.get(found.reward, 0) + found.num_failures
-            failed = {**failed, found.reward: count}
+        failed.update({found.reward: found.num_failures for found in generator.failed_rewards})
     return {f"reward/{reward}/num_failures": count for reward, count in failed.items()}
-
-
-def _tokens_per_s(generator: GeneratorStatus) -> float:
-    """Of its last minute; NaN, which is "not measured", before it reports a token."""
-    return generator.tokens_per_s if generator.num_tokens else math.nan
 
 
 def sampling_metrics(num_tokens: float, seconds: float) -> dict[str, float]:

@@ -32,11 +32,9 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     Raises:
         ConfigError: the seats are on several hosts, and only one of them reaches Redis.
     """
-    used = {seat.host.name: seat.host for seat in seats}
-    if len(used) > 1:
-        _require_reachable_redis(config)
-    if len(used) == 1:
+    if len({seat.host.name for seat in seats}) == 1:
         return config
+    _require_reachable_redis(config)
     address = _address(config, config.weights.address, "learner", seats)
     url = config.buffer.url
     if config.buffer.binds_url:
@@ -50,14 +48,9 @@ def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat])
         return url
     scheme, _, place = url.partition("://")
     host = place.rpartition(":")[0]
-    names_none = is_loopback(url) or is_any(url)
-    if names_none and len({seat.host.name for seat in seats}) > 1:
-        host = url_host(_first(role, seats).address)
+    if is_loopback(url) or is_any(url):
+        host = url_host(next(seat.host.address for seat in seats if seat.role == role))
     return f"{scheme}://{host}:{port_of(url) or config.cluster.first_port + _PORTS[role]}"
-
-
-def _first(role: HostRole, seats: Sequence[Seat]) -> Host:
-    return next(seat.host for seat in seats if seat.role == role)
 
 
 def _require_reachable_redis(config: RunConfig) -> None:

@@ -33,10 +33,30 @@ def is_rocm() -> bool:
 
 
 def num_cores() -> int:
-    """Those that this process may use; where the system cannot say (macOS), all."""
+    """What this process may use of them: its control group may have a quota below what it sees."""
+    return max(1, min(visible_cores(), int(cpu_quota() or visible_cores())))
+
+
+def visible_cores() -> int:
+    """Where the system cannot say (macOS), all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Of the control group, in cores; None without one. `root` is where the kernel's files are."""
+    group = root / "sys" / "fs" / "cgroup"
+    try:
+        if (file := group / "cpu.max").exists():
+            quota, period = file.read_text().split()
+        else:
+            files = (group / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            quota, period = (file.read_text() for file in files)
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return cores if cores > 0 else None
 
 
 def compilers() -> tuple[str, ...]:

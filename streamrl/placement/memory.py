@@ -20,8 +20,9 @@ are rough.
 
     weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
     KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180),
-                 divided alike: one sequence of `generator.max_model_len` in any case,
-                 `max_num_seqs` of them at most
+                 divided alike, or layers x width x bytes where the heads share a latent (MLA, arXiv
+                 2405.04434): one sequence of `generator.max_model_len` in any case, `max_num_seqs`
+                 of them at most
 
 vLLM and SGLang take a fraction of the GPU, whatever they need of it; the HF engine takes what it
 needs, and a second copy of the weights for updates.
@@ -47,7 +48,7 @@ from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding
 from streamrl.model_folder import local_folder
-from streamrl.placement.limits import num_experts
+from streamrl.placement.limits import carries_state, num_experts
 from streamrl.placement.plan import Device, Host, MemoryPart, Need, gib
 from streamrl.placement.seats import Seat, pipeline_parallel_size, tensor_parallel_size
 
@@ -69,6 +70,11 @@ class ModelShape:
     num_embeddings: int
     """Parameters of the embedding and of an LM head of its own."""
     num_parameters: int
+    num_growing_layers: int
+    """Whose keys and values grow with the sequence: not those that look through a window or carry a
+    state."""
+    latent_width: int
+    """What multi-head latent attention keeps of a token, whole on each device; 0 without it."""
 
     @property
     def num_in_layer(self) -> int:
@@ -77,10 +83,10 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype_bytes: int, tensor_parallel: int = 1) -> int:
         """Keys and values of one token on one of the devices that share the heads (PagedAttention,
-        arXiv 2309.06180, section 3); a device has one head at least."""
+        arXiv 2309.06180, section 3), at least; a device has one head at least."""
         heads = -(-self.num_key_value_heads // tensor_parallel)
         width = self.key_value_width // self.num_key_value_heads
-        return 2 * self.num_layers * heads * width * dtype_bytes
+        return self.num_growing_layers * (self.latent_width or 2 * heads * width) * dtype_bytes
 
     @classmethod
     def of(cls, config: RunConfig) -> "ModelShape | None":
@@ -127,8 +133,13 @@ class ModelShape:
         vocab_size = _size(facts, "vocab_size")
         inner = facts.get("intermediate_size") or facts.get("n_inner") or 4 * hidden
         is_tied = facts.get("tie_word_embeddings", True)
+        num_layers = _size(facts, "num_hidden_layers", "n_layer")
+        kinds = facts.get("layer_types") or num_layers * ["attention"]
+        if not facts.get("layer_types") and carries_state(facts):
+            kinds = []  # It is not known which of them.
+        latent = facts.get("kv_lora_rank") or 0
         shape = cls(
-            num_layers=_size(facts, "num_hidden_layers", "n_layer"),
+            num_layers=num_layers,
             hidden_size=hidden,
             intermediate_size=_active_width(facts, inner),
             query_width=heads * width,
@@ -137,6 +148,8 @@ class ModelShape:
             vocab_size=vocab_size,
             num_embeddings=vocab_size * hidden * (1 if is_tied else 2),
             num_parameters=num_parameters,
+            num_growing_layers=sum(kind in ("attention", "full_attention") for kind in kinds),
+            latent_width=latent and latent + (facts.get("qk_rope_head_dim") or 0),
         )
         return shape if num_parameters else shape._counted(facts)
 
@@ -210,13 +223,6 @@ class LearnerMemory:
         return self.shape.num_parameters if lora is None else adapter_size(self.shape, lora)
 
     @property
-    def num_roles(self) -> int:
-        """Whole models: the policy, and a reference and a critic where there are some."""
-        algorithm = self.config.algorithm
-        has_reference = algorithm.needs_reference and self.config.learner.lora is None
-        return 1 + has_reference + algorithm.needs_values
-
-    @property
     def _num_shards(self) -> int:
         _, shard, sequence, tensor = self.config.learner.mesh.sizes(self.num_ranks)
         return shard * sequence * tensor
@@ -240,7 +246,8 @@ class LearnerMemory:
             yield MemoryPart("gradients", self._shard(_FLOAT32 * self.num_trained))
             if algorithm.needs_values:
                 yield MemoryPart("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * critic))
-            if self.num_roles > 1 + algorithm.needs_values and not learner.offload.reference:
+            has_reference = algorithm.needs_reference and learner.lora is None
+            if has_reference and not learner.offload.reference:
                 reference = _FLOAT32 if self._is_sharded else self._compute_bytes
                 yield MemoryPart("reference", self._shard(reference * total))
             if not learner.offload.reference:
@@ -343,12 +350,8 @@ def activation_bytes(shape: ModelShape, dtype_bytes: int, tensor: int = 1) -> in
 
 def adapter_size(shape: ModelShape, lora: LoraSettings) -> int:
     """Parameters of the two factors of each matrix that gets some."""
-    h, q, kv, i = (
-        shape.hidden_size,
-        shape.query_width,
-        shape.key_value_width,
-        shape.intermediate_size,
-    )
+    h, q = shape.hidden_size, shape.query_width
+    kv, i = shape.key_value_width, shape.intermediate_size
     widths = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
     widths |= {"gate_proj": h + i, "up_proj": h + i, "down_proj": i + h}
     chosen = widths if lora.targets == "all-linear" else lora.targets
@@ -367,40 +370,25 @@ class EngineMemory:
         return Need.of(self._parts(), self._remedies())
 
     def _parts(self) -> Iterator[MemoryPart]:
-        weights = self.shape.num_parameters * self._bytes // (self._tensor * self._pipeline)
-        if self.generator.engine == "hf":
+        generator, size = self.generator, _SIZES[self.generator.dtype]
+        tensor, layers = tensor_parallel_size(generator), pipeline_parallel_size(generator)
+        weights = self.shape.num_parameters * size // (tensor * layers)
+        if generator.engine == "hf":
             yield MemoryPart("weights, twice", 2 * weights)
         else:
             yield MemoryPart("weights", weights)
-        one = self._sequence_bytes
-        given = self.generator.vllm.kv_cache_memory_bytes
-        if self.generator.engine == "vllm" and given is not None:
+        if generator.engine == "vllm" and (given := generator.vllm.kv_cache_memory_bytes):
             yield MemoryPart("KV cache", given)
         else:
+            longest = generator.max_model_len or self.config.max_model_len
+            one = self.shape.kv_bytes_per_token(size, tensor) // layers * longest
             yield MemoryPart("KV cache of one sequence", one)
-            more = self.generator.max_num_seqs - 1
+            more = generator.max_num_seqs - 1
             yield MemoryPart(f"KV cache of {more} more", more * one, is_certain=False)
         yield _DRIVER
 
-    @property
-    def _tensor(self) -> int:
-        return tensor_parallel_size(self.generator)
-
-    @property
-    def _pipeline(self) -> int:
-        return pipeline_parallel_size(self.generator)
-
-    @property
-    def _bytes(self) -> int:
-        return _SIZES[self.generator.dtype]
-
-    @property
-    def _sequence_bytes(self) -> int:
-        per_token = self.shape.kv_bytes_per_token(self._bytes, self._tensor) // self._pipeline
-        return per_token * (self.generator.max_model_len or self.config.max_model_len)
-
     def _remedies(self) -> Iterator[str]:
-        if self._bytes == 4:
+        if self.generator.dtype == "float32":
             yield "generator.dtype bfloat16"
         if self.generator.engine == "vllm":
             yield "more generator.vllm.tensor_parallel_size"

@@ -11,7 +11,6 @@ changes what they compute.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from streamrl.config import RunConfig
 from streamrl.config.run import HostRole
@@ -64,9 +63,6 @@ def gib(num_bytes: float) -> str:
     if num_bytes < _GIB / 10:
         return f"{num_bytes / _MIB:.3g} MiB"
     return f"{num_bytes / _GIB:.3g} GiB"
-
-
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ class PlannedProcess:
     command: tuple[str, ...]
     restart_command: tuple[str, ...]
     devices: tuple[int, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    environment: Mapping[str, str] = field(default_factory=dict)
     num_ranks: int = 1
     is_optional: bool = False
     memory: Need | None = None

@@ -12,7 +12,7 @@ one GPU, since NCCL refuses that, and the ranks of a block that shares tokens or
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamrl.config import RunConfig
@@ -123,25 +123,19 @@ def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
     if kind in ("auto", "cuda") and with_gpus:
         _require_room(config, with_gpus, block)
         shares = _fill(learner.num_ranks, block, [len(host.devices) for host in with_gpus])
-        return _seats(with_gpus, shares, lambda count: tuple(range(count)))
+        return _seats(with_gpus, shares, has_gpus=True)
     shares = spread(learner.num_ranks, block, len(allowed))
-    return _seats(allowed, shares, lambda _: ())
+    return _seats(allowed, shares, has_gpus=False)
 
 
-def _seats(
-    hosts: Sequence[Host], shares: Sequence[int], devices: Callable[[int], tuple[int, ...]]
-) -> tuple[Seat, ...]:
-    used = [(host, count) for host, count in zip(hosts, shares, strict=True) if count]
-    return tuple(
-        Seat(
-            f"learner-host-{index}" if index else "learner",
-            "learner",
-            host,
-            devices(count),
-            num_ranks=count,
-        )
-        for index, (host, count) in enumerate(used)
-    )
+def _seats(hosts: Sequence[Host], shares: Sequence[int], *, has_gpus: bool) -> tuple[Seat, ...]:
+    found: tuple[Seat, ...] = ()
+    for host, count in zip(hosts, shares, strict=True):
+        name = f"learner-host-{len(found)}" if found else "learner"
+        devices = tuple(range(count if has_gpus else 0))
+        if count:
+            found = (*found, Seat(name, "learner", host, devices, num_ranks=count))
+    return found
 
 
 def _pinned_ranks(device: str, number: int, hosts: Sequence[Host]) -> Seat:

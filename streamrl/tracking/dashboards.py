@@ -6,9 +6,11 @@ in which the responses of all versions to one prompt follow each other. A reward
 own, by its name, where there are several. Texts are without the markup of the chat template.
 """
 
+import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +23,8 @@ from streamrl.interfaces import Tracker
 from streamrl.samples.record import cut, without_markup
 from streamrl.tracking.groups import GROUPS, grouped
 from streamrl.tracking.jsonl import VERSION
+
+log = logging.getLogger(__name__)
 
 TRAINED = (
     "step",
@@ -132,7 +136,7 @@ class WandbTracker(TableTracker):
     """One W&B run per run folder, so a resumed run continues in the same charts.
 
     At the end uploads may take WANDB_FINISH_TIMEOUT seconds, by default FINISH_S; the rest stays in
-    the run folder, for `wandb sync`.
+    the run folder, for `wandb sync`, as does all that a run resumes to while W&B does not answer.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -140,23 +144,31 @@ class WandbTracker(TableTracker):
             import wandb
         except ImportError as error:
             raise missing("tracking.wandb:", error) from error
-        if config.tracking.wandb == "off":
-            raise ConfigError("tracking.wandb: is off")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
+        mode = config.tracking.wandb
+        assert mode != "off", "open_trackers asks for none"
+        file = config.run.path / "wandb-id"
+        known = file.read_text() if file.exists() else None
+        init = partial(
+            wandb.init,
+            project=config.tracking.project,
+            name=config.run.name,
+            id=known or uuid.uuid4().hex[:12],
+            dir=config.run.path,
+            resume="allow",
+            config=config.model_dump(mode="json"),
+        )
         try:
-            self._run = wandb.init(
-                project=config.tracking.project,
-                name=config.run.name,
-                id=_identity(config.run.path / "wandb-id"),
-                dir=config.run.path,
-                mode=config.tracking.wandb,
-                resume="allow",
-                config=config.model_dump(mode="json"),
-            )
+            self._run = init(mode=mode)
         except wandb.errors.Error as error:
-            raise ConfigError(
-                f"tracking.wandb: was {config.tracking.wandb!r}, and W&B says: {error}"
-            ) from error
+            if known is None or not isinstance(error, wandb.errors.CommError):
+                raise ConfigError(f"tracking.wandb: was {mode!r}, and W&B says: {error}") from error
+            log.warning("W&B gets nothing before `wandb sync --append`: %s", error)
+            # Its process holds the id of a run that it could not begin.
+            wandb.teardown()
+            self._run = init(mode="offline")
+        if known is None:
+            write_file(file, self._run.id)
         self._run.define_metric("validation/*", step_metric=VERSION)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -176,13 +188,6 @@ class WandbTracker(TableTracker):
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _identity(path: Path) -> str:
-    """The id of the W&B run, made once per run folder."""
-    if not path.exists():
-        write_file(path, uuid.uuid4().hex[:12])
-    return path.read_text()
 
 
 class TrackioTracker(TableTracker):

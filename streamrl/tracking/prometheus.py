@@ -90,13 +90,8 @@ class Family(NamedTuple):
     labels: tuple[tuple[str, str], ...] = ()
 
 
-def _rows() -> Iterator[MetricRow]:
-    file = resources.files("streamrl.tracking") / "families.csv"
-    for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
-        yield MetricRow(**row)  # type: ignore[arg-type]
-
-
-ROWS = tuple(_rows())
+_TEXT = (resources.files("streamrl.tracking") / "families.csv").read_text(encoding="utf-8")
+ROWS = tuple(MetricRow(**row) for row in csv.DictReader(_TEXT.splitlines()))  # type: ignore[arg-type]
 _PATTERNS = tuple((re.compile(row.pattern), row) for row in ROWS)
 _UNITS = (
     ("_per_s", "_per_second"),
@@ -300,18 +295,16 @@ def serve(
     from prometheus_client import start_http_server
 
     host, port = settings.host, port_of(settings, daemon_id)
-    try:
+    for place in dict.fromkeys((port, 0)):
         try:
-            return start_http_server(port, host, registry)[0]
+            return start_http_server(place, host, registry)[0]
         except OSError as error:
-            if not port:
-                raise
-            log.warning(
-                "metrics: cannot listen at %s:%d: %s; taking a free port", host, port, error
-            )
-            return start_http_server(0, host, registry)[0]
-    except OSError as error:
-        raise ConfigError(f"tracking.prometheus.host: cannot listen at {host}: {error}") from error
+            failure = error
+            if place:
+                log.warning(
+                    "metrics: cannot listen at %s:%d: %s; taking a free port", host, place, error
+                )
+    raise ConfigError(f"tracking.prometheus.host: cannot listen at {host}: {failure}") from failure
 
 
 def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> Path | None:

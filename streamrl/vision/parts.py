@@ -223,7 +223,7 @@ def _read(value: Any, place: str, folder: Path | None) -> bytes:
             return value
         case str() if value.startswith("data:"):
             return _of_url(value, place)
-        case str() | Path() if "://" not in str(value):
+        case str() | Path() if "://" not in str(value).removeprefix("file://"):
             return _of_file(str(value), place, folder)
         case _ if hasattr(value, "convert") and hasattr(value, "save"):
             return encode_png(value)

@@ -43,6 +43,7 @@ class PatchReader:
         self._processor = processor
         self._merged = processor.merge_size**2
         self._known: OrderedDict[str, Patches] = OrderedDict()
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -91,13 +92,12 @@ class PatchReader:
             known = self._known.get(medium.id)
             if known is None:
                 known = self._known[medium.id] = self._read(medium, place)
+                self._num_bytes += known.values.nbytes
             self._known.move_to_end(medium.id)
-            while len(self._known) > 1 and self._num_bytes() > _CACHE_BYTES:
-                self._known.popitem(last=False)
+            while len(self._known) > 1 and self._num_bytes > _CACHE_BYTES:
+                _, oldest = self._known.popitem(last=False)
+                self._num_bytes -= oldest.values.nbytes
             return known
-
-    def _num_bytes(self) -> int:
-        return sum(patches.values.nbytes for patches in self._known.values())
 
     def _read(self, medium: Media, place: str) -> Patches:
         frames = [decode(part, place) for part in medium.parts]

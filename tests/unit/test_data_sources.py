@@ -190,6 +190,70 @@ def test_a_compressed_file_that_ends_early_is_refused(tmp_path, suffix):
     assert count_rows("data.source", str(whole)) == 2 * len(ROWS)
 
 
+def test_a_damaged_compressed_file_is_refused(tmp_path):
+    path = Path(write(tmp_path / "rows.jsonl.gz"))
+    data = bytearray(path.read_bytes())
+    data[12:20] = bytes(255 - byte for byte in data[12:20])
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"data.source: .*rows.jsonl.gz cannot be decompressed"):
+        count_rows("data.source", str(path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".csv"])
+def test_a_file_of_windows_has_the_same_rows(tmp_path, suffix):
+    """Its first bytes say that it is UTF-8, and lines end with two."""
+    path = tmp_path / f"rows{suffix}"
+    plain = Path(write(tmp_path / f"plain{path.suffixes[0]}", rows_of("q"))).read_bytes()
+    windows = b"\xef\xbb\xbf" + plain.replace(b"\r", b"").replace(b"\n", b"\r\n")
+    path.write_bytes(gzip.compress(windows) if suffix.endswith(".gz") else windows)
+    prompts = open_prompts(settings(source=str(path), shuffle=False), seed=0)
+    assert contents(prompts, 3) == ["q0", "q1", "q2"]
+    assert count_rows("data.source", str(path)) == 3
+
+
+def test_images_of_a_saved_data_set_stay_encoded(tmp_path):
+    """One that is damaged costs its group, and no run."""
+    features = datasets.Features(
+        {name: datasets.Value("string") for name in ("prompt", "answer")}
+        | {"images": datasets.List(datasets.Image())}
+    )
+    rows = [{**row, "images": [{"bytes": b"no image", "path": "a.jpg"}]} for row in rows_of("q")]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    prompts = open_prompts(settings(source=str(tmp_path / "saved"), image_key="images"), seed=0)
+    assert prompts[0].row["images"] == [{"bytes": b"no image", "path": "a.jpg"}]
+
+
+def test_a_parquet_file_that_cannot_be_read_at_once_is_read_in_parts(tmp_path, monkeypatch):
+    def refuse(_: object) -> None:
+        raise pyarrow.lib.ArrowNotImplementedError("Nested data conversions not implemented")
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read", refuse)
+    source = write(tmp_path / "rows.parquet", rows_of("q", count=600))
+    prompts = open_prompts(settings(source=source, shuffle=False), seed=0)
+    assert contents(prompts, 600) == [f"q{i}" for i in range(600)]
+
+
+def test_what_the_library_datasets_refuses_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, columns in (("a", "prompt,answer"), ("b", "question,answer,level")):
+        (folder / f"{name}.csv").write_text(f"{columns}\n{columns}\n")
+    refusals = {
+        f"datasets:{folder}": "Schema at index 1 was different",
+        str(folder): f"directory; other files there are datasets:{folder}",
+    }
+    for source, reason in refusals.items():
+        with pytest.raises(ConfigError, match=f"^data.source: cannot read {source}: .*{reason}"):
+            count_rows("data.source", source, split="train")
+
+
+def test_json_with_an_object_a_line_is_told_its_name(tmp_path):
+    path = Path(write(tmp_path / "rows.jsonl")).rename(tmp_path / "rows.json")
+    with pytest.raises(ConfigError, match=r"is not JSON: .*; with an object a line it is \.jsonl"):
+        count_rows("data.source", str(path))
+
+
 def test_a_row_is_found_by_its_place_in_its_file(tmp_path):
     for suffix, place in ((".csv", "line 4"), (".parquet", "row 2"), (".jsonl.gz", "line 2")):
         source = write(tmp_path / f"rows{suffix}")

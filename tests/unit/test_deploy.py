@@ -5,6 +5,7 @@ here alone.
 """
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -237,3 +238,28 @@ def test_a_unit_is_given_longer_than_its_daemon_takes_to_end():
         found = re.search("^Environment=STREAMRL__RUN__STOP_S=(.+)$", text, re.MULTILINE)
         (grace,) = re.findall("^TimeoutStopSec=(.+)$", text, re.MULTILINE)
         assert seconds(grace) > (float(found[1]) if found else STOP_S)
+
+
+def test_paths_with_spaces_reach_the_first_machine_of_several(tmp_path):
+    """With what stands in for ssh, Ray and the launcher: a shell in the home of a machine. The list
+    of machines has the line ends of Windows."""
+    desk, home, programs = (tmp_path / name for name in ("desk", "home", "programs"))
+    for folder in (desk / "my data", home, programs):
+        folder.mkdir(parents=True)
+    scripts = {
+        "ssh": f'while [ $# -gt 2 ]; do shift; done; cd {home}; HOME={home} exec sh -c "$2"',
+        "ray": '[ "$1" = health-check ] || exec sleep 60',
+        "streamrl": 'printf "%s\\n" "$@" >words; find . -name "*.jsonl" >found',
+    }
+    for name, script in scripts.items():
+        (programs / name).write_text(f"#!/bin/sh\nexport SSH_CONNECTION='a 1 b 2'\n{script}\n")
+        (programs / name).chmod(0o755)
+    for name, text in {"hosts": "b\r\n", "my run.yaml": "", "my data/a b.jsonl": "{}"}.items():
+        (desk / name).write_text(text)
+    words = ["-c", "my data", "hosts", "my run.yaml", "--set", "run.name=it's"]
+    path, folder = f"{programs}:{os.environ['PATH']}", home / "my run"
+    environment = {**os.environ, "PATH": path, "STREAMRL_FOLDER": folder.name}
+    subprocess.run([DEPLOY / "multi_node.sh", *words], cwd=desk, env=environment, check=True)
+    assert (folder / "found").read_text() == "./my data/a b.jsonl\n"
+    told = ["launch", "my run.yaml", "--set", "run.name=it's", "--ray", "b:6379"]
+    assert (folder / "words").read_text().splitlines() == told

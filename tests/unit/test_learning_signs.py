@@ -51,7 +51,11 @@ def seen(*parts: Mapping[str, Any], **settings: Any) -> list[Mapping[str, str]]:
             "for 4 steps every reward is 1: if the prompts are solved",
         ),
         ("alike", ALIKE, "the rewards of each group are alike, so no advantage is left: raise"),
-        ("no_gradient", {"learner/grad_norm": 0.0}, "the gradient is 0: see which"),
+        (
+            "no_gradient",
+            {"learner/grad_norm": 0.0, "actor/entropy": 0.0},
+            "the gradient is 0: see which",
+        ),
         ("bad_gradient", {"learner/grad_norm": -1.0}, "the gradient is not finite: lower"),
         ("bad_gradient", {"learner/grad_norm": math.nan}, "the gradient is not finite: lower"),
         (
@@ -139,6 +143,9 @@ def test_a_policy_that_has_solved_its_prompts_may_be_sure():
 
 def test_what_is_not_measured_is_no_sign():
     assert not any(seen({name: None for name in GOOD}))
+    unbounded = {name: math.nan for name in GOOD if name != "learner/grad_norm"}
+    assert not any(seen(unbounded))
+    assert not any(seen({}, unbounded))
     signs = Signs(SignSettings(steps=1))
     assert signs.add(1, {}) == {}
 

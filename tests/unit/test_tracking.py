@@ -23,7 +23,7 @@ from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
 from streamrl.samples import Sample
 from streamrl.samples.files import write_validation
 from streamrl.tracking import Trackers, open_trackers
-from streamrl.tracking.dashboards import FINISH_S, HELD_OUT, TrackioTracker, _identity
+from streamrl.tracking.dashboards import FINISH_S, HELD_OUT, TrackioTracker
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics
 from streamrl.types import (
     Books,
@@ -301,6 +301,27 @@ def test_what_wandb_refuses_is_a_sentence_that_names_the_setting(tmp_path, monke
         open_trackers(config, first_step=1)
 
 
+def test_a_run_goes_on_while_wandb_does_not_answer(tmp_path, monkeypatch, caplog):
+    """It did when the run began: what follows waits in the run's folder."""
+    begin = wandb.init
+
+    def unanswered(mode: str, **given: Any) -> Any:
+        if mode == "online":
+            raise wandb.errors.CommError("connection refused")
+        return begin(mode=mode, **given)
+
+    monkeypatch.setattr(wandb, "init", unanswered)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = make_config(tmp_path, wandb="online", console=False)
+    with pytest.raises(ConfigError, match=r"^tracking\.wandb: was 'online', .* refused"):
+        open_trackers(config, first_step=1)
+    (config.run.path / "wandb-id").write_text("known")
+    open_trackers(config, first_step=5).close()
+    (file,) = config.run.path.glob("wandb/offline-run-*/*.wandb")
+    assert file.name == "run-known.wandb"
+    assert "W&B gets nothing before `wandb sync --append`: connection refused" in caplog.text
+
+
 @pytest.fixture
 def trackio_store(tmp_path, monkeypatch):
     """What Trackio keeps in a folder of the test's own; it makes no connection."""
@@ -384,17 +405,13 @@ def test_a_full_disk_leaves_a_tracker_what_it_knows_of_its_run(tmp_path, monkeyp
         return SimpleNamespace(log=lambda *_, **__: None)
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Table=dict, init=init))
-    config, name = make_config(tmp_path, trackio=True, console=False), tmp_path / "run" / "wandb-id"
-    name.parent.mkdir()
+    config = make_config(tmp_path, trackio=True, console=False)
+    config.run.path.mkdir()
     TrackioTracker(config).log({}, 3)
-    with files_no_larger_than(0):
-        with pytest.raises(OSError, match="too large"):
-            TrackioTracker(config).log({}, 4)
-        with pytest.raises(OSError, match="too large"):
-            _identity(name)
+    with files_no_larger_than(0), pytest.raises(OSError, match="too large"):
+        TrackioTracker(config).log({}, 4)
     TrackioTracker(config).log({}, 4)
     assert resumes == ["never", "allow", "allow"]
-    assert len(_identity(name)) == 12
 
 
 def test_what_trackio_refuses_is_a_sentence_that_names_the_setting(tmp_path, trackio_store):

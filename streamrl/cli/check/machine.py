@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from actors.sandbox.isolation import KINDS, Isolation, why_not
 from streamrl.findings import MACHINE, Finding
-from streamrl.placement.hosts import num_cores
+from streamrl.placement.hosts import cpu_quota, visible_cores
 from streamrl.placement.plan import gib
 
 _NUM_TIMEX_BYTES, _TIME_ERROR = 208, 5
@@ -28,7 +28,7 @@ _BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})
 
 @dataclass(frozen=True)
 class Machine:
-    """`cores` may be used by this process, `cpu_quota` is that of its control group in cores;
+    """`cores` are visible to this process, `cpu_quota` is that of its control group in cores;
     limits are those of this process, None for none. Sizes are bytes."""
 
     system: str = "Linux"
@@ -66,8 +66,8 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
     environment = dict(os.environ) if environment is None else environment
     return Machine(
         system=platform.system(),
-        cores=num_cores(),
-        cpu_quota=_cpu_quota(root),
+        cores=visible_cores(),
+        cpu_quota=cpu_quota(root),
         memory=_memory(root),
         memory_limit=_memory_limit(root),
         shm=shm,
@@ -94,17 +94,6 @@ def _text(path: Path) -> str:
 def _number(path: Path) -> int | None:
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _cpu_quota(root: Path) -> float | None:
-    quota, _, period = _text(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
-    if not quota:
-        old = root / "sys/fs/cgroup/cpu"
-        quota = _text(old / "cpu.cfs_quota_us").strip()
-        period = _text(old / "cpu.cfs_period_us").strip()
-    if not (quota.isdigit() and period.isdigit() and int(period)):
-        return None
-    return int(quota) / int(period)
 
 
 def _memory(root: Path) -> int:
@@ -234,8 +223,8 @@ def _of_cores(machine: Machine) -> Finding:
         return MACHINE.warning(
             f"{cores} cores are visible, the control group's quota is {quota:g}: libraries start "
             "a thread a core and are throttled",
-            f"docker run --cpuset-cpus instead of --cpus, or OMP_NUM_THREADS={max(1, int(quota))} "
-            "and learner.num_threads, generator.num_threads",
+            "docker run --cpuset-cpus instead of --cpus, or, of daemons that no launch starts, "
+            f"OMP_NUM_THREADS={max(1, int(quota))}",
         )
     return MACHINE.ok(f"{cores} cores")
 

@@ -1,7 +1,6 @@
 """A machine as the host of a plan, and its GPUs by the names that it gives them."""
 
 import ctypes
-import os
 import socket
 
 import pytest
@@ -19,10 +18,13 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "usable_devices", lambda: FOUND)
 
 
-def test_this_machine_says_what_it_has():
+@pytest.mark.parametrize(("quota", "num_cores"), [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
+def test_this_machine_says_what_it_has(monkeypatch, quota, num_cores):
+    monkeypatch.setattr(hosts, "visible_cores", lambda: 8)
+    monkeypatch.setattr(hosts, "cpu_quota", lambda: quota)
     host = this_machine()
     assert (host.name, host.address, host.devices) == ("here", "127.0.0.1", FOUND)
-    assert host.num_cores == len(os.sched_getaffinity(0))
+    assert host.num_cores == num_cores
 
 
 def test_the_interface_of_an_address_is_found_and_none_for_a_foreign_one():

@@ -200,6 +200,17 @@ def test_keys_and_values_are_divided_by_tensor_parallel_size_down_to_one_head():
     assert shape.kv_bytes_per_token(2, 16) == 131_072 // 8
 
 
+def test_layers_that_keep_less_than_keys_and_values_count_as_that():
+    """DeepSeek-V2-Lite; and a model of which each fourth layer is no linear attention."""
+    latent = {"num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    shape = ModelShape.of_facts({**EIGHT_B, **latent})
+    assert shape.kv_bytes_per_token(2) == shape.kv_bytes_per_token(2, 4) == 27 * 576 * 2
+    kinds = 8 * [*3 * ["linear_attention"], "full_attention"]
+    hybrid = ModelShape.of_facts({**EIGHT_B, "layer_types": kinds})
+    assert hybrid.kv_bytes_per_token(2) == 131_072 // 4
+    assert not ModelShape.of_facts({**EIGHT_B, "model_type": "jamba"}).kv_bytes_per_token(2)
+
+
 @pytest.mark.parametrize(
     ("engine", "name"), [("vllm", "pipeline_parallel_size"), ("sglang", "pp_size")]
 )

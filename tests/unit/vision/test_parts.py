@@ -4,6 +4,7 @@ import base64
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -52,6 +53,14 @@ def test_every_form_of_an_image_gives_the_same_medium(part, tmp_path):
 def test_a_video_is_the_list_of_its_frames():
     video = {"type": "video", "video": [DATA, URL], "fps": 4}
     assert media_of(messages(video), "a row") == (Media.video([DATA, DATA], 4.0),)
+
+
+def test_a_path_may_be_a_url_of_this_machine(tmp_path):
+    """As Qwen's messages have them."""
+    (tmp_path / "a.png").write_bytes(DATA)
+    part = messages({"type": "image", "image": f"file://{tmp_path}/a.png"})
+    assert media_of(loaded(part, "a row", Path("elsewhere")), "a row") == (Media.image(DATA),)
+    assert all(Path("elsewhere", name).is_file() for name in paths_in(part))
 
 
 def test_a_path_is_read_for_the_prompts_of_data_alone(tmp_path):
