@@ -17,7 +17,7 @@ from msgspec import Struct
 from pydantic import Field, ValidationError
 from pydantic_core import InitErrorDetails
 
-from streamrl.config.data import DataSettings
+from streamrl.config.data import FORMS, DataSettings
 from streamrl.config.section import Positive, PositiveNumber, Section
 from streamrl.data_files import fingerprint, has_rows
 from streamrl.errors import did_you_mean
@@ -156,13 +156,18 @@ def _refused(index: int, details: Iterable[Any]) -> ValidationError:
         [
             InitErrorDetails(
                 type=detail["type"],
-                loc=("environments", index, "data", *detail["loc"]),
+                loc=("environments", index, "data", *filter(_is_key, detail["loc"])),
                 input=detail["input"],
                 ctx=detail.get("ctx", {}),
             )
             for detail in details
         ],
     )
+
+
+def _is_key(part: int | str) -> bool:
+    """Whether a part of a place is no form of prompts and sources."""
+    return part not in FORMS
 
 
 def _inherited(data: DataSettings, settings: EnvironmentSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from streamrl.errors import ConfigError
 def parse(text: str, origin: str) -> Any:
     try:
         return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin}: {text!r} is not YAML: {fault(error)}") from error
 
 
@@ -83,16 +83,17 @@ def from_file(path: Path) -> Iterator[Setting]:
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=Loader)
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}: must hold sections such as `run:` and `data:`")
+        yield from _leaves(root, (), path)
     except OSError as error:
         hint = "" if path.exists() else similar_file(path) or similar_run(path)
         raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # Of a tag that is unknown, or a value that is none of its tag's, nothing is made.
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {fault(error)}") from error
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: must hold sections such as `run:` and `data:`")
-    yield from _leaves(root, (), path)
 
 
 def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterator[Setting]:
