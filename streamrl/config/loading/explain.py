@@ -133,7 +133,10 @@ def explain(
 def _sentences(
     error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]
 ) -> Iterator[str]:
-    details = error.errors(include_url=False)
+    # A list that must not be empty counts as empty where what is in it is refused.
+    details = [
+        d for d in error.errors(include_url=False) if d["type"] != "too_short" or not d["input"]
+    ]
     system, num_names = _system_of(details)
     for path, same in groupby(details, lambda detail: _path(detail["loc"], detail["type"], model)):
         detail = _joined(same)

@@ -231,6 +231,10 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["algorithm.advantage=gae", "algorithm.value.critic_warmup=100"],
             ["algorithm.value.critic_warmup", "run.max_steps"],
         ),
+        (
+            ["algorithm.reward.length={max_length: 4096, buffer: 512}"],
+            ["algorithm.reward.length", "max_length 4096", "generator.max_new_tokens 256"],
+        ),
         (["generator.group_size=1"], ["algorithm.advantage opob", "generator.group_size"]),
         (
             ["generator.group_size=4090", "generator.oversample.num_siblings=7"],
