@@ -5,7 +5,7 @@ version 1.2 reads it: `3e-6` is a number, `on` is a string.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -44,6 +44,9 @@ class Loader(yaml.SafeLoader):
 
 class Dumper(yaml.SafeDumper):
     """Quotes a text that version 1.1 or 1.2 would read as something else."""
+
+
+Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def dump(value: Any, **options: Any) -> str:
