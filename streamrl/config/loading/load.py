@@ -126,7 +126,7 @@ def load_usable(
             [*map(from_override, overrides)],
         ]
         settings = reduce(_over, sources)
-        tree: dict[str, Any] = reduce(with_setting, settings, {})
+        tree: dict[str, Any] = _at_home(reduce(with_setting, settings, {}))
     except ConfigError as error:
         raise ConfigError(_without_secrets(error, path)) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
@@ -142,6 +142,19 @@ def load_usable(
     if (rest := _usable(tree, refused)) is None:
         raise refusal
     return LoadedConfig(rest, origins), refusal
+
+
+def _at_home(value: Any) -> Any:
+    """The value with the user's folder for the ~ that a shell leaves in `--set run.folder=~/runs`,
+    and that other systems' files have."""
+    match value:
+        case Mapping():
+            return {key: _at_home(item) for key, item in value.items()}
+        case list():
+            return [_at_home(item) for item in value]
+        case str() if value.startswith("~/"):
+            return os.path.expanduser(value)
+    return value
 
 
 def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:

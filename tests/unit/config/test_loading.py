@@ -172,6 +172,13 @@ def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path, text):
     assert load_config(tmp_path / "resolved.yaml", environment={}).config == config
 
 
+def test_a_path_begins_in_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(tmp_path, MINIMAL, "run.folder=~/runs", "data.source=[~/a.jsonl, {path: ~/b}]")
+    paths = [config.run.folder, *(Path(source.path) for source in config.data.sources)]
+    assert paths == [Path("/home/me") / name for name in ("runs", "a.jsonl", "b")]
+
+
 def test_a_path_with_an_at_sign_is_named_whole(tmp_path):
     folder = tmp_path / "me@home"
     folder.mkdir()
