@@ -126,7 +126,8 @@ def load_usable(
             [*map(from_override, overrides)],
         ]
         settings = reduce(_over, sources)
-        tree: dict[str, Any] = _at_home(reduce(with_setting, settings, {}))
+        tree: dict[str, Any] = reduce(with_setting, settings, {})
+        tree = _at_home(tree)
     except ConfigError as error:
         raise ConfigError(_without_secrets(error, path)) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
