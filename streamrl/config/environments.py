@@ -74,11 +74,11 @@ class EnvironmentEntry:
     name: str
     environment: str
     kwargs: Mapping[str, Any]
-    weight: float
     group_size: int
-    max_trajectories: int | None
     data: DataSettings
     """Its prompts and its reward."""
+    weight: float = 1.0
+    max_trajectories: int | None = None
     place: str = ""
     """Of its settings, such as "environments.0."; "" for the one that `generator` names."""
 
@@ -110,9 +110,7 @@ def entries_of(config: "RunConfig") -> tuple[EnvironmentEntry, ...]:
             name=generator.environment,
             environment=generator.environment,
             kwargs=generator.environment_kwargs,
-            weight=1.0,
             group_size=generator.group_size,
-            max_trajectories=None,
             data=config.data,
         )
         return (alone,)
