@@ -105,6 +105,10 @@ def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterat
         key = str(construct(key_node))
         line = key_node.start_mark.line + 1
         here = (*path, key)
+        if key == "<<":
+            raise ConfigError(
+                f"{file}:{line}: YAML 1.2 merges no mappings by <<: write the keys out"
+            )
         if key in seen:
             raise ConfigError(f"{'.'.join(here)}: stands twice, the second time at {file}:{line}")
         seen.add(key)

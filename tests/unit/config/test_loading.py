@@ -328,6 +328,7 @@ def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
         ),
         ("run:\n\tname: x\n", "line 2: found character '\\t' that cannot start any token"),
         ("run: {seed: 1, seed: 2}\n", "run.seed: stands twice, the second time at"),
+        ("run: {<<: {seed: 1}}\n", "run.yaml:1: YAML 1.2 merges no mappings by <<: write"),
         ("run: {name: !host x}\n", "is not YAML: line 1: could not determine a constructor for"),
         (
             "learner.optimizer.lr: 1e-6\n",
