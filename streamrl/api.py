@@ -27,7 +27,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from streamrl.checkpoints.find import newest
 from streamrl.cli.processes.command import executable
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.loading.explain import RESOLVED_FILE
+from streamrl.config.loading.sources import dump
 from streamrl.data_files import as_json_values
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, ErrorPipe, error_of, sentence_of
@@ -293,15 +293,21 @@ def train(
     """
     if resume and new:
         raise ConfigError("resume and new exclude each other: go on with the run, or start another")
-    with _file_of(config) as file:
-        overrides = [f"{name}={json.dumps(value)}" for name, value in (settings or {}).items()]
-        named = _named(file, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
-        overrides = [*overrides, *(f"{name}={json.dumps(value)}" for name, value in named.items())]
-        loaded = load_config(file, overrides).config
-        mode = ["--resume"] if resume else ["--new"] if new else []
-        mode += ["--strict"] if strict else []
-        run = Run(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
+    file, overrides = _file_of(config), _overrides(settings or {})
+    named = _named(file, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
+    overrides = [*overrides, *_overrides(named)]
+    loaded = load_config(file, overrides).config
+    mode = ["--resume"] if resume else ["--new"] if new else []
+    mode += ["--strict"] if strict else []
+    run = Run(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
     return run.wait() if wait else run
+
+
+def _overrides(settings: Mapping[str, Any]) -> list[str]:
+    try:
+        return [f"{name}={json.dumps(v, default=os.fspath)}" for name, v in settings.items()]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"settings: what is no setting's value: {error}") from error
 
 
 def _named(
@@ -326,21 +332,22 @@ def _named(
     return named
 
 
-@contextmanager
-def _file_of(config: str | Path | Mapping[str, Any] | RunConfig) -> Iterator[Path]:
-    """A YAML file of it, for as long as a launch needs to read it."""
+def _file_of(config: str | Path | Mapping[str, Any] | RunConfig) -> Path:
+    """A YAML file of it. One that is written stays, since a launch reads it later."""
     match config:
         case str() | Path():
-            yield Path(config)
-            return
+            return Path(config)
         case RunConfig():
             text = to_yaml(config)
         case Mapping():
-            text = yaml.safe_dump(dict(config))
+            try:
+                text = dump(dict(config))
+            except yaml.YAMLError as error:
+                raise ConfigError(f"config: holds what YAML cannot: {error}") from error
         case _:
             raise ConfigError(
                 f"config: was {type(config).__name__}; it must be a path, a mapping or a RunConfig"
             )
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml", delete=False) as file:
         file.write(text)
-    yield Path(file.name)
+    return Path(file.name)

@@ -209,12 +209,14 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The name that is most like this one; None if none is like it.
+    """The name that is most like this one, in whatever case; None if none is like it.
 
     Args:
         likeness: the least that counts, from 0 to 1.
     """
-    return next(iter(get_close_matches(name, list(names), n=1, cutoff=likeness)), None)
+    by_lower = {other.lower(): other for other in names}
+    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=likeness)
+    return by_lower[close[0]] if close else None
 
 
 def similar_path(path: Path) -> str:

@@ -112,10 +112,6 @@ class ModelFolder:
     def has_tokenizer(self) -> bool:
         return any((self.path / name).is_file() for name in TOKENIZER_FILES)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self.chat_template)
-
     @cached_property
     def chat_template(self) -> str:
         """Jinja; of several the text of all; "" where there is none."""
@@ -182,25 +178,18 @@ def require_same_tokens(
 
 def local_folder(setting: str, name: str) -> ModelFolder | None:
     """The folder of this name, here or in the Hub's cache."""
-    path = Path(name) if Path(name).is_dir() else hub_folder(name)
-    return ModelFolder(path, setting) if path else None
-
-
-def hub_folder(name: str) -> Path | None:
-    """The folder of a model in the Hub's cache, if it is there."""
-    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    if (path := Path(name)).is_dir():
+        return ModelFolder(path, setting)
+    # By the variables that the Hub's client reads.
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    repository = cache / f"models--{name.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text().strip()
     except OSError:
         return None
     folder = repository / "snapshots" / revision
-    return folder if folder.is_dir() else None
-
-
-def hub_cache() -> Path:
-    """Where the Hub's client keeps models, by the variables that it reads."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return ModelFolder(folder, setting) if folder.is_dir() else None
 
 
 def _header(file: Path) -> tuple[Mapping[str, Any], int]:

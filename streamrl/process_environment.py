@@ -5,7 +5,7 @@ buffer looks for the other daemons of its launcher, a soak for what it has left.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 PARENT_VARIABLE = "STREAMRL_PARENT_PID"
@@ -15,12 +15,8 @@ _PROC = Path("/proc")
 
 def processes_with(variable: str, is_wanted: Callable[[str], bool]) -> list[int]:
     """The ids of the processes that have the variable with such a value."""
-    return [pid for pid in _processes() if (v := _value(pid, variable)) and is_wanted(v)]
-
-
-def _processes() -> Iterator[int]:
-    names = (path.name for path in _PROC.glob("[0-9]*"))
-    return (pid for name in names if (pid := int(name)) != os.getpid())
+    others = {int(path.name) for path in _PROC.glob("[0-9]*")} - {os.getpid()}
+    return [pid for pid in others if (v := _value(pid, variable)) and is_wanted(v)]
 
 
 def _value(pid: int, variable: str) -> str:
@@ -30,5 +26,5 @@ def _value(pid: int, variable: str) -> str:
     except OSError:
         return ""
     prefix = f"{variable}=".encode()
-    found = (v.removeprefix(prefix).decode() for v in variables if v.startswith(prefix))
+    found = (os.fsdecode(v.removeprefix(prefix)) for v in variables if v.startswith(prefix))
     return next(found, "")

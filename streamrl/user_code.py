@@ -92,8 +92,7 @@ def find_user_code(field: str, entry: str) -> None:
     """
     path, name = _place_of(field, entry)
     with attributed_to(f"{field}: {path}"):
-        statements = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
-    own = [name for statement in statements for name in _names_bound_by(statement)]
+        own = [*_names_bound_in(ast.parse(path.read_bytes(), str(path)))]
     if name not in own and "*" not in own:
         raise ConfigError(f"{field}: {path} has no function {name!r}; {did_you_mean(name, own)}")
 
@@ -217,16 +216,18 @@ def _place_of(field: str, entry: str) -> tuple[Path, str]:
     return path, name
 
 
-def _names_bound_by(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement binds at its own level, also in its branches."""
-    for node in ast.walk(statement):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield node.name
-            case ast.Import() | ast.ImportFrom():
-                yield from (alias.asname or alias.name for alias in node.names)
-            case ast.Name(ctx=ast.Store()):
-                yield node.id
+def _names_bound_in(node: ast.AST) -> Iterator[str]:
+    """The names that code binds at its own level, also in its branches."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.Import() | ast.ImportFrom():
+            yield from (alias.asname or alias.name for alias in node.names)
+        case ast.Name(ctx=ast.Store()):
+            yield node.id
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from _names_bound_in(child)
 
 
 @cache

@@ -23,7 +23,7 @@ from learners.executor import liveness
 from streamrl.config import RunConfig
 from streamrl.config.learner import LearnerSettings
 from streamrl.errors import EXIT_UNREACHABLE, ErrorPipe, ErrorRecord, StreamRLError, error_of
-from streamrl.placement.hosts import num_cores
+from streamrl.placement.hosts import num_cores, num_threads
 from streamrl.service import force_s
 from streamrl.shutdown import Shutdown
 
@@ -65,8 +65,7 @@ async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
 
 
 async def _start(rank: int, num_ranks: int, port: int, pipe: ErrorPipe) -> Process:
-    cores = num_cores()
-    threads = int(os.environ.get("OMP_NUM_THREADS", str(cores)))
+    threads = num_threads(otherwise=num_cores())
     environment = {
         **os.environ,
         **pipe.environment,

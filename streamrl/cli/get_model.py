@@ -135,7 +135,7 @@ def describe(folder: Path) -> str:
     if not (folder / "config.json").is_file() or not found.has_weights:
         raise ConfigError("MODEL: it has no config.json or no weights")
     kind = found.config.get("model_type", "a model of unknown type")
-    template = "with a chat template" if found.has_chat_template else "without a chat template"
+    template = "with a chat template" if found.chat_template else "without a chat template"
     return f"{kind}, {found.num_parameters / 1e6:,.1f} M parameters, {template}"
 
 

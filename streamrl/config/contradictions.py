@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
+from streamrl.config.loading.explain import explain
 from streamrl.config.section import twice
+from streamrl.config.validation import SAMPLING
 from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
 
@@ -312,6 +314,14 @@ def _of_rewards(c: "RunConfig") -> Iterator[str]:
             f"completion, which algorithm.reward.{shaped[0]} does not change; leave it out, or use "
             "another advantage"
         )
+    length, longest = reward.length, c.generator.max_new_tokens
+    is_single_turn = all(entry.environment == "single_turn" for entry in c.entries)
+    if length is not None and is_single_turn and length.max_length - length.buffer >= longest:
+        yield (
+            f"algorithm.reward.length begins behind max_length {length.max_length} - buffer "
+            f"{length.buffer} tokens, and generator.max_new_tokens {longest} ends every response "
+            "before; lower max_length, or leave it out"
+        )
     has_mean = reward.agentic is not None and reward.agentic.method != "identity"
     centered = ["agentic"] * has_mean
     centered += [name for name in ("norm_mean", "whiten") if getattr(reward, name)]
@@ -439,13 +449,14 @@ def _of_validation(c: "RunConfig") -> Iterator[str]:
 
 
 def _bad_generator(c: "RunConfig") -> str | None:
-    if names := c.validation.sampling_in_generator:
-        own = "num_samples" if names[0] == "group_size" else names[0]
-        return f"validation.generator: {names[0]} has no effect there; set validation.{own}"
+    if name := next((name for name in SAMPLING if name in c.validation.generator), None):
+        own = "num_samples" if name == "group_size" else name
+        return f"validation.generator: {name} has no effect there; set validation.{own}"
     try:
         engine = c.validation.engine_settings(c.generator)
     except ValidationError as error:
-        return f"validation.generator: {_sentence(error, tuple(type(c.generator).model_fields))}"
+        sentences = str(explain(error, type(c.generator))).splitlines()
+        return "\n".join(f"validation.generator.{sentence}" for sentence in sentences)
     if not c.is_validated or engine.url is None or engine.url != c.generator.url:
         return None
     return (
@@ -453,14 +464,6 @@ def _bad_generator(c: "RunConfig") -> str | None:
         f"while generators get newer ones, but {engine.url} is the server of the generators: name "
         f"another in validation.generator: {{{engine.engine}: {{url: ...}}}}"
     )
-
-
-def _sentence(error: ValidationError, allowed: tuple[str, ...]) -> str:
-    first = error.errors()[0]
-    name = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        return f"generator has no {name!r}; {did_you_mean(name, allowed)}"
-    return f"{name} was {first['input']!r}: {first['msg']}"
 
 
 def _of_validated_checkpoints(c: "RunConfig") -> Iterator[str]:

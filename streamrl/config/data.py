@@ -67,6 +67,10 @@ class MessageTemplate(Section):
     """Jinja, with the row's columns."""
 
 
+FORMS = ("Text", "List")
+"""What pydantic puts into the place of an error in one of them."""
+
+
 def _form(value: Any) -> str:
     return "List" if isinstance(value, list | tuple) else "Text"
 
@@ -218,7 +222,7 @@ class DataSettings(Section):
             raise ValueError("reward: has no effect beside data.rewards; list it there")
         labels = [reward.label for reward in self.all_rewards]
         if label := twice(labels):
-            raise ValueError(f"rewards: two are called {label!r}; give one of them another name")
+            raise ValueError(f"two rewards are called {label!r}; give one of them another name")
         if taken := [label for label in labels if label in _TAKEN]:
             raise ValueError(f"rewards: reward/{taken[0]} is another metric; choose another name")
         return self

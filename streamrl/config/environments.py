@@ -17,7 +17,7 @@ from msgspec import Struct
 from pydantic import Field, ValidationError
 from pydantic_core import InitErrorDetails
 
-from streamrl.config.data import DataSettings
+from streamrl.config.data import FORMS, DataSettings
 from streamrl.config.section import Positive, PositiveNumber, Section
 from streamrl.data_files import fingerprint, has_rows
 from streamrl.errors import did_you_mean
@@ -74,11 +74,11 @@ class EnvironmentEntry:
     name: str
     environment: str
     kwargs: Mapping[str, Any]
-    weight: float
     group_size: int
-    max_trajectories: int | None
     data: DataSettings
     """Its prompts and its reward."""
+    weight: float = 1.0
+    max_trajectories: int | None = None
     place: str = ""
     """Of its settings, such as "environments.0."; "" for the one that `generator` names."""
 
@@ -110,9 +110,7 @@ def entries_of(config: "RunConfig") -> tuple[EnvironmentEntry, ...]:
             name=generator.environment,
             environment=generator.environment,
             kwargs=generator.environment_kwargs,
-            weight=1.0,
             group_size=generator.group_size,
-            max_trajectories=None,
             data=config.data,
         )
         return (alone,)
@@ -156,13 +154,18 @@ def _refused(index: int, details: Iterable[Any]) -> ValidationError:
         [
             InitErrorDetails(
                 type=detail["type"],
-                loc=("environments", index, "data", *detail["loc"]),
+                loc=("environments", index, "data", *filter(_is_key, detail["loc"])),
                 input=detail["input"],
                 ctx=detail.get("ctx", {}),
             )
             for detail in details
         ],
     )
+
+
+def _is_key(part: int | str) -> bool:
+    """Whether a part of a place is no form of prompts and sources."""
+    return part not in FORMS
 
 
 def _inherited(data: DataSettings, settings: EnvironmentSettings) -> dict[str, Any]:

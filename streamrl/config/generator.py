@@ -49,8 +49,8 @@ class ServerSettings(Section):
     @classmethod
     def _is_http(cls, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         for one in _urls(url):
-            if not one.startswith(("http://", "https://")):
-                raise ValueError(f"was {one!r}; it must be http://host:port")
+            if not one.startswith(("http://", "https://")) or "," in one:
+                raise ValueError(f"was {one!r}; it must be http://host:port, or a list of such")
             if "@" in one.partition("//")[2].partition("/")[0]:
                 raise ValueError("holds a password; the server's key belongs into api_key_variable")
         if url == ():

@@ -17,7 +17,8 @@ from streamrl.config.section import (
 
 MAX_COST_FRAC = 0.05
 """Of the time, at most, that `validation.every: auto` validates."""
-_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples")
+SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples", "group_size")
+"""Of `validation`, instead of what `generator` has."""
 
 
 class EarlyStopSettings(Section):
@@ -103,8 +104,3 @@ class ValidationSettings(Section):
         if self.max_new_tokens is not None:
             sampling["max_new_tokens"] = self.max_new_tokens
         return GeneratorSettings.model_validate({**given, **sampling})
-
-    @property
-    def sampling_in_generator(self) -> tuple[str, ...]:
-        """Settings of this section that stand in `validation.generator`, where they do nothing."""
-        return tuple(name for name in (*_SAMPLING, "group_size") if name in self.generator)

@@ -59,6 +59,13 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return cores if cores > 0 else None
 
 
+def num_threads(otherwise: int) -> int:
+    """OMP_NUM_THREADS as OpenMP reads it: of a list, which has a number for each level of nested
+    regions, the first; `otherwise` where there is none, or it is no number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else otherwise
+
+
 def compilers() -> tuple[str, ...]:
     """What torch.compile may be served by: on a GPU, where Triton compiles, also one for C."""
     names = (os.environ.get("CXX", "c++"), "g++", "clang++")

@@ -57,7 +57,6 @@ from streamrl.types.ranges import (
     Name as Name,
     NumGroups as NumGroups,
     PolicyVersion as PolicyVersion,
-    Port as Port,
     PromptIndex as PromptIndex,
     Text as Text,
     WaitSeconds as WaitSeconds,

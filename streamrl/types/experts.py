@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from streamrl.types.tokens import BoolArray
+from streamrl.types.tokens import BoolArray, require_column
 
 UNRECORDED = -1
 """In place of the experts of a token without a record."""
@@ -36,13 +36,8 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
     data: NDArray[np.uint8]
 
     def __post_init__(self) -> None:
-        for name, dtype in (("is_recorded", np.bool_), ("data", np.uint8)):
-            column = getattr(self, name)
-            if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != dtype:
-                raise ValueError(
-                    f"routed_experts.{name}: must be a one-dimensional numpy array of "
-                    f"{np.dtype(dtype)}"
-                )
+        require_column("routed_experts.is_recorded", self.is_recorded, np.dtype(np.bool_))
+        require_column("routed_experts.data", self.data, np.dtype(np.uint8))
         if self.id_bytes not in (1, 2):
             raise ValueError(f"routed_experts.id_bytes: is {self.id_bytes}; it must be 1 or 2")
         if len(self.data) != (expected := self.bytes_per_token * self.num_recorded):

@@ -41,18 +41,13 @@ class LengthHistogram(Struct, frozen=True, array_like=True):
         return LengthHistogram(dict(counts), self.num_tokens)
 
     def __add__(self, other: "LengthHistogram") -> "LengthHistogram":
-        counts = {**self.counts}
-        for length, count in other.counts.items():
-            counts[length] = counts.get(length, 0) + count
-        return LengthHistogram(counts, self.num_tokens + other.num_tokens)
+        counts = Counter(self.counts) + Counter(other.counts)
+        return LengthHistogram(dict(counts), self.num_tokens + other.num_tokens)
 
     def __sub__(self, other: "LengthHistogram") -> "LengthHistogram":
         """`other` is contained in this one."""
-        counts = {**self.counts}
-        for length, count in other.counts.items():
-            counts[length] = counts.get(length, 0) - count
-        left = {length: count for length, count in counts.items() if count}
-        return LengthHistogram(left, self.num_tokens - other.num_tokens)
+        counts = Counter(self.counts) - Counter(other.counts)
+        return LengthHistogram(dict(counts), self.num_tokens - other.num_tokens)
 
     @property
     def num_responses(self) -> int:
@@ -115,11 +110,12 @@ class ResponseLengths(Struct, frozen=True, array_like=True):
 
     def contains(self, earlier: "ResponseLengths") -> bool:
         """Whether no count of `earlier` is larger than here."""
-        return (
-            _contains(self.sampled.counts, earlier.sampled.counts)
-            and _contains(self.trained.counts, earlier.trained.counts)
-            and _contains(self.all_dropped.counts, earlier.all_dropped.counts)
+        pairs = (
+            (self.sampled, earlier.sampled),
+            (self.trained, earlier.trained),
+            (self.all_dropped, earlier.all_dropped),
         )
+        return all(Counter(now.counts) >= Counter(then.counts) for now, then in pairs)
 
     def rounded(self) -> "ResponseLengths":
         dropped = {reason: lengths.rounded() for reason, lengths in self.dropped.items()}
@@ -160,7 +156,3 @@ def distance_p_value(distance: float, num_one: int, num_other: int) -> float:
     terms = (math.exp(-2 * (j * x) ** 2) for j in range(1, 101))
     total = sum(term if j % 2 == 0 else -term for j, term in enumerate(terms))
     return min(1.0, max(0.0, 2 * total))
-
-
-def _contains(counts: Mapping[int, int], earlier: Mapping[int, int]) -> bool:
-    return all(counts.get(length, 0) >= count for length, count in earlier.items())

@@ -5,7 +5,7 @@ without checking the tokens again.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         np.concatenate([t.response_mask for t in members]),
         np.concatenate([t.behavior_logprobs for t in members]),
         np.concatenate([t.policy_versions for t in members]),
-        _loss_mask(members),
+        _end_to_end([t.loss_mask for t in members], (t.response_mask for t in members)),
         group.episode_indices,
         group.discarded_lengths,
         group.media,
@@ -53,7 +53,9 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.answer,
         RoutedExperts.joined([t.routed_experts for t in members], lengths),
         group.teacher,
-        _teacher_logprobs(members),
+        _end_to_end(
+            [t.teacher_logprobs for t in members], (np.zeros(n, np.float32) for n in lengths)
+        ),
         group.teacher_prompt,
         TopLogprobs.joined([t.teacher_top_logprobs for t in members], lengths),
     )
@@ -63,21 +65,12 @@ def _facts(t: Trajectory) -> tuple[Any, ...]:
     return len(t.token_ids), t.reward, t.finish_reason, t.turns, t.metrics, t.media, t.extracted
 
 
-def _loss_mask(members: Sequence[Trajectory]) -> BoolArray | None:
-    if all(t.loss_mask is None for t in members):
+def _end_to_end(columns: Sequence[Any], instead: Iterable[Any]) -> Any:
+    """The columns of the siblings, of one without it what stands instead; None if none has one."""
+    if all(column is None for column in columns):
         return None
-    masks = [t.response_mask if t.loss_mask is None else t.loss_mask for t in members]
-    return np.concatenate(masks)
-
-
-def _teacher_logprobs(members: Sequence[Trajectory]) -> Float32Array | None:
-    if all(t.teacher_logprobs is None for t in members):
-        return None
-    nothing = (np.zeros(t.num_tokens, np.float32) for t in members)
-    pairs = zip(members, nothing, strict=True)
-    return np.concatenate(
-        [n if t.teacher_logprobs is None else t.teacher_logprobs for t, n in pairs]
-    )
+    pairs = zip(columns, instead, strict=True)
+    return np.concatenate([other if column is None else column for column, other in pairs])
 
 
 class GroupFacts(Struct, frozen=True, array_like=True):
@@ -191,21 +184,22 @@ class PackedGroup(Struct, frozen=True, array_like=True):
             finish_reason=facts.finish_reason,
             turns=facts.turns,
             metrics=facts.metrics,
-            loss_mask=None if self.loss_mask is None else self.loss_mask[tokens],
+            loss_mask=_cut(self.loss_mask, tokens),
             media=facts.media,
-            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.part(tokens),
-            top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(tokens),
+            sampling_mask=_cut(self.sampling_mask, tokens),
+            top_logprobs=_cut(self.top_logprobs, tokens),
             extracted=facts.extracted,
-            routed_experts=None
-            if self.routed_experts is None
-            else self.routed_experts.part(tokens),
-            teacher_logprobs=None
-            if self.teacher_logprobs is None
-            else self.teacher_logprobs[tokens],
-            teacher_top_logprobs=None
-            if self.teacher_top_logprobs is None
-            else self.teacher_top_logprobs.part(tokens),
+            routed_experts=_cut(self.routed_experts, tokens),
+            teacher_logprobs=_cut(self.teacher_logprobs, tokens),
+            teacher_top_logprobs=_cut(self.teacher_top_logprobs, tokens),
         )
+
+
+def _cut(column: Any, tokens: slice) -> Any:
+    """What is recorded of these tokens; None where nothing is of any."""
+    if column is None or isinstance(column, np.ndarray):
+        return column if column is None else column[tokens]
+    return column.part(tokens)
 
 
 class _Slice(Trajectory, frozen=True, kw_only=True):

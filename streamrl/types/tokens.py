@@ -87,7 +87,7 @@ def check_tokens(record: TokenRecord) -> None:
 
 def check_teacher_prompt(token_ids: Int32Array | None) -> None:
     if token_ids is not None:
-        _require_column("teacher_prompt", token_ids, np.dtype(np.int32))
+        require_column("teacher_prompt", token_ids, np.dtype(np.int32))
         if not token_ids.size or np.minimum.reduce(token_ids) < 0:
             raise ValueError("teacher_prompt: is empty or has a negative id")
 
@@ -161,7 +161,7 @@ class TokenSets(Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            _require_column(name, getattr(self, name), _SET_DTYPES[name])
+            require_column(name, getattr(self, name), _SET_DTYPES[name])
         if self.counts.size and np.minimum.reduce(self.counts) < 0:
             raise ValueError("counts: has a negative number")
         num_ids = int(self.counts.sum(dtype=np.int64))
@@ -274,7 +274,7 @@ def _end_to_end(parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[
     return np.concatenate(parts).astype(dtype, copy=False)
 
 
-def _require_column(name: str, array: Any, dtype: np.dtype[Any]) -> None:
+def require_column(name: str, array: Any, dtype: np.dtype[Any]) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
         raise ValueError(f"{name}: must be a one-dimensional numpy array of {dtype}")
 

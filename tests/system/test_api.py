@@ -76,6 +76,12 @@ def test_what_is_wrong_is_raised_as_the_command_line_says_it(config):
         streamrl.train(config, dataset=[ROWS[0], "a"])
     with pytest.raises(ConfigError, match=r"run\.max_steps"):
         streamrl.train(config, dataset=ROWS, settings={"run.max_steps": -1})
+    for bad, sentence in ((Path("x"), r"run\.max_steps: was 'x'"), (object(), "settings: what is")):
+        with pytest.raises(ConfigError, match=sentence):
+            streamrl.train(config, dataset=ROWS, settings={"run.max_steps": bad})
+    for bad, sentence in ((Path("x"), r"run\.max_steps: was 'x'"), (object(), "config: holds")):
+        with pytest.raises(ConfigError, match=sentence):
+            streamrl.train({**config, "run": {"max_steps": bad}}, dataset=ROWS)
     with pytest.raises(ConfigError, match=r"launch: .*data\.reward.*exact_match"):
         streamrl.train(config, dataset=ROWS, reward="exact_mtach", show=False)
 

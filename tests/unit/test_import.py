@@ -542,7 +542,7 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
         "model_name_or_path: m\ndataset_name: rows/train.jsonl\nreward_funcs: [a.same, b.same]\n"
     )
     assert main(["import", "twice.yaml", "--from", "trl"]) == 0
-    assert "To be mended: data: rewards: two are called 'same'" in capsys.readouterr().err
+    assert "To be mended: data: two rewards are called 'same'" in capsys.readouterr().err
 
 
 def test_a_value_that_is_nearly_one_of_the_system_is_to_be_mended(folder, capsys):

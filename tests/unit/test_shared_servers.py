@@ -216,6 +216,7 @@ def test_two_runs_have_different_labels_and_the_generators_of_one_the_same(tmp_p
         (["http://a:1", "http://b:1", "http://a:1/"], "http://a:1 stands there twice"),
         ([], "empty list"),
         (["http://a:1", "b:1"], "was 'b:1'; it must be http://host:port"),
+        ("http://a:1,http://b:1", "it must be http://host:port, or a list of such"),
     ],
 )
 def test_a_bad_list_of_servers_is_refused(url, message):

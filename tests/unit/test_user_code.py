@@ -21,7 +21,7 @@ from streamrl.config.data import DataSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Lease, TrajectoryGroup
-from streamrl.user_code import load_user_code
+from streamrl.user_code import find_user_code, load_user_code
 from tests.training import make_batch, make_config, make_policy
 from tests.unit.test_generator import FakeEngine, Run
 
@@ -260,6 +260,17 @@ def test_a_file_is_run_once_and_its_dataclasses_work(tmp_path):
     for field in ("algorithm.loss", "data.reward"):
         assert load_user_code(field, f"{tmp_path}/counted.py:plain")(None, None).scale == 1.0
     assert (tmp_path / "runs").read_text() == "x"
+
+
+def test_a_name_is_found_without_running_the_file_where_the_file_binds_it_itself(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "\ufeffif True:\n    def outer():\n        def inner(): ...\nalias = outer\n1 / 0\n",
+        encoding="utf-8",
+    )
+    for name in ("outer", "alias"):
+        find_user_code("data.reward", f"{tmp_path}/own.py:{name}")
+    with pytest.raises(ConfigError, match=r"own\.py has no function 'inner'"):
+        find_user_code("data.reward", f"{tmp_path}/own.py:inner")
 
 
 def test_a_wrong_file_is_named_with_its_field(tmp_path):

@@ -336,7 +336,7 @@ def _lacks_template(config: RunConfig) -> bool:
     if recipe is not None:
         return not is_user_code(recipe.architecture)
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
-    return folder is not None and folder.has_tokenizer and not folder.has_chat_template
+    return folder is not None and folder.has_tokenizer and not folder.chat_template
 
 
 def _check_media(config: RunConfig) -> Iterator[Finding]:

@@ -231,7 +231,7 @@ def _of_cores(machine: Machine) -> Finding:
 
 def _of_threads(machine: Machine) -> Finding:
     """`streamrl launch` shares the cores out where nothing is set; a value set is kept."""
-    values = {name: machine.environment[name] for name in _THREADS if name in machine.environment}
+    values = {name: v for name in _THREADS if (v := machine.environment.get(name))}
     shown = ", ".join(f"{name}={value}" for name, value in values.items())
     many = [name for name, v in values.items() if v.isdigit() and int(v) > machine.cores]
     if many:

@@ -208,7 +208,7 @@ class Child:
 
     def _environment(self, pipe: ErrorPipe) -> Mapping[str, str]:
         """The launcher's, with what the plan gives; a number of threads that a person set stays."""
-        kept = {"OMP_NUM_THREADS"} & os.environ.keys()
+        kept = {"OMP_NUM_THREADS"} if os.environ.get("OMP_NUM_THREADS") else set()
         planned = {name: v for name, v in self.environment.items() if name not in kept}
         own = {**pipe.environment, FORMAT_VARIABLE: self.log_format}
         return {**os.environ, **planned, **own}

@@ -260,6 +260,7 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
     import torch
 
     from streamrl.errors import ERROR_FILE_VARIABLE
+    from streamrl.placement.hosts import num_threads
 
     if os.getppid() != request.launcher:
         os._exit(1)
@@ -274,7 +275,7 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
     sys.argv = request.command
     _show(request.command)
     # What was read at the import of a library.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    torch.set_num_threads(num_threads(otherwise=torch.get_num_threads()))
     numpy.random.seed()
     try:
         os.write(answer, str(os.getpid()).encode())

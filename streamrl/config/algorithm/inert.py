@@ -6,7 +6,7 @@ config.yaml leaves it out.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -89,51 +89,39 @@ _OF_THE_REWARD = (
 )
 
 
-class Inert(NamedTuple):
-    """A setting that cannot act."""
-
-    path: tuple[str, ...]
-    """From the `algorithm:` section on."""
-    sentence: str
-    """Why, and what would make it act."""
-
-
-def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[Inert]:
-    """Those that cannot act with so many updates a batch, set or not."""
-    yield from (
-        Inert(("loss_config", name), why) for name, why in _of_the_loss(config, num_updates)
-    )
+def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str, str]]:
+    """Section and name of those that cannot act with so many updates a batch, set or not; and why,
+    with what would make each act."""
+    yield from (("loss_config", name, why) for name, why in _of_the_loss(config, num_updates))
     if not config.reads_rewards:
         records = {"advantage_config": config.advantage_config, "kl_reward": config.kl_reward}
         names = {name: type(record).model_fields for name, record in records.items()}
         for section, fields in {**names, "reward": _OF_THE_REWARD}.items():
-            yield from (Inert((section, name), _TEACHERS_ALONE) for name in fields)
+            yield from ((section, name, _TEACHERS_ALONE) for name in fields)
     if config.needs_values and num_updates == 1:
-        yield Inert(("value", "clip_range"), _VALUES_STAND)
+        yield "value", "clip_range", _VALUES_STAND
     is_built_in = config.reads_rewards and config.advantage in ADVANTAGE_SETTINGS
     if is_built_in and config.advantage not in _BY_PLACE:
-        yield Inert(("reward", "placement"), _SUM_ALONE.format(config.advantage))
+        yield "reward", "placement", _SUM_ALONE.format(config.advantage)
     if config.reads_rewards and config.advantage == "gdpo":
-        shaping = (("reward", name) for name in _SHAPES_THE_SUM if getattr(config.reward, name))
-        yield from (Inert(path, _AS_RECORDED) for path in shaping)
+        shaping = (name for name in _SHAPES_THE_SUM if getattr(config.reward, name))
+        yield from (("reward", name, _AS_RECORDED) for name in shaping)
         if config.kl_reward.coef:
-            yield Inert(("kl_reward", "coef"), _AS_RECORDED)
-    yield from (Inert(("rollout_is", name), why) for name, why in _of_rollout_is(config.rollout_is))
+            yield "kl_reward", "coef", _AS_RECORDED
+    yield from (("rollout_is", name, why) for name, why in _of_rollout_is(config.rollout_is))
     if (why := _why_no_factor(config)) is not None:
-        bounds = ("engine_threshold", "lag_threshold")
-        yield from (Inert(("rollout_is", name), why) for name in bounds)
+        yield from (("rollout_is", name, why) for name in ("engine_threshold", "lag_threshold"))
 
 
 def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:
     """One for each setting that cannot act and was set by hand."""
-    for path, sentence in inert_settings(config, num_updates):
-        section, name = path
+    for section, name, sentence in inert_settings(config, num_updates):
         record: Any = getattr(config, section)
         is_set = section in config.model_fields_set and name in record.model_fields_set
         value = getattr(record, name)
         if is_set and value is not None:
             error = PydanticCustomError("cannot_act", "{sentence}", {"sentence": sentence})
-            yield InitErrorDetails(type=error, loc=("algorithm", *path), input=value)
+            yield InitErrorDetails(type=error, loc=("algorithm", section, name), input=value)
 
 
 def _of_rollout_is(config: RolloutISSettings) -> Iterator[tuple[str, str]]:

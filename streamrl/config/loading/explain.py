@@ -3,13 +3,14 @@ settings that exist, but elsewhere, it says where: `learner.lr` stands at `learn
 So is what was probably meant by a path that is not there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from streamrl.config.loading.foreign_names import (
     IMPORTED,
@@ -26,6 +27,8 @@ RESOLVED_FILE = "config.yaml"
 """A run's configuration, in its folder."""
 _MAX_PLACES = 3
 _A_FILE_OF_NAMES = 3
+_OF_KEYS = ("extra_forbidden", "missing", "unknown_key")
+"""Refusals of a key, which is the last part of their place."""
 
 
 def similar_file(path: Path) -> str:
@@ -130,19 +133,30 @@ def explain(
 def _sentences(
     error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]
 ) -> Iterator[str]:
-    details = [*_joined(error.errors(include_url=False))]
+    # A list that must not be empty counts as empty where what is in it is refused.
+    details = [
+        d for d in error.errors(include_url=False) if d["type"] != "too_short" or not d["input"]
+    ]
     system, num_names = _system_of(details)
-    for detail in details:
-        path = [str(part) for part in detail["loc"] if not _is_union_branch(part)]
-        for field, sentence in _findings(detail, path, model, system):
-            near = (origin for key, origin in origins.items() if is_at(key, field))
-            origin = origins.get(field) or next(near, "")
+    for path, same in groupby(details, lambda detail: _path(detail["loc"], detail["type"], model)):
+        detail = _joined(same)
+        for field, sentence in _findings(detail, list(path), model, system):
+            # One that is not given itself is refused for another of its section.
+            about = (
+                origins.get(field),
+                *(_near(name, origins) for name in (field, ".".join(path))),
+            )
+            origin = next(filter(None, about), "")
             place = f" ({origin})" if origin else ""
-            hint = _hint(field, detail)
-            yield f"{field}: {sentence}{hint}{place}" if field else f"{sentence}{place}"
+            told = f"{sentence}{_hint(field, detail)}{place}"
+            yield f"{field}: {told}" if field else told
     if num_names >= _A_FILE_OF_NAMES and system in IMPORTED:
         command = f"streamrl import FILE --from {system.lower()}"
         yield f"{num_names} of these are names of {system}: `{command}` translates its files"
+
+
+def _near(field: str, origins: Mapping[str, str]) -> str:
+    return next((origin for key, origin in origins.items() if is_at(key, field)), "")
 
 
 def _system_of(details: "Iterable[ErrorDetails]") -> tuple[str, int]:
@@ -158,19 +172,41 @@ def _system_of(details: "Iterable[ErrorDetails]") -> tuple[str, int]:
     return system, counts[system]
 
 
-def _joined(details: "Sequence[ErrorDetails]") -> "Iterator[ErrorDetails]":
-    """What each type of a union of plain ones would take, as one refusal."""
+def _path(loc: tuple[int | str, ...], kind: str, model: type[BaseModel]) -> tuple[str, ...]:
+    """The keys that lead to what is refused, without the types of a union that pydantic names
+    among them, such as "constrained-int"."""
+    path: list[str] = []
+    at: Any = model
+    for number, part in enumerate(loc, start=1):
+        if (field := _field(at, part)) is not None:
+            at = field.annotation
+        elif isinstance(part, str) and get_origin(at) not in (dict, Mapping):
+            is_key = number == len(loc) and kind in _OF_KEYS
+            if not is_key:
+                continue
+        path.append(str(part))
+    return tuple(path)
 
-    def place(detail: "ErrorDetails") -> tuple[int | str, ...]:
-        return tuple(part for part in detail["loc"] if not _is_plain_branch(part))
 
-    for loc, same in groupby(details, place):
-        first, *others = same
-        if others and any(map(_is_plain_branch, first["loc"])):
-            allowed = (other["msg"].removeprefix("Input should be ") for other in others)
-            yield {**first, "loc": loc, "msg": ", or ".join((first["msg"], *allowed))}
-        else:
-            yield from (first, *others)
+def _joined(details: "Iterable[ErrorDetails]") -> "ErrorDetails":
+    """What each type of a union would take, as one refusal."""
+    first, *others = details
+    messages = [_in_yaml(detail) for detail in (first, *others)]
+    allowed = (message.removeprefix("input should be ") for message in messages[1:])
+    return {**first, "msg": ", or ".join((messages[0], *allowed))}
+
+
+def _in_yaml(detail: "ErrorDetails") -> str:
+    """What pydantic says, of YAML's types."""
+    match detail["type"]:
+        case "tuple_type":
+            return "input should be a list"
+        case "path_type":
+            return "input should be a path"
+        case "value_error":
+            return detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"].partition(", unable to")[0].replace("Tuple", "List")
+    return message[:1].lower() + message[1:]
 
 
 def _hint(field: str, detail: "ErrorDetails") -> str:
@@ -187,10 +223,14 @@ def _findings(
     detail: "ErrorDetails", path: list[str], model: type[BaseModel], system: str
 ) -> Iterator[tuple[str, str]]:
     """(field, sentence); several where a whole section is refused key by key."""
-    field = ".".join(path)
+    field, was, message = ".".join(path), _shown(detail["input"]), detail["msg"]
     match detail["type"]:
+        case "extra_forbidden" if field in all_paths(model):
+            nested = f"{': {'.join(field.split('.'))}: ...{'}' * field.count('.')}"
+            yield field, f"unknown key; a file has it section by section: {nested}"
         case "extra_forbidden":
-            hint = did_you_mean(path[-1], _fields_at(model, path[:-1]))
+            names = _fields_at(model, path[:-1])
+            hint = did_you_mean(path[-1], names) if names else "none of this section"
             is_misspelled = hint.startswith("did you mean") and not is_foreign_section(path[-1])
             is_section_of_ours = is_misspelled and isinstance(detail["input"], Mapping)
             elsewhere = (
@@ -198,24 +238,19 @@ def _findings(
             )
             yield from elsewhere or [(field, f"unknown key; {hint}")]
         case "unknown_key":
-            elsewhere = _elsewhere(field, detail["input"], model, system)
-            yield from elsewhere or [(field, detail["msg"])]
+            yield from _elsewhere(field, detail["input"], model, system) or [(field, message)]
         case "model_type" | "model_attributes_type":
             keys = (f"{field}.{name}" for name in _fields_at(model, path)[:4])
-            was = _shown(detail["input"])
             yield field, f"was {was}; it is a section, with keys such as {', '.join(keys)}"
-        case "cannot_act":
-            yield field, f"was {_shown(detail['input'])}; {detail['msg']}"
         case "missing":
             yield field, "is required and was not given"
         case "value_error":
-            message = detail["msg"].removeprefix("Value error, ")
-            own, colon, sentence = message.partition(": ")
-            is_named = bool(colon) and own.startswith(f"{field}.")
-            yield (own, sentence) if is_named else (field, message)
+            own, _, sentence = message.partition(": ")
+            if path and own in _fields_at(model, path):
+                own = f"{field}.{own}"
+            yield (own, sentence) if own.startswith(f"{field}.") else (field, message)
         case _:
-            sentence = f"was {_shown(detail['input'])}; {_lower(detail['msg'])}"
-            yield field or "configuration", sentence
+            yield field or "configuration", f"was {was}; {message}"
 
 
 def _elsewhere(
@@ -246,35 +281,23 @@ def is_at(key: str, field: str) -> bool:
     return key == field or key.startswith(field + ".") or field.startswith(key + ".")
 
 
+def _field(at: Any, part: int | str) -> FieldInfo | None:
+    """The field of this name in the sections that may stand there."""
+    sections = (section.model_fields for section in sections_at(at))
+    return next((fields[part] for fields in sections if part in fields), None)
+
+
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Names that may stand below `path`; walks nested sections, also inside `X | None` and
-    lists."""
+    """Names that may stand below `path`."""
+    at: Any = model
     for part in path:
-        if part.isdecimal():
-            continue
-        field = model.model_fields.get(part)
-        nested = field and next(sections_at(field.annotation), None)
-        if not nested:
-            return []
-        model = nested
-    return list(model.model_fields)
-
-
-def _is_union_branch(part: int | str) -> bool:
-    """Pydantic puts the tried class of a union into the path, such as "MakeModelSection"."""
-    is_class = isinstance(part, str) and (part[:1].isupper() or "[" in part)
-    return is_class or _is_plain_branch(part)
-
-
-def _is_plain_branch(part: int | str) -> bool:
-    """Such as "constrained-int" or "literal['auto']"."""
-    return isinstance(part, str) and part.startswith(("constrained-", "literal["))
+        if not part.isdecimal():
+            field = _field(at, part)
+            at = None if field is None else field.annotation
+    section = next(sections_at(at), None)
+    return [] if section is None else list(section.model_fields)
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]

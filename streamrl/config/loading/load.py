@@ -14,7 +14,7 @@ resolved file needs no data to know when the run ends.
 import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ def load_usable(
         ]
         settings = reduce(_over, sources)
         tree: dict[str, Any] = reduce(with_setting, settings, {})
+        tree = _at_home(tree)
     except ConfigError as error:
         raise ConfigError(_without_secrets(error, path)) from None
     origins = {".".join(setting.path): setting.origin for setting in settings}
@@ -142,6 +143,19 @@ def load_usable(
     if (rest := _usable(tree, refused)) is None:
         raise refusal
     return LoadedConfig(rest, origins), refusal
+
+
+def _at_home(value: Any) -> Any:
+    """The value with the user's folder for the ~ that a shell leaves in `--set run.folder=~/runs`,
+    and that other systems' files have."""
+    match value:
+        case Mapping():
+            return {key: _at_home(item) for key, item in value.items()}
+        case list():
+            return [_at_home(item) for item in value]
+        case str() if value.startswith("~/"):
+            return os.path.expanduser(value)
+    return value
 
 
 def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:
@@ -189,21 +203,13 @@ def with_setting(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
     Raises:
         ConfigError: a value stands where the setting has a section.
     """
-    return _with(tree, setting.path, setting.value, setting.origin)
-
-
-def _with(
-    tree: Mapping[str, Any], path: tuple[str, ...], value: Any, origin: str
-) -> dict[str, Any]:
-    key, *rest = path
+    key, *rest = setting.path
     if not rest:
-        return {**tree, key: value}
-    below = tree.get(key)
-    if below is None:
-        below = {}
+        return {**tree, key: setting.value}
+    below = {} if (there := tree.get(key)) is None else there
     if not isinstance(below, Mapping):
-        raise ConfigError(f"{origin}: {key} is {below!r} and has no keys below it")
-    return {**tree, key: _with(below, tuple(rest), value, origin)}
+        raise ConfigError(f"{setting.origin}: {key} is {below!r} and has no keys below it")
+    return {**tree, key: with_setting(below, replace(setting, path=tuple(rest)))}
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:

@@ -54,7 +54,7 @@ def to_yaml(config: RunConfig) -> str:
     """The resolved configuration, as a file that `load_config` reads back to the same: without the
     settings that cannot act, which would be refused."""
     values = config.model_dump(mode="json")
-    for (section, name), _ in inert_settings(config.algorithm, config.learner.num_updates):
+    for section, name, _ in inert_settings(config.algorithm, config.learner.num_updates):
         algorithm = values["algorithm"]
         if algorithm[section][name] is None:
             continue

@@ -5,7 +5,7 @@ version 1.2 reads it: `3e-6` is a number, `on` is a string.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -17,7 +17,7 @@ from streamrl.errors import ConfigError
 def parse(text: str, origin: str) -> Any:
     try:
         return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin}: {text!r} is not YAML: {fault(error)}") from error
 
 
@@ -44,6 +44,9 @@ class Loader(yaml.SafeLoader):
 
 class Dumper(yaml.SafeDumper):
     """Quotes a text that version 1.1 or 1.2 would read as something else."""
+
+
+Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def dump(value: Any, **options: Any) -> str:
@@ -83,16 +86,17 @@ def from_file(path: Path) -> Iterator[Setting]:
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=Loader)
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}: must hold sections such as `run:` and `data:`")
+        yield from _leaves(root, (), path)
     except OSError as error:
         hint = "" if path.exists() else similar_file(path) or similar_run(path)
         raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # Of a tag that is unknown, or a value that is none of its tag's, nothing is made.
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {fault(error)}") from error
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: must hold sections such as `run:` and `data:`")
-    yield from _leaves(root, (), path)
 
 
 def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterator[Setting]:
@@ -101,6 +105,10 @@ def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterat
         key = str(construct(key_node))
         line = key_node.start_mark.line + 1
         here = (*path, key)
+        if key == "<<":
+            raise ConfigError(
+                f"{file}:{line}: YAML 1.2 merges no mappings by <<: write the keys out"
+            )
         if key in seen:
             raise ConfigError(f"{'.'.join(here)}: stands twice, the second time at {file}:{line}")
         seen.add(key)

@@ -86,6 +86,37 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("learner.optimizer.learning=1", "learner.optimizer.learning: unknown key; allowed: betas"),
         ("run.max_steps=soon", "run.max_steps: was 'soon'; input should be a valid integer"),
         ("run.max_steps=0", "run.max_steps: was 0; input should be greater than 0"),
+        ("run.max_steps=1.5", "got a number with a fractional part (--set run.max_steps)"),
+        ("Run.seed=1", "Run: unknown key; did you mean 'run'?"),
+        ("learner.optimizer.LR=1", "learner.optimizer.LR: unknown key; did you mean 'lr'?"),
+        ("data.rewards[0].weight=1", "data.rewards[0]: unknown key; did you mean 'rewards'?"),
+        ("algorithm.advantage_config.Clip=1", "algorithm.advantage_config.Clip: unknown key for"),
+        (
+            "environments=[{name: a, environment: single_turn, data: {Shuffle: true}}]",
+            "environments.0.data.Shuffle: unknown key; did you mean 'shuffle'?",
+        ),
+        (
+            "environments=[{name: a, environment: tools, data: {source: [{path: a, wieght: 1}]}}]",
+            "environments.0.data.source.0.wieght: unknown key; none of this section (--set",
+        ),
+        (
+            "generator.mcp_servers=[{command: [a], environment: {Level: 1}}]",
+            "generator.mcp_servers.0.environment.Level: was 1; input should be a valid string",
+        ),
+        (
+            "learner.gradient_checkpointing=-1",
+            "learner.gradient_checkpointing: was -1; input should be a valid boolean, or greater",
+        ),
+        ("learner.profiler.steps=3", "learner.profiler.steps: was 3; input should be a list"),
+        (
+            "run.resume=null",
+            "run.resume: was None; input should be 'never' or 'auto', or a path (--set",
+        ),
+        (
+            "algorithm.rollout_is.threshold=a_b",
+            "algorithm.rollout_is.threshold: was 'a_b'; it must be a number or",
+        ),
+        ("data.source=!path x", "--set data.source: '!path x' is not YAML: line 1: could not det"),
         (f"run.max_steps={2**31}", f"run.max_steps: was {2**31}; it must be at most {2**31 - 1}"),
         (
             f"buffer.max_staleness={10**19}",
@@ -139,6 +170,13 @@ def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path, text):
     assert config.data.source_kwargs == {"a": text, text: [1, text]}
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "resolved.yaml", environment={}).config == config
+
+
+def test_a_path_begins_in_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(tmp_path, MINIMAL, "run.folder=~/runs", "data.source=[~/a.jsonl, {path: ~/b}]")
+    paths = [config.run.folder, *(Path(source.path) for source in config.data.sources)]
+    assert paths == [Path("/home/me") / name for name in ("runs", "a.jsonl", "b")]
 
 
 def test_a_path_with_an_at_sign_is_named_whole(tmp_path):
@@ -199,6 +237,10 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
         (
             ["algorithm.advantage=gae", "algorithm.value.critic_warmup=100"],
             ["algorithm.value.critic_warmup", "run.max_steps"],
+        ),
+        (
+            ["algorithm.reward.length={max_length: 4096, buffer: 512}"],
+            ["algorithm.reward.length", "max_length 4096", "generator.max_new_tokens 256"],
         ),
         (["generator.group_size=1"], ["algorithm.advantage opob", "generator.group_size"]),
         (
@@ -286,6 +328,12 @@ def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
         ),
         ("run:\n\tname: x\n", "line 2: found character '\\t' that cannot start any token"),
         ("run: {seed: 1, seed: 2}\n", "run.seed: stands twice, the second time at"),
+        ("run: {<<: {seed: 1}}\n", "run.yaml:1: YAML 1.2 merges no mappings by <<: write"),
+        ("run: {name: !host x}\n", "is not YAML: line 1: could not determine a constructor for"),
+        (
+            "learner.optimizer.lr: 1e-6\n",
+            "unknown key; a file has it section by section: learner: {optimizer: {lr: ...}}",
+        ),
         ("", "model: is required and was not given"),
         ("model: {}\ndata: {source: x}\n", "model.path: is required and was not given"),
     ],

@@ -35,9 +35,9 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
         (
             {"generator": {"max_num_seq": 3}},
             {},
-            "generator has no 'max_num_seq'; did you mean 'max_num_seqs'?",
+            "validation.generator.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
         ),
-        ({"generator": {"max_num_seqs": 0}}, {}, "validation.generator: max_num_seqs was 0"),
+        ({"generator": {"max_num_seqs": 0}}, {}, "validation.generator.max_num_seqs: was 0"),
         (
             {"generator": {"temperature": 1}},
             {},

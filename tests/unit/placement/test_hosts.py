@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from streamrl.placement import hosts
-from streamrl.placement.hosts import interface_of, named, this_machine
+from streamrl.placement.hosts import interface_of, named, num_threads, this_machine
 from streamrl.placement.plan import Device
 from tests.unit.placement.plans import configured
 
@@ -25,6 +25,19 @@ def test_this_machine_says_what_it_has(monkeypatch, quota, num_cores):
     host = this_machine()
     assert (host.name, host.address, host.devices) == ("here", "127.0.0.1", FOUND)
     assert host.num_cores == num_cores
+
+
+@pytest.mark.parametrize(
+    ("variable", "wanted"),
+    [(None, 7), ("", 7), ("4", 4), ("4,2", 4), (" 3 ", 3), ("0", 7), ("many", 7)],
+)
+def test_the_number_of_threads_is_read_as_openmp_reads_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, wanted: int
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert num_threads(otherwise=7) == wanted
 
 
 def test_the_interface_of_an_address_is_found_and_none_for_a_foreign_one():

@@ -116,7 +116,7 @@ async def test_an_error_names_its_reward_and_cancels_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("rewards", "sentence"),
     [
-        (["exact_match", "exact_match"], "two are called 'exact_match'"),
+        (["exact_match", "exact_match"], "two rewards are called 'exact_match'"),
         ([{"reward": "a.py:mean"}], "reward/mean is another metric"),
         ([{"reward": "regex", "name": "a b"}], "pattern"),
     ],

@@ -91,7 +91,9 @@ def meant(setting: str, value: Any) -> str:
         for name in foreign_names(system).values():
             is_part = setting in name.here.split(" and ") and value in texts_with_a_rule(name)
             is_asked = is_part or setting in (name.here, name.name)
-            if is_asked and _rule(name, value) not in ("$", _DIFFERENT):
+            rule = _rule(name, value)
+            is_same = "$" in (rule, rule.get(setting) if isinstance(rule, dict) else None)
+            if is_asked and not is_same and rule != _DIFFERENT:
                 ours = answer(name, value).removeprefix(f"{setting}: ")
                 return f"{system}'s {_shown(value)} is {ours} here" if ours else ""
     return ""
