@@ -159,7 +159,8 @@ def test_a_command_or_option_that_has_gone_says_where_it_is_now(capsys, name):
 
 def options_of(command: str) -> set[str]:
     parser = ArgumentParser()
-    COMMANDS[command].add_options(parser)
+    for add in COMMANDS[command].option_sets:
+        add(parser)
     return {option for action in parser._actions for option in action.option_strings}
 
 
