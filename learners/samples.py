@@ -11,13 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from numpy.typing import NDArray
 
 from streamrl.config import RunConfig
-from streamrl.samples import Sample, sample_of
 from streamrl.samples.files import SampleFile
-from streamrl.samples.record import Decoder, as_json, open_decoder
+from streamrl.samples.record import Decoder, Sample, open_decoder, sample_of
 from streamrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class SampleWriter:
             log.warning("step %d has no samples: %s", number, error)
             return
         if number % self._settings.table_every == 0:
-            self._log_table([as_json(sample) for sample in samples], number)
+            self._log_table([to_builtins(sample) for sample in samples], number)
 
     def _samples(self, step: StepSamples, decoder: Decoder) -> list[Sample]:
         """Of groups drawn by the step's number."""

@@ -57,7 +57,7 @@ class CurveServer:
         self._folder = folder
         self._context = context
         self._authenticator: Any = None
-        self._accepted = b"" if folder is None else _key(folder, "client.public")
+        self._accepted = b"" if folder is None else read_key(folder, "client.public")
 
     def configure(self, socket: "zmq.Socket[Any]") -> None:
         """Set the keys of a socket that is not yet bound, and the address family of its URL."""
@@ -67,8 +67,8 @@ class CurveServer:
         from zmq.auth.thread import ThreadAuthenticator
 
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, _key(self._folder, "server.secret"))
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, _key(self._folder, "server.public"))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, read_key(self._folder, "server.secret"))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, read_key(self._folder, "server.public"))
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=self)
@@ -92,9 +92,9 @@ def set_client_keys(
         raise ConfigError(why)
     if folder is None:
         return
-    socket.setsockopt(zmq.CURVE_SERVERKEY, _key(folder, "server.public"))
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, _key(folder, "client.public"))
-    socket.setsockopt(zmq.CURVE_SECRETKEY, _key(folder, "client.secret"))
+    socket.setsockopt(zmq.CURVE_SERVERKEY, read_key(folder, "server.public"))
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, read_key(folder, "client.public"))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, read_key(folder, "client.secret"))
 
 
 def choose_family(socket: "zmq.Socket[Any]", url: str) -> None:
@@ -122,7 +122,11 @@ def use_key(socket: "zmq.Socket[Any]", key: str) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
 
-def _key(folder: Path, name: str) -> bytes:
+def read_key(folder: Path, name: str) -> bytes:
+    """
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
     path = folder / name
     try:
         key = path.read_bytes().strip()

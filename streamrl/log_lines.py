@@ -22,7 +22,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, TextIO
@@ -80,10 +79,15 @@ class LineWriter(io.TextIOBase):
     def write(self, text: str) -> int:
         with self._lock:
             *lines, rest = (self._unfinished + text).replace("\r", "\n").split("\n")
-            self._unfinished = rest[:_MAX_LINE]
-            for line in (*lines, rest[_MAX_LINE:]):
+            while len(rest) > _MAX_LINE:
+                lines.append(rest[:_MAX_LINE])
+                rest = rest[_MAX_LINE:]
+            self._unfinished = rest
+            for line in lines:
                 if line.strip():
-                    self._print(line)
+                    message = json_line(self._role, "info", self._name, line, time_s=time.time())
+                    self.stream.write(message + "\n")
+                    self.stream.flush()
         return len(text)
 
     def finish(self) -> None:
@@ -108,11 +112,6 @@ class LineWriter(io.TextIOBase):
         """For bytes, which stay as they are."""
         return self.stream.buffer
 
-    def _print(self, line: str) -> None:
-        text = json_line(self._role, "info", self._name, line, time_s=time.time())
-        self.stream.write(text + "\n")
-        self.stream.flush()
-
 
 def log_as_json(role: str) -> TextIO:
     """Begin, or go on under another role; the standard error that log lines are written to."""
@@ -121,7 +120,17 @@ def log_as_json(role: str) -> TextIO:
         writer = LineWriter(stream, role, name)
         setattr(sys, name, writer)
         atexit.register(writer.finish)
-    report = _reporter(role, errors)
+
+    def report(
+        kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        value = error if error is not None else kind()
+        record = logging.LogRecord(
+            *("uncaught", logging.CRITICAL, "", 0, "%s: %s", (kind.__name__, value)),
+            exc_info=(kind, value, traceback),
+        )
+        errors.write(JsonFormatter(role).format(record) + "\n")
+        errors.flush()
 
     def report_raised(raised: Any) -> None:
         report(raised.exc_type, raised.exc_value, raised.exc_traceback)
@@ -139,22 +148,3 @@ def _plain(stream: Any) -> TextIO:
         return plain
     stream.finish()
     return stream.stream
-
-
-def _reporter(
-    role: str, errors: TextIO
-) -> Callable[[type[BaseException], BaseException | None, TracebackType | None], None]:
-    """A hook for exceptions that nobody catches."""
-
-    def report(
-        kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        value = error if error is not None else kind()
-        record = logging.LogRecord(
-            *("uncaught", logging.CRITICAL, "", 0, "%s: %s", (kind.__name__, value)),
-            exc_info=(kind, value, traceback),
-        )
-        errors.write(JsonFormatter(role).format(record) + "\n")
-        errors.flush()
-
-    return report

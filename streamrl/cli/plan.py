@@ -18,7 +18,7 @@ from rich.console import Console
 from streamrl.config.loading.load import configuration
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
-from streamrl.placement.plan import Host, Plan, PlannedProcess, gib
+from streamrl.placement.plan import Host, Plan, gib
 
 
 def tables(plan: Plan) -> Iterator[str]:
@@ -35,7 +35,12 @@ def tables(plan: Plan) -> Iterator[str]:
         if not processes:
             yield "  nothing"
         for process in processes:
-            yield from _lines(plan, process)
+            ranks = f", {process.num_ranks} ranks" if process.num_ranks > 1 else ""
+            devices = ", ".join(map(str, process.devices))
+            plural = "s" if len(process.devices) > 1 else ""
+            yield f"  {process.name:<14}{f'GPU{plural} {devices}' if devices else 'CPU'}{ranks}"
+            variables = (f"{name}={shlex.quote(v)}" for name, v in process.environment.items())
+            yield f"    {' '.join((*variables, shlex.join(process.command)))}"
 
 
 def as_json(plan: Plan) -> str:
@@ -67,23 +72,11 @@ def _fields(record: object, names: Sequence[str]) -> dict[str, Any]:
 
 def _described(host: Host) -> str:
     place = "" if host.name == host.address or host.name == "here" else f" at {host.address}"
-    devices = [f"GPU {d.index}{_size(d.memory_bytes)}" for d in host.devices]
+    sizes = [f" of {gib(d.memory_bytes)}" if d.memory_bytes else "" for d in host.devices]
+    devices = [f"GPU {d.index}{size}" for d, size in zip(host.devices, sizes, strict=True)]
     has = ", ".join(devices) if host.is_counted else "GPUs that are not counted"
     cores = f"{host.num_cores} cores" if host.num_cores else "cores not known"
     return f"{host.name}{place}: {has or 'no GPU'}, {cores}"
-
-
-def _size(num_bytes: int) -> str:
-    return f" of {gib(num_bytes)}" if num_bytes else ""
-
-
-def _lines(plan: Plan, process: PlannedProcess) -> Iterator[str]:
-    ranks = f", {process.num_ranks} ranks" if process.num_ranks > 1 else ""
-    devices = ", ".join(map(str, process.devices))
-    plural = "s" if len(process.devices) > 1 else ""
-    yield f"  {process.name:<14}{f'GPU{plural} {devices}' if devices else 'CPU'}{ranks}"
-    variables = (f"{name}={shlex.quote(value)}" for name, value in process.environment.items())
-    yield f"    {' '.join((*variables, shlex.join(process.command)))}"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -93,7 +86,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def print_plan(plan: Plan, *, is_json: bool = False) -> None:
-    """A table for each host, or JSON."""
     if is_json:
         print(as_json(plan))
         return

@@ -15,6 +15,7 @@ NUM_EVENTS, the faults first; where there are too many points of metrics, two ne
 import argparse
 import base64
 import hashlib
+import heapq
 import json
 import re
 import time
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from html import escape
 from importlib import resources
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -83,7 +84,8 @@ def reported(config: RunConfig, arguments: argparse.Namespace, console: Console)
 
 def _summarize(config: RunConfig, console: Console) -> None:
     write_page(config)
-    console.print(summary(config))
+    # Why it failed is the last that a launch says.
+    console.print(summary(config, but="launch failed"))
 
 
 NUM_SAMPLES, NUM_PROMPTS, NUM_VERSIONS = 24, 8, 4
@@ -101,7 +103,6 @@ def write_page(config: RunConfig) -> Path:
 
 
 def page(name: str, data: Mapping[str, Any]) -> str:
-    """The whole file."""
     style = _asset(f"{_CHARTS}/uPlot.min.css") + _asset("page.css")
     license_text = f"/*! {_asset(f'{_CHARTS}/LICENSE')} */\n"
     script = license_text + _asset(f"{_CHARTS}/uPlot.iife.min.js") + _asset("page.js")
@@ -119,7 +120,6 @@ def as_data_block(data: Mapping[str, Any]) -> str:
 
 
 def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the script of the page shows."""
     run = config.run.path
     points = read_points(run / METRICS_FILE)
     steps, versions = as_series(points), as_series(read_points(run / VALIDATION_FILE))
@@ -129,7 +129,11 @@ def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str
     rows = summary_rows(lines, run, validation_text(config))
     return {
         **about(config, rows),
-        "checks": checks(config, points),
+        # The page that explains it is a name and no link, since the report is read elsewhere too.
+        "checks": [
+            {"holds": holds, "text": text, "page": f"docs/{page}"}
+            for holds, text, page in checks(config, points)
+        ],
         "steps": {**steps, "metrics": of_steps},
         "versions": versions,
         "overview": overview,
@@ -173,9 +177,16 @@ def _chart(chart: Chart, names: Sequence[str]) -> dict[str, Any]:
 def _samples(run: Path) -> Iterator[dict[str, Any]]:
     """Sections, each with its samples; of a validation what each version wrote for a prompt is one
     sample."""
-    if newest := list(islice(newest_first(run), NUM_SAMPLES)):
-        title = f"What the newest steps have trained on ({len(newest)} samples)"
-        yield {"title": title, "samples": [_sample(sample) for sample in newest]}
+    newest: dict[int, Sample] = {}
+    for sample in newest_first(run):
+        # Siblings of one prompt are much alike: one of each.
+        newest.setdefault(sample.prompt_index, sample)
+        if len(newest) == NUM_SAMPLES:
+            break
+    if newest:
+        counted = "1 prompt" if len(newest) == 1 else f"each of {len(newest)} prompts"
+        title = f"What the newest steps have trained on (a response to {counted})"
+        yield {"title": title, "samples": [_sample(sample) for sample in newest.values()]}
     if held_out := side_by_side(run, num_prompts=NUM_PROMPTS, num_versions=NUM_VERSIONS):
         prompts = groupby(held_out, key=lambda sample: sample.prompt_index)
         title = "The same held-out prompts, version by version"
@@ -379,16 +390,8 @@ def _tile(name: str, text: str) -> dict[str, Any]:
     }
 
 
-def checks(config: RunConfig, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """What a run promises, whether it held, and the page of the documentation that explains it: a
-    name and no link, since the report is read elsewhere too."""
-    return [
-        {"holds": holds, "text": text, "page": f"docs/{page}"}
-        for holds, text, page in _checks(config, points)
-    ]
-
-
-def _checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, str, str]]:
+def checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, str, str]]:
+    """Whether it held, what a run promises, and the page of the documentation that explains it."""
     if (books := read_books(config.run.path)) is not None:
         equation = books_rows(books)[0][1]
         yield books.balanced, f"every group is accounted for: {equation}", "buffer.md#promises"
@@ -439,8 +442,8 @@ class _Record(NamedTuple):
 
 def read_events(run: Path) -> list[PageEvent]:
     """In the order of their times."""
-    found = [event for log in sorted((run / "logs").glob("*.log")) for event in _events(log)]
-    kept = sorted(found, key=lambda event: (_ORDER.index(event.kind), -event.time_s))[:NUM_EVENTS]
+    found = (event for log in sorted((run / "logs").glob("*.log")) for event in _events(log))
+    kept = heapq.nsmallest(NUM_EVENTS, found, lambda e: (_ORDER.index(e.kind), -e.time_s))
     return sorted(kept, key=lambda event: event.time_s)
 
 

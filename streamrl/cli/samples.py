@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from itertools import groupby, islice
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -29,7 +30,7 @@ from streamrl.samples.files import (
     validation_file,
     validation_files,
 )
-from streamrl.samples.record import POLICY, Sample, as_json, cut, printable
+from streamrl.samples.record import POLICY, Sample, cut, printable
 
 _ANSWER, _SIDE_BY_SIDE = 60, 400
 """Characters that are shown of an answer, and of a text beside others."""
@@ -54,7 +55,7 @@ def rendered(sample: Sample, longest: int | None = None, *, markup: bool = False
     return Panel(Group(*filter(None, parts)), title=title, title_align="left")
 
 
-def rendered_side_by_side(samples: Sequence[Sample], *, markup: bool = False) -> Iterator[Panel]:
+def _side_by_side(samples: Sequence[Sample], *, markup: bool) -> Iterator[Panel]:
     """A panel for each prompt, with the response of each version, oldest first."""
     shown = (sample if markup else sample.without_markup() for sample in samples)
     for index, of_prompt in groupby(shown, key=lambda sample: sample.prompt_index):
@@ -126,26 +127,30 @@ def main(arguments: argparse.Namespace) -> int:
         samples = chosen(found, arguments)
     if arguments.json:
         for sample in samples:
-            print(json.dumps(as_json(sample)))
+            print(json.dumps(msgspec.to_builtins(sample)))
         return 0
-    console = Console(highlight=False)
+    console, markup = Console(highlight=False), arguments.markup
+    if arguments.validation == "all":
+        panels = _side_by_side(samples, markup=markup)
+    else:
+        panels = (rendered(sample, markup=markup) for sample in samples)
+    plural = "" if len(samples) == 1 else "s"
     with console.pager(styles=True) if sys.stdout.isatty() else nullcontext():
-        for panel in _panels(samples, arguments.validation == "all", arguments.markup):
+        for panel in panels:
             console.print(panel)
-        console.print(_count(samples, run))
+        console.print(f"{len(samples)} sample{plural}" if samples else f"{run} has no such samples")
     return 0
-
-
-def _panels(samples: Sequence[Sample], is_side_by_side: bool, markup: bool) -> Iterator[Panel]:
-    if is_side_by_side:
-        return rendered_side_by_side(samples, markup=markup)
-    return (rendered(sample, markup=markup) for sample in samples)
 
 
 def _validated(run: Path, given: str) -> Sequence[Sample]:
     """Of the version that is given, or of the newest."""
     files = _validations(run)
-    path = files[-1] if given == "newest" else validation_file(run, _version(given))
+    if given == "newest":
+        path = files[-1]
+    elif given.isascii() and given.isdigit():
+        path = validation_file(run, int(given))
+    else:
+        raise ConfigError(f"--validation: was {given!r}; it must be a version, such as 20, or all")
     if path not in files:
         versions = ", ".join(str(int(file.stem)) for file in files)
         raise ConfigError(
@@ -163,12 +168,6 @@ def _validations(run: Path) -> Sequence[Path]:
     )
 
 
-def _version(given: str) -> int:
-    if not (given.isascii() and given.isdigit()):
-        raise ConfigError(f"--validation: was {given!r}; it must be a version, such as 20, or all")
-    return int(given)
-
-
 def chosen(samples: Iterable[Sample], wanted: argparse.Namespace) -> list[Sample]:
     """Of these, which come newest first, at most `limit` that match; no more than that are in
     memory."""
@@ -183,7 +182,10 @@ def chosen(samples: Iterable[Sample], wanted: argparse.Namespace) -> list[Sample
 def matching(samples: Iterable[Sample], wanted: argparse.Namespace) -> Iterator[Sample]:
     """Those that meet all that is wanted; both ends of a range belong to it."""
     first, last = _steps(wanted.step)
-    pattern = _pattern(wanted.grep)
+    try:
+        pattern = None if wanted.grep is None else re.compile(wanted.grep)
+    except re.error as error:
+        raise ConfigError(f"--grep: {wanted.grep!r} is no regular expression: {error}") from error
     for s in samples:
         texts = (s.prompt, *(message.content for message in s.messages))
         conditions = (
@@ -211,17 +213,3 @@ def _steps(given: str | None) -> tuple[int | None, int | None]:
         raise ConfigError(f"--step: was {given!r}; it must be a step or a range, such as 10-20")
     first, is_range, last = found.groups()
     return int(first), (int(last) if last else None) if is_range else int(first)
-
-
-def _pattern(given: str | None) -> "re.Pattern[str] | None":
-    if given is None:
-        return None
-    try:
-        return re.compile(given)
-    except re.error as error:
-        raise ConfigError(f"--grep: {given!r} is no regular expression: {error}") from error
-
-
-def _count(samples: Sequence[Sample], run: Path) -> str:
-    plural = "" if len(samples) == 1 else "s"
-    return f"{len(samples)} sample{plural}" if samples else f"{run} has no such samples"

@@ -133,13 +133,12 @@ async def read_status(target: str) -> RunStatus:
         ConfigError: the target names no run.
     """
     if "://" in target:
-        require_url(target)
-        return await status_at(target)
+        return await _status_at(target)
     return await status_of(find_config(target))
 
 
-async def status_at(url: str) -> RunStatus:
-    """Of the run of the buffer at this URL."""
+async def _status_at(url: str) -> RunStatus:
+    require_url(url)
     stats, unreachable = await read_stats(url)
     reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
     return RunStatus(url, reading, ())
@@ -177,7 +176,6 @@ def verdict(status: RunStatus) -> str:
 
 
 def headline(status: RunStatus) -> str:
-    """Where the run is, in one line."""
     reading, last = status.reading, status.last_line
     of = "" if reading.max_steps is None else f" of {reading.max_steps}"
     parts = [f"step {last['step']}{of}"] if last else []
@@ -194,10 +192,21 @@ def headline(status: RunStatus) -> str:
 def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     """What buffer and learner do, as far as it is known."""
     stats, learner = status.reading.stats, status.reading.learner
-    yield "buffer", _ended_buffer_row(status) if stats is None else _buffer_row(stats)
+    has_ended = state_of(status.reading).has_ended
+    if stats is not None:
+        books = stats.books
+        yield (
+            "buffer",
+            f"{books.leased} leased, {books.buffered} buffered, {books.taken} taken, at most "
+            f"{stats.capacity}; {balance(books)}",
+        )
+    elif has_ended and status.books is not None:
+        yield "buffer", "; ".join(value for _, value in books_rows(status.books))
+    else:
+        yield "buffer", "does not answer"
     if learner is not None:
         yield "learner", _learner_row(learner, status)
-        if not state_of(status.reading).has_ended:
+        if not has_ended:
             yield "weights", _weights_row(learner)
         # Beside what the learner does itself: it saves a checkpoint meanwhile.
         if learner.validating and status.reading.is_learner_reporting:
@@ -216,7 +225,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             yield "held-out", f"{name.removeprefix('held-out ')} {held_out}"
         if config.run.folder_mirror:
             yield "mirror", _mirror_row(config)
-    if status.config is not None and state_of(status.reading).has_ended and status.lines:
+    if status.config is not None and has_ended and status.lines:
         yield from unsaved_rows(status.config.run.path, status.last_line["step"])
     waiting = waits_for(status.reading)
     if waiting and not status.reading.is_stalled:
@@ -253,20 +262,6 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "mirror": msgspec.to_builtins(None if config is None else read_mirror(config.run.path)),
         "scaling": msgspec.to_builtins(status.scaling),
     }
-
-
-def _buffer_row(stats: BufferStats) -> str:
-    books = stats.books
-    return (
-        f"{books.leased} leased, {books.buffered} buffered, {books.taken} taken, at most "
-        f"{stats.capacity}; {balance(books)}"
-    )
-
-
-def _ended_buffer_row(status: RunStatus) -> str:
-    if not state_of(status.reading).has_ended or status.books is None:
-        return "does not answer"
-    return "; ".join(value for _, value in books_rows(status.books))
 
 
 def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
@@ -315,7 +310,10 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--lines: is for --follow")
     if arguments.probe is not None:
         _require_folder(arguments.target, "--probe")
-        return _probe(arguments)
+        config = find_config(arguments.target)
+        fault = asyncio.run(_fault(config, arguments.probe, arguments.id))
+        print(fault or "healthy")
+        return 1 if fault else 0
     if not arguments.follow:
         return _print(asyncio.run(read_status(arguments.target)), as_record=arguments.json)
     if arguments.lines or not sys.stdout.isatty():
@@ -327,10 +325,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _require_folder(target: str, option: str) -> None:
-    """
-    Raises:
-        ConfigError: a URL is given.
-    """
     if "://" in target:
         raise ConfigError(f"{target}: {option} reads a run's folder: give that, or its config.yaml")
 
@@ -410,7 +404,7 @@ class _Followed:
         return screen(said, self._config, lines, table)
 
     async def _read(self, lines: Lines) -> RunStatus:
-        status = await (status_at(self._url) if self._config is None else status_of(self._config))
+        status = await (_status_at(self._url) if self._config is None else status_of(self._config))
         return dataclasses.replace(status, lines=lines[-RECENT:]) if lines else status
 
     def _lines(self) -> Lines:
@@ -436,43 +430,26 @@ def _has_ended(reading: Reading) -> bool:
     return reading.is_over and (is_finished or not reading.is_relaunched)
 
 
-def _probe(arguments: argparse.Namespace) -> int:
-    """The exit code."""
-    config = find_config(arguments.target)
-    fault = asyncio.run(_fault(config, arguments.probe, arguments.id))
-    print(fault or "healthy")
-    return 1 if fault else 0
-
-
 async def _fault(config: RunConfig, role: str, given: str | None) -> str:
     """What is wrong, as a sentence, or "".
 
     Raises:
         ConfigError: a generator without an id.
     """
-    match role:
-        case "learner":
-            return _of_learner(config)
-        case "generator" if given is None:
-            raise ConfigError("--id: is required for a generator and was not given")
-        case "generator":
-            stats, fault = await read_stats(config)
-            return fault if stats is None else _of_generator(stats, named_after_host(str(given)))
-        case _:
-            return (await read_stats(config))[1]
-
-
-def _of_generator(stats: BufferStats, generator_id: str) -> str:
+    if role == "learner":
+        reading = read_folder(config)
+        if reading.learner is None:
+            return f"no learner has reported in {config.run.path}"
+        age_s = reading.learner_age_s
+        said = f"the learner last reported {age_s:.0f} s ago"
+        return "" if reading.is_learner_reporting else said
+    if role == "generator" and given is None:
+        raise ConfigError("--id: is required for a generator and was not given")
+    stats, fault = await read_stats(config)
+    if stats is None or role == "buffer":
+        return fault
+    generator_id = named_after_host(str(given))
     states = {row.id: row.state for row in generator_rows(stats)}
     if generator_id not in states:
         return f"{generator_id} does not report to the buffer"
     return f"{generator_id} is silent" if "silent" in states[generator_id] else ""
-
-
-def _of_learner(config: RunConfig) -> str:
-    reading = read_folder(config)
-    if reading.learner is None:
-        return f"no learner has reported in {config.run.path}"
-    if reading.is_learner_reporting:
-        return ""
-    return f"the learner last reported {reading.learner_age_s:.0f} s ago"

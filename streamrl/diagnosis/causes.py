@@ -217,8 +217,8 @@ def _ended(stats: BufferStats) -> str:
 
 
 NOTHING_SCORED = (
-    "no group has been scored yet: mend the reward and launch again; `streamrl check --deep` "
-    "samples one group and scores it"
+    "no group has been scored yet: mend the reward and launch again; `streamrl check CONFIG "
+    "--deep` samples one group and scores it"
 )
 
 

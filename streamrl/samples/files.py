@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.durable_files import write_file
-from streamrl.samples.record import Sample, as_json
+from streamrl.samples.record import Sample
 
 SAMPLES_FILE = "samples.jsonl"
 OLDER_FILE = "samples.1.jsonl"
@@ -54,8 +54,7 @@ class SampleFile:
 
 
 def text_of(samples: Iterable[Sample]) -> str:
-    """A line for each."""
-    return "".join(json.dumps(as_json(s), ensure_ascii=False) + "\n" for s in samples)
+    return "".join(json.dumps(msgspec.to_builtins(s), ensure_ascii=False) + "\n" for s in samples)
 
 
 def write_validation(run: Path, policy_version: int, samples: Sequence[Sample], keep: int) -> Path:

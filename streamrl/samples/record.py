@@ -9,11 +9,10 @@ characters of a text are whose token's; one after the other they are the beginni
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import NDArray
@@ -130,11 +129,6 @@ class ImportanceWeights(Struct, frozen=True):
     min: float
     max: float
 
-    @classmethod
-    def of(cls, weights: NDArray[np.float32]) -> "ImportanceWeights":
-        """[response tokens], at least one."""
-        return cls(float(weights.mean()), float(weights.min()), float(weights.max()))
-
 
 class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of `samples.jsonl` or of a validation's file.
@@ -168,7 +162,6 @@ class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def response(self) -> str:
-        """All that the policy wrote."""
         return "\n".join(m.content for m in self.messages if m.role == POLICY)
 
     def without_markup(self) -> "Sample":
@@ -204,15 +197,23 @@ def sample_of(
     versions = trajectory.policy_versions[trajectory.response_mask]
     if weights is not None and len(weights) != len(versions):
         weights = None
+    used = None
+    if weights is not None:
+        used = ImportanceWeights(*map(float, (weights.mean(), weights.min(), weights.max())))
     text, messages = decoder.decode(prompt), tuple(_messages(rest, decoder.decode, weights))
     texts = (text, *(message.content for message in messages))
     return Sample(
         prompt=text,
         messages=messages,
         extracted=trajectory.extracted,
-        rewards=_by_name(trajectory.metrics),
+        # Without what they measured beside.
+        rewards={
+            name.removeprefix("reward/"): value
+            for name, value in trajectory.metrics.items()
+            if name.startswith("reward/") and name.count("/") == 1
+        },
         special_tokens=tuple(t for t in decoder.special_tokens if any(t in one for one in texts)),
-        importance_weights=None if weights is None else ImportanceWeights.of(weights),
+        importance_weights=used,
         reward=trajectory.reward,
         finish_reason=str(trajectory.finish_reason),
         num_response_tokens=trajectory.num_response_tokens,
@@ -220,18 +221,6 @@ def sample_of(
         newest_version=int(versions.max(initial=0)),
         **facts,
     )
-
-
-def _by_name(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those of the rewards, without what they measured beside."""
-    rewards = ((name.partition("/"), value) for name, value in metrics.items())
-    return {name: v for (group, _, name), v in rewards if group == "reward" and "/" not in name}
-
-
-def as_json(sample: Sample) -> dict[str, Any]:
-    """Of plain types, without what is not known."""
-    plain: dict[str, Any] = msgspec.to_builtins(sample)
-    return plain
 
 
 def _messages(

@@ -15,10 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from streamrl.config import RunConfig
 from streamrl.interfaces import Tracker
 from streamrl.samples.files import side_by_side
-from streamrl.samples.record import as_json
 from streamrl.tracking.dashboards import TensorboardTracker, TrackioTracker, WandbTracker
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 
@@ -107,7 +108,7 @@ class Trackers:
 
     def log_validation_samples(self, run: Path, policy_version: int) -> None:
         """To those that show tables; the responses are read in their thread."""
-        read = cache(lambda: [as_json(sample) for sample in side_by_side(run, num_versions=10)])
+        read = cache(lambda: [to_builtins(one) for one in side_by_side(run, num_versions=10)])
 
         def show(tracker: Tracker) -> None:
             if samples := read():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.display.view import read_wait
+from streamrl.cli.display.view import notes
 from streamrl.cli.main import main
 from streamrl.cli.status import read_status
 from streamrl.diagnosis import diagnose
@@ -112,7 +112,7 @@ def test_a_group_that_a_step_waits_for_is_named_while_others_are_finished(
         return str(json.loads(capsys.readouterr().out)["waits_for"])
 
     run.until(lambda: waits_for() != "")
-    run.until(lambda: " on generator-0: " in read_wait(run.folder))
+    run.until(lambda: " on generator-0: " in " ".join(notes(run.folder)))
     run.until(lambda: "due_group" in causes(run.folder))
     found = causes(run.folder)
     step = len(run.lines) + 1

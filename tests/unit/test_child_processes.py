@@ -249,10 +249,13 @@ def test_the_second_signal_kills_what_does_not_stop(launched: Launch):
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0)
         await launched.until("generator.ended")
+        states.update({one.role: one.state for one in launched.children})
         os.kill(os.getpid(), signal.SIGINT)
 
+    states: dict[str, str] = {}
     start_s = time.monotonic()
     assert launched.run({"learner": DEAF}, then=interrupt_twice) is signal.SIGINT
+    assert states["learner"] == "stopping"
     assert time.monotonic() - start_s < daemons.GRACE_PERIOD_S
     launched.assert_no_process_is_left()
 

@@ -23,7 +23,7 @@ from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS
 from streamrl.cli.buffer.audit import check_folder
 from streamrl.cli.display.numbers import sparkline, summary_rows, wait_shares
-from streamrl.cli.display.view import headline, read_wait, render
+from streamrl.cli.display.view import headline, notes, render
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.cli.report import write_page
@@ -159,7 +159,8 @@ def test_a_command_or_option_that_has_gone_says_where_it_is_now(capsys, name):
 
 def options_of(command: str) -> set[str]:
     parser = ArgumentParser()
-    COMMANDS[command].add_options(parser)
+    for add in COMMANDS[command].option_sets:
+        add(parser)
     return {option for action in parser._actions for option in action.option_strings}
 
 
@@ -570,11 +571,12 @@ def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path):
         content = msgspec.to_builtins(status, str_keys=True)
         (tmp_path / "learner.json").write_text(json.dumps(content))
 
-    assert read_wait(tmp_path) == ""
+    assert notes(tmp_path) == []
     write(time_s=time.time())
-    assert read_wait(tmp_path) == "step 31 waits for prompt 812"
+    assert notes(tmp_path) == ["step 31 waits for prompt 812"]
     write(time_s=time.time() - 60.0)
-    assert read_wait(tmp_path) == ""
+    (silence,) = notes(tmp_path)
+    assert silence == "the learner has not reported for 60 s; its last report: waits for groups"
 
 
 def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
@@ -602,13 +604,19 @@ def test_the_report_is_drawn_from_the_metrics(tmp_path):
 def test_a_sparkline_shows_the_shape():
     assert sparkline([]) == ""
     assert sparkline([0.0, 0.5, 1.0]) == " ▄█"
+    assert sparkline([-1.0, -0.5, 0.0]) == sparkline([-1.0, 0.0, 1.0]) == " ▄█"
+    assert sparkline([0.0]) == " "
     assert len(sparkline(list(range(1000)))) <= 60
 
 
-@pytest.mark.parametrize(("command", "wanted"), [("learner", "1"), ("status", None)])
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [("learner", ["1", None]), ("status", [None, None]), ("get-model", ["1", "1"])],
+)
 def test_progress_bars_of_libraries_stay_out_of_logs(monkeypatch, command, wanted):
-    variable = "HF_HUB_DISABLE_PROGRESS_BARS"
-    monkeypatch.setenv(variable, "to be restored")
-    monkeypatch.delenv(variable)
+    variables = ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
+    for variable in variables:
+        monkeypatch.setenv(variable, "to be restored")
+        monkeypatch.delenv(variable)
     assert main([command, "nothing.yaml"]) == 2
-    assert os.environ.get(variable) == wanted
+    assert [os.environ.get(variable) for variable in variables] == wanted

@@ -93,11 +93,11 @@ async def test_a_run_in_redis_has_a_daemon_at_an_address_of_its_own(tmp_path):
         address_beside("redis://nowhere.invalid:6379/0")
 
 
-def test_a_run_in_its_folder_has_nothing_to_forget_elsewhere(tmp_path):
+async def test_a_run_in_its_folder_has_nothing_to_forget_elsewhere(tmp_path):
     configured(tmp_path, "zmq://127.0.0.1:1")
     given = argparse.Namespace(file=str(tmp_path / "run.yaml"), config=None, overrides=[])
     with pytest.raises(ConfigError, match="streamrl launch --new moves it aside"):
-        running.books(given)
+        await running.books(given)
 
 
 def test_who_needs_no_redis_does_not_import_it():

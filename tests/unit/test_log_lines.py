@@ -1,5 +1,6 @@
 """Every line of a log in JSON is one object, whoever wrote it."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.log_lines import FORMAT_VARIABLE
+from streamrl.log_lines import FORMAT_VARIABLE, LineWriter
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 
@@ -54,6 +55,17 @@ def run_daemon(folder: Path, *arguments: str) -> list[dict[str, object]]:
         timeout=120,
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_long_text_without_a_line_end_stays_in_its_order():
+    written = io.StringIO()
+    writer = LineWriter(written, "learner", "stdout")
+    writer.write("a" * 70_000)
+    writer.write("b" * 70_000)
+    writer.finish()
+    messages = [json.loads(line)["message"] for line in written.getvalue().splitlines()]
+    assert "".join(messages) == "a" * 70_000 + "b" * 70_000
+    assert max(map(len, messages)) <= 2**16
 
 
 def test_all_that_a_daemon_writes_is_json(tmp_path):

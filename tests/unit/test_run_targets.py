@@ -182,8 +182,11 @@ def test_status_says_how_the_launch_ended(
     with pytest.raises(RolloutError), reported(config, launch, Console()):
         raise RolloutError(sentence)
     summary = capsys.readouterr().out
-    assert "launch failed" in summary
+    # The launch says it last.
+    assert "launch failed" not in summary
     assert "runs/run/report.html" in summary
+    assert main(["report", "runs/run"]) == 0
+    assert "launch failed" in capsys.readouterr().out
     assert (config.run.path / "report.html").exists()
     assert main(["status", "runs/run"]) == 1
     assert capsys.readouterr().out.splitlines()[1] == f"! failed: {sentence}"

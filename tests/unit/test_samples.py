@@ -18,7 +18,6 @@ from streamrl.cli.main import main
 from streamrl.cli.report import page_data, write_page
 from streamrl.cli.samples import chosen, rendered
 from streamrl.config import to_yaml
-from streamrl.samples import Message, Sample, sample_of
 from streamrl.samples.files import (
     SampleFile,
     newest_first,
@@ -32,9 +31,11 @@ from streamrl.samples.files import (
 from streamrl.samples.record import (
     MAX_TOKENS,
     Decoder,
-    as_json,
+    Message,
+    Sample,
     piece_lengths,
     printable,
+    sample_of,
     without_markup,
 )
 from streamrl.tracking.dashboards import HELD_OUT, TRAINED, columns_of, markdown_table, rows
@@ -119,7 +120,7 @@ def test_a_sample_has_the_extracted_answer_each_reward_and_the_special_tokens_th
     assert "<|im_start|>" in sample.prompt
     plain = sample.without_markup()
     assert (plain.prompt, plain.response) == ("word1", "word2 word3")
-    line = json.dumps(as_json(structs.replace(sample, extracted="")))
+    line = json.dumps(msgspec.to_builtins(structs.replace(sample, extracted="")))
     assert msgspec.json.decode(line, type=Sample).extracted == ""
 
 
@@ -249,13 +250,13 @@ def test_the_rows_of_a_table_have_one_cell_a_column_and_bounded_texts():
 
 
 def test_a_table_has_what_was_expected_what_was_read_each_reward_and_no_markup():
-    line = as_json(make_marked(rewards={"math": 0.0, "format": 1.0}))
+    line = msgspec.to_builtins(make_marked(rewards={"math": 0.0, "format": 1.0}))
     columns = columns_of(HELD_OUT, [line])
     ((index, prompt, answer, version, *response),) = rows(columns, [line])
     assert columns[-3:] == ["reward", "reward/math", "reward/format"]
     assert (index, prompt, answer, version) == (3, "What is 4 + 5?", "9", 0)
     assert response == ["so 7", "7", 0.0, 0.0, 1.0]
-    alone = as_json(make_marked(rewards={"math": 0.0}))
+    alone = msgspec.to_builtins(make_marked(rewards={"math": 0.0}))
     assert columns_of(TRAINED, [alone]) == list(TRAINED)
 
 
@@ -278,6 +279,17 @@ def test_the_page_and_the_live_view_show_what_was_read_and_no_markup(tmp_path):
     said = shown([newest_sample(config.run.path)])
     assert "expected 9, extracted 7, math 0, format 1" in said
     assert "<|im" not in said
+
+
+def test_the_page_shows_different_prompts_of_the_newest_steps(tmp_path):
+    config = make_run(tmp_path)
+    file = SampleFile(config.run.path, 1, 10**6)
+    groups = [(step, prompt) for step in range(1, 21) for prompt in (2 * step, 2 * step + 1)]
+    for step, prompt in groups:
+        file.append([make_sample(step, prompt_index=prompt, sibling=i) for i in range(8)])
+    (section,) = page_data(config, [])["samples"]
+    titles = [sample["title"] for sample in section["samples"]]
+    assert titles == [f"step {s}, prompt {p}, reward 0" for s, p in reversed(groups)][:24]
 
 
 def test_the_files_are_bounded_and_lose_the_oldest_samples(tmp_path):
@@ -400,7 +412,7 @@ def test_each_token_that_the_policy_wrote_has_its_weight():
     ]
     assert sample.importance_weights is not None
     assert sample.importance_weights.max == pytest.approx(2.00049)
-    line = as_json(sample)
+    line = msgspec.to_builtins(sample)
     assert line["messages"][1] == {"role": "environment", "content": "re"}
     assert msgspec.json.decode(json.dumps(line).encode(), type=Sample) == sample
 

@@ -13,9 +13,9 @@ from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from learners import status_reporter as module
 from learners.status_reporter import StatusReporter
-from streamrl.cli.display.view import read_wait
 from streamrl.config.validation import ValidationSettings
 from streamrl.errors import TransportError
+from streamrl.run_folder import read_learner
 from streamrl.types import (
     BufferStats,
     GeneratorStatus,
@@ -128,17 +128,22 @@ async def test_the_file_names_the_group_that_is_waited_for_until_the_wait_ends(
     assert not await buffer.take(2, 1, 0.0)
     reporter = make_reporter(tmp_path, buffer)
     reporter.set_activity(LearnerActivity.WAITING, policy_version=1, learner_term=1)
-    await reporting(reporter, lambda: read_wait(tmp_path / "run") != "")
-    assert read_wait(tmp_path / "run").startswith("no generator reports to the buffer, for 0 s")
+
+    def waits_for() -> str:
+        learner = read_learner(tmp_path / "run")
+        return "" if learner is None else learner.waits_for
+
+    await reporting(reporter, lambda: waits_for() != "")
+    assert waits_for().startswith("no generator reports to the buffer, for 0 s")
     await buffer.heartbeat(
         GeneratorStatus(generator_id="gen-2", session="of gen-2", policy_version=1)
     )
-    await reporting(reporter, lambda: "prompt" in read_wait(tmp_path / "run"))
-    assert read_wait(tmp_path / "run").startswith(
+    await reporting(reporter, lambda: "prompt" in waits_for())
+    assert waits_for().startswith(
         f"step 2 waits for prompt {slow.prompt_index}, which no generator reports"
     )
     reporter.set_activity(LearnerActivity.COMPUTING)
-    await reporting(reporter, lambda: read_wait(tmp_path / "run") == "")
+    await reporting(reporter, lambda: waits_for() == "")
 
 
 async def test_an_unreachable_buffer_is_the_finding(tmp_path, caplog):

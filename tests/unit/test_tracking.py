@@ -20,8 +20,8 @@ import wandb
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
-from streamrl.samples import Sample
 from streamrl.samples.files import write_validation
+from streamrl.samples.record import Sample
 from streamrl.tracking import Trackers, open_trackers
 from streamrl.tracking.dashboards import FINISH_S, HELD_OUT, TrackioTracker
 from streamrl.tracking.jsonl import JsonlTracker, read_metrics

@@ -1,4 +1,4 @@
-"""Every command of `streamrl`: a new one is a line of commands.csv, a set of options in
+"""Every command of `streamrl`: a new one is a line of commands.csv, sets of options in
 `streamrl.cli.arguments.options`, and a module.
 
 `buffer drain` and the like are verbs of `buffer`, of which its own help tells. A command or an
@@ -29,17 +29,16 @@ class Command:
 
     entry: str
     summary: str
-    add_options: Callable[[ArgumentParser], None]
+    option_sets: Sequence[Callable[[ArgumentParser], None]]
     imports_much: bool = False
 
 
 def _read() -> dict[str, dict[str, Command]]:
-    """The commands by their groups."""
     groups: dict[str, dict[str, Command]] = {}
     text = (resources.files("streamrl.cli.arguments") / "commands.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
-        add_options = getattr(options, row["options"])
-        command = Command(row["entry"], row["summary"], add_options, bool(row["imports_much"]))
+        sets = [getattr(options, name) for name in row["options"].split()]
+        command = Command(row["entry"], row["summary"], sets, bool(row["imports_much"]))
         groups.setdefault(row["group"], {})[row["name"]] = command
     return groups
 
@@ -131,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(entry=command.entry, imports_much=command.imports_much)
-        command.add_options(sub)
+        for add in command.option_sets:
+            add(sub)
     return parser
 
 

@@ -46,6 +46,8 @@ from streamrl.tracking.jsonl import METRICS_FILE, TRAINED_FILE, read_metrics
 from streamrl.types import Books, LearnerActivity, OverduePolicy
 from streamrl.types.index_ranges import members
 
+Line: TypeAlias = Mapping[str, Any]
+
 
 def event_faults(
     events: EventAudit,
@@ -74,7 +76,7 @@ def event_faults(
         yield f"finished in the newest checkpoint, and the buffer would lend them again: {again}"
 
 
-def staleness_faults(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _staleness_faults(lines: Sequence[Line]) -> Iterator[str]:
     """A sentence for each step with a token that the bound excludes."""
     for line in _known(lines):
         version, bound = line["step"] - 1, line["max_staleness"]
@@ -86,7 +88,7 @@ def staleness_faults(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{of} {newest}, {newest - version} ahead; buffer.max_staleness was {bound}"
 
 
-def staleness_finding(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _staleness_finding(lines: Sequence[Line]) -> Iterator[str]:
     """The furthest tokens of all steps, either way, in a line; none without versions."""
     known = list(_known(lines))
     if not known:
@@ -102,11 +104,8 @@ def staleness_finding(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from (f"step {line['step']} steered the bound {line['steered']}" for line in steered)
 
 
-def _known(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _known(lines: Sequence[Line]) -> Iterator[Line]:
     return (line for line in lines if "newest_version" in line)
-
-
-Line: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def check_folder(
         faults += _step_faults(name, lines, first, version if last_step is None else last_step)
     faults += _balance_faults(metrics, read_json(folder / BOOKS_FILE))
     faults += _batch_faults(trained, groups_per_step)
-    faults += staleness_faults(trained)
+    faults += _staleness_faults(trained)
     if last_step is not None and version != last_step:
         of = "none" if checkpoint is None else version
         faults.append(f"the last checkpoint is of version {of}, not of {last_step}")
@@ -152,8 +151,14 @@ def check_folder(
         faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
     if events is not None:
         faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
-    sums = [*_finding(steps, checkpoint), *staleness_finding(trained)]
-    return RunAudit((*sums, *_other_rows(folder), *_abandoned(folder)), tuple(faults))
+    sums = [*_finding(steps, checkpoint), *_staleness_finding(trained)]
+    sums += _other_rows(folder)
+    for one in read_abandoned(folder):
+        sums.append(
+            f"abandoned after step {one.policy_version}: the checkpoints at version "
+            f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
+        )
+    return RunAudit(tuple(sums), tuple(faults))
 
 
 def _newest(folder: Path) -> tuple[Found, list[str]]:
@@ -197,7 +202,6 @@ def _prompt_faults(
 ) -> Iterator[str]:
     """Where the trained prompts and the books of the newest checkpoint do not fit."""
     books, version = checkpoint.books, checkpoint.policy_version
-    before = checkpoint.history.finished_before
     inside = {p for step, prompts in steps.items() if step <= version for p in prompts}
     beyond = {p for step, prompts in steps.items() if step > version for p in prompts}
     if not books.balanced:
@@ -210,19 +214,18 @@ def _prompt_faults(
     if again := sorted(beyond & set(members(finished(books)))):
         yield f"trained after version {version}, yet finished in its checkpoint: {again}"
     ended = _ended_untrained(steps, checkpoint)
-    if len(ended) > (dropped := _dropped_for_good(books)):
+    # Also those that an abandoned history has dropped, and that were granted again since.
+    dropped = sum(count for reason, count in books.dropped.items() if not reason.returns_prompt)
+    if len(ended) > dropped:
         yield (
             f"prompts are lost: neither trained nor open: {sorted(ended)}; the books count "
             f"{dropped} dropped for good"
         )
-    yield from _count_faults(books, len(inside), is_exact=not (before or has_rewound))
-
-
-def _count_faults(books: Books, num_trained: int, *, is_exact: bool) -> Iterator[str]:
-    """The books also count the groups that an abandoned history has trained."""
+    # The books also count the groups that an abandoned history has trained.
+    is_exact = not (checkpoint.history.finished_before or has_rewound)
     counted = books.acknowledged + books.trained
-    if counted < num_trained or (is_exact and counted > num_trained):
-        yield f"the books count {counted} trained groups; {TRAINED_FILE} names {num_trained}"
+    if counted < len(inside) or (is_exact and counted > len(inside)):
+        yield f"the books count {counted} trained groups; {TRAINED_FILE} names {len(inside)}"
 
 
 def _may_count_twice(books: Books, events: EventAudit | None) -> bool:
@@ -241,11 +244,6 @@ def _ended_untrained(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint)
     trained = {p for step, prompts in steps.items() if step <= version for p in prompts}
     ended = trained.union(books.open_prompt_indices, members(checkpoint.history.finished_before))
     return set(range(books.next_prompt_index)) - ended
-
-
-def _dropped_for_good(books: Books) -> int:
-    """Also those that an abandoned history has dropped, and that were granted again since."""
-    return sum(count for reason, count in books.dropped.items() if not reason.returns_prompt)
 
 
 def _finding(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint | None) -> Iterator[str]:
@@ -272,14 +270,6 @@ def _other_rows(folder: Path) -> Iterator[str]:
         yield (
             f"the data changed before prompt {after.first_prompt_index} (data.changed: allow): "
             f"{then} until there, then an epoch of {now} began"
-        )
-
-
-def _abandoned(folder: Path) -> Iterator[str]:
-    for one in read_abandoned(folder):
-        yield (
-            f"abandoned after step {one.policy_version}: the checkpoints at version "
-            f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
         )
 
 
@@ -324,11 +314,9 @@ def _last_step(folder: Path) -> int | None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    audit = audit_run(_folder(arguments.folder))
+    target = arguments.folder
+    # A folder is audited as it stands, since a journal alone says enough.
+    folder = Path(target) if Path(target).is_dir() else find_run(target).run.path
+    audit = audit_run(folder)
     print("\n".join(audit.lines()))
     return 1 if audit.faults else 0
-
-
-def _folder(target: str) -> Path:
-    """A folder is audited as it stands, since a journal alone says enough."""
-    return Path(target) if Path(target).is_dir() else find_run(target).run.path

@@ -15,10 +15,9 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
-from rich.console import Console
 
 from streamrl.checkpoints.find import require_new_run
 from streamrl.cli.buffer.target import open_running, read_folder
@@ -33,16 +32,9 @@ from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import find_config
 from streamrl.types import BufferStats, SchedulingState
 
-_POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class DrainProgress:
-    """One reading of a drain: how it ended, or what it still waits for."""
-
-    waiting_for: str = ""
-    result: str = ""
-    exit_code: int = 0
+_POLL_S, _BOOKS_S = 0.5, 5.0
+Progress: TypeAlias = tuple[str, int | None]
+"""Of a drain: how it ended and its exit code, or what it still waits for and None."""
 
 
 async def show(arguments: argparse.Namespace) -> int:
@@ -77,23 +69,22 @@ async def drain_generator(arguments: argparse.Namespace) -> int:
         await buffer.set_scheduling_state(generator_id, SchedulingState.DRAINING)
         session = _session(await buffer.stats(), generator_id)
 
-        async def read() -> DrainProgress:
-            return _progress(await buffer.stats(), generator_id, session)
+        async def read() -> Progress:
+            return _generator_progress(await buffer.stats(), generator_id, session)
 
-        return await wait_until_drained(read, arguments.deadline)
+        return await _wait_until_drained(read, arguments.deadline)
 
 
-def _progress(stats: BufferStats, generator_id: str, session: str | None) -> DrainProgress:
+def _generator_progress(stats: BufferStats, generator_id: str, session: str | None) -> Progress:
     """`session` is that of the process to leave: another one of this id has taken its place."""
     current = _session(stats, generator_id)
-    if current is None:
-        return DrainProgress(result=f"{generator_id} has left")
-    if generator_id not in stats.scheduling_states:
-        if current != session:
-            return DrainProgress(result=f"{generator_id} has left")
-        return DrainProgress(result=f"the drain of {generator_id} was undone", exit_code=1)
+    is_drained_still = generator_id in stats.scheduling_states
+    if current is None or (current != session and not is_drained_still):
+        return f"{generator_id} has left", 0
+    if not is_drained_still:
+        return f"the drain of {generator_id} was undone", 1
     row = next(row for row in generator_rows(stats) if row.id == generator_id)
-    return DrainProgress(waiting_for=f"{generator_id}: {row.state}, {row.num_leases} leases")
+    return f"{generator_id}: {row.state}, {row.num_leases} leases", None
 
 
 def _session(stats: BufferStats, generator_id: str) -> str | None:
@@ -101,24 +92,22 @@ def _session(stats: BufferStats, generator_id: str) -> str | None:
     return next(sessions, None)
 
 
-async def wait_until_drained(
-    read: Callable[[], Awaitable[DrainProgress]], deadline_s: float
-) -> int:
+async def _wait_until_drained(read: Callable[[], Awaitable[Progress]], deadline_s: float) -> int:
     """Read until the drain has ended; its exit code.
 
     Waits `deadline_s` at most; prints what the drain waits for whenever that changes.
     """
     deadline, printed = time.monotonic() + deadline_s, ""
     while True:
-        progress = await read()
-        if progress.result:
-            print(progress.result)
-            return progress.exit_code
+        sentence, code = await read()
+        if code is not None:
+            print(sentence)
+            return code
         if time.monotonic() >= deadline:
-            print(f"not drained within {deadline_s:g} s: {progress.waiting_for}")
+            print(f"not drained within {deadline_s:g} s: {sentence}")
             return 1
-        if progress.waiting_for != printed:
-            printed = progress.waiting_for
+        if sentence != printed:
+            printed = sentence
             print(f"waiting for {printed}")
         await asyncio.sleep(_POLL_S)
 
@@ -126,43 +115,31 @@ async def wait_until_drained(
 async def drain(arguments: argparse.Namespace) -> int:
     config = None if "://" in arguments.target else find_config(arguments.target)
     async with open_running(arguments.target) as buffer:
-        return await wait_until_drained(lambda: _request(buffer, config), arguments.deadline)
+        return await _wait_until_drained(lambda: _request(buffer, config), arguments.deadline)
 
 
-async def _request(buffer: TrajectoryBuffer, config: RunConfig | None) -> DrainProgress:
+async def _request(buffer: TrajectoryBuffer, config: RunConfig | None) -> Progress:
     """Each reading requests the drain again, since a learner that attaches ends it."""
     await buffer.drain()
     stats = await buffer.stats()
-    if stats.in_flight == 0 or (stats.finished and stats.books.leased == 0):
-        return DrainProgress(result=f"drained at version {stats.policy_version}: {_kept(stats)}")
-    if config is not None and stats.books.leased == 0 and _learner_has_ended(config):
-        return DrainProgress(
-            result=f"{stats.in_flight} groups wait and no learner takes them: start one with "
-            f"`streamrl learner --config {config.run.path / RESOLVED_FILE} --resume`",
-            exit_code=1,
-        )
-    return DrainProgress(waiting_for=_holders(stats))
-
-
-def _learner_has_ended(config: RunConfig) -> bool:
-    reading = read_folder(config)
-    return reading.is_over and not reading.is_relaunched
-
-
-def _holders(stats: BufferStats) -> str:
-    """Who holds the groups in flight."""
     books = stats.books
+    if stats.in_flight == 0 or (stats.finished and books.leased == 0):
+        kept = "every group is trained or dropped, and none is kept"
+        if books.trained:
+            kept = f"{books.trained} trained groups are kept until the learner's next checkpoint"
+        return f"drained at version {stats.policy_version}: {kept}", 0
+    if config is not None and books.leased == 0:
+        reading = read_folder(config)
+        if reading.is_over and not reading.is_relaunched:
+            return (
+                f"{stats.in_flight} groups wait and no learner takes them: start one with "
+                f"`streamrl learner --config {config.run.path / RESOLVED_FILE} --resume`"
+            ), 1
     holders = ", ".join(f"{s.generator_id} {len(s.lease_ids)}" for s in stats.generators)
     return (
         f"{books.leased} leased ({holders or 'no generator reports'}), {books.buffered} buffered "
         f"and {books.taken} taken (the learner, at version {stats.policy_version})"
-    )
-
-
-def _kept(stats: BufferStats) -> str:
-    if stats.books.trained:
-        return f"{stats.books.trained} trained groups are kept until the learner's next checkpoint"
-    return "every group is trained or dropped, and none is kept"
+    ), None
 
 
 async def inspect(arguments: argparse.Namespace) -> int:
@@ -170,18 +147,15 @@ async def inspect(arguments: argparse.Namespace) -> int:
         before = await buffer.stats()
         await asyncio.sleep(arguments.interval)
         after = await buffer.stats()
-    console = Console(soft_wrap=True)
-    for name, value in inspect_rows(before, after, arguments.interval):
-        console.print(f"{name:<10}{value}", highlight=False)
+    for name, value in _rows(before, after, arguments.interval):
+        print(f"{name:<10}{value}")
     print_generators(after)
     return 0 if after.books.balanced else 1
 
 
-def inspect_rows(
-    before: BufferStats, after: BufferStats, interval_s: float
-) -> Iterator[tuple[str, str]]:
+def _rows(before: BufferStats, after: BufferStats, interval_s: float) -> Iterator[tuple[str, str]]:
     """Name and value of each line; rates are those between the two readings."""
-    books = after.books
+    books, earlier = after.books, before.books
     yield "version", f"{after.policy_version} (incarnation {after.incarnation[:12]})"
     yield "in flight", f"{after.in_flight} groups, at most {after.capacity}; {_admission(after)}"
     yield from books_rows(books)
@@ -189,10 +163,11 @@ def inspect_rows(
         behind = after.policy_version - after.oldest_version
         yield "oldest", f"version {after.oldest_version}, {behind} behind the learner"
     yield "bytes", f"{after.num_bytes:,}"
+    trained, trained_before = (of.trained + of.acknowledged for of in (books, earlier))
     rates = (
-        ("leased", books.granted - before.books.granted),
-        ("trained", _num_trained(after) - _num_trained(before)),
-        ("dropped", sum(books.dropped.values()) - sum(before.books.dropped.values())),
+        ("leased", books.granted - earlier.granted),
+        ("trained", trained - trained_before),
+        ("dropped", sum(books.dropped.values()) - sum(earlier.dropped.values())),
     )
     per_s = max(interval_s, 1e-3)
     yield "rates", ", ".join(f"{count / per_s:.1f} {name}/s" for name, count in rates)
@@ -210,14 +185,7 @@ def _admission(stats: BufferStats) -> str:
     return f"learner {stats.books.learner_term} attached"
 
 
-def _num_trained(stats: BufferStats) -> int:
-    return stats.books.trained + stats.books.acknowledged
-
-
-_BOOKS_S = 5.0
-
-
-def books(arguments: argparse.Namespace) -> int:
+async def books(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     if config.buffer.binds_url:
         raise ConfigError(
@@ -225,15 +193,14 @@ def books(arguments: argparse.Namespace) -> int:
             "streamrl launch --new moves it aside"
         )
     require("buffer.url: redis://", "redis")
-    asyncio.run(_forget(config) if arguments.forget else _require_none(config))
+    await (_forget(config) if arguments.forget else _require_none(config))
     return 0
 
 
 async def _require_none(config: RunConfig) -> None:
     from buffers.redis.journal_storage import read_snapshot
 
-    deadline_s = _deadline_s(config)
-    url, run = config.buffer.secret_url, config.run.name
+    url, run, deadline_s = config.buffer.secret_url, config.run.name, _deadline_s(config)
     snapshot = await read_snapshot(url, run, deadline_s=deadline_s)
     require_new_run(config, snapshot.learner_term, snapshot.version)
 

@@ -38,7 +38,11 @@ async def open_buffer(target: str | RunConfig) -> AsyncIterator[TrajectoryBuffer
     Raises:
         ConfigError: the target names no run, or several.
     """
-    buffer = _client(target)
+    if isinstance(target, RunConfig):
+        buffer = connect(target)
+    else:
+        require_url(target)
+        buffer = ZmqBuffer(target, deadline_s=_DEADLINE_S)
     try:
         yield buffer
     finally:
@@ -55,7 +59,14 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
     """
     config = None if "://" in target else find_config(target)
     if config is not None:
-        await require_running(config)
+        reading = read_folder(config)
+        state = state_of(reading)
+        is_over = state is RunState.FINISHED or (
+            state is not RunState.RUNNING and not await is_listening(config.buffer.url)
+        )
+        if is_over:
+            how = outcome(reading) or "no learner has reported, and nothing listens at buffer.url"
+            raise StreamRLError(f"no process of {config.run.path} is running: {how}")
         deadline_s = min(_DEADLINE_S, config.buffer.deadline_s)
         config = config.with_values(buffer={"deadline_s": deadline_s})
     else:
@@ -77,17 +88,6 @@ async def read_stats(target: str | RunConfig) -> tuple[BufferStats | None, str]:
 
 def _absence(url: str) -> str:
     return f"nothing listens at {url}: the buffer is not running"
-
-
-async def require_running(config: RunConfig) -> None:
-    """Raises StreamRLError, with how it ended, if the run has ended and its buffer is gone."""
-    reading = read_folder(config)
-    state = state_of(reading)
-    if state is RunState.RUNNING:
-        return
-    if state is RunState.FINISHED or not await is_listening(config.buffer.url):
-        how = outcome(reading) or "no learner has reported, and nothing listens at buffer.url"
-        raise StreamRLError(f"no process of {config.run.path} is running: {how}")
 
 
 def read_folder(config: RunConfig) -> Reading:
@@ -151,10 +151,3 @@ async def is_listening(url: str) -> bool:
         return False
     writer.close()
     return True
-
-
-def _client(target: str | RunConfig) -> TrajectoryBuffer:
-    if isinstance(target, RunConfig):
-        return connect(target)
-    require_url(target)
-    return ZmqBuffer(target, deadline_s=_DEADLINE_S)

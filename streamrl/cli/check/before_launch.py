@@ -19,6 +19,7 @@ from pathlib import Path
 
 from streamrl.config.loading.load import config_file, load_usable
 from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_of
+from streamrl.findings import Severity
 
 _REFUSED = "streamrl check: "
 
@@ -69,9 +70,20 @@ def _check(file: str, overrides: Sequence[str], errors: Path) -> None:
     with errors.open("wb") as output:
         os.dup2(output.fileno(), 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # Imported here, so that the launcher imports none of it.
+    from streamrl.cli.check.command import machine_problems, refusals, run_findings
+
     code = 0
     try:
-        _require(file, overrides)
+        loaded, refused = load_usable(file, overrides)
+        found = [*machine_problems(loaded.config.run.path), *run_findings(loaded, refused)]
+        problems = refusals(found)
+        for finding in found:
+            if finding.severity is not Severity.OK and str(finding) not in problems:
+                remedy = f"; {finding.remedy}" if finding.remedy else ""
+                print(f"warning: {finding}{remedy}", file=sys.stderr)
+        if problems:
+            raise ConfigError("\n".join(problems))
     except (StreamRLError, ImportError) as error:
         print(f"{_REFUSED}{error}", file=sys.stderr)
         code = exit_code_of(error)
@@ -79,19 +91,3 @@ def _check(file: str, overrides: Sequence[str], errors: Path) -> None:
     sys.stderr.flush()
     # Not sys.exit, which waits for threads and processes that a user's file has started.
     os._exit(code)
-
-
-def _require(file: str, overrides: Sequence[str]) -> None:
-    """Imported here, so that the launcher imports none of it."""
-    from streamrl.cli.check.command import machine_problems, refusals, run_findings
-    from streamrl.findings import Severity
-
-    loaded, refused = load_usable(file, overrides)
-    found = [*machine_problems(loaded.config.run.path), *run_findings(loaded, refused)]
-    problems = refusals(found)
-    for finding in found:
-        if finding.severity is not Severity.OK and str(finding) not in problems:
-            remedy = f"; {finding.remedy}" if finding.remedy else ""
-            print(f"warning: {finding}{remedy}", file=sys.stderr)
-    if problems:
-        raise ConfigError("\n".join(problems))

@@ -24,9 +24,9 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from actors.sandbox.isolation import KINDS, why_not
 from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
 from streamrl.cli.check.machine import (
-    ask_sandbox,
     check_disk,
     check_isolation,
     check_machine,
@@ -40,7 +40,6 @@ from streamrl.cli.check.packages import (
     check_extras,
     check_packages,
     check_torch,
-    driver_gpus,
     needed_packages,
 )
 from streamrl.cli.check.settings import (
@@ -54,10 +53,11 @@ from streamrl.cli.check.settings import (
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.addresses import is_loopback
-from streamrl.config.loading.load import config_file, configuration, load_usable
+from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
 from streamrl.findings import CONFIGURATION, Area, Finding, Severity
+from streamrl.placement.hosts import driver_devices, is_rocm
 from streamrl.run_folder import held_run
 
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
@@ -82,10 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not any((arguments.file, arguments.config, arguments.overrides, arguments.deep)):
         # Nothing is given that is about a run.
         found = list(machine_findings(RunSettings().folder))
-        if arguments.json:
-            _print_json(found)
-        else:
-            _print(found, is_brief=arguments.quiet)
+        _print(found, is_brief=arguments.quiet, is_json=arguments.json)
         return _exit_code(found)
     loaded, refused = load_usable(config_file(arguments), arguments.overrides)
     config = loaded.config
@@ -100,18 +97,15 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("\n".join(problems))
     of_machine = machine_findings(config.run.path, has_journal=has_journal, is_alone=is_alone)
     found = [*of_machine, *of_run]
-    if arguments.json:
-        _print_json(found)
-        return _exit_code(found)
-    if arguments.quiet or arguments.deep:
-        _print(found, is_brief=True)
+    if arguments.json or arguments.quiet or arguments.deep:
+        _print(found, is_brief=True, is_json=arguments.json)
     else:
         print(render(loaded, with_defaults=arguments.all))
         _print(found, is_brief=not arguments.all, prefix="# ")
     if arguments.deep:
         from streamrl.cli.check.deep import sample_one_group
 
-        return sample_one_group(configuration(arguments).config)
+        return sample_one_group(config)
     return _exit_code(found)
 
 
@@ -123,8 +117,9 @@ def machine_findings(
     that imports torch, and for two programs."""
     yield from check_machine(read_machine(), is_alone=is_alone)
     yield from check_packages(needed_packages())
-    yield from check_torch(ask_torch(), driver_gpus())
-    yield from check_isolation(ask_sandbox())
+    # The driver does not count the GPUs of ROCm.
+    yield from check_torch(ask_torch(), None if is_rocm() else len(driver_devices()))
+    yield from check_isolation({kind: why_not(kind) for kind in KINDS})
     yield from check_disk(read_disk(Path(folder)), has_journal=has_journal)
 
 
@@ -142,11 +137,19 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
     Runs the user's files, whose output goes to standard error.
     """
     lines = () if refused is None else str(refused).splitlines()
+    found: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr):
-        found = [_located(finding, loaded) for finding in _of_run(loaded)]
+        for check in _OF_RUN:
+            found += CONFIGURATION.up_to_refusal(check(loaded.config))
+        found += check_secrets(loaded.config, loaded.origins.get("buffer.url"))
     said = {finding.sentence for finding in found}
-    others = [CONFIGURATION.problem(line) for line in lines if line not in said]
-    return list(dict.fromkeys([*others, *found]))
+    all_found = [CONFIGURATION.problem(line) for line in lines if line not in said]
+    for finding in found:
+        if finding.severity is not Severity.OK:
+            where = loaded.origins.get(finding.cause, "")
+            finding = msgspec.structs.replace(finding, where=where)
+        all_found.append(finding)
+    return list(dict.fromkeys(all_found))
 
 
 def refusals(found: Sequence[Finding]) -> list[str]:
@@ -165,25 +168,14 @@ def _exit_code(found: Sequence[Finding]) -> int:
     return EXIT_CRASHED if is_broken else 0
 
 
-def _of_run(loaded: LoadedConfig) -> Iterator[Finding]:
-    for check in _OF_RUN:
-        yield from CONFIGURATION.up_to_refusal(check(loaded.config))
-    yield from check_secrets(loaded.config, loaded.origins.get("buffer.url"))
-
-
-def _located(finding: Finding, loaded: LoadedConfig) -> Finding:
-    if finding.severity is Severity.OK:
-        return finding
-    return msgspec.structs.replace(finding, where=loaded.origins.get(finding.cause, ""))
-
-
-def _print_json(found: Sequence[Finding]) -> None:
-    print(json.dumps(msgspec.to_builtins(found)))
-
-
-def _print(found: Sequence[Finding], *, is_brief: bool = False, prefix: str = "") -> None:
+def _print(
+    found: Sequence[Finding], *, is_brief: bool, is_json: bool = False, prefix: str = ""
+) -> None:
     """By area; `is_brief` leaves out what is in order. The prefix makes comments of all lines, of
     which the last one counts."""
+    if is_json:
+        print(json.dumps(msgspec.to_builtins(found)))
+        return
     shown = [f for f in found if not (is_brief and f.severity is Severity.OK)]
     console = Console(soft_wrap=True, highlight=False)
     with console.capture() as captured:

@@ -31,7 +31,7 @@ from actors.prompts.tasks import TASKS
 from actors.rendering.messages import template_errors
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row
-from actors.sandbox.isolation import Isolation, IsolationChoice, choose, why_not
+from actors.sandbox.isolation import IsolationChoice, choose, why_not
 from actors.tools.environment import TOOLS
 from actors.tools.tool import name_of
 from actors.tools.toolset import make_sources
@@ -40,13 +40,7 @@ from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.model import NOTHING_TO_TEACH
 from streamrl.data_files import has_rows, shown
-from streamrl.errors import (
-    ConfigError,
-    RolloutError,
-    StreamRLError,
-    did_you_mean,
-    reading,
-)
+from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean, reading
 from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
 from streamrl.interfaces import Prompt, PromptSource, ToolSchema
@@ -66,7 +60,11 @@ _LARGEST_SCAN = 2000
 
 def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]:
     """A warning if prompts of `data.source` are held out, whatever their answers are."""
-    own = [source for source in data.sources if _is_own(source.path)]
+    own = [
+        source
+        for source in data.sources
+        if source.path not in TASKS and (has_rows(source.path) or is_user_code(source.path))
+    ]
     by_content = {_key(prompt): prompt for prompt in held_out if prompt.content} if own else {}
     trained: dict[str, Prompt] = {}
     for prompt in (prompt for source in own for prompt in _prompts(data, source)):
@@ -84,15 +82,12 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
     )
 
 
-def _is_own(path: str) -> bool:
-    return path not in TASKS and (has_rows(path) or is_user_code(path))
-
-
 def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
     """Each once, in the source's own order."""
     changes = {"source": (source,), "source_kwargs": {}, "shuffle": False, "curriculum": None}
     prompts = open_prompts(data.model_copy(update=changes), seed=0)
-    size = len(prompts) if isinstance(prompts, Sized) else _LARGEST_SCAN
+    known = _size(prompts)
+    size = _LARGEST_SCAN if known is None else known
     numbers = range(min(size, _LARGEST_SCAN) if is_user_code(source.path) else size)
     return map(prompts.__getitem__, numbers)
 
@@ -189,7 +184,6 @@ _GYM = "reasoning_gym:"
 
 
 def check_user_code(config: RunConfig) -> Iterator[Finding]:
-    """Reward, environment, loss and advantage."""
     for entry in config.entries:
         yield from _placed(entry, DATA.refusal(make_reward, entry.data))
         yield from DATA.refusal(make_environment, entry)
@@ -212,7 +206,13 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
         yield from DATA.refusal(_require_text, "data.chat_template", template)
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
-        yield from _placed(entry, _check_source(own, load))
+        source = entry.data.source
+        if isinstance(source, str) and source.startswith(_GYM):
+            yield from _placed(entry, _check_gym(entry.data, source.removeprefix(_GYM)))
+            continue
+        yield from _placed(entry, DATA.up_to_refusal(_check_training(own, load)))
+        if own.is_evaluated or own.is_validated:
+            yield from _placed(entry, DATA.up_to_refusal(_check_held_out(own)))
     if config.environments:
         yield from DATA.refusal(shares, config)
 
@@ -225,37 +225,23 @@ def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Fi
         yield replace(finding, sentence=sentence)
 
 
-def _check_source(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
-    data = config.data
-    if isinstance(data.source, str) and data.source.startswith(_GYM):
-        yield from _check_gym(data, data.source.removeprefix(_GYM))
-        return
-    yield from DATA.up_to_refusal(_check_training(config, load))
-    if config.is_evaluated or config.is_validated:
-        yield from DATA.up_to_refusal(_check_held_out(config))
-
-
 def _check_training(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     prompts = open_prompts(config.data, config.run.seed)
-    first = prompts[0]
+    first, sources = prompts[0], _listed(config.data.sources)
     yield from _check_first(config, first)
     yield from _check_gold(config.data, "data.source", prompts)
     yield from _check_recipe(config, prompts)
     yield from DATA.up_to_refusal(_check_lengths(config, prompts, load))
     if (size := _size(prompts)) is None:
-        yield DATA.ok(f"data.source: {_sources(config)}, such as {_shown(first)}")
+        yield DATA.ok(f"data.source: {sources}, such as {_shown(first)}")
         return
     num_prompts = config.learner.groups_per_step
     if num_prompts > size:
         yield DATA.warning(
             f"learner.groups_per_step: {num_prompts} is more than the {size} prompts of "
-            f"{_sources(config)}: a step trains the same prompt {num_prompts / size:.3g} times"
+            f"{sources}: a step trains the same prompt {num_prompts / size:.3g} times"
         )
-    yield DATA.ok(f"data.source: {_sources(config)}: {size} prompts, such as {_shown(first)}")
-
-
-def _sources(config: RunConfig) -> str:
-    return _listed(config.data.sources)
+    yield DATA.ok(f"data.source: {sources}: {size} prompts, such as {_shown(first)}")
 
 
 def _listed(sources: tuple[SourceSettings, ...]) -> str:
@@ -288,7 +274,7 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
     if "task" in rewards and "dataset" not in prompt.row:
         yield DATA.problem(
             "data.reward: task is the scorer of reasoning_gym, and data.source "
-            f"{_sources(config)} has none; use exact_match, numeric_answer, regex or "
+            f"{_listed(config.data.sources)} has none; use exact_match, numeric_answer, regex or "
             "PATH.py:FUNCTION"
         )
     weighs, difficulty = config.algorithm.sample_weight.difficulty, prompt.row.get("difficulty")
@@ -340,8 +326,7 @@ def _lacks_template(config: RunConfig) -> bool:
 
 
 def _check_media(config: RunConfig) -> Iterator[Finding]:
-    """Of prompts with images."""
-    has_images = f"data.source: {_sources(config)} has images, which"
+    has_images = f"data.source: {_listed(config.data.sources)} has images, which"
     yield from DATA.refusal(require, has_images, "PIL")
     folder = None if config.model.missing else local_folder("model.path", config.model.path)
     if folder is not None and not folder.sees_images:
@@ -428,6 +413,9 @@ def _check_lengths(
     longest, limit = max(lengths), data.max_prompt_length
     num_turns = max(len(_texts(prompt)) for prompt in scanned)
     template = _template(config)
+    # Templates refuse conversations that are more than one question, such as a system prompt.
+    asks = data.system_prompt is None and num_turns == 1
+    may_refuse = "raise_exception" in template and not asks
     if data.truncation == "error" and longest > limit:
         prompt = scanned[lengths.index(longest)]
         yield DATA.problem(
@@ -442,8 +430,7 @@ def _check_lengths(
             f"the shortest has {min(lengths)} tokens"
         )
     elif template and (
-        longest + num_turns * _around(template, data, num_tokens) > limit
-        or _may_refuse(template, config, scanned)
+        longest + num_turns * _around(template, data, num_tokens) > limit or may_refuse
     ):
         # The longest and the first one, which tells of the form of all.
         order = sorted(range(len(scanned)), key=lengths.__getitem__, reverse=True)
@@ -495,12 +482,6 @@ def _template(config: RunConfig) -> str:
     return folder.chat_template if folder is not None and config.model.missing is None else ""
 
 
-def _may_refuse(template: str, config: RunConfig, prompts: Sequence[Prompt]) -> bool:
-    """Templates refuse conversations that are more than one question, such as a system prompt."""
-    asks = config.data.system_prompt is None and all(len(_texts(p)) == 1 for p in prompts)
-    return "raise_exception" in template and not asks
-
-
 def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
     """Counts the tokens of a text; None where that takes more than tokenizer.json."""
     if config.model.missing is not None:
@@ -547,7 +528,7 @@ def _require_text(setting: str, path: Path) -> None:
 
 def _size(prompts: PromptSource) -> int | None:
     """The number of different prompts, for sources that know it."""
-    return len(prompts) if hasattr(prompts, "__len__") else None  # type: ignore[arg-type]
+    return len(prompts) if isinstance(prompts, Sized) else None
 
 
 def _shown(prompt: Prompt) -> str:
@@ -570,18 +551,17 @@ def check_sandbox(config: RunConfig) -> Iterator[Finding]:
         # What it was if it is none of them is said where the arguments are checked.
         for wanted in (name for name in known if name == kwargs.get("isolation", "auto")):
             try:
-                yield _isolated(place, wanted, choose(wanted))
+                isolation = choose(wanted)
             except ConfigError as error:
                 yield DATA.problem(f"{place}: {error}")
-
-
-def _isolated(place: str, wanted: IsolationChoice, isolation: Isolation) -> Finding:
-    sentence = f"{place}: {_HELD[isolation]}"
-    if isolation == "none":
-        return DATA.warning(sentence)
-    if isolation == "landlock" and wanted == "auto":
-        return DATA.warning(f"{sentence} (no namespaces: {why_not('namespaces')})")
-    return DATA.ok(sentence)
+                continue
+            sentence = f"{place}: {_HELD[isolation]}"
+            if isolation == "none":
+                yield DATA.warning(sentence)
+            elif isolation == "landlock" and wanted == "auto":
+                yield DATA.warning(f"{sentence} (no namespaces: {why_not('namespaces')})")
+            else:
+                yield DATA.ok(sentence)
 
 
 def _users(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -23,7 +23,7 @@ from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError
-from streamrl.interfaces import Episode, Prompt, Reward, Score
+from streamrl.interfaces import Episode, Reward, Score
 from streamrl.types import TrajectoryGroup
 from streamrl.user_code import user_traceback
 
@@ -73,7 +73,11 @@ async def _sample(config: RunConfig) -> None:
     try:
         mixed = make_runner(config, engine, renderer, stream)
         prompt_index = _first_that_fits(mixed)
-        print("\n".join(_of_prompt(stream[prompt_index], renderer)))
+        prompt = stream[prompt_index]
+        token_ids = renderer.encode(prompt)
+        origin = f" ({prompt.origin})" if prompt.origin else ""
+        print(f"prompt{origin}, {len(token_ids)} tokens\n{_indented(renderer.decode(token_ids))}")
+        print(f"answer\n{_indented(prompt.answer)}")
         reward = RecordingReward(mixed.of(prompt_index).reward)
         runner = replace(mixed.of(prompt_index), reward=reward, with_greedy_reward=False)
         try:
@@ -97,15 +101,6 @@ def _first_that_fits(mixed: MixedRunner) -> int:
             continue
         return prompt_index
     raise ConfigError(f"data.max_prompt_length: none of the first {_TRIED} prompts fits")
-
-
-def _of_prompt(prompt: Prompt, renderer: ChatRenderer) -> Iterator[str]:
-    token_ids = renderer.encode(prompt)
-    origin = f" ({prompt.origin})" if prompt.origin else ""
-    yield f"prompt{origin}, {len(token_ids)} tokens"
-    yield _indented(renderer.decode(token_ids))
-    yield "answer"
-    yield _indented(prompt.answer)
 
 
 def _of_group(group: TrajectoryGroup, renderer: ChatRenderer) -> Iterator[str]:

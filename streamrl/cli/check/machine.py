@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from actors.sandbox.isolation import KINDS, Isolation, why_not
+from actors.sandbox.isolation import Isolation
 from streamrl.findings import MACHINE, Finding
 from streamrl.placement.hosts import cpu_quota, visible_cores
 from streamrl.placement.plan import gib
@@ -63,13 +63,14 @@ class Machine:
 def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> Machine:
     """`root` is where the kernel's files are, for tests."""
     shm, shm_free = _shm(root / "dev/shm")
-    environment = dict(os.environ) if environment is None else environment
+    memory = _field(root / "proc/meminfo", "MemTotal").split()[:1]
+    memory_limit = _number(root / "sys/fs/cgroup/memory.max")
     return Machine(
         system=platform.system(),
         cores=visible_cores(),
         cpu_quota=cpu_quota(root),
-        memory=_memory(root),
-        memory_limit=_memory_limit(root),
+        memory=int(memory[0]) * 1024 if memory and memory[0].isdigit() else 0,
+        memory_limit=memory_limit or _number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"),
         shm=shm,
         shm_free=shm_free,
         max_files=_limit("RLIMIT_NOFILE", 0),
@@ -78,9 +79,9 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
         max_processes=_limit("RLIMIT_NPROC", 0),
         threads_max=_number(root / "sys/fs/cgroup/pids.max"),
-        cpu_flags=_cpu_flags(root),
+        cpu_flags=frozenset(_field(root / "proc/cpuinfo", "flags", "Features").split()),
         is_clock_synchronized=_is_clock_synchronized(),
-        environment=environment,
+        environment=dict(os.environ) if environment is None else environment,
     )
 
 
@@ -96,18 +97,13 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _memory(root: Path) -> int:
-    for line in _text(root / "proc/meminfo").splitlines():
+def _field(path: Path, *names: str) -> str:
+    """The value of the first line of one of these names; "" without one."""
+    for line in _text(path).splitlines():
         name, _, value = line.partition(":")
-        kib = value.split()[:1]
-        if name == "MemTotal" and kib and kib[0].isdigit():
-            return int(kib[0]) * 1024
-    return 0
-
-
-def _memory_limit(root: Path) -> int | None:
-    new = _number(root / "sys/fs/cgroup/memory.max")
-    return new or _number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")
+        if name.strip() in names:
+            return value
+    return ""
 
 
 def _shm(path: Path) -> tuple[int, int]:
@@ -124,14 +120,6 @@ def _limit(name: str, place: int) -> int | None:
         return None
     value = resource.getrlimit(number)[place]
     return None if value == resource.RLIM_INFINITY else value
-
-
-def _cpu_flags(root: Path) -> frozenset[str]:
-    for line in _text(root / "proc/cpuinfo").splitlines():
-        name, _, flags = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(flags.split())
-    return frozenset()
 
 
 def _is_clock_synchronized() -> bool | None:
@@ -322,31 +310,29 @@ def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk
 
 def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
     """`has_journal`: the buffer keeps one in the folder."""
-    yield replace(_of_room(disk), cause="disk")
-    yield replace(_of_file_system(disk, has_journal), cause="file system")
-
-
-def _of_room(disk: Disk) -> Finding:
-    sentence = f"{disk.folder} has {disk.free / 2**30:.3g} GiB free"
+    room, cause = f"{disk.folder} has {disk.free / 2**30:.3g} GiB free", "disk"
     remedy = "free some, or set run.folder to another disk"
     if disk.free < FEW_BYTES:
-        return MACHINE.problem(sentence, remedy)
-    if disk.free < TIGHT_BYTES:
-        return MACHINE.warning(f"{sentence}, which a few checkpoints fill", remedy)
-    return MACHINE.ok(sentence)
-
-
-def _of_file_system(disk: Disk, has_journal: bool) -> Finding:
-    place = f"{disk.folder} is on {disk.file_system or 'an unknown file system'}"
+        yield MACHINE.problem(room, remedy, cause=cause)
+    elif disk.free < TIGHT_BYTES:
+        yield MACHINE.warning(f"{room}, which a few checkpoints fill", remedy, cause=cause)
+    else:
+        yield MACHINE.ok(room, cause=cause)
+    place, cause = (
+        f"{disk.folder} is on {disk.file_system or 'an unknown file system'}",
+        "file system",
+    )
     if disk.file_system in _NETWORK and has_journal:
-        return MACHINE.warning(
+        yield MACHINE.warning(
             f"{place}, where the locks of the buffer's journal (SQLite) are not to be trusted",
             "set run.folder to a local disk for the buffer's host, or use buffer.url redis://",
+            cause=cause,
         )
-    if disk.file_system in _VOLATILE:
+    elif disk.file_system in _VOLATILE:
         sentence = f"{place}: a restart of the machine loses the run"
-        return MACHINE.warning(sentence, "set run.folder to a disk")
-    return MACHINE.ok(place)
+        yield MACHINE.warning(sentence, "set run.folder to a disk", cause=cause)
+    else:
+        yield MACHINE.ok(place, cause=cause)
 
 
 def _file_system(path: Path, mounts: Path) -> str:
@@ -373,13 +359,8 @@ _REMEDY = (
 )
 
 
-def ask_sandbox() -> Mapping[Isolation, str]:
-    """What the machine lacks for each isolation. Waits for two programs."""
-    return {kind: why_not(kind) for kind in KINDS}
-
-
 def check_isolation(lacks: Mapping[Isolation, str]) -> Iterator[Finding]:
-    """`lacks`: of `ask_sandbox`."""
+    """`lacks`: what the machine lacks for each, see `why_not`."""
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in lacks.items() if reason)
     if not lacks["namespaces"]:
         yield MACHINE.ok("programs that a model wrote get namespaces of their own", cause="sandbox")

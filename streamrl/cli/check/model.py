@@ -54,7 +54,10 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         facts = recipe_facts(recipe)
         yield from _check_limits(config, facts)
         yield from _check_layers(config, facts, facts["model_type"])
-        yield _makeable(Path(path))
+        if why := why_not_made(Path(path)):
+            yield MODEL.problem(f"model.path: {path} cannot be made from model.recipe: {why}")
+        else:
+            yield MODEL.ok(f"model.path: {path} will be made from model.recipe")
         return
     folder = find_folder("model.path", path)
     if isinstance(folder, Finding):
@@ -87,13 +90,6 @@ def _check_critic(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding
         known = [{**one.token_ids, **one.special_token_ids} for one in (tokenizer, folder)]
         yield from MODEL.refusal(require_same_tokens, setting, path, *known)
     yield MODEL.ok(f"{setting}: {path}: {folder.config.get('model_type', 'a model')}")
-
-
-def _makeable(path: Path) -> Finding:
-    """Whether the folder can be made, by writing beside it."""
-    if why := why_not_made(path):
-        return MODEL.problem(f"model.path: {path} cannot be made from model.recipe: {why}")
-    return MODEL.ok(f"model.path: {path} will be made from model.recipe")
 
 
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:
@@ -169,8 +165,12 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
             f"generator.engine: hf decodes {path}, which has {limit}, through transformers' own "
             "cache; that is slower"
         )
-    yield from _check_stop_tokens(config, facts.get("vocab_size"))
     kind, vocabulary = facts.get("model_type", "a model"), facts.get("vocab_size")
+    unknown = [i for i in config.generator.stop_token_ids if vocabulary and i >= vocabulary]
+    if unknown:
+        yield MODEL.problem(
+            f"generator.stop_token_ids: has {unknown[0]}, and {path} has tokens below {vocabulary}"
+        )
     yield MODEL.ok(
         f"model.path: {path}: {kind}, vocabulary {vocabulary}, context {folder.context:g}"
     )
@@ -222,7 +222,6 @@ def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
 
 
 def _check_vision(config: RunConfig, facts: Facts) -> Iterator[Finding]:
-    """Of a model that sees images."""
     path, mesh = config.model.path, config.learner.mesh
     sees = f"model.path: {path} sees images, which"
     yield from MODEL.refusal(require, sees, "PIL")
@@ -243,15 +242,6 @@ def _length_settings(config: RunConfig) -> str:
         f"data.max_prompt_length {config.data.max_prompt_length} + generator.max_new_tokens "
         f"{config.generator.max_new_tokens}"
     )
-
-
-def _check_stop_tokens(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
-    unknown = [i for i in config.generator.stop_token_ids if vocab_size and i >= vocab_size]
-    if unknown:
-        yield MODEL.problem(
-            f"generator.stop_token_ids: has {unknown[0]}, and {config.model.path} has tokens below "
-            f"{vocab_size}"
-        )
 
 
 def _check_tokenizer(

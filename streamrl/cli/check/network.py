@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket, host_of, places_of, port_of
 from streamrl.config.secrets import REDIS_PASSWORD
+from streamrl.curve import read_key
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.extras import not_installed
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
@@ -104,19 +105,12 @@ def _check_keys(folder: Path) -> Iterator[Finding]:
         return
     for name in ("server.public", "client.public", "client.secret", "server.secret"):
         try:
-            key = (folder / name).read_bytes().strip()
-        except OSError as error:
-            # Generators do not need it, and should not have it.
-            kind = CONFIGURATION.warning if name == "server.secret" else CONFIGURATION.problem
-            yield kind(
-                f"buffer.curve: cannot read {folder / name} ({error.strerror}); `streamrl keys "
-                "new FOLDER` makes the keys"
-            )
+            read_key(folder, name)
+        except ConfigError as error:
+            # Generators do not need the server's secret, and should not have it.
+            is_absent = name == "server.secret" and isinstance(error.__cause__, OSError)
+            yield (CONFIGURATION.warning if is_absent else CONFIGURATION.problem)(str(error))
             continue
-        if len(key) != 40:
-            yield CONFIGURATION.problem(
-                f"buffer.curve: {folder / name} holds no key of 40 characters"
-            )
         if name.endswith("secret"):
             yield from _check_private("buffer.curve", folder / name)
 
@@ -218,17 +212,16 @@ def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
     yield MACHINE.ok(f"{url} answers: Redis {facts.version}", cause="redis")
     yield replace(_of_persistence(facts), cause="redis persistence")
     yield replace(_of_memory(facts), cause="redis memory")
-    yield replace(_of_clock(facts.skew_s), cause="clock skew")
-
-
-def _of_clock(skew_s: float) -> Finding:
+    skew_s, cause = facts.skew_s, "clock skew"
     if abs(skew_s) >= SKEW_S:
-        return MACHINE.warning(
+        yield MACHINE.warning(
             f"the clock of Redis is {abs(skew_s):.3g} s {'ahead' if skew_s > 0 else 'behind'}: "
             "times of logs and metrics do not compare",
             "run chronyd or systemd-timesyncd on both hosts, and streamrl check on each",
+            cause=cause,
         )
-    return MACHINE.ok(f"the clock of Redis is {abs(skew_s) * 1000:.0f} ms away")
+    else:
+        yield MACHINE.ok(f"the clock of Redis is {abs(skew_s) * 1000:.0f} ms away", cause=cause)
 
 
 def _of_persistence(facts: RedisFacts) -> Finding:
@@ -289,16 +282,13 @@ async def _ask(url: str) -> RedisFacts:
 
 
 async def _fsync(client: Any) -> str:
-    """ "" where the user may not read the server's configuration."""
     from redis.exceptions import ResponseError
 
     try:
         found = await client.config_get("appendfsync")
     except ResponseError:
+        # The user may not read the server's configuration.
         return ""
-    values = {_text(name): _text(value) for name, value in found.items()}
-    return values.get("appendfsync", "")
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    # By the client's settings, text or bytes.
+    value = found.get("appendfsync", found.get(b"appendfsync", ""))
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -26,7 +26,7 @@ from actors.engines import find_engine
 from streamrl.config import RunConfig
 from streamrl.extras import FLASH_ATTENTION, is_installed, require
 from streamrl.findings import CONFIGURATION, MACHINE, Finding
-from streamrl.placement.hosts import compilers, driver_devices, has_compiler, is_rocm
+from streamrl.placement.hosts import compilers, has_compiler
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
@@ -94,18 +94,14 @@ def _of_package(package: NeededPackage, found: str | None) -> Finding:
         return MACHINE.problem(f"{name} is not installed", remedy)
     if found is None:
         return MACHINE.ok(f"{name} is not installed; {brings}")
-    if not _is_in(found, package.specifier):
+    # By its numbers: 2.13.0+cpu and 0.32.0rc1 are 2.13.0 and 0.32.0.
+    if not SpecifierSet(package.specifier).contains(Version(found).base_version):
         sentence = f"{name} {found} is outside {package.specifier}"
         return (MACHINE.warning if package.extra else MACHINE.problem)(sentence, remedy)
     tested = TESTED.get(name)
     is_other = tested is not None and Version(found).release[:2] != Version(tested).release[:2]
     other = f"; the tests run on {tested}" if is_other else ""
     return MACHINE.ok(f"{name} {found}{other}")
-
-
-def _is_in(version: str, specifier: str) -> bool:
-    """By its numbers: 2.13.0+cpu and 0.32.0rc1 are 2.13.0 and 0.32.0."""
-    return SpecifierSet(specifier).contains(Version(version).base_version)
 
 
 ANSWER_S = 180.0
@@ -243,11 +239,6 @@ def _of_gpus(facts: TorchFacts, num_driver_gpus: int | None) -> Finding:
         return MACHINE.ok("no GPU: everything runs on the CPU")
     names = sorted({f"{gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in facts.gpus})
     return MACHINE.ok(f"{len(facts.gpus)} GPUs: {', '.join(names)}")
-
-
-def driver_gpus() -> int | None:
-    """In this process, by the driver's own library; None for GPUs that it does not count."""
-    return None if is_rocm() else len(driver_devices())
 
 
 def check_extras(config: RunConfig) -> Iterator[Finding]:

@@ -115,52 +115,36 @@ def check_deadlines(config: RunConfig) -> Iterator[Finding]:
     generator = config.generator
     engine = generator.engine
     starts_server = engine in ("vllm", "sglang") and generator.url is None
-    turn_s = generator.episode.turn_deadline_s
-    weights_s = config.weights.deadline_s
-    shortest = [
+    weights_s, group_s = config.weights.deadline_s, generator.group_deadline_s
+    turn_s, episode = generator.episode.turn_deadline_s, "the first token of an episode takes"
+    start_s = generator.served.start_timeout_s if starts_server else None
+    rank_s = config.learner.rank_deadline_s if config.learner.num_ranks > 1 else None
+    for name, given, needed, what in (
         # Each of two hops has half of it.
         ("weights.deadline_s", weights_s, 4 * ANSWER_S, "the answers of two generators take"),
         ("buffer.deadline_s", config.buffer.deadline_s, ANSWER_S, "an answer of the buffer takes"),
-        (
-            "generator.group_deadline_s",
-            generator.group_deadline_s,
-            ANSWER_S,
-            "the first token of an episode takes",
-        ),
-    ]
-    if turn_s is not None:
-        name = "generator.episode.turn_deadline_s"
-        shortest.append((name, turn_s, ANSWER_S, "the first token of a turn takes"))
-    if starts_server:
-        start_s = generator.served.start_timeout_s
-        name = f"generator.{engine}.start_timeout_s"
-        shortest.append((name, start_s, 5.0, "a server's start takes"))
-    if config.learner.num_ranks > 1:
-        rank_s = config.learner.rank_deadline_s
-        shortest.append(("learner.rank_deadline_s", rank_s, 2.0, "two reports of a rank take"))
-    for name, given, needed, what in shortest:
-        if given < needed:
+        ("generator.group_deadline_s", group_s, ANSWER_S, episode),
+        ("generator.episode.turn_deadline_s", turn_s, ANSWER_S, "the first token of a turn takes"),
+        (f"generator.{engine}.start_timeout_s", start_s, 5.0, "a server's start takes"),
+        ("learner.rank_deadline_s", rank_s, 2.0, "two reports of a rank take"),
+    ):
+        if given is not None and given < needed:
             yield CONFIGURATION.problem(
                 f"{name}: was {given:g} s, and {what} longer; it must be at least {needed:g}"
             )
 
 
 def check_folder(config: RunConfig) -> Iterator[Finding]:
-    """Whether the run's folder can be made and written."""
     folder = config.run.path
     if why := why_not_made(folder):
         yield CONFIGURATION.problem(f"run.folder: {folder} cannot be made: {why}")
         return
     if config.run.folder_mirror is not None:
         yield from CONFIGURATION.refusal(lambda: Mirror(config, print).require_writable())
-    yield from _check_resume(config)
-    yield CONFIGURATION.ok(f"run.folder: {folder} can be written")
-
-
-def _check_resume(config: RunConfig) -> Iterator[Finding]:
     path = config.run.resume
-    if isinstance(path, Path) and not (is_checkpoint(path) or is_taken(config.run.path, path)):
+    if isinstance(path, Path) and not (is_checkpoint(path) or is_taken(folder, path)):
         yield CONFIGURATION.problem(f"run.resume: {path} is no checkpoint (it has no state.json)")
+    yield CONFIGURATION.ok(f"run.folder: {folder} can be written")
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
@@ -179,7 +163,12 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _check_gpus_of_learner(config, plan, why)
     yield from _check_bfloat16(config, plan)
-    yield from _check_engine(config, plan)
+    on_gpu = any(process.devices for process in plan.processes if process.role == "generator")
+    if on_gpu and config.generator.engine == "hf":
+        yield CONFIGURATION.warning(
+            "generator.engine: hf generates on a GPU, and is made for CPUs and tests: take vllm or "
+            "sglang there"
+        )
     yield from plan.notes
     yield from _needs(plan)
     yield from _host_of_learner(config, plan)
@@ -264,15 +253,6 @@ def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                 f"{role}.dtype: was bfloat16, and this CPU has no instructions for it: float32 is "
                 "several times faster here"
             )
-
-
-def _check_engine(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    on_gpu = any(process.devices for process in plan.processes if process.role == "generator")
-    if on_gpu and config.generator.engine == "hf":
-        yield CONFIGURATION.warning(
-            "generator.engine: hf generates on a GPU, and is made for CPUs and tests: take vllm or "
-            "sglang there"
-        )
 
 
 def check_host_memory(config: RunConfig) -> Iterator[Finding]:

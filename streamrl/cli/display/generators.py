@@ -98,8 +98,6 @@ _COLUMNS: dict[str, Callable[[GeneratorRow], Any]] = {
     "pause": lambda row: _percent(row.pause_frac),
     "heartbeat": lambda row: _seconds(row.heartbeat_age_s),
 }
-
-
 _NARROW = frozenset(_COLUMNS) - {"behind", "oldest lease", "prompts"}
 
 

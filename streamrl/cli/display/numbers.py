@@ -153,23 +153,22 @@ def short(value: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The values between 0 and their largest as bars, averaged into at most `width` of them."""
+    """The values as bars, averaged into at most `width` of them, from 0, or from the smallest of
+    those below it, to their largest."""
     if not values:
         return ""
     size = -(-len(values) // width)
     means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
-    highest = max(*means, 1e-9)
-    bars = (_BARS[round(max(0.0, m) / highest * (len(_BARS) - 1))] for m in means)
-    return "".join(bars)
-
-
-_COLUMNS = ("leased", "buffered", "taken", "trained", "acknowledged")
+    lowest = min(0.0, *means)
+    height = max(max(means) - lowest, 1e-9)
+    return "".join(_BARS[round((m - lowest) / height * (len(_BARS) - 1))] for m in means)
 
 
 def books_rows(books: Books) -> list[tuple[str, str]]:
     """Name and value of each line: an equation, and whether it holds."""
-    columns = ((name, getattr(books, name)) for name in _COLUMNS)
-    parts = " + ".join(f"{count} {name}" for name, count in columns if count)
+    columns = ("leased", "buffered", "taken", "trained", "acknowledged")
+    counts = ((name, getattr(books, name)) for name in columns)
+    parts = " + ".join(f"{count} {name}" for name, count in counts if count)
     reasons = ", ".join(f"{reason} {count}" for reason, count in books.dropped.items())
     total = sum(books.dropped.values())
     dropped = f" + {total} dropped ({reasons})" if total else ""
@@ -195,14 +194,16 @@ SUMMARY_METRICS = frozenset(
 """What the summary reads of every line; of the last one it reads more."""
 
 
-def summary(config: RunConfig) -> Table:
-    """The table at the end of a run, and of `streamrl report` at any time."""
+def summary(config: RunConfig, *, but: str = "") -> Table:
+    """The table at the end of a run, `but` for the row of that name, and of `streamrl report` at
+    any time."""
     folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl", SUMMARY_METRICS)
     table = Table(title=Text(f"{config.run.name}: summary"), show_header=False)
     # A failure may quote what the policy wrote.
     for name, value in summary_rows(lines, folder, validation_text(config)):
-        table.add_row(Text(printable(name)), Text(printable(value)))
+        if name != but:
+            table.add_row(Text(printable(name)), Text(printable(value)))
     table.add_row("run folder", Text(str(folder)))
     if (folder / PAGE_FILE).exists():
         table.add_row("report", Text(str(folder / PAGE_FILE)))

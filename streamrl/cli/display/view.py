@@ -43,7 +43,7 @@ from streamrl.run_folder import is_launched_since, read_learner
 from streamrl.samples.files import newest_first
 from streamrl.samples.record import printable
 from streamrl.tracking.jsonl import FollowedMetrics
-from streamrl.types import LearnerActivity, LearnerStatus
+from streamrl.types import LearnerActivity
 
 REFRESH_S = 0.5
 _LINE_S = 5.0
@@ -124,10 +124,9 @@ class LinePrinter:
 def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
     """Where the run is, in one line, with the means of the last steps and what is to come."""
     step, *left = _place(config, lines)
-    reward = (text for text in (reward_text(lines),) if text)
     recent = ", ".join(means(lines))
-    labeled = [f"{mean_of_last(len(lines[-RECENT:]))}: {recent}"] if recent else []
-    return "  ".join([step, *reward, *labeled, *left])
+    labeled = f"{mean_of_last(len(lines[-RECENT:]))}: {recent}" if recent else ""
+    return "  ".join(filter(None, (step, reward_text(lines), labeled, *left)))
 
 
 def _place(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -151,14 +150,6 @@ def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{generated:,.0f} generated tokens/s"
 
 
-def read_wait(folder: Path) -> str:
-    """The group that the learner of this run waits for; "" if it waits for none."""
-    learner = read_learner(folder)
-    if learner is None or time.time() - learner.time_s > HEARTBEAT_TIMEOUT_S:
-        return ""
-    return learner.waits_for
-
-
 def notes(folder: Path) -> list[str]:
     """That the learner is silent, or what it waits for, what is being validated, the groups
     that failed, and that it does not learn; a sentence each. None of a learner of an earlier
@@ -166,15 +157,16 @@ def notes(folder: Path) -> list[str]:
     learner = read_learner(folder)
     if learner is None or is_launched_since(folder, learner.time_s):
         return []
-    said = (_silence(learner), read_wait(folder), learner.validating, learner.failures)
-    return [sentence for sentence in (*said, *learner.signs) if sentence]
-
-
-def _silence(learner: LearnerStatus) -> str:
     silent_s = time.time() - learner.time_s
-    if learner.activity is LearnerActivity.ENDED or silent_s <= HEARTBEAT_TIMEOUT_S:
-        return ""
-    return f"the learner has not reported for {age(silent_s)}; its last report: {learner.activity}"
+    if silent_s <= HEARTBEAT_TIMEOUT_S:
+        first = learner.waits_for
+    elif learner.activity is LearnerActivity.ENDED:
+        first = ""
+    else:
+        ago = age(silent_s)
+        first = f"the learner has not reported for {ago}; its last report: {learner.activity}"
+    said = (first, learner.validating, learner.failures, *learner.signs)
+    return [sentence for sentence in said if sentence]
 
 
 def render(
@@ -237,7 +229,6 @@ class _Fitted(NamedTuple):
 
 
 def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Name and value of each row."""
     if rewards := [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]:
         yield "training reward", f"{reward_change(lines)}\n{sparkline(rewards)}"
     yield from held_out_rows(config.run.path, validation_text(config))

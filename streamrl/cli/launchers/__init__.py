@@ -8,9 +8,7 @@ code.
 
 import argparse
 import importlib
-import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TypeAlias
 
 from streamrl.config import RunConfig
@@ -19,12 +17,11 @@ from streamrl.extras import require
 Launcher: TypeAlias = Callable[[RunConfig, argparse.Namespace], int]
 
 JOB_VARIABLE = "SLURM_JOB_ID"
-LAUNCHERS: Mapping[str, str] = MappingProxyType(
-    {
-        "ray": "streamrl.cli.launchers.ray.launch:launch",
-        "slurm": "streamrl.cli.launchers.slurm:launch",
-    }
-)
+LAUNCHERS: Mapping[str, str] = {
+    "ray": "streamrl.cli.launchers.ray.launch",
+    "slurm": "streamrl.cli.launchers.slurm",
+}
+"""The module of each, by its option; its function is `launch`."""
 
 
 def chosen(arguments: argparse.Namespace) -> str:
@@ -40,20 +37,12 @@ def options_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     return (f"--{name}", *address) if name else ()
 
 
-def starts_here(name: str) -> bool:
-    """Whether what `streamrl check` sees from here is what the processes will have: on this
-    machine, and within a job of Slurm."""
-    return not name or (name == "slurm" and JOB_VARIABLE in os.environ)
-
-
 def launcher(name: str) -> Launcher:
-    """What LAUNCHERS names.
-
+    """
     Raises:
         ConfigError: its package is not installed.
     """
     if name == "ray":
         require("--ray:", "ray")
-    module, _, function = LAUNCHERS[name].partition(":")
-    found: Launcher = getattr(importlib.import_module(module), function)
+    found: Launcher = importlib.import_module(LAUNCHERS[name]).launch
     return found

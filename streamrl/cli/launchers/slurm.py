@@ -197,14 +197,13 @@ class StepChild(PlannedChild):
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Have Slurm send SIGINT, which drains, or SIGKILL."""
-        self.stopping.set()
+        self.begin_stop()
         if self.process is None or self.process.returncode is not None:
             return
         self._begin_signal("KILL" if number == signal.SIGKILL else "INT")
 
-    def begin_kill(self) -> bool:
+    def begin_kill(self) -> None:
         self._begin_signal("KILL")
-        return True
 
     def _begin_signal(self, name: str) -> None:
         task = asyncio.create_task(self._signal(name))
@@ -212,8 +211,11 @@ class StepChild(PlannedChild):
         task.add_done_callback(self._signaling.discard)
 
     async def _signal(self, name: str) -> None:
-        if name != "KILL" and await self._is_ending():
-            return
+        if name != "KILL":
+            # Otherwise Slurm has told every step to end.
+            state = await _output("squeue", "--noheader", f"--jobs={self.job}", "-o", "%T")
+            if state.strip() != "RUNNING":
+                return
         steps = await _output(
             "squeue", "--noheader", "--steps", f"--jobs={self.job}", "-o", "%i %j"
         )
@@ -227,23 +229,20 @@ class StepChild(PlannedChild):
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
 
-    async def _is_ending(self) -> bool:
-        """Whether Slurm has told every step to end."""
-        state = await _output("squeue", "--noheader", f"--jobs={self.job}", "-o", "%T")
-        return state.strip() != "RUNNING"
-
     async def _run(self) -> tuple[int, ErrorRecord | None]:
         """Exit code and record of a step that is started here. Waits for its end."""
         record = self.log_file.with_name(f".{self.role}.error")
         record.unlink(missing_ok=True)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
         self.process = await asyncio.create_subprocess_exec(
             *step_command(
                 self.role, self.node, self._next_command, self.environment, self.log_file
             ),
             stdin=DEVNULL,
             start_new_session=True,
-            env=_launcher_environment(record),
+            # This process's, which srun hands on; the commands of this Python are found first.
+            env={**os.environ, "PATH": path, ERROR_FILE_VARIABLE: str(record.resolve())},
         )
         self.budget.on_start()
         self.state = "running"
@@ -285,13 +284,6 @@ def step_command(
     return ("srun", *place, *script, "env", *settings, *command)
 
 
-def _launcher_environment(record: Path) -> dict[str, str]:
-    """This process's, which srun hands on; the commands of this Python are found first."""
-    beside = str(Path(sys.executable).parent)
-    path = f"{beside}:{os.environ.get('PATH', os.defpath)}"
-    return {**os.environ, "PATH": path, ERROR_FILE_VARIABLE: str(record.resolve())}
-
-
 async def _output(*command: str) -> str:
     """Standard output of one of Slurm's commands, "" if it fails. Waits for it."""
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
@@ -299,26 +291,21 @@ async def _output(*command: str) -> str:
 
 
 def hosts_of_job() -> tuple[Host, ...]:
-    """In Slurm's order; the first one is where the launcher runs.
+    """In Slurm's order; the first one is where the launcher runs. Waits for all of them.
 
     Raises:
         ConfigError: there is no Slurm here.
         StreamRLError: Slurm does not answer, or a node does not.
     """
     names = _said("scontrol", "show", "hostnames").split()
-    answers = _ask_all(names)
-    return tuple(msgspec.convert(answers[name], Host) for name in names)
-
-
-def _ask_all(names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-    """What this module prints on each node, by name. Waits for all of them."""
+    # What this module prints on each node.
     step = ["srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
     said = _said(*step, *ON_NODES, sys.executable, "-P", "-m", __name__)
     answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     facts = {answer["name"]: answer for answer in answers}
     if missing := sorted(set(names) - set(facts)):
         raise StreamRLError(f"node {missing[0]} of the job did not answer")
-    return facts
+    return tuple(msgspec.convert(facts[name], Host) for name in names)
 
 
 def _said(*command: str) -> str:
@@ -334,21 +321,16 @@ def _said(*command: str) -> str:
 def main() -> None:
     """On a node: its name, its address, and what it has, as a line of JSON."""
     name = os.environ["SLURMD_NODENAME"]
-    print(json.dumps(asdict(this_machine(name, _own_address(name)))), flush=True)
-
-
-def _own_address(name: str) -> str:
-    """Where the job's other nodes reach this one. A machine may know itself by its loopback address
-    alone, as Debian's do: then it is the one on the route to another node."""
     address = _address(name)
     others = [other for other in _said("scontrol", "show", "hostnames").split() if other != name]
-    if not others or not is_loopback(f"tcp://{url_host(address)}:0"):
-        return address
-    return address_towards(_address(others[0]))
+    if others and is_loopback(f"tcp://{url_host(address)}:0"):
+        # A machine may know itself by its loopback address alone, as Debian's do: the job's other
+        # nodes reach it at the one on the route to them.
+        address = address_towards(_address(others[0]))
+    print(json.dumps(asdict(this_machine(name, address))), flush=True)
 
 
 def _address(node: str) -> str:
-    """As this machine knows it."""
     shown = _said("scontrol", "show", "--oneliner", "node", node)
     found = re.search(r"NodeAddr=(\S+)", shown)
     address = found.group(1) if found else node

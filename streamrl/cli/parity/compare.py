@@ -34,7 +34,6 @@ _GROWS = 4.0
 
 
 def complaints(config: RunConfig, reports: Sequence[ParityReport]) -> Iterator[str]:
-    """A sentence for each gap above its threshold."""
     for report in reports:
         for name, limit, measured in (
             ("max_mean_gap", config.parity.max_mean_gap, report.overall.mean),
@@ -82,9 +81,7 @@ def tables(reports: Sequence[ParityReport]) -> Iterator[Table]:
 
 
 def _table(
-    title: str,
-    names: Sequence[str],
-    rows: Sequence[tuple[Sequence[str], GapStatistics]],
+    title: str, names: Sequence[str], rows: Sequence[tuple[Sequence[str], GapStatistics]]
 ) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in names:
@@ -107,37 +104,15 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     config = configuration(arguments).config
     if arguments.sample is not None:
-        _sample(config, Path(arguments.sample))
+        samples = asyncio.run(import_command("actors.parity").sample(config))
+        file = Path(arguments.sample)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(wire.encode(samples))
         return 0
     if arguments.score is not None:
         score = import_command("streamrl.cli.parity.score")
         score.score_samples(config, arguments.score, Path(arguments.out))
         return 0
-    return _compare(config, arguments)
-
-
-def _require_together(arguments: argparse.Namespace) -> None:
-    """
-    Raises:
-        ConfigError: an option is given without those that it needs.
-    """
-    if arguments.score is not None and arguments.out is None:
-        raise ConfigError("--score: needs --out, the file to write")
-    if arguments.model is None:
-        return
-    if arguments.score is None or len(arguments.score) != 1:
-        raise ConfigError("--model: needs --score with one file, the sequences to score")
-    if arguments.file is not None or arguments.config is not None or arguments.overrides:
-        raise ConfigError("--model: takes the place of CONFIG and --set")
-
-
-def _sample(config: RunConfig, file: Path) -> None:
-    samples = asyncio.run(import_command("actors.parity").sample(config))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(wire.encode(samples))
-
-
-def _compare(config: RunConfig, arguments: argparse.Namespace) -> int:
     dtypes = (arguments.dtypes or config.generator.dtype).split(",")
     folder = Path(arguments.out or config.run.path)
     console = Console(soft_wrap=True)
@@ -147,6 +122,18 @@ def _compare(config: RunConfig, arguments: argparse.Namespace) -> int:
     console.print(f"{folder / REPORT_FILE}: all gaps in nats", highlight=False)
     _refuse(config, reports)
     return 0
+
+
+def _require_together(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for an option that is given without those that it needs."""
+    if arguments.score is not None and arguments.out is None:
+        raise ConfigError("--score: needs --out, the file to write")
+    if arguments.model is None:
+        return
+    if arguments.score is None or len(arguments.score) != 1:
+        raise ConfigError("--model: needs --score with one file, the sequences to score")
+    if arguments.file is not None or arguments.config is not None or arguments.overrides:
+        raise ConfigError("--model: takes the place of CONFIG and --set")
 
 
 def require_parity(config: RunConfig, console: Console) -> None:
@@ -177,14 +164,10 @@ def measure(config: RunConfig, dtypes: Sequence[str], folder: Path) -> tuple[Par
         call("parity", *given, "--set", f"generator.dtype={dtype}", "--sample", path)
     report = folder / REPORT_FILE
     call("parity", *given, "--score", *samples, "--out", str(report))
-    return msgspec.json.decode(report.read_bytes(), type=_Reports).reports
+    reports = msgspec.json.decode(report.read_bytes())["reports"]
+    return msgspec.convert(reports, tuple[ParityReport, ...])
 
 
 def _refuse(config: RunConfig, reports: Sequence[ParityReport]) -> None:
     if sentences := list(complaints(config, reports)):
         raise StreamRLError("; ".join(sentences))
-
-
-class _Reports(msgspec.Struct, frozen=True):
-    unit: str
-    reports: tuple[ParityReport, ...]

@@ -37,11 +37,15 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def score_samples(config: RunConfig, files: Sequence[str], report: Path) -> None:
-    """A report of each file of samples, in one file."""
     if config.learner.num_threads:
         torch.set_num_threads(config.learner.num_threads)
     trainer = Trainer(config, Policy.from_config(config))
-    reports = [score(trainer, _read_samples(Path(file)), config.learner.dtype) for file in files]
+    reports = []
+    for file in files:
+        with reading(Path(file)):
+            data = Path(file).read_bytes()
+        samples = wire.decode(data, ParitySamples, max_bytes=len(data))
+        reports.append(score(trainer, samples, config.learner.dtype))
     report.parent.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.encode({"unit": "nats", "reports": reports})
     report.write_bytes(msgspec.json.format(content) + b"\n")
@@ -59,8 +63,23 @@ def score_sequences(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--out {target}: must be a file in a folder that exists")
     max_tokens = arguments.max_tokens_per_micro_batch
     sequences = list(_read(source, max_tokens))
-    policy = Policy.from_config(_configuration(arguments))
-    _require_vocabulary(source, sequences, policy)
+    # The learner's settings are those of a run, but for what the command line says.
+    settings: dict[str, Any] = {
+        "model": {"path": arguments.model},
+        "data": {"source": "addition"},
+        "generator": {"temperature": 1.0},
+        "learner": {"dtype": arguments.dtype},
+    }
+    policy = Policy.from_config(RunConfig.model_validate(settings))
+    embeddings: Any = policy.model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    for number, sequence in enumerate(sequences, 1):
+        outside = np.flatnonzero(sequence.token_ids >= size)
+        if len(outside):
+            raise ConfigError(
+                f"{source}:{number}: token_ids[{outside[0]}] is {sequence.token_ids[outside[0]]}; "
+                f"the model has {size} tokens"
+            )
     logprobs = _score(sequences, policy, max_tokens) if sequences else []
     for number, values in enumerate(logprobs, 1):
         if not all(map(math.isfinite, values)):
@@ -68,24 +87,6 @@ def score_sequences(arguments: argparse.Namespace) -> None:
     write_file(target, "".join(json.dumps({"logprobs": values}) + "\n" for values in logprobs))
     how = "packed" if policy.network.is_packed else "unpacked"
     print(f"scored {len(sequences)} sequences, {how}, in {arguments.dtype}: {target}")
-
-
-def _read_samples(file: Path) -> ParitySamples:
-    with reading(file):
-        data = file.read_bytes()
-    return wire.decode(data, ParitySamples, max_bytes=len(data))
-
-
-def _configuration(arguments: argparse.Namespace) -> RunConfig:
-    """The learner's settings are those of a run, but for what the command line says."""
-    return RunConfig.model_validate(
-        {
-            "model": {"path": arguments.model},
-            "data": {"source": "addition"},
-            "generator": {"temperature": 1.0},
-            "learner": {"dtype": arguments.dtype},
-        }
-    )
 
 
 def _score(sequences: list[Trajectory], policy: Policy, max_tokens: int) -> list[list[float]]:
@@ -149,15 +150,3 @@ def _parsed(where: str, line: str) -> tuple[list[int], list[bool]]:
             "predicts it"
         )
     return given.token_ids, [bool(entry) for entry in given.response_mask]
-
-
-def _require_vocabulary(file: Path, sequences: list[Trajectory], policy: Policy) -> None:
-    embeddings: Any = policy.model.get_input_embeddings()
-    size = embeddings.weight.shape[0]
-    for number, sequence in enumerate(sequences, 1):
-        outside = np.flatnonzero(sequence.token_ids >= size)
-        if len(outside):
-            raise ConfigError(
-                f"{file}:{number}: token_ids[{outside[0]}] is {sequence.token_ids[outside[0]]}; "
-                f"the model has {size} tokens"
-            )

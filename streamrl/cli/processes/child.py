@@ -40,7 +40,7 @@ from streamrl.errors import (
     error_of,
     sentence_of,
 )
-from streamrl.log_lines import FORMAT_VARIABLE, json_line
+from streamrl.log_lines import json_line
 from streamrl.run_folder import note_restart
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
@@ -64,7 +64,6 @@ class RestartBudget:
         self._last_origin = ""
 
     def on_start(self) -> None:
-        """The process has been started."""
         self._started_s = self._clock()
 
     def delay_s(self, exit_code: int, record: ErrorRecord | None, step: int) -> float:
@@ -78,7 +77,16 @@ class RestartBudget:
             self._newest_step, self._num_without_step = step, 0
         if not self._may_help(exit_code, record):
             raise error_of(exit_code, sentence)
-        self._require_room(now_s, exit_code, sentence)
+        window_s, allowed = self._settings.restart_window_s, self._settings.max_restarts
+        self._restarts_s = tuple(at_s for at_s in self._restarts_s if now_s - at_s < window_s)
+        scope = ""
+        if self._num_without_step >= allowed:
+            scope = "without a new step of the run"
+        elif len(self._restarts_s) >= allowed:
+            scope = f"within run.restart_window_s ({window_s:g} s)"
+        if scope:
+            often = f"started again {allowed} times (run.max_restarts) {scope}"
+            raise error_of(exit_code, f"{sentence}; {often}")
         self._restarts_s = (*self._restarts_s, now_s)
         self._num_without_step += 1
         self._num_short = 0 if now_s - self._started_s >= HEALTHY_S else self._num_short + 1
@@ -94,20 +102,6 @@ class RestartBudget:
         if self._newest_step > self._first_step:
             return True
         return exit_code != EXIT_ROLLOUTS and not is_alike
-
-    def _require_room(self, now_s: float, exit_code: int, sentence: str) -> None:
-        window_s, allowed = self._settings.restart_window_s, self._settings.max_restarts
-        self._restarts_s = tuple(at_s for at_s in self._restarts_s if now_s - at_s < window_s)
-        if self._num_without_step >= allowed:
-            scope = "without a new step of the run"
-        elif len(self._restarts_s) >= allowed:
-            scope = f"within run.restart_window_s ({window_s:g} s)"
-        else:
-            return
-        raise error_of(
-            exit_code,
-            f"{sentence}; started again {allowed} times (run.max_restarts) {scope}",
-        )
 
 
 @dataclass
@@ -161,13 +155,15 @@ class Child:
                 self.failure = error
                 self.notify(f"{error}; the run goes on without it")
                 return code
+            reason = sentence_of(code, record)
             if self.is_strict:
-                raise self._refusal(code, record)
+                reason = f"{reason} (see {self.log_file})"
+                why = "not started again, since the launch is --strict"
+                raise error_of(code, f"{self.role}: {reason}; {why}")
             self.num_restarts += 1
-            run = self.log_file.parent.parent
-            note_restart(run, self.role, code, sentence_of(code, record))
+            note_restart(self.log_file.parent.parent, self.role, code, reason)
             self.state = f"restart {self.num_restarts}"
-            self.notify(f"{self.role}: {sentence_of(code, record)}; started again in {delay_s:g} s")
+            self.notify(f"{self.role}: {reason}; started again in {delay_s:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), delay_s)
                 return code
@@ -177,10 +173,16 @@ class Child:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send the signal; the process is not restarted."""
-        self.stopping.set()
+        self.begin_stop()
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
+
+    def begin_stop(self) -> None:
+        """Start the process no more, and show one that runs as stopping."""
+        self.stopping.set()
+        if self.state == "running":
+            self.state = "stopping"
 
     @property
     def _next_command(self) -> Sequence[str]:
@@ -189,7 +191,16 @@ class Child:
     async def _run(self) -> tuple[int, ErrorRecord | None]:
         """Exit code and last sentence of a process that is started here. Waits for its end."""
         with ErrorPipe() as pipe:
-            self.process = await self._start(pipe)
+            command = (executable(), *self._next_command[1:])
+            # A number of threads that a person set stays.
+            kept = {"OMP_NUM_THREADS"} if os.environ.get("OMP_NUM_THREADS") else set()
+            planned = {name: v for name, v in self.environment.items() if name not in kept}
+            environment = {**os.environ, **planned, **pipe.environment}
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with self.log_file.open("ab") as output:
+                to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
+                starting = start(command, environment, to, self.fork_server, self.stopping)
+                self.process = await starting
             if self.process is None:
                 return 0, None
             self.budget.on_start()
@@ -198,33 +209,11 @@ class Child:
                 self.stop()
             return await self.process.wait(), pipe.read()
 
-    async def _start(self, pipe: ErrorPipe) -> asyncio.subprocess.Process | ForkedProcess | None:
-        command = (executable(), *self._next_command[1:])
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("ab") as output:
-            to = Descriptors(output.fileno(), output.fileno(), pipe.descriptor)
-            environment = self._environment(pipe)
-            return await start(command, environment, to, self.fork_server, self.stopping)
-
-    def _environment(self, pipe: ErrorPipe) -> Mapping[str, str]:
-        """The launcher's, with what the plan gives; a number of threads that a person set stays."""
-        kept = {"OMP_NUM_THREADS"} if os.environ.get("OMP_NUM_THREADS") else set()
-        planned = {name: v for name, v in self.environment.items() if name not in kept}
-        own = {**pipe.environment, FORMAT_VARIABLE: self.log_format}
-        return {**os.environ, **planned, **own}
-
     def _log(self, sentence: str) -> None:
         """Into the process's log, which does not tell of a kill."""
         line = launcher_line(self.role, sentence, self.log_format)
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as output:
             print(line, file=output)
-
-    def _refusal(self, code: int, record: ErrorRecord | None) -> StreamRLError:
-        """Of a restart that a launch would else make."""
-        reason = f"{sentence_of(code, record)} (see {self.log_file})"
-        return error_of(
-            code, f"{self.role}: {reason}; not started again, since the launch is --strict"
-        )
 
     def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
         try:

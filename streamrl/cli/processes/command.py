@@ -66,7 +66,6 @@ async def _run(
 
 
 def executable() -> str:
-    """The `streamrl` command of this Python."""
     beside = Path(sys.executable).with_name("streamrl")
     path = str(beside) if beside.exists() else shutil.which("streamrl")
     if path is None:

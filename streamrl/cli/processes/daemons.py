@@ -83,7 +83,6 @@ async def supervise(
 
 
 def newest_step(folder: Path) -> int:
-    """Of the run in this folder."""
     step: int = read_last(folder / TRAINED_FILE).get("step", 0)
     return step
 
@@ -171,8 +170,8 @@ class PlannedChild(Child, ABC):
     """Set for whoever waits as a process ends."""
 
     @abstractmethod
-    def begin_kill(self) -> bool:
-        """Have the process killed; False if nobody can be told to."""
+    def begin_kill(self) -> None:
+        """Have the process killed."""
 
     async def _on_end(self, code: int) -> None:
         """End the other parts, if this process has failed by itself. Where it has lost another
@@ -185,18 +184,14 @@ class PlannedChild(Child, ABC):
             return
         starts = [(companion, companion.num_restarts) for companion in self.companions]
         if code == EXIT_UNREACHABLE and self.companions:
-            await self._wait_for_reason()
+            ends = [asyncio.create_task(other.has_ended.wait()) for other in self.companions]
+            await asyncio.wait(ends, timeout=REASON_S)
+            for end in ends:
+                end.cancel()
         for companion, num_restarts in starts:
-            is_same = companion.num_restarts == num_restarts and companion.state == "running"
-            if is_same and companion.begin_kill():
+            if companion.num_restarts == num_restarts and companion.state == "running":
+                companion.begin_kill()
                 companion.is_ended_by_companion = True
-
-    async def _wait_for_reason(self) -> None:
-        """Until the other parts have ended by themselves, or for REASON_S."""
-        ends = [asyncio.create_task(companion.has_ended.wait()) for companion in self.companions]
-        await asyncio.wait(ends, timeout=REASON_S)
-        for end in ends:
-            end.cancel()
 
 
 C = TypeVar("C", bound=Child)
@@ -222,22 +217,14 @@ def make_children(
             RestartBudget(run, read_step()),
             read_step,
             notify,
-            environment={
-                **environment,
-                FORMAT_VARIABLE: run.log_format,
-                **process.environment,
-            },
+            environment={**environment, FORMAT_VARIABLE: run.log_format, **process.environment},
             is_optional=process.is_optional,
             log_format=run.log_format,
             **own(process),
         )
         for process in plan.processes
     ]
-    learners = [
-        child
-        for child in children
-        if isinstance(child, PlannedChild) and child.role.startswith("learner")
-    ]
+    learners = [c for c in children if isinstance(c, PlannedChild) and c.role.startswith("learner")]
     for learner in learners:
         learner.companions = [other for other in learners if other is not learner]
     return children

@@ -255,7 +255,6 @@ def _serve(connection: socket.socket) -> tuple[_Request, list[int]]:
 
 
 def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
-    """Make this process what the request describes."""
     import numpy
     import torch
 

@@ -32,12 +32,7 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from streamrl.checkpoints.find import (
-    PREFIX,
-    STATE_FILE,
-    list_checkpoints,
-    newest,
-)
+from streamrl.checkpoints.find import PREFIX, STATE_FILE, list_checkpoints, newest
 from streamrl.checkpoints.history import HISTORY_FILE, History
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
@@ -49,7 +44,7 @@ from streamrl.run_folder import MIRROR_FILE, MirrorStatus, held_run, move_aside,
 POLL_S, RETRY_S, END_S = 1.0, 5.0, 60.0
 """Between two looks; between two tries; how long a launch that has ended tries."""
 _SETTING = "run.folder_mirror"
-_CHECKPOINTS, _ABANDONED = "checkpoints", "abandoned"
+_CHECKPOINTS = "checkpoints"
 _HISTORY = f"{_CHECKPOINTS}/{HISTORY_FILE}"
 _HELD = ".mirrored"
 """The checkpoint that is being copied."""
@@ -83,7 +78,13 @@ class Mirror:
         if base == (config.weights.store or "").rstrip("/"):
             raise ConfigError(f"{_SETTING}: was {base}, as weights.store: name another folder")
         if base.startswith("file://"):
-            _require_apart(Path(self.url.removeprefix("file://")), self._folder)
+            mirror = Path(self.url.removeprefix("file://"))
+            one, other = mirror.resolve(), self._folder.resolve()
+            if one.is_relative_to(other) or other.is_relative_to(one):
+                raise ConfigError(
+                    f"{_SETTING}: {mirror} would be in the run's folder {self._folder}, or that in "
+                    "it: name a folder elsewhere"
+                )
         self._base = StoreFolder(_SETTING, base)
         self._store = StoreFolder(_SETTING, self.url)
         self._sent: dict[str, object] = {}
@@ -368,15 +369,6 @@ def mirrored(mirror: Mirror | None) -> Iterator[None]:
         stopping.set()
         thread.join()
         mirror.finish()
-
-
-def _require_apart(mirror: Path, folder: Path) -> None:
-    one, other = mirror.resolve(), folder.resolve()
-    if one.is_relative_to(other) or other.is_relative_to(one):
-        raise ConfigError(
-            f"{_SETTING}: {mirror} would be in the run's folder {folder}, or that in it: name a "
-            "folder elsewhere"
-        )
 
 
 def _tip_of(folder: Path) -> _Tip | None:

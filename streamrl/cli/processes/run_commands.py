@@ -13,10 +13,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -141,11 +140,7 @@ def launching(
                 highlight=False,
             )
         config = prepare(
-            config,
-            resume=resume,
-            new=new,
-            binds=binds,
-            next_prompt_index=_next_prompt_index,
+            config, resume=resume, new=new, binds=binds, next_prompt_index=_next_prompt_index
         )
         with mirrored(mirror), reported(config, arguments, console):
             yield config, mirror
@@ -183,21 +178,14 @@ def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> 
 def take_validated_score(config: RunConfig) -> bool:
     """Write to `evaluation.json` what the validator has found for the final checkpoint; False where
     it has not, or has sampled otherwise than `streamrl evaluate` does."""
-    if (found := _validated_final(config)) is None:
-        return False
-    write_file(config.run.path / "evaluation.json", json.dumps(found) + "\n")
-    return True
-
-
-def _validated_final(config: RunConfig) -> Mapping[str, Any] | None:
     checkpoint = newest(config.run.path, contents=False).checkpoint
     if checkpoint is None or not config.final_is_validated:
-        return None
+        return False
     found = read_validations(config.run.path).get(checkpoint.policy_version)
     if found is None or "validation/mean@1" not in found:
-        return None
+        return False
     left_out = {n: int(found.get(f"validation/{n}", 0)) for n in ("num_too_long", "num_failed")}
-    return {
+    scored = {
         "model": str(checkpoint.path),
         "num_prompts": int(found["validation/num_prompts"]),
         **{name: count for name, count in left_out.items() if count},
@@ -205,6 +193,8 @@ def _validated_final(config: RunConfig) -> Mapping[str, Any] | None:
         "response_length_mean": found["validation/response_length_mean"],
         "by": "validator",
     }
+    write_file(config.run.path / "evaluation.json", json.dumps(scored) + "\n")
+    return True
 
 
 @contextmanager

@@ -49,17 +49,11 @@ def main(arguments: argparse.Namespace) -> int:
 def _folder_of_records() -> Iterator[Path]:
     """Where the ranks, children of this process, say why they fail."""
     with TemporaryDirectory(prefix="streamrl-") as folder:
-        own = {
-            ERROR_FILE_VARIABLE: str(Path(folder) / "$RANK"),
-            PARENT_VARIABLE: str(os.getpid()),
-        }
-        before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
+        before = dict(os.environ)
+        os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / "$RANK")
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
         try:
             yield Path(folder)
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            os.environ.clear()
+            os.environ.update(before)

@@ -1,5 +1,6 @@
 """Every finding about a machine appears where it should, and nothing makes the check crash."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -229,7 +230,8 @@ def test_only_what_streamrl_does_not_run_without_is_named_before_a_launch(monkey
     """It refuses no launch: an installation may have been told to pass over its range."""
     needed = [NeededPackage("msgspec", ">=99", ""), NeededPackage("redis", ">=99", "redis")]
     monkeypatch.setattr(command, "needed_packages", lambda: needed)
-    before_launch._require(QUICKSTART, [])
+    given = argparse.Namespace(file=QUICKSTART, config=None, overrides=[])
+    before_launch.require_startable(given)
     warned = capsys.readouterr().err
     assert re.search(r"warning: msgspec \S+ is outside >=99; pip install 'msgspec>=99'", warned)
     assert "redis" not in warned

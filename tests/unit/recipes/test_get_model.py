@@ -1,10 +1,13 @@
 """`streamrl get-model`: what it takes, what it refuses, and that nothing half made is left."""
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamrl.cli import get_model
 from streamrl.cli.main import main
+from streamrl.config import RunConfig
 from tests.standins.hub import Hub
 from tests.unit.recipes.tiny_gguf import CHAT_TEMPLATE, write_gguf
 
@@ -104,6 +109,24 @@ def test_the_model_of_a_configuration_is_made_where_there_is_none(folder, capsys
     assert main([*command, *elsewhere, "--set", "model.recipe.warm_start_steps=1"]) == 2
     assert "prompts without a text or an answer cannot be taught" in capsys.readouterr().err
     assert not Path("third").exists()
+
+
+def test_of_runs_that_begin_together_one_makes_the_model_and_the_others_wait(folder, monkeypatch):
+    model = "{path: models/m, recipe: {hidden_size: 8, intermediate_size: 8, num_layers: 1}}"
+    Path("run.yaml").write_text(f"model: {model}\ndata: {{source: addition}}\n")
+    made = []
+
+    def make(config: RunConfig) -> None:
+        made.append(config.model.path)
+        time.sleep(0.2)
+        Path(config.model.path).mkdir()
+
+    monkeypatch.setattr("actors.make_model.make_model", make)
+    given = argparse.Namespace(model=None, config="run.yaml", overrides=[], output=None)
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(get_model.main, [given] * 3)) == [0, 0, 0]
+    assert made == ["models/m"]
+    assert left() == ["m"]
 
 
 @pytest.mark.parametrize(

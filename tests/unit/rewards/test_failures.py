@@ -56,7 +56,7 @@ def test_a_reward_that_scores_none_of_the_first_groups_is_said_with_the_first_of
     sentence = failed_groups(first)
     assert "KeyError: 'label' (r.py:4)" in sentence
     assert sentence.endswith(f"; {NOTHING_SCORED}")
-    assert "streamrl check --deep" in NOTHING_SCORED
+    assert "streamrl check CONFIG --deep" in NOTHING_SCORED
     engine = replace(first, generators=(status("a", RolloutError("engine")),))
     scored = replace(first, books=replace(books, leased=0, buffered=1))
     assert not [s for s in (engine, scored) if NOTHING_SCORED in failed_groups(s)]

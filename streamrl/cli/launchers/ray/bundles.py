@@ -9,7 +9,7 @@ same configuration and the same cluster give the same plan. Nothing here imports
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,12 +54,6 @@ class Bundle:
         """As a placement group takes them."""
         gpus = {"GPU": float(self.needs.gpus)} if self.needs.gpus else {}
         return {"CPU": float(self.needs.cpus), **gpus}
-
-
-def rooms_of(nodes: Iterable[Mapping[str, Any]]) -> tuple[Room, ...]:
-    """Of the nodes that are up; see `ray.nodes`."""
-    totals = (node["Resources"] for node in nodes if node["Alive"])
-    return tuple(Room(int(t.get("GPU", 0)), int(t.get("CPU", 0))) for t in totals)
 
 
 def learner_bundles(config: RunConfig, rooms: Sequence[Room]) -> tuple[Bundle, ...]:

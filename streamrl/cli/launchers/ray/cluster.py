@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from streamrl import __version__
 from streamrl.checkpoints.find import list_checkpoints, version_of
 from streamrl.checkpoints.manifest import MANIFEST_FILE
-from streamrl.cli.launchers.ray.bundles import Bundle, Room, missing, rooms_of
+from streamrl.cli.launchers.ray.bundles import Bundle, Room, missing
 from streamrl.cli.launchers.ray.files import archive, private_files, required
 from streamrl.cli.launchers.ray.supervisor import Supervisor
 from streamrl.cli.processes.mirror import complete_checkpoints
@@ -93,8 +93,9 @@ def _refusal(address: str, message: str) -> str:
 
 
 def rooms() -> tuple[Room, ...]:
-    """Of the cluster's nodes as they are now."""
-    return rooms_of(ray.nodes())
+    """Of the cluster's nodes that are up now."""
+    totals = (node["Resources"] for node in ray.nodes() if node["Alive"])
+    return tuple(Room(int(t.get("GPU", 0)), int(t.get("CPU", 0))) for t in totals)
 
 
 class Place:

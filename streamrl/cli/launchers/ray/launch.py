@@ -64,7 +64,10 @@ from streamrl.run_folder import resume_command
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Exit code of the run; with `--dry-run`, of making the plan."""
-    config, console = _with_absolute_folder(config), Console()
+    # The folder of the run as it is called on every node. Within a job of Ray the working folder is
+    # a copy that Ray removes, so that a relative one is of the home folder.
+    base = Path.home() if "runtime_resources" in Path.cwd().parts else Path.cwd()
+    config, console = config.with_values(run={"folder": base / config.run.folder}), Console()
     with connected(arguments.ray), sigterm_raises():
         if arguments.dry_run:
             print_plan(_Run(with_keys(config), arguments, console).plan())
@@ -266,14 +269,6 @@ class _Run:
             raise error_of(code, f"{command}: {sentence_of(code, record)}")
 
 
-def _with_absolute_folder(config: RunConfig) -> RunConfig:
-    """The folder of the run as it is called on every node. Within a job of Ray the working folder
-    is a copy that Ray removes, so that a relative one is of the home folder."""
-    folder, here = config.run.folder, Path.cwd()
-    base = Path.home() if "runtime_resources" in here.parts else here
-    return config.with_values(run={"folder": base / folder})
-
-
 ABORT_S = 3.0
 WAITS = "waits for a node"
 
@@ -295,19 +290,18 @@ class RayChild(PlannedChild):
     family: "list[RayChild]" = field(default_factory=list)
     was_reached: bool = False
 
-    def begin_kill(self) -> bool:
+    def begin_kill(self) -> None:
         self.place.signal(self.role, signal.SIGKILL)
-        return True
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Have the supervisor send the signal. A node that does not answer SIGKILL is given up."""
-        self.stopping.set()
+        self.begin_stop()
         self.place.signal(self.role, number)
         if number == signal.SIGKILL:
             asyncio.get_running_loop().call_later(ABORT_S, self._abort)
 
     def _abort(self) -> None:
-        if self.state == "running":
+        if self.state == "stopping":
             self.group.close()
 
     async def _run(self) -> tuple[int, ErrorRecord | None]:
@@ -327,17 +321,15 @@ class RayChild(PlannedChild):
                 self.state = WAITS
                 if self.stopping.is_set():
                     break
-                self._on_loss()
+                lost = f"{self.role}: its node is lost"
+                if not self.may_wait:
+                    for child in self.family:
+                        child.stop(signal.SIGKILL)
+                    raise LearnerLostError(lost) from None
+                self.group.close()
+                self.num_restarts += 1
+                self.notify(f"{lost}; the run goes on without it until it has one")
         return 0, None
-
-    def _on_loss(self) -> None:
-        if not self.may_wait:
-            for child in self.family:
-                child.stop(signal.SIGKILL)
-            raise LearnerLostError(f"{self.role}: its node is lost")
-        self.group.close()
-        self.num_restarts += 1
-        self.notify(f"{self.role}: its node is lost; the run goes on without it until it has one")
 
     async def _is_reached(self) -> bool:
         """Waits until the node is there: True, or until this child is to stop: False."""

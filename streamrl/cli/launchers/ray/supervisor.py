@@ -174,7 +174,14 @@ class Supervisor:
             return await asyncio.to_thread(self._list, prefix)
 
     def _list(self, prefix: str) -> dict[str, tuple[int, int]]:
-        found = _files(self._folder, prefix)
+        found: dict[str, tuple[int, int]] = {}
+        # Sizes of after all were found, so that the records have the lines of each checkpoint.
+        names = {str(path.relative_to(self._folder)): path for path in visible_files(self._folder)}
+        for name, path in names.items():
+            if name.startswith(prefix):
+                with contextlib.suppress(OSError):
+                    status = path.stat()
+                    found[name] = (status.st_size, status.st_mtime_ns)
         newest = f"checkpoints/{max(complete_checkpoints(found), default='')}/"
         kept = (newest, found.get(newest + MANIFEST_FILE, (0, 0)))
         if kept != self._kept:
@@ -238,28 +245,13 @@ class Supervisor:
                 },
                 pass_fds=(pipe.descriptor,),
             )
-        _restore_priority(process.pid)
+        # Ray lets its workers yield to every other process of a node, by RAY_worker_niceness, and
+        # so would what they start; as urgent as Ray itself, which is the parent here, it is as by
+        # `launch`. Without the right to that it stays as it is.
+        with contextlib.suppress(OSError):
+            urgency = os.getpriority(os.PRIO_PROCESS, os.getppid())
+            os.setpriority(os.PRIO_PROCESS, process.pid, urgency)
         return process
-
-
-def _restore_priority(pid: int) -> None:
-    """Ray lets its workers yield to every other process of a node, by RAY_worker_niceness, and so
-    would what they start; as urgent as Ray itself, which is the parent here, it is as by `launch`.
-    Without the right to that it stays as it is."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
-
-
-def _files(folder: Path, prefix: str) -> dict[str, tuple[int, int]]:
-    """Sizes of after all were found, so that the records have the lines of each checkpoint."""
-    found: dict[str, tuple[int, int]] = {}
-    names = {str(path.relative_to(folder)): path for path in visible_files(folder)}
-    for name, path in names.items():
-        if name.startswith(prefix):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                found[name] = (status.st_size, status.st_mtime_ns)
-    return found
 
 
 def _start_watcher(mark: str) -> int:
