@@ -12,7 +12,8 @@ from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.server import Labels, ServedRequest, require_sound
 from actors.engines.sglang import messages as sglang
 from actors.engines.sglang.server import completion_of as of_sglang
-from actors.engines.vllm import server as vllm
+from actors.engines.vllm import messages as vllm
+from actors.engines.vllm.server import completion_of as of_choice
 from streamrl.errors import RolloutError
 from streamrl.types import Completion, FinishReason, SamplingParams, Trajectory
 from tests.standins.hostile_server import good_reply
@@ -33,7 +34,7 @@ HTTP = Http("http://nowhere")
 def read(kind: str, content: bytes) -> Completion:
     if kind == "vllm":
         choice = HTTP._decoded("/generate", content, vllm.GenerateTokensResponse).choices[0]
-        answer = vllm.completion_of(choice, LABELS, REQUEST)
+        answer = of_choice(choice, LABELS, REQUEST)
     else:
         response = HTTP._decoded("/generate", content, sglang.GenerateResponse)
         answer = of_sglang(response, REQUEST, LABELS)

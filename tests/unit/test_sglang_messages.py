@@ -53,6 +53,12 @@ def test_requests_have_the_fields_of_sglangs_classes(ours):
             assert {repr(choice) for choice in choices} <= set(re.findall(r"'\w+'", annotation))
 
 
+@pytest.mark.parametrize("name", ["ContinueGeneration", "BeginWeightUpdate", "EndWeightUpdate"])
+def test_requests_without_a_field_need_none(name):
+    theirs = sglang.fields(sglang.source(IO_STRUCT), f"{name}ReqInput")
+    assert all(field.value is not None for field in theirs.values())
+
+
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"seed": 3}, {"num_top_logprobs": 4}],
