@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from streamrl.config.model import ModelSettings
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.types import TensorSpec
+from streamrl.types import SamplingParams, TensorSpec
 from streamrl.vision.families import auto_model, has_vision
 from streamrl.vision.places import Placeholders
 from streamrl.weights import lora
@@ -24,8 +25,10 @@ def device_of(setting: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def room_for(prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> int:
-    """The longest completion of this prompt, in tokens, at least one.
+def fitted(
+    sampling: SamplingParams, prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: int
+) -> SamplingParams:
+    """The sampling of a completion that ends where the context does.
 
     Raises:
         RolloutError: the prompt is empty, fills the context, or has ids outside the vocabulary,
@@ -43,7 +46,9 @@ def room_for(prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: in
             f"a prompt has token ids from {lowest} to {highest}; "
             f"the model's vocabulary has {vocab_size}"
         )
-    return room
+    max_new_tokens = min(sampling.max_new_tokens, room)
+    min_new_tokens = min(sampling.min_new_tokens, max_new_tokens)
+    return structs.replace(sampling, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens)
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -181,7 +181,6 @@ REQUEST = ServedRequest(
     id="a",
     prompt_token_ids=[5, 6, 7],
     sampling=SamplingParams(max_new_tokens=4, keep_routed_experts=True),
-    max_new_tokens=4,
     stops=frozenset([1]),
     cache_salt="",
     expert_shape=(2, 2),

@@ -24,7 +24,6 @@ REQUEST = ServedRequest(
     id="a",
     prompt_token_ids=[5],
     sampling=SamplingParams(max_new_tokens=4),
-    max_new_tokens=4,
     stops=frozenset([1]),
     cache_salt="",
 )
@@ -48,7 +47,7 @@ def assert_sound_or_refused(kind: str, content: bytes) -> None:
     except (RefusedError, RolloutError):
         return
     assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-    assert len(answer.token_ids) <= REQUEST.max_new_tokens
+    assert len(answer.token_ids) <= REQUEST.sampling.max_new_tokens
     assert ((answer.token_ids >= 0) & (answer.token_ids < VOCAB_SIZE)).all()
     assert (np.isfinite(answer.logprobs) & (answer.logprobs <= 1e-3)).all()
     versions = answer.policy_versions

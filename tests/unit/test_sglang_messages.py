@@ -34,7 +34,6 @@ def a_request(**sampling: Any) -> ServedRequest:
         id="name-000000000007",
         prompt_token_ids=[5, 6],
         sampling=SamplingParams(max_new_tokens=9, **sampling),
-        max_new_tokens=9,
         stops=frozenset([1, 7]),
         cache_salt="history/3",
     )

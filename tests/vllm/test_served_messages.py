@@ -19,7 +19,6 @@ def test_vllms_own_class_takes_our_request():
         id="a-1",
         prompt_token_ids=[5, 6],
         sampling=types.SamplingParams(max_new_tokens=9, top_k=3, seed=4, min_new_tokens=2),
-        max_new_tokens=9,
         stops=frozenset([1]),
         cache_salt="a-0",
     )

@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engines.hf.batch import HfRequest, RunningBatch
-from actors.engines.model import device_of, eos_token_ids, room_for
+from actors.engines.model import device_of, eos_token_ids, fitted
 from actors.engines.requests import nothing_sampled
 from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
@@ -252,7 +252,7 @@ class HfEngine(UpdatableEngine):
         media: Sequence[Media] = (),
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
-        room_for(prompt_token_ids, self._max_model_len, self._vocab_size)
+        sampling = fitted(sampling, prompt_token_ids, self._max_model_len, self._vocab_size)
         request = HfRequest(
             tuple(prompt_token_ids), sampling, handle or CompletionHandle(), media=tuple(media)
         )

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 
 from msgspec import structs
 
-from actors.engines.model import ModelFacts, room_for
+from actors.engines.model import ModelFacts, fitted
 from actors.engines.requests import (
     InFlightRequests,
     aborted_on,
@@ -267,13 +267,12 @@ class ServedEngine(UpdatableEngine):
                 f"{self._server.name} samples from token ids alone, and a prompt has images: use "
                 "generator.engine hf, or vllm without a URL"
             )
-        room = room_for(prompt_token_ids, self._max_model_len, self._facts.vocab_size)
+        sampling = fitted(sampling, prompt_token_ids, self._max_model_len, self._facts.vocab_size)
         self._raise_if_over()
         request = ServedRequest(
             id="",
             prompt_token_ids=list(prompt_token_ids),
             sampling=sampling,
-            max_new_tokens=min(sampling.max_new_tokens, room),
             stops=stops_of(sampling, self._facts.eos),
             cache_salt="",
             expert_shape=self._facts.expert_shape if sampling.keep_routed_experts else (0, 0),

@@ -151,7 +151,6 @@ async def probe(
             num_top_logprobs=max(0, num_candidates - 1),
             keep_routed_experts=keeps_experts,
         ),
-        max_new_tokens=1,
         stops=frozenset(),
         cache_salt="probe",
     )
@@ -204,7 +203,7 @@ async def attach(config: RunConfig, server: Server) -> None:
         TransportError: a request failed.
     """
     try:
-        if await _is_taken(server):
+        if await _takes_over(server):
             num_candidates = most_asked(config)
             keeps_experts = config.algorithm.records_experts
             # A server that was just taken has no version.
@@ -214,8 +213,8 @@ async def attach(config: RunConfig, server: Server) -> None:
         raise server.refusal(error) from error
 
 
-async def _is_taken(server: Server) -> bool:
-    """Whether its owner is another one now."""
+async def _takes_over(server: Server) -> bool:
+    """Whether the server was somebody else's, and is now that of its labels."""
     await server.require_settings()
     labels, label = server.labels, await server.label()
     if labels.is_shared and labels.is_own(label):
@@ -317,7 +316,7 @@ def _wait_for(steps: Coroutine[Any, Any, T]) -> T:
     def run() -> None:
         try:
             result.set_result(asyncio.run(steps))
-        except BaseException as error:
+        except BaseException as error:  # For the thread that waits.
             result.set_exception(error)
 
     threading.Thread(target=run, name="engine's start", daemon=True).start()

@@ -124,21 +124,16 @@ class ServedRequest(Struct, frozen=True, kw_only=True):
     id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    max_new_tokens: int
     stops: frozenset[int]
     cache_salt: str
     expert_shape: tuple[int, int] = (0, 0)
 
-    @property
-    def min_new_tokens(self) -> int:
-        return min(self.sampling.min_new_tokens, self.max_new_tokens)
-
     def answer_bytes(self, candidate_bytes: int) -> int:
         """The longest answer, with room to spare, if so many bytes tell each token's candidates."""
-        num_tokens = len(self.prompt_token_ids) + self.max_new_tokens
+        num_new = self.sampling.max_new_tokens
         # Base64 of numbers of four bytes.
-        of_experts = 8 * prod(self.expert_shape) * num_tokens
-        return 2**20 + (2**10 + candidate_bytes) * self.max_new_tokens + of_experts
+        of_experts = 8 * prod(self.expert_shape) * (len(self.prompt_token_ids) + num_new)
+        return 2**20 + (2**10 + candidate_bytes) * num_new + of_experts
 
 
 class VersionSpan(Struct, frozen=True):
@@ -320,11 +315,8 @@ def require_sound(
                 f"the answer has candidate {sets.token_ids.max()}; the model's vocabulary has "
                 f"{vocab_size}"
             )
-    if num_tokens > request.max_new_tokens:
-        raise RolloutError(
-            f"the answer has {num_tokens} tokens, and at most {request.max_new_tokens} were asked "
-            "for"
-        )
+    if num_tokens > (most := request.sampling.max_new_tokens):
+        raise RolloutError(f"the answer has {num_tokens} tokens, and at most {most} were asked for")
     if num_tokens and (highest := int(answer.token_ids.max())) >= vocab_size:
         raise RolloutError(
             f"the answer has token id {highest}; the model's vocabulary has {vocab_size}"

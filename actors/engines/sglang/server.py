@@ -205,8 +205,8 @@ def wire_request(request: ServedRequest, seed: int) -> GenerateReqInput:
         rid=request.id,
         input_ids=list(request.prompt_token_ids),
         sampling_params=SglangSampling(
-            max_new_tokens=request.max_new_tokens,
-            min_new_tokens=request.min_new_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or (MASK_TOKENS if is_truncated(request) else -1),
@@ -278,7 +278,7 @@ def _experts(
 
 
 def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
-    positions = range(request.min_new_tokens, len(token_ids))
+    positions = range(request.sampling.min_new_tokens, len(token_ids))
     return next((i for i in positions if token_ids[i] in request.stops), None)
 
 

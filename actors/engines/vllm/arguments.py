@@ -66,16 +66,14 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
         raise ConfigError(f"generator.engine_kwargs: {error}") from error
 
 
-def vllm_sampling(
-    sampling: SamplingParams, max_new_tokens: int, stops: frozenset[int]
-) -> VllmSamplingParams:
+def vllm_sampling(sampling: SamplingParams, stops: frozenset[int]) -> VllmSamplingParams:
     """vLLM's record of the same request: the new tokens now and then, not decoded to text.
 
     With all tokens so far, CUMULATIVE, vLLM 0.32 would report each token, whatever
     `stream_interval` says.
     """
     return VllmSamplingParams(
-        **structs.asdict(VllmSampling.of(sampling, max_new_tokens, stops)),
+        **structs.asdict(VllmSampling.of(sampling, stops)),
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=_REPORT_EVERY_TOKENS,

@@ -43,7 +43,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from actors.engines import require_torchvision
-from actors.engines.model import ModelFacts, room_for
+from actors.engines.model import ModelFacts, fitted
 from actors.engines.reported import candidates, completion, num_asked, recorded, sets_of
 from actors.engines.requests import InFlightRequests, aborted_on, answered, stops_of
 from actors.engines.served.process import death
@@ -266,10 +266,9 @@ class VllmEngine(UpdatableEngine):
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         handle = handle or CompletionHandle()
-        room = room_for(prompt_token_ids, self._max_model_len, self._vocab_size)
+        sampling = fitted(sampling, prompt_token_ids, self._max_model_len, self._vocab_size)
         prompt = await self._prompt(list(prompt_token_ids), media)
-        num_new = min(sampling.max_new_tokens, room)
-        params = vllm_sampling(sampling, num_new, stops_of(sampling, self._eos))
+        params = vllm_sampling(sampling, stops_of(sampling, self._eos))
 
         async def send() -> Completion:
             handle.num_tokens = 0

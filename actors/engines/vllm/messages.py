@@ -29,10 +29,10 @@ class VllmSampling(Struct, frozen=True, kw_only=True):
     detokenize: bool = False
 
     @classmethod
-    def of(cls, sampling: SamplingParams, max_new_tokens: int, stops: frozenset[int]) -> Self:
+    def of(cls, sampling: SamplingParams, stops: frozenset[int]) -> Self:
         return cls(
-            max_tokens=max_new_tokens,
-            min_tokens=min(sampling.min_new_tokens, max_new_tokens),
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

@@ -53,7 +53,7 @@ def wire_request(request: ServedRequest) -> GenerateRequest:
     return GenerateRequest(
         request_id=request.id,
         token_ids=list(request.prompt_token_ids),
-        sampling_params=VllmSampling.of(request.sampling, request.max_new_tokens, request.stops),
+        sampling_params=VllmSampling.of(request.sampling, request.stops),
         cache_salt=request.cache_salt,
     )
 
