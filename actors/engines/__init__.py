@@ -36,27 +36,33 @@ def find_engine(generator: GeneratorSettings) -> str:
             return "actors.engines.hf.engine:HfEngine.from_config"
         case "sglang":
             if generator.sglang.url is None:
-                _require_sglang()
+                _require_installed("sglang")
             _ = generator.sglang.api_key
             return "actors.engines.sglang.server:open_sglang"
         case "vllm" if generator.vllm.url:
             _ = generator.vllm.api_key
             return "actors.engines.vllm.server:open_vllm"
         case "vllm":
-            _require_vllm()
+            _require_installed("vllm")
             return "actors.engines.vllm.engine:VllmEngine.from_config"
         case name:
             allowed = ["hf", "sglang", "vllm"]
             raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, allowed)}")
 
 
-def _require_vllm() -> None:
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "generator.engine vllm: vLLM is not installed here; on a GPU machine "
-            "pip install 'streamrl[vllm]', on a CPU `make .venv-vllm/vllm.stamp` and start the "
-            "generator with .venv-vllm/bin/streamrl"
-        )
+_HOW_TO_INSTALL = {
+    "vllm": "vLLM is not installed here; on a GPU machine pip install 'streamrl[vllm]', on a CPU "
+    "`make .venv-vllm/vllm.stamp` and start the generator with .venv-vllm/bin/streamrl",
+    "sglang": "SGLang is not installed here; it needs another torch: start its server from an "
+    "environment without StreamRL and name it in generator.sglang.url, or start the generator from "
+    "an environment with both: on a GPU machine one as docs/engines.md makes it, on a CPU "
+    "`make .venv-sglang/sglang.stamp` and .venv-sglang/bin/streamrl",
+}
+
+
+def _require_installed(library: str) -> None:
+    if find_spec(library) is None:
+        raise ConfigError(f"generator.engine {library}: {_HOW_TO_INSTALL[library]}")
 
 
 def require_torchvision(path: str) -> None:
@@ -69,15 +75,4 @@ def require_torchvision(path: str) -> None:
         raise ConfigError(
             f"generator.engine: vllm needs torchvision for the images that {path} sees, and it is "
             "not installed: use generator.engine hf"
-        )
-
-
-def _require_sglang() -> None:
-    if find_spec("sglang") is None:
-        raise ConfigError(
-            "generator.engine sglang: SGLang is not installed here; it needs another torch: "
-            "start its server from an environment without StreamRL and name it in "
-            "generator.sglang.url, or start the generator from an environment with both: on a GPU "
-            "machine one as docs/engines.md makes it, on a CPU `make .venv-sglang/sglang.stamp` "
-            "and .venv-sglang/bin/streamrl"
         )

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from streamrl.config.model import ModelSettings
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.types import TensorSpec
+from streamrl.types import SamplingParams, TensorSpec
 from streamrl.vision.families import auto_model, has_vision
 from streamrl.vision.places import Placeholders
 from streamrl.weights import lora
@@ -24,11 +25,14 @@ def device_of(setting: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:
-    """The longest completion of this prompt, in tokens, at least one.
+def fitted(
+    sampling: SamplingParams, prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: int
+) -> SamplingParams:
+    """The sampling of a completion that ends where the context does.
 
     Raises:
-        RolloutError: the prompt is empty, or fills the context.
+        RolloutError: the prompt is empty, fills the context, or has ids outside the vocabulary,
+            which would be read outside the embedding's memory.
     """
     room = max_model_len - len(prompt_token_ids)
     if not 0 < room < max_model_len:
@@ -36,24 +40,15 @@ def room_for(prompt_token_ids: Sequence[int], max_model_len: int) -> int:
             f"a prompt of {len(prompt_token_ids)} tokens leaves no room for a completion: "
             f"generator.max_model_len is {max_model_len}"
         )
-    return room
-
-
-def require_known_tokens(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuses ids outside the vocabulary, which would be read outside the embedding's memory."""
     lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
     if lowest < 0 or highest >= vocab_size:
         raise RolloutError(
             f"a prompt has token ids from {lowest} to {highest}; "
             f"the model's vocabulary has {vocab_size}"
         )
-
-
-def eos_set(eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """The end-of-sequence tokens, in each form that a model's folder may have."""
-    if eos_token_id is None:
-        return frozenset()
-    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+    max_new_tokens = min(sampling.max_new_tokens, room)
+    min_new_tokens = min(sampling.min_new_tokens, max_new_tokens)
+    return structs.replace(sampling, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens)
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -140,7 +135,8 @@ def eos_token_ids(model: ModelSettings) -> frozenset[int]:
             "only ones that end a completion before generator.max_new_tokens",
             model.path,
         )
-    return eos_set(eos)
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
 
 
 def _head_width(config: PreTrainedConfig) -> int | None:

@@ -1,20 +1,5 @@
 """What an inference library's answer says of a request's tokens beside their ids.
 
-`sets_of`: what log-probabilities say of the tokens that were not sampled. Log-probabilities of the
-distribution that is sampled from are minus infinity outside of what top-k and top-p left, so the
-candidates with another one are the sampling mask, as long as all of them are asked for:
-`num_asked`.
-
-`recorded`: what is reported of the experts that the tokens were given to. Both vLLM 0.32 and SGLang
-0.5.23 give the rows of the whole prompt and of the completion without its last token, which no
-layer has seen; of every decoder layer, those without experts included; and logical ids, whatever
-the placement of the experts.
-
-    vLLM     `enable_return_routed_experts`: an array, over HTTP the base64 of its .npy file, of
-             uint8 or uint16
-    SGLang   `enable_return_routed_experts`, and `return_routed_experts` in a request: the base64
-             of int32 numbers without a shape
-
 Shapes: P tokens of the prompt, N of the completion, each with its candidates, L decoder layers, K
 experts of a token.
 """
@@ -29,12 +14,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.engines.requests import finish_reason
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError
-from streamrl.types import RoutedExperts, SamplingParams, TokenSets, TopLogprobs
+from streamrl.types import (
+    Completion,
+    Int32Array,
+    RoutedExperts,
+    SamplingParams,
+    TokenSets,
+    TopLogprobs,
+)
 
 Candidates = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Ids and log-probabilities of one token's candidates, each once."""
+# Rounding may put the log-probability of a certain token above 0.
+_HIGHEST = 1e-3
 # Tokens as likely as the last of top-k are sampled, too.
 _TIES = 8
 # Nothing samples a token whose probability is less than e^-1000.
@@ -71,7 +66,12 @@ def most_asked(config: RunConfig) -> int:
 def sets_of(
     found: Sequence[Candidates], sampling: SamplingParams
 ) -> tuple[TokenSets | None, TopLogprobs | None]:
-    """The mask and the likeliest tokens [N sets], each if the request asks for it."""
+    """The mask and the likeliest tokens [N sets], each if the request asks for it.
+
+    Log-probabilities of the distribution that is sampled from are minus infinity outside of what
+    top-k and top-p left, so the candidates with another one are the sampling mask, as long as all
+    of them are asked for: `num_asked`.
+    """
     possible = [_possible(ids, logprobs) for ids, logprobs in found]
     mask = TokenSets.of([_kept(*one) for one in possible]) if keeps_mask(sampling) else None
     top = top_of(possible, sampling.num_top_logprobs) if sampling.num_top_logprobs else None
@@ -116,8 +116,13 @@ def recorded(
     *,
     is_aborted: bool = False,
 ) -> RoutedExperts | None:
-    """Of the prompt and the completion, from what was reported [P + N - 1, L, K], or less of a
-    request that was ended; None if nothing was sampled, or a request that was aborted has none.
+    """The experts that the tokens of prompt and completion were given to, from what was reported
+    [P + N - 1, L, K], or less of a request that was ended; None if nothing was sampled, or a
+    request that was aborted has none.
+
+    Both vLLM 0.32 and SGLang 0.5.23 give the rows of all tokens but the last, which no layer has
+    seen; of every decoder layer, those without experts included; and logical ids, whatever the
+    placement of the experts.
 
     Raises:
         RolloutError: there are none, or they are not of these tokens.
@@ -142,7 +147,8 @@ def recorded(
 
 
 def from_npy(text: str) -> NDArray[Any]:
-    """The array in the base64 of a .npy file, without a copy of what its header may promise.
+    """vLLM's array over HTTP, the base64 of a .npy file, without a copy of what its header may
+    promise.
 
     Raises:
         RolloutError: it is not one of integers.
@@ -163,7 +169,7 @@ def from_npy(text: str) -> NDArray[Any]:
 
 
 def from_int32(text: str, num_layers: int, top_k: int) -> NDArray[np.int32]:
-    """[rows, L, K] of the base64 of little-endian numbers.
+    """SGLang's rows [rows, L, K], the base64 of little-endian numbers.
 
     Raises:
         RolloutError: they are not as many as rows of this form have.
@@ -182,3 +188,36 @@ def _decoded(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RolloutError(f"the answer is inconsistent: its experts: {error}") from error
+
+
+def completion(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    policy_versions: Int32Array,
+    reason: str | None,
+    *,
+    sampling_mask: TokenSets | None = None,
+    top_logprobs: TopLogprobs | None = None,
+    routed_experts: RoutedExperts | None = None,
+) -> Completion:
+    """The record of an answer.
+
+    Raises:
+        RolloutError: its fields are inconsistent, or no sampler can have made them.
+    """
+    ended = finish_reason(reason)
+    outside = (p for p in logprobs if not _LOWEST <= p <= _HIGHEST)
+    if (impossible := next(outside, None)) is not None:
+        raise RolloutError(f"the answer is inconsistent: a log-probability is {impossible:g}")
+    try:
+        return Completion(
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            policy_versions=policy_versions,
+            finish_reason=ended,
+            sampling_mask=sampling_mask,
+            top_logprobs=top_logprobs,
+            routed_experts=routed_experts,
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RolloutError(f"the answer is inconsistent: {error}") from error

@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from streamrl.errors import RolloutError
-from streamrl.types import Completion, FinishReason
+from streamrl.types import Completion, FinishReason, SamplingParams
 
 T = TypeVar("T")
 _ABORT_EVERY_S = 1.0
@@ -103,6 +104,27 @@ def finish_reason(name: str | None) -> FinishReason:
     if reason is None:
         raise RolloutError(f"the engine ended a request for the reason {str(name)[:40]!r}")
     return reason
+
+
+def stops_of(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a completion."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
+
+
+async def answered(
+    send: Callable[[], Awaitable[Completion]], sampling: SamplingParams, stop: asyncio.Event
+) -> Completion:
+    """Sends a request until it has an answer: with pause_mode abort, an update makes requests in
+    flight begin anew. One that is stopped is answered with what was sampled."""
+    while not stop.is_set():
+        answer = await send()
+        if answer.finish_reason is not FinishReason.ABORT:
+            return answer
+        # Tokens without their experts cannot be replayed.
+        is_whole = answer.routed_experts is not None or not sampling.keep_routed_experts
+        if stop.is_set() and is_whole:
+            return structs.replace(answer, finish_reason=FinishReason.DEADLINE)
+    return nothing_sampled()
 
 
 def nothing_sampled() -> Completion:

@@ -3,11 +3,6 @@
     check the manifest | receive, while sampling goes on | load, in a pause | report the times
 
 Invariant: `policy_version` changes in the pause, so a token sampled after it is of the new version.
-
-`StagedWeights`: a complete update in host memory, until the engine's pause. `fill` keeps every
-tensor of one update or raises; memory is reused from one update to the next. What an engine loads
-is always a whole model: one of LoRA's factors is merged into the parameters of the model's folder
-on arrival.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +19,8 @@ from streamrl.weights import lora
 
 
 class StagedWeights:
-    """Host copies by name, in the order of arrival; pinned if a GPU reads them."""
+    """A complete update in host memory, until the engine's pause: copies by name, in the order of
+    arrival, pinned if a GPU reads them. Memory is reused from one update to the next."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
         self._is_pinned = is_pinned

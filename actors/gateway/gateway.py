@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from actors.gateway.agent import AGENT, AgentResult
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
-from actors.gateway.server import GatewayServer, TaskRoutes
+from actors.gateway.server import GatewayServer
 from actors.gateway.session import Session
 from actors.gateway.started_agents import CommandAgent, FunctionAgent
 from actors.rendering.renderer import ChatRenderer
@@ -65,13 +65,13 @@ class Gateway:
         self._episodes = OpenEpisodes()
         self._url = ""
         self._renderer: ChatRenderer | None = None
-        tasks = TaskRoutes(
+        self._server = GatewayServer(
+            self._settings,
             self._episodes,
             self._task,
-            token=self._settings.token,
             is_pulled=self._is_pulled,
+            model=self._model,
         )
-        self._server = GatewayServer(self._settings, self._episodes, tasks.routes, self._model)
 
     async def start(self, renderer: ChatRenderer) -> str:
         """The URL at which the episodes are served.
@@ -144,7 +144,12 @@ class Gateway:
                     await asyncio.wait(started, timeout=_LINGER_S)
                 return episode.result.result()
             if running is not None and running in done:
-                return self._checked(running.result(), episode)
+                result = running.result()
+                if result.reward is None and episode.needs_reward:
+                    raise RolloutError(
+                        f"{episode.agent} ended without a reward, and data.reward is environment"
+                    )
+                return result
             raise LostAgentError(
                 f"{episode.agent} has asked for nothing for generator.agent.silence_s, which is "
                 f"{limit_s:g} s ({episode.place})"
@@ -154,24 +159,22 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(silence, *started, return_exceptions=True)
 
-    def _checked(self, result: AgentResult, episode: OpenEpisode) -> AgentResult:
-        if result.reward is None and episode.needs_reward:
-            raise RolloutError(
-                f"{episode.agent} ended without a reward, and data.reward is environment"
-            )
-        return result
-
     def _task(self, episode: OpenEpisode) -> Mapping[str, Any]:
-        session_url = f"{self._url}/sessions/{episode.key}"
+        """What the agent is to do, and where."""
         assert self._renderer is not None, "it has started"
-        messages = self._renderer.messages(episode.context.prompt)
+        context, prompt = episode.context, episode.context.prompt
         return {
             "api_key": episode.key,
             "base_url": f"{self._url}/v1",
             "anthropic_base_url": self._url,
-            "session_url": session_url,
+            "session_url": f"{self._url}/sessions/{episode.key}",
             "model": self._model,
-            **episode.task(messages),
+            "messages": self._renderer.messages(prompt),
+            "row": dict(prompt.row),
+            "answer": prompt.answer,
+            "environment": prompt.environment,
+            "seed": context.seed,
+            "episode_index": context.episode_index,
         }
 
 
@@ -183,10 +186,9 @@ def _entry(entry: EnvironmentEntry, settings: AgentSettings) -> _Entry:
     if entry.kwargs:
         with attributed_to(entry.kwargs_setting):
             settings = AgentSettings(**entry.kwargs)
-    return _Entry(_started_agent(settings), entry.data.reward == "environment")
-
-
-def _started_agent(settings: AgentSettings) -> StartedAgent | None:
+    agent: StartedAgent | None = None
     if settings.function is not None:
-        return FunctionAgent(settings.function)
-    return CommandAgent(settings.command) if settings.command is not None else None
+        agent = FunctionAgent(settings.function)
+    elif settings.command is not None:
+        agent = CommandAgent(settings.command)
+    return _Entry(agent, entry.data.reward == "environment")

@@ -11,13 +11,11 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
-from typing import Any
 
 from actors.gateway.agent import AgentResult
 from actors.gateway.session import Session, SessionEndedError
 from streamrl.errors import RolloutError
-from streamrl.interfaces import EnvironmentContext, Message
+from streamrl.interfaces import EnvironmentContext
 
 _NUM_REMEMBERED = 4096
 
@@ -65,18 +63,6 @@ class OpenEpisode:
         if not self.result.done():
             self.result.set_exception(error)
 
-    def task(self, messages: tuple[Message, ...]) -> Mapping[str, Any]:
-        """What the agent is to do."""
-        prompt = self.context.prompt
-        return {
-            "messages": messages,
-            "row": dict(prompt.row),
-            "answer": prompt.answer,
-            "environment": prompt.environment,
-            "seed": self.context.seed,
-            "episode_index": self.context.episode_index,
-        }
-
     async def wait_for_silence(self, limit_s: float) -> None:
         """Returns once the agent has asked for nothing for so long."""
         while True:
@@ -111,7 +97,8 @@ class OpenEpisodes:
         """Waits until an agent has asked for it."""
         async with self._changed:
             self._offered.append(episode)
-            self._changed.notify()
+            # Also the others: who is woken may be gone by then.
+            self._changed.notify_all()
         await episode.taken.wait()
 
     async def take(self, agent: str, wait_s: float) -> OpenEpisode | None:

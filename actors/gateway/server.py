@@ -9,10 +9,6 @@ whose client goes away is canceled, and its slot in the engine is free.
 
 Invariant: whatever a client sends is answered, in the form of the API that it speaks.
 
-Bytes that are no HTTP request are logged: whoever reaches the port can send them without end, so
-there is a line each LOG_S at most, without a traceback and without the bytes, which may hold an
-episode's key. What else the server logs stays as it is.
-
 A request may ask for less tokens, and for nothing else of the sampling: what is recorded with a
 token is its log-probability under the distribution that it was sampled from, and the learner
 computes its own at `generator.temperature`: a completion of another temperature would be off-policy
@@ -30,18 +26,18 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
 from msgspec import Struct, structs
 
 from actors.gateway.agent import AgentResult
-from actors.gateway.apis.anthropic_messages import MESSAGES
-from actors.gateway.apis.chat import CHAT, write_error
+from actors.gateway.apis import anthropic_messages, chat
 from actors.gateway.apis.requests import Answer, Api, ApiRequest, Json, RequestError, converted
 from actors.gateway.apis.responses import RESPONSES
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
@@ -50,30 +46,29 @@ from streamrl.config.generator import AgentSettings
 from streamrl.errors import ConfigError, LostAgentError, RolloutError, StreamRLError, TransportError
 from streamrl.types import SamplingParams
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 # 409 would say it better, and the clients of both APIs repeat what gets that.
 _GONE = 410
 
 
-def answering(handler: Handler, write_error: Callable[[RequestError], Json]) -> Handler:
-    """The handler, whose refusals are answered in this form."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except web.HTTPRequestEntityTooLarge as error:
-            refusal = RequestError(f"the body is larger than {error.text}", 413)
-        except RequestError as error:
-            refusal = error
-        except StreamRLError as error:
-            refusal = _refusal(error)
-        except RecursionError:
-            refusal = RequestError("the body is nested too deeply")
-        return json_answer(write_error(refusal), refusal.status)
-
-    return answer
+@web.middleware
+async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The handler, whose refusals are answered in the form of the API."""
+    try:
+        return await handler(request)
+    except web.HTTPRequestEntityTooLarge as error:
+        refusal = RequestError(f"the body is too large: {error.text}", 413)
+    except web.HTTPException as error:
+        # There is no such path, or it takes another method.
+        refusal = RequestError(f"{request.method} {request.path} is not served", error.status)
+    except RequestError as error:
+        refusal = error
+    except StreamRLError as error:
+        refusal = _refusal(error)
+    except RecursionError:
+        refusal = RequestError("the body is nested too deeply")
+    is_anthropic = "/v1/messages" in request.path
+    form = anthropic_messages.write_error if is_anthropic else chat.write_error
+    return json_answer(form(refusal), refusal.status)
 
 
 def _refusal(error: StreamRLError) -> RequestError:
@@ -130,6 +125,9 @@ async def read_object(request: web.Request) -> Json:
         body = msgspec.json.decode(await request.read() or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from error
+    except web.RequestPayloadError as error:
+        encoding = request.headers.get("Content-Encoding")
+        raise RequestError(f"the body cannot be read as Content-Encoding {encoding!r}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body is a {type(body).__name__}; it must be an object")
     return body
@@ -147,7 +145,8 @@ LOG_S = 10.0
 
 
 class StrangerFilter(logging.Filter):
-    """Of aiohttp's server logger, which writes a traceback for each."""
+    """Of what is no HTTP request, which whoever reaches the port can send without end, a line each
+    LOG_S at most, without aiohttp's traceback and the bytes, which may hold an episode's key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +155,8 @@ class StrangerFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, web.RequestPayloadError):
+            error = error.__cause__
         if not isinstance(error, HttpProcessingError):
             return True
         self._num_refused += 1
@@ -182,43 +183,6 @@ def server_log() -> logging.Logger:
 log = logging.getLogger(__name__)
 
 
-class RequestSampling:
-    """Of one generator; every kind of request that is overridden is named once in its log."""
-
-    def __init__(self, on_other: Literal["override", "refuse"]) -> None:
-        self._on_other = on_other
-        self._named: frozenset[str] = frozenset()
-
-    def of(self, request: ApiRequest, run: SamplingParams) -> SamplingParams:
-        """How the request is sampled.
-
-        Raises:
-            RequestError: it asks for another distribution, and that is refused.
-        """
-        for name, asked in request.sampling.items():
-            if asked is not None and asked != getattr(run, name):
-                self._on_another(name, asked, getattr(run, name))
-        asked_tokens = (
-            run.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
-        )
-        if asked_tokens < 1:
-            raise RequestError(f"max_tokens: was {asked_tokens}; it must be 1 or more")
-        return structs.replace(run, max_new_tokens=min(asked_tokens, run.max_new_tokens))
-
-    def _on_another(self, name: str, asked: float, own: float) -> None:
-        if self._on_other == "refuse":
-            raise RequestError(
-                f"{name}: was {asked:g}, and generator.{name} is {own:g}; leave it out, or set "
-                "generator.agent.request_sampling to override"
-            )
-        if name not in self._named:
-            self._named |= {name}
-            log.warning(
-                "an agent asks for %s %g; all are sampled with generator.%s, which is %g",
-                *(name, asked, name, own),
-            )
-
-
 _MAX_WAIT_S = 300.0
 
 
@@ -232,98 +196,10 @@ class _Close(Struct, forbid_unknown_fields=True):
     metrics: dict[str, float] = {}
 
 
-class TaskRoutes:
-    """Of one gateway."""
-
-    def __init__(
-        self,
-        episodes: OpenEpisodes,
-        task_of: Callable[[OpenEpisode], Json],
-        *,
-        token: str | None,
-        is_pulled: bool,
-    ) -> None:
-        """
-        Args:
-            task_of: what an agent is told of its episode.
-            token: what an agent must know to take a task; None: nothing.
-            is_pulled: whether agents ask for tasks, instead of being started with one.
-        """
-        self._episodes = episodes
-        self._task_of = task_of
-        self._token = token
-        self._is_pulled = is_pulled
-
-    @property
-    def routes(self) -> list[web.RouteDef]:
-        handlers: Mapping[tuple[str, str], Handler] = {
-            ("POST", "/sessions"): self._take,
-            ("GET", "/sessions/{key}"): self._read,
-            ("DELETE", "/sessions/{key}"): self._give_up,
-            ("POST", "/sessions/{key}/reward"): self._close,
-        }
-        return [
-            web.route(method, path, answering(handler, write_error))
-            for (method, path), handler in handlers.items()
-        ]
-
-    async def _take(self, request: web.Request) -> web.Response:
-        """Waits for a task, as long as the agent asks for."""
-        # A header may hold bytes that are no text.
-        key = key_of(request).encode(errors="surrogateescape")
-        if self._token and not hmac.compare_digest(key, self._token.encode()):
-            raise RequestError("a task needs the token: Authorization: Bearer TOKEN", 401)
-        if not self._is_pulled:
-            raise RequestError(
-                "generator.agent starts its agents itself: without function and command, agents "
-                "ask for tasks"
-            )
-        asked = converted(await read_object(request), _Take, {})
-        if not 0 <= asked.wait_s <= _MAX_WAIT_S:
-            raise RequestError(
-                f"wait_s: was {asked.wait_s:g}; it must be from 0 to {_MAX_WAIT_S:g}"
-            )
-        episode = await self._episodes.take(f"agent {asked.agent!r}", asked.wait_s)
-        return web.Response(status=204) if episode is None else json_answer(self._task_of(episode))
-
-    async def _read(self, request: web.Request) -> web.Response:
-        return json_answer(self._task_of(find(self._episodes, request)))
-
-    async def _give_up(self, request: web.Request) -> web.Response:
-        episode = find(self._episodes, request)
-        episode.fail(LostAgentError(f"{episode.agent} gave up ({episode.place})"))
-        return json_answer({})
-
-    async def _close(self, request: web.Request) -> web.Response:
-        episode = find(self._episodes, request)
-        closed = converted(await read_object(request), _Close, {})
-        if closed.reward is None and episode.needs_reward:
-            raise RequestError("reward: is missing, and data.reward is environment")
-        values = {"reward": closed.reward or 0.0, **closed.metrics}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise RequestError(f"{name}: was {value}; it must be finite")
-        episode.close(AgentResult(closed.reward, closed.metrics))
-        return json_answer({})
-
-
-def find(episodes: OpenEpisodes, request: web.Request) -> OpenEpisode:
-    """The episode whose key the request carries.
-
-    Raises:
-        RequestError: no episode has it.
-        SessionEndedError: the episode is over.
-    """
-    try:
-        return episodes.find(key_of(request))
-    except KeyError:
-        raise RequestError("no episode has this API key", 401, "invalid_api_key") from None
-
-
 _APIS: Mapping[str, Api] = {
-    "/v1/chat/completions": CHAT,
+    "/v1/chat/completions": chat.CHAT,
     "/v1/responses": RESPONSES,
-    "/v1/messages": MESSAGES,
+    "/v1/messages": anthropic_messages.MESSAGES,
 }
 # Of one episode at a time; clients repeat what is refused by it.
 _MAX_IN_FLIGHT = 256
@@ -332,33 +208,46 @@ _CLOSE_S = 1.0
 
 
 class GatewayServer:
-    """Serves the open episodes."""
+    """Serves the open episodes, and, if agents ask for tasks, those that are offered."""
 
     def __init__(
         self,
         settings: AgentSettings,
         episodes: OpenEpisodes,
-        routes: Sequence[web.RouteDef],
+        task_of: Callable[[OpenEpisode], Json],
+        *,
+        is_pulled: bool,
         model: str,
     ) -> None:
         """
         Args:
-            routes: beside those of the APIs.
+            task_of: what an agent is told of its episode.
+            is_pulled: whether agents ask for tasks, instead of being started with one.
             model: the name under which the policy is listed.
+
+        Raises:
+            ConfigError: the token for agents is missing.
         """
         self._settings = settings
+        self._token = settings.token
         self._episodes = episodes
+        self._task_of = task_of
+        self._is_pulled = is_pulled
         self._model = model
-        self._sampling = RequestSampling(settings.request_sampling)
+        self._overridden: frozenset[str] = frozenset()
         self._runner: web.AppRunner | None = None
-        application = web.Application(client_max_size=settings.max_request_bytes)
-        application.add_routes(routes)
+        application = web.Application(
+            client_max_size=settings.max_request_bytes, middlewares=[answering]
+        )
+        router = application.router
+        router.add_post("/sessions", self._take)
+        router.add_get("/sessions/{key}", self._read)
+        router.add_delete("/sessions/{key}", self._give_up)
+        router.add_post("/sessions/{key}/reward", self._close)
         for prefix in ("", "/sessions/{key}"):
             for path, api in _APIS.items():
-                handler = answering(partial(self._complete, api), api.write_error)
-                application.router.add_post(f"{prefix}{path}", handler)
-            listing = answering(self._list_models, write_error)
-            application.router.add_get(f"{prefix}/v1/models", listing)
+                router.add_post(f"{prefix}{path}", partial(self._complete, api))
+            router.add_get(f"{prefix}/v1/models", self._list_models)
         self._application = application
 
     async def start(self, num_ports: int) -> str:
@@ -395,13 +284,52 @@ class GatewayServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    async def _take(self, request: web.Request) -> web.Response:
+        """Waits for a task, as long as the agent asks for."""
+        # A header may hold bytes that are no text.
+        key = key_of(request).encode(errors="surrogateescape")
+        if self._token and not hmac.compare_digest(key, self._token.encode()):
+            raise RequestError("a task needs the token: Authorization: Bearer TOKEN", 401)
+        if not self._is_pulled:
+            raise RequestError(
+                "generator.agent starts its agents itself: without function and command, agents "
+                "ask for tasks"
+            )
+        asked = converted(await read_object(request), _Take, {})
+        if not 0 <= asked.wait_s <= _MAX_WAIT_S:
+            raise RequestError(
+                f"wait_s: was {asked.wait_s:g}; it must be from 0 to {_MAX_WAIT_S:g}"
+            )
+        episode = await self._episodes.take(f"agent {asked.agent!r}", asked.wait_s)
+        return web.Response(status=204) if episode is None else json_answer(self._task_of(episode))
+
+    async def _read(self, request: web.Request) -> web.Response:
+        return json_answer(self._task_of(self._found(request)))
+
+    async def _give_up(self, request: web.Request) -> web.Response:
+        episode = self._found(request)
+        episode.fail(LostAgentError(f"{episode.agent} gave up ({episode.place})"))
+        return json_answer({})
+
+    async def _close(self, request: web.Request) -> web.Response:
+        episode = self._found(request)
+        closed = converted(await read_object(request), _Close, {})
+        if closed.reward is None and episode.needs_reward:
+            raise RequestError("reward: is missing, and data.reward is environment")
+        values = {"reward": closed.reward or 0.0, **closed.metrics}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise RequestError(f"{name}: was {value}; it must be finite")
+        episode.close(AgentResult(closed.reward, closed.metrics))
+        return json_answer({})
+
     async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
         """Waits for the engine."""
-        session = find(self._episodes, request).session
+        session = self._found(request).session
         if session.num_in_flight >= _MAX_IN_FLIGHT:
             raise RequestError(f"the episode has {_MAX_IN_FLIGHT} requests in flight", 429)
         asked = api.read(await read_object(request), session)
-        sampling = self._sampling.of(asked, session.sampling)
+        sampling = self._sampling_of(asked, session.sampling)
         reply = await session.complete(
             asked.messages, asked.tools, sampling, num_instructions=asked.num_instructions
         )
@@ -410,8 +338,46 @@ class GatewayServer:
             return await event_stream(request, api.stream(answer), api.ends_with)
         return json_answer(api.write(answer))
 
+    def _sampling_of(self, asked: ApiRequest, run: SamplingParams) -> SamplingParams:
+        """How the request is sampled; every kind that is overridden is named once in the log.
+
+        Raises:
+            RequestError: it asks for another distribution, and that is refused.
+        """
+        for name, value in asked.sampling.items():
+            if value is None or value == (own := getattr(run, name)):
+                continue
+            if self._settings.request_sampling == "refuse":
+                raise RequestError(
+                    f"{name}: was {value:g}, and generator.{name} is {own:g}; leave it out, or set "
+                    "generator.agent.request_sampling to override"
+                )
+            if name not in self._overridden:
+                self._overridden |= {name}
+                log.warning(
+                    "an agent asks for %s %g; all are sampled with generator.%s, which is %g",
+                    *(name, value, name, own),
+                )
+        if asked.max_new_tokens is None:
+            return run
+        if asked.max_new_tokens < 1:
+            raise RequestError(f"max_tokens: was {asked.max_new_tokens}; it must be 1 or more")
+        return structs.replace(run, max_new_tokens=min(asked.max_new_tokens, run.max_new_tokens))
+
+    def _found(self, request: web.Request) -> OpenEpisode:
+        """The episode whose key the request carries.
+
+        Raises:
+            RequestError: no episode has it.
+            SessionEndedError: the episode is over.
+        """
+        try:
+            return self._episodes.find(key_of(request))
+        except KeyError:
+            raise RequestError("no episode has this API key", 401, "invalid_api_key") from None
+
     async def _list_models(self, request: web.Request) -> web.Response:
-        find(self._episodes, request)
+        self._found(request)
         model = {
             "id": self._model,
             "object": "model",

@@ -2,14 +2,10 @@
 
 An agent is code of the user's that calls the policy, instead of answering it as an environment
 does. `actors.episodes` makes a session for each of its episodes; the gateway, or an adapter in this
-process, calls `complete` on the agent's behalf.
+process, calls `complete` on the agent's behalf, with messages of text.
 
 Invariant: what the engine read and sampled is recorded token by token. Calls may run beside each
 other; a conversation that does not extend an earlier one becomes a segment of its own.
-
-`Conversations`: which messages stand for which recorded token ids. Messages that extend what a
-completion ended with are read as the very ids that the engine read and sampled then, and what the
-template puts after them. Any other messages are rendered whole.
 """
 
 import asyncio
@@ -19,12 +15,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.episode_record import EpisodeRecord, generate
+from actors.episode_record import EpisodeRecord
 from actors.rendering.messages import normalized
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import CompletionHandle, Message, Renderer, Sampler, ToolSchema
-from streamrl.types import Completion, FinishReason, Media, SamplingParams
-from streamrl.vision.parts import has_media
+from streamrl.types import Completion, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,11 @@ class RecordedConversation:
 
 
 class Conversations:
-    """Those of one session; they only get more."""
+    """Which messages stand for which recorded token ids, of one session.
+
+    Messages that extend what a completion ended with are read as the very ids that the engine read
+    and sampled then, and what the template puts after them. Any other are rendered whole.
+    """
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -248,12 +247,11 @@ class Session:
                 f"the messages have {len(context)} tokens, and generator.max_model_len is "
                 f"{self._max_model_len}"
             )
-        media = self.renderer.media(messages) if has_media(messages) else ()
-        completion = await self._sampled(context, sampling or self.sampling, media)
+        completion = await self._sampled(context, sampling or self.sampling)
         self._require_open()
         if not len(completion.token_ids):
             raise SessionEndedError("the episode ended before a token was sampled")
-        self.record.add(context, completion, media)
+        self.record.add(context, completion)
         reply = self._recorded(messages, tools, context, completion)
         self.answered = {**self.answered, reply.reply_id: self.messages[num_instructions:]}
         return reply
@@ -284,23 +282,20 @@ class Session:
         named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
         return {**message, "tool_calls": named} if named else message
 
-    async def _sampled(
-        self, context: tuple[int, ...], sampling: SamplingParams, media: tuple[Media, ...]
-    ) -> Completion:
+    async def _sampled(self, context: tuple[int, ...], sampling: SamplingParams) -> Completion:
         handle = CompletionHandle(self._stop)
         if self._num_begun and not self._handles:
             self.idle_s += time.monotonic() - self._last_change_s
         self._num_begun += 1
         self._handles |= {handle}
         try:
-            completion = await generate(self._engine, context, sampling, handle, media)
+            return await self._engine.generate(context, sampling, handle)
         except BaseException:
             self._num_begun -= 1
             raise
         finally:
             self._handles -= {handle}
             self._last_change_s = time.monotonic()
-        return completion
 
     def _require_open(self) -> None:
         if self._end is not None:

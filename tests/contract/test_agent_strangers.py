@@ -58,6 +58,42 @@ async def test_arguments_that_no_reader_of_json_takes_stay_text(arguments):
         assert status == 200, answer
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("POST", "/v1/messages/count_tokens", 404, "not_found_error"),
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("GET", "/v1/models/policy", 404, "invalid_request_error"),
+        ("POST", "/v1/embeddings", 404, "invalid_request_error"),
+    ],
+)
+async def test_what_is_not_served_is_said_in_the_form_of_the_api(method, path, status, kind):
+    async with playing("a;") as played, httpx2.AsyncClient() as http:
+        answer = await http.request(method, played.task["anthropic_base_url"] + path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (status, kind)
+        assert error["message"] == f"{method} {path} is not served"
+
+
+async def test_a_body_in_an_encoding_that_it_has_not_is_refused_and_logged_in_a_line(caplog):
+    async with playing("a;") as played, httpx2.AsyncClient() as http:
+        url = played.task["session_url"] + "/v1/chat/completions"
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        answer = await http.post(url, content=b"{}", headers=headers)
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message == "the body cannot be read as Content-Encoding 'gzip'"
+    assert not any(record.exc_info for record in caplog.records)
+
+
+async def test_a_tool_has_a_name():
+    async with playing("a;") as played:
+        body = chat(tools=[{"type": "function", "function": {"description": "adds"}}])
+        status, answer = await asked(played, "/v1/chat/completions", body)
+        assert status == 400
+        assert answer["error"]["message"] == "tools: has a function without a name"
+
+
 async def test_numbers_have_a_range():
     async with playing("a;", request_sampling="refuse") as played:
         for name in ("top_k", "max_tokens"):

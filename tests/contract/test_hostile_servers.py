@@ -57,9 +57,8 @@ def config_for(server: HostileServer, model: Path) -> RunConfig:
 async def engine(server: HostileServer, model: Path) -> AsyncIterator[ServedEngine]:
     """One for all: it serves on, whatever it was answered before."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("vllm", "sglang"):
-            where = f"actors.engines.{name}.server.request_timeout_s"
-            patch.setattr(where, lambda config: REQUEST_TIMEOUT_S)
+        where = "actors.engines.served.server.request_timeout_s"
+        patch.setattr(where, lambda config: REQUEST_TIMEOUT_S)
         opened = make_engine(config_for(server, model), seed=0)
     assert isinstance(opened, ServedEngine)
     yield opened

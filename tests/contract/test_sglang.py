@@ -116,7 +116,6 @@ def test_the_likeliest_of_a_truncated_distribution_are_those_of_its_mask():
         id="a",
         prompt_token_ids=[1],
         sampling=sampling,
-        max_new_tokens=1,
         stops=frozenset(),
         cache_salt="",
     )

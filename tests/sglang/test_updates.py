@@ -108,8 +108,8 @@ async def test_a_new_engine_has_the_first_weights_whatever_another_one_left(serv
     updated = await engine.generate([9], GREEDY)
     assert updated.token_ids.tolist() != first.token_ids.tolist()
     # As a generator leaves it that dies inside an update.
-    await engine._server._http.send("/pause_generation", {"mode": "in_place"})
-    await engine._server._http.send("/begin_weight_update", {})
+    await engine._server.http.send("/pause_generation", {"mode": "in_place"})
+    await engine._server.http.send("/begin_weight_update", {})
     await engine.close()
     engine = server.open()
     again = await engine.generate([9], GREEDY)
@@ -126,7 +126,7 @@ async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
     """The next owner is sent the same version."""
     update = update_to(make_model(seed=1), 3, tmp_path / "three.safetensors")
     killed = server.open(is_shared=True)
-    http = killed._server._http
+    http = killed._server.http
     send = http.send
 
     async def until_last(path: str, body: Any, **options: Any) -> None:

@@ -16,7 +16,8 @@ from actors.engines.hf.records import ExpertWatch
 from actors.engines.served.server import Labels, ServedRequest, VersionSpan
 from actors.engines.sglang import messages as sglang
 from actors.engines.sglang.server import completion_of as of_sglang, wire_request
-from actors.engines.vllm import server as vllm
+from actors.engines.vllm import messages as vllm
+from actors.engines.vllm.server import completion_of as of_choice
 from actors.episode_record import EpisodeRecord
 from streamrl import wire
 from streamrl.cli.check.model import check_model
@@ -180,7 +181,6 @@ REQUEST = ServedRequest(
     id="a",
     prompt_token_ids=[5, 6, 7],
     sampling=SamplingParams(max_new_tokens=4, keep_routed_experts=True),
-    max_new_tokens=4,
     stops=frozenset([1]),
     cache_salt="",
     expert_shape=(2, 2),
@@ -204,7 +204,7 @@ def of_vllm(experts: str | None, finish_reason: str = "length") -> Completion:
         weight_versions=[VersionSpan(LABELS.label(0), 0, 2)],
         routed_experts=experts,
     )
-    return vllm.completion_of(choice, LABELS, REQUEST)
+    return of_choice(choice, LABELS, REQUEST)
 
 
 def from_sglang(

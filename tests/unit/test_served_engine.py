@@ -17,6 +17,7 @@ from msgspec import structs
 
 from actors.engines import requests
 from actors.engines.model import ModelFacts
+from actors.engines.reported import completion
 from actors.engines.served import http as http_module
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import (
@@ -34,10 +35,9 @@ from actors.engines.served.server import (
     Labels,
     ServedRequest,
     VersionSpan,
-    completion,
     versions_of,
 )
-from actors.engines.vllm.server import VllmKind, open_vllm
+from actors.engines.vllm.server import VllmServer, open_vllm
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, FinishReason, SamplingParams, WeightUpdate
@@ -376,18 +376,17 @@ def test_a_limit_on_repetition_truncates():
     assert answer.finish_reason.is_truncated
 
 
-def test_generators_that_start_together_probe_a_server_with_requests_of_their_own():
+async def test_generators_that_start_together_probe_a_server_with_requests_of_their_own():
     """A server refuses a request whose id another one has that runs."""
-    ids = []
+    server = FakeServer(an_answer(-1e-7), an_answer(-1e-7))
     for _ in range(2):
-        probe(lambda request: ids.append(request.id) or an_answer(-1e-7))
-    assert len(set(ids)) == 2
+        await probe(server.sample)
+    assert len({request.id for request in server.asked}) == 2
 
 
-def test_the_probe_refuses_log_probabilities_before_truncation():
-    probe(lambda request: an_answer(-1e-7))
+async def test_the_probe_refuses_log_probabilities_before_truncation():
     with pytest.raises(ConfigError, match=r"was -0\.500 instead of 0"):
-        probe(lambda request: an_answer())
+        await probe(FakeServer(an_answer()).sample)
 
 
 def test_readings_sum_the_series_of_a_name():
@@ -423,11 +422,11 @@ async def test_http_distinguishes_refusal_silence_and_loss(tmp_path):
     nobody = Http(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConnectionLostError):
         await nobody.send("/slow", {})
-    kind = VllmKind(
-        run_config(tmp_path, engine="vllm", vllm={"url": nobody.url, "start_timeout_s": 0.1})
-    )
+    config = run_config(tmp_path, engine="vllm", vllm={"url": nobody.url})
+    away = VllmServer(config, nobody.url, Labels.new())
     with pytest.raises(ConfigError, match=r"no inference server at http.* in 0.1 s"):
-        wait_until_up(kind, nobody)
+        await wait_until_up([away], 0.1)
+    await away.close()
     await nobody.close()
 
 

@@ -12,7 +12,8 @@ from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.server import Labels, ServedRequest, require_sound
 from actors.engines.sglang import messages as sglang
 from actors.engines.sglang.server import completion_of as of_sglang
-from actors.engines.vllm import server as vllm
+from actors.engines.vllm import messages as vllm
+from actors.engines.vllm.server import completion_of as of_choice
 from streamrl.errors import RolloutError
 from streamrl.types import Completion, FinishReason, SamplingParams, Trajectory
 from tests.standins.hostile_server import good_reply
@@ -23,7 +24,6 @@ REQUEST = ServedRequest(
     id="a",
     prompt_token_ids=[5],
     sampling=SamplingParams(max_new_tokens=4),
-    max_new_tokens=4,
     stops=frozenset([1]),
     cache_salt="",
 )
@@ -33,7 +33,7 @@ HTTP = Http("http://nowhere")
 def read(kind: str, content: bytes) -> Completion:
     if kind == "vllm":
         choice = HTTP._decoded("/generate", content, vllm.GenerateTokensResponse).choices[0]
-        answer = vllm.completion_of(choice, LABELS, REQUEST)
+        answer = of_choice(choice, LABELS, REQUEST)
     else:
         response = HTTP._decoded("/generate", content, sglang.GenerateResponse)
         answer = of_sglang(response, REQUEST, LABELS)
@@ -47,7 +47,7 @@ def assert_sound_or_refused(kind: str, content: bytes) -> None:
     except (RefusedError, RolloutError):
         return
     assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-    assert len(answer.token_ids) <= REQUEST.max_new_tokens
+    assert len(answer.token_ids) <= REQUEST.sampling.max_new_tokens
     assert ((answer.token_ids >= 0) & (answer.token_ids < VOCAB_SIZE)).all()
     assert (np.isfinite(answer.logprobs) & (answer.logprobs <= 1e-3)).all()
     versions = answer.policy_versions

@@ -34,7 +34,6 @@ def a_request(**sampling: Any) -> ServedRequest:
         id="name-000000000007",
         prompt_token_ids=[5, 6],
         sampling=SamplingParams(max_new_tokens=9, **sampling),
-        max_new_tokens=9,
         stops=frozenset([1, 7]),
         cache_salt="history/3",
     )
@@ -51,6 +50,12 @@ def test_requests_have_the_fields_of_sglangs_classes(ours):
         annotation = ast.unparse(theirs[field.name].annotation)
         if annotation.startswith("Literal"):
             assert {repr(choice) for choice in choices} <= set(re.findall(r"'\w+'", annotation))
+
+
+@pytest.mark.parametrize("name", ["ContinueGeneration", "BeginWeightUpdate", "EndWeightUpdate"])
+def test_requests_without_a_field_need_none(name):
+    theirs = sglang.fields(sglang.source(IO_STRUCT), f"{name}ReqInput")
+    assert all(field.value is not None for field in theirs.values())
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from actors.engines.served import open as attaching, replicas
-from actors.engines.served.engine import ServedEngine, Standstill
+from actors.engines.served import engine as served, open as attaching, replicas
+from actors.engines.served.engine import ServedEngine, standstill
 from actors.engines.served.http import BusyError, ConnectionLostError, Http
 from actors.engines.served.open import attach, labels_of_run, server_id
 from actors.engines.served.replicas import Replica, ReplicatedEngine
@@ -122,58 +124,59 @@ async def test_a_shared_server_that_somebody_else_takes_ends_the_generator():
     await engine.close()
 
 
-async def test_a_process_that_stood_still_in_a_load_changes_nothing_more():
-    async with Standstill(longest_s=5) as standstill:
-        standstill.require_none()
-        standstill._last_s -= 6
+async def test_a_process_that_stood_still_in_a_load_changes_nothing_more(monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.ahead_s, ahead_s=0.0)
+    monkeypatch.setattr(served, "time", clock)
+    async with standstill(longest_s=5) as require_none:
+        require_none()
+        clock.ahead_s = 6.0
         await asyncio.sleep(0.3)
         with pytest.raises(TransportError, match=r"stood still for (\d+) s") as caught:
-            standstill.require_none()
+            require_none()
         (stood_s,) = re.findall(r"for (\d+) s", str(caught.value))
         assert 6 <= int(stood_s) < 6 + DEADLINE_S
 
 
-class FakeKind:
+class FakeStart:
     """A server whose label is looked at by `num_users` others, once in each window."""
 
-    looks = ("looks", "")
-    config = run_config(Path("nowhere"), engine="vllm", vllm={"url": "http://a:1"})
+    http = Http("http://127.0.0.1:1")
 
-    def __init__(self, label: str, num_users: int = 0) -> None:
+    def __init__(self, label: str, labels: Labels, num_users: int = 0) -> None:
         self.now = label
+        self.labels = labels
         self.num_users = num_users
-        self.num_looks = 0
+        self.seen = 0
         self.calls: list[str] = []
 
-    def require_settings(self, http: Http) -> None: ...
+    async def require_settings(self) -> None: ...
 
-    def label(self, http: Http) -> str:
+    async def label(self) -> str:
         return self.now
 
-    def take(self, http: Http, labels: Labels) -> None:
+    async def take(self) -> None:
         self.calls.append("take")
-        self.now = labels.taken
+        self.now = self.labels.taken
 
-    def restore(self, http: Http, labels: Labels) -> None:
+    async def restore(self) -> None:
         self.calls.append("restore")
-        self.now = labels.label(0)
+        self.now = self.labels.label(0)
 
-    def sample(self, http: Http, labels: Labels, request: object) -> Completion:
-        assert labels.version(self.now) == 0
+    async def sample(self, request: object) -> Completion:
+        assert self.labels.version(self.now) == 0
         self.calls.append("sample")
         return an_answer(0.0)
 
-    def page(self, path: str) -> str:
-        self.num_looks += self.num_users
-        return f"looks {self.num_looks}"
+    async def num_looks(self) -> float:
+        self.seen += self.num_users
+        return self.seen
 
 
-def attached(kind: FakeKind, labels: Labels, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    http = Http("http://127.0.0.1:1")
-    monkeypatch.setattr(http, "text_sync", kind.page)
+async def attached(server: FakeStart, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(attaching, "_WINDOW_S", 0.0)
-    attach(kind, http, labels)  # type: ignore[arg-type]
-    return kind.calls
+    config = run_config(Path("nowhere"), engine="vllm", vllm={"url": "http://a:1"})
+    await attach(config, server)  # type: ignore[arg-type]
+    return server.calls
 
 
 @pytest.mark.parametrize(
@@ -187,16 +190,16 @@ def attached(kind: FakeKind, labels: Labels, monkeypatch: pytest.MonkeyPatch) ->
         ("alone/l/3", Labels("another"), ["restore", "sample"]),
     ],
 )
-def test_a_server_is_taken_unless_it_is_this_runs(label, labels, calls, monkeypatch):
-    assert attached(FakeKind(label), labels, monkeypatch) == calls
+async def test_a_server_is_taken_unless_it_is_this_runs(label, labels, calls, monkeypatch):
+    assert await attached(FakeStart(label, labels), monkeypatch) == calls
 
 
 @pytest.mark.parametrize("labels", [RUN, Labels("alone")])
-def test_a_server_that_another_run_uses_is_refused(labels, monkeypatch):
-    kind = FakeKind(OTHER.label(7, "l"), num_users=1)
+async def test_a_server_that_another_run_uses_is_refused(labels, monkeypatch):
+    server = FakeStart(OTHER.label(7, "l"), labels, num_users=1)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 is in use by generators"):
-        attached(kind, labels, monkeypatch)
-    assert kind.calls == []
+        await attached(server, monkeypatch)
+    assert server.calls == []
 
 
 def test_two_runs_have_different_labels_and_the_generators_of_one_the_same(tmp_path):

@@ -3,13 +3,21 @@
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from actors.engines.requests import InFlightRequests
+from actors.engines.requests import InFlightRequests, answered
 from actors.engines.updates import UpdatableEngine
 from streamrl.errors import RolloutError, WeightTransferError
-from streamrl.types import FilesEndpoint, WeightUpdate
+from streamrl.types import (
+    Completion,
+    FilesEndpoint,
+    FinishReason,
+    RoutedExperts,
+    SamplingParams,
+    WeightUpdate,
+)
 from streamrl.weights.layout import manifest_of
 
 
@@ -88,3 +96,32 @@ async def test_requests_that_are_all_canceled_fail_with_the_engines_error():
         with pytest.raises(RolloutError, match="closed"):
             await task
     assert await requests.run(asyncio.sleep(0, 7)) == 7
+
+
+@pytest.mark.parametrize("keep_routed_experts", [False, True])
+@pytest.mark.parametrize("has_experts", [False, True])
+async def test_a_stopped_request_has_what_was_sampled_if_it_can_be_replayed(
+    keep_routed_experts: bool, has_experts: bool
+):
+    stop, num_sent = asyncio.Event(), 0
+    rows = np.zeros((2, 1, 1), np.int16)
+
+    async def send() -> Completion:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 2:
+            stop.set()
+        return Completion(
+            token_ids=np.array([3, 4], np.int32),
+            logprobs=np.zeros(2, np.float32),
+            policy_versions=np.zeros(2, np.int32),
+            finish_reason=FinishReason.ABORT,
+            routed_experts=RoutedExperts.of(rows, 3) if has_experts else None,
+        )
+
+    sampling = SamplingParams(max_new_tokens=9, keep_routed_experts=keep_routed_experts)
+    answer = await answered(send, sampling, stop)
+    assert num_sent == 2, "an update has ended it before"
+    assert answer.finish_reason is FinishReason.DEADLINE
+    is_kept = has_experts or not keep_routed_experts
+    assert answer.token_ids.tolist() == ([3, 4] if is_kept else [])

@@ -32,8 +32,8 @@ async def engine(engines: VllmEngines) -> AsyncIterator[Engine]:
 
 def configure(engine: Engine, settings: VllmSettings) -> None:
     """From the next update on, pause as these settings say."""
-    owner = engine._server if isinstance(engine, ServedEngine) else engine
-    owner._loader.configure(settings)
+    loader = engine._server.updates if isinstance(engine, ServedEngine) else engine._loader
+    loader.settings = settings
 
 
 async def num_tokens(engine: Engine) -> float:

@@ -9,7 +9,8 @@ from vllm.entrypoints.scale_out.token_in_token_out import protocol
 from vllm.outputs import WeightVersionSpan
 
 from actors.engines.served.server import ServedRequest, VersionSpan
-from actors.engines.vllm import server as messages
+from actors.engines.vllm import messages
+from actors.engines.vllm.server import wire_request
 from streamrl import types
 
 
@@ -18,11 +19,10 @@ def test_vllms_own_class_takes_our_request():
         id="a-1",
         prompt_token_ids=[5, 6],
         sampling=types.SamplingParams(max_new_tokens=9, top_k=3, seed=4, min_new_tokens=2),
-        max_new_tokens=9,
         stops=frozenset([1]),
         cache_salt="a-0",
     )
-    body = json.loads(msgspec.json.encode(messages.wire_request(request)))
+    body = json.loads(msgspec.json.encode(wire_request(request)))
     taken = protocol.GenerateRequest.model_validate(body)
     assert set(body) <= set(protocol.GenerateRequest.model_fields)
     assert (taken.request_id, taken.token_ids, taken.cache_salt) == ("a-1", [5, 6], "a-0")

@@ -196,7 +196,7 @@ async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
     for version, last in ((3, "/pause"), (4, "/finish_weight_update")):
         update = update_to(shapes, version, tmp_path / f"{version}.safetensors")
         killed = make_engine(config, seed=0, is_shared=True)
-        http = killed._server._http
+        http = killed._server.http
         monkeypatch.setattr(http, "send", _until(last, http.send))
         with pytest.raises(asyncio.CancelledError):
             await killed.load_weights(update)

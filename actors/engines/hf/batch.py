@@ -6,7 +6,7 @@ the engine's thread uses it. Shapes: n running rows, P distinct prompts, V vocab
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from actors.engines.hf.cache import Compaction, ModelCache, SlotCache, cache_argument, why_not_slots
 from actors.engines.hf.records import Experts, ExpertWatch, Records
-from actors.engines.hf.sampling import RowSampling, sample
+from actors.engines.hf.sampling import sample
+from actors.engines.requests import stops_of
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.limits import facts_of, require_decoding
 from streamrl.types import Completion, FinishReason, Media, SamplingParams
@@ -92,12 +93,12 @@ class RunningBatch:
     def join(self, requests: Iterable[HfRequest], policy_version: int) -> None:
         """Prefills the prompts, equal ones once, and samples each request's first token."""
         by_length = sorted(requests, key=lambda request: len(request.prompt))
-        contents = iter(by_length)
+        waiting = iter(by_length)
         for chunk in self._chunks([request.content for request in by_length]):
             first = len(self._rows)
-            logits = self._prefill(first, chunk)
-            for experts in self._of_prompts(chunk):
-                self._open(next(contents), experts)
+            logits, experts = self._prefill(first, chunk)
+            for of_prompt in experts:
+                self._open(next(waiting), of_prompt)
             self._sample(first, logits, policy_version)
 
     @torch.inference_mode()
@@ -126,16 +127,16 @@ class RunningBatch:
             use_cache=True,
             **self._cache.point_at(positions, self._model.dtype),
         )
-        if self._watch is not None and self._records.rows.keep_experts:
+        if self._watch is not None and self._records.keep_experts:
             rows = self._watch.of_rows([1] * len(last), is_left_padded=False)
-            self._records.rows.append_experts(rows)
+            self._records.append_experts(rows)
         self._sample(0, output.logits[:, -1], policy_version)
 
     @torch.inference_mode()
     def leave(self) -> list[tuple[HfRequest, Completion]]:
         """Removes the rows that are done, stopped or canceled."""
         records = self._records
-        is_stop = self._stops.contains(records.stop_set[: records.size], records.last_token_ids)
+        is_stop = self._stops.contains(records.columns["stop_set"], records.last_token_ids)
         is_full = records.is_full
         is_over = np.array([r.is_canceled or r.is_stopped for r in self._rows], dtype=np.bool_)
         leaves = is_stop | is_full | is_over
@@ -170,8 +171,11 @@ class RunningBatch:
         self._records.compact(moves)
         moves.apply(self._rows)
 
-    def _prefill(self, first: int, contents: list[Content]) -> torch.Tensor:
-        """Logits [k, V] behind each prompt's last token; rows first, first + 1, ... continue."""
+    def _prefill(
+        self, first: int, contents: list[Content]
+    ) -> tuple[torch.Tensor, Sequence[Experts | None]]:
+        """Logits [k, V] behind each prompt's last token, and the experts of its tokens; rows first,
+        first + 1, ... continue."""
         unique = list(dict.fromkeys(contents))
         index = {content: i for i, content in enumerate(unique)}
         of = torch.tensor([index[content] for content in contents], device=self._device)
@@ -183,18 +187,12 @@ class RunningBatch:
             seen = {**seen, **self._tower.inputs(inputs["input_ids"], media)}
         output = self._model(**seen, use_cache=True)
         self._cache.join(first, inputs, of)
-        logits: torch.Tensor = output.logits[of, last[of]]
-        return logits
-
-    def _of_prompts(self, contents: list[Content]) -> list[Experts] | list[None]:
-        """The experts of each one's tokens, from the prefill that was just made."""
-        if self._watch is None:
-            return [None] * len(contents)
-        unique = list(dict.fromkeys(contents))
-        lengths = [len(content.token_ids) for content in unique]
-        rows = self._watch.of_rows(lengths, is_left_padded=not isinstance(self._cache, SlotCache))
-        experts = dict(zip(unique, rows, strict=True))
-        return [experts[content] for content in contents]
+        experts: Sequence[Experts | None] = [None] * len(unique)
+        if self._watch is not None:
+            lengths = [len(content.token_ids) for content in unique]
+            is_left_padded = not isinstance(self._cache, SlotCache)
+            experts = self._watch.of_rows(lengths, is_left_padded=is_left_padded)
+        return output.logits[of, last[of]], [experts[index[content]] for content in contents]
 
     def _chunks(self, contents: list[Content]) -> Iterator[list[Content]]:
         """Runs of the contents that share a prefill: of _PREFILL_TOKENS with padding at most, and
@@ -216,26 +214,21 @@ class RunningBatch:
 
     def _sample(self, first: int, logits: torch.Tensor, policy_version: int) -> None:
         records = self._records
-        rows = slice(first, first + len(logits))
-        is_short = records.counts[rows] < records.minimums[rows]
+        requests, columns = self._rows[first:], records.columns[first:]
+        is_short = columns["count"] < columns["minimum"]
         if is_short.any():
-            logits = self._stops.forbid(logits.clone(), records.stop_set[rows], is_short)
-        generators = tuple(
-            (i, self._seeded[request])
-            for i, request in enumerate(self._rows[rows] if self._seeded else ())
-            if request in self._seeded
+            logits = self._stops.forbid(logits.clone(), columns["stop_set"], is_short)
+        seeded = enumerate(map(self._seeded.get, requests if self._seeded else ()))
+        sampled = sample(
+            logits,
+            columns,
+            self._generator,
+            [(row, own) for row, own in seeded if own is not None],
+            keeps_mask=records.keeps_mask,
+            num_top=records.num_top,
         )
-        sampling = RowSampling.of(
-            records.temperature[rows],
-            records.top_k[rows],
-            records.top_p[rows],
-            generators,
-            self._device,
-            keeps_mask=records.rows.keeps_mask,
-            num_top=records.rows.num_top,
-        )
-        records.append(first, sample(logits, sampling, self._generator), policy_version)
-        for request, count in zip(self._rows[rows], records.counts[rows].tolist(), strict=True):
+        records.append(first, sampled, policy_version)
+        for request, count in zip(requests, columns["count"].tolist(), strict=True):
             request.handle.num_tokens = count
         self.num_tokens += len(logits)
 
@@ -249,8 +242,7 @@ class StopSets:
         self._index: dict[frozenset[int], int] = {}
 
     def index_of(self, sampling: SamplingParams) -> int:
-        eos = frozenset() if sampling.ignore_eos else self._eos_token_ids
-        stops = eos | frozenset(sampling.stop_token_ids)
+        stops = stops_of(sampling, self._eos_token_ids)
         if stops not in self._index:
             row = np.zeros((1, self._table.shape[1]), dtype=np.bool_)
             row[0, [token for token in stops if token < row.shape[1]]] = True

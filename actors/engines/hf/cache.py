@@ -1,25 +1,5 @@
 """The caches of the running batch, and which of the two a model decodes with.
 
-`SlotCache`: keys and values, one slot per sequence, the running ones first. Rows 0..n-1 are
-running, so attention reads views and gathers nothing. Rows at the end move into the slots of those
-that leave. The mask excludes stale values beyond a row's length.
-
-`ModelCache`: the running rows in the caches that transformers has for a model: windows, states,
-indices. All rows have `_length` past positions; shorter rows are padded on the left, where the mask
-hides them. Rows that leave are dropped, and lengths cut, before the next pass.
-
-`Compaction`: which rows move when some of them leave the running batch. Running rows are the first
-ones, without a gap. Only rows behind the new end move, each into the place of one that leaves, so
-no place is read after it was written.
-
-`why_not_slots`: a forward pass of one token shows what the model asks of its attention; the layers
-of the cache that transformers makes for it show what it keeps. Called once, at an engine's start.
-
-`slot_attention`: for one new token per row over slots, on views, without copies: transformers' sdpa
-repeats keys and values for grouped heads and copies strided ones; a decode step over slots needs
-neither. Prefills, which take several prompts at once, use sdpa. Registered with transformers as
-`NAME`.
-
 Shapes: n running rows, P prefilled rows, Q query heads, H key-value heads, L positions, D head
 width.
 """
@@ -50,7 +30,11 @@ from streamrl.vision.tower import set_attention
 
 
 class Compaction(NamedTuple):
-    """Row `sources[i]` moves to `targets[i]` [k]; `size` rows stay."""
+    """Which rows move when some leave: `sources[i]` to `targets[i]` [k]; `size` rows stay.
+
+    Running rows are the first ones, without a gap. Only rows behind the new end move, each into the
+    place of one that leaves, so no place is read after it was written.
+    """
 
     size: int
     targets: NDArray[np.int64]
@@ -166,7 +150,11 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The `past_key_values` of a decoding forward pass."""
+    """The `past_key_values` of a decoding forward pass: one slot per sequence.
+
+    Rows 0..n-1 are running, so attention reads views and gathers nothing. The mask excludes stale
+    values beyond a row's length.
+    """
 
     joins_lengths = True
     """Whether prompts of several lengths share a prefill."""
@@ -243,7 +231,12 @@ Rows = tuple[DynamicCache, torch.Tensor]
 
 
 class ModelCache:
-    """Implements what `SlotCache` does, for any layers that transformers has a cache for."""
+    """Implements what `SlotCache` does, for any layers that transformers has a cache for: windows,
+    states, indices.
+
+    All rows have `_length` past positions; shorter rows are padded on the left, where the mask
+    hides them. Rows that leave are dropped, and lengths cut, before the next pass.
+    """
 
     def __init__(self, model: PreTrainedModel, argument: str, device: torch.device) -> None:
         self._config = model.config
@@ -351,7 +344,11 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output [n, 1, Q, D] for query [n, Q, 1, D], key and value [n, H, L, D], an additive mask."""
+    """Output [n, 1, Q, D] for query [n, Q, 1, D], key and value [n, H, L, D], an additive mask.
+
+    On views: transformers' sdpa, which prefills use, repeats keys and values for grouped heads and
+    copies strided ones.
+    """
     rows, heads, length, width = query.shape
     if length > 1:
         return sdpa_attention_forward(
@@ -415,7 +412,11 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def why_not_slots(model: PreTrainedModel) -> str | None:
-    """What of the model slots do not compute, or None; sets the attention it decodes with."""
+    """What of the model slots do not compute, or None; sets the attention it decodes with.
+
+    A forward pass of one token shows what the model asks of its attention; the layers of the cache
+    that transformers makes for it show what it keeps.
+    """
     layers = DynamicCache(config=model.config).layers
     kinds = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
     own = model.config.get_text_config()._attn_implementation

@@ -9,13 +9,6 @@ has ended with an error, that error.
 
 The model is as transformers loads it; `generator.engine_kwargs` add to what the settings say, and
 contradict none of it.
-
-`SpareWeights`: a second set of parameters, filled while the first one samples, swapped in between
-two tokens. An update never writes to a parameter in use; `swap` exchanges storage pointers, so
-sampling pauses for microseconds however large the model is. It costs memory for one more copy. Each
-set has memory of its own with the layout of the update's bytes, so an update in the engine's
-precision is received in place. LoRA's factors are merged into the spare set on arrival: each set
-then holds the matrices that have some, and the base of these is kept beside them.
 """
 
 import asyncio
@@ -31,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engines.hf.batch import HfRequest, RunningBatch
-from actors.engines.model import device_of, eos_token_ids, require_known_tokens, room_for
+from actors.engines.model import device_of, eos_token_ids, fitted
 from actors.engines.requests import nothing_sampled
 from actors.engines.updates import UpdatableEngine
 from streamrl.config import RunConfig
@@ -62,7 +55,15 @@ class _Copy:
 
 
 class SpareWeights:
-    """Parameters by name; those the learner does not send keep their values."""
+    """A second set of parameters, filled while the first one samples, swapped in between two
+    tokens; those the learner does not send keep their values.
+
+    An update never writes to a parameter in use; `swap` exchanges storage pointers, so sampling
+    pauses for microseconds however large the model is. Each set has memory of its own with the
+    layout of the update's bytes, so an update in the engine's precision is received in place. Of
+    LoRA's factors, which are merged on arrival, each set holds the matrices that have some, and
+    their base is kept beside them.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._active = dict(model.named_parameters())
@@ -213,7 +214,7 @@ class HfEngine(UpdatableEngine):
         self._arrived: list[tuple[HfRequest, Future]] = []
         self._waiting: deque[tuple[HfRequest, Future]] = deque()
         self._running: dict[HfRequest, Future] = {}
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: list[Callable[[], None]] = []
         self._swapped: asyncio.Future[float] | None = None
         self._wake = threading.Condition()
         self._is_closed = False
@@ -251,8 +252,7 @@ class HfEngine(UpdatableEngine):
         media: Sequence[Media] = (),
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
-        room_for(prompt_token_ids, self._max_model_len)
-        require_known_tokens(prompt_token_ids, self._vocab_size)
+        sampling = fitted(sampling, prompt_token_ids, self._max_model_len, self._vocab_size)
         request = HfRequest(
             tuple(prompt_token_ids), sampling, handle or CompletionHandle(), media=tuple(media)
         )
@@ -357,7 +357,8 @@ class HfEngine(UpdatableEngine):
         while True:
             with self._wake:
                 self._wake.wait_for(self._has_work)
-                commands, joining = self._collect()
+                commands, self._commands = self._commands, []
+                joining = self._admit()
             if self._is_closed:
                 return
             for command in commands:
@@ -370,11 +371,6 @@ class HfEngine(UpdatableEngine):
 
     def _has_work(self) -> bool:
         return bool(self._is_closed or self._commands or self._waiting or len(self._batch))
-
-    def _collect(self) -> tuple[list[Callable[[], None]], list[HfRequest]]:
-        commands = list(self._commands)
-        self._commands.clear()
-        return commands, self._admit()
 
     def _admit(self) -> list[HfRequest]:
         """The requests that join: all that wait, or as many as have slots once enough are free.

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from actors.engines.hf.cache import Compaction
 from actors.engines.hf.sampling import Sampled
+from actors.engines.reported import keeps_mask
 from streamrl.algorithms.routing import choosing, layer_of, routers
 from streamrl.types import (
     Completion,
@@ -49,11 +50,82 @@ class _Row:
     """[P, L, K] of its prompt, then [1, L, K] of each token; None if it asks for no record."""
 
 
-class RowRecords:
-    """What rows ask for beside the columns: rows open at the end."""
+_COLUMNS = np.dtype(
+    [
+        ("count", "i8"),
+        ("prompt_length", "i8"),
+        ("limit", "i8"),
+        ("offset", "i8"),
+        ("minimum", "i8"),
+        ("stop_set", "i8"),
+        ("top_k", "i8"),
+        ("top_p", "f4"),
+        ("temperature", "f4"),
+    ]
+)
+_TOKEN = np.dtype([("id", "i4"), ("logprob", "f4"), ("version", "i4")])
+_FIRST_CAPACITY = 64
 
-    def __init__(self) -> None:
+
+class Records:
+    """Of the running rows; they open at the end."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._columns = np.zeros(num_slots, _COLUMNS)
+        self._tokens = np.zeros((num_slots, _FIRST_CAPACITY), _TOKEN)
         self._rows: list[_Row] = []
+
+    def open(
+        self,
+        prompt_length: int,
+        limit: int,
+        sampling: SamplingParams,
+        stop_set: int,
+        offset: int,
+        experts: Experts | None,
+    ) -> None:
+        """Adds a last row whose completion may have `limit` tokens; `offset` is the distance of
+        their positions in the position embedding from those in the row, and `experts` those of its
+        prompt, if they are known."""
+        place = (0, prompt_length, limit, offset, sampling.min_new_tokens, stop_set)
+        truncation = (sampling.top_k, sampling.top_p, sampling.temperature)
+        self._columns[len(self._rows)] = (*place, *truncation)
+        own = [experts] if experts is not None and sampling.keep_routed_experts else None
+        self._rows.append(_Row(keeps_mask(sampling), sampling.num_top_logprobs, experts=own))
+
+    def append(self, first: int, sampled: Sampled, policy_version: int) -> None:
+        """Appends one token to the rows first, first + 1, ..."""
+        token_ids = sampled.token_ids.cpu().numpy()
+        rows = np.arange(first, first + len(token_ids))
+        counts = self._columns["count"][rows]
+        self._reserve(int(counts.max()) + 1)
+        self._tokens["id"][rows, counts] = token_ids
+        self._tokens["logprob"][rows, counts] = sampled.logprobs.cpu().numpy()
+        self._tokens["version"][rows, counts] = policy_version
+        self._columns["count"][rows] += 1
+        if sampled.kept is not None:
+            owners, kept_ids = sampled.kept.cpu().numpy().T
+            for i, ids in enumerate(_by_owner(owners, kept_ids, len(token_ids))):
+                if self._rows[first + i].keeps_mask:
+                    self._rows[first + i].kept.append(ids)
+        if sampled.top is not None:
+            logprobs, top_ids = (column.cpu().numpy() for column in sampled.top)
+            for row, values, ids in zip(self._rows[first:], logprobs, top_ids, strict=True):
+                if row.num_top:
+                    is_possible = np.isfinite(values[: row.num_top])
+                    row.top_ids.append(ids[: row.num_top][is_possible])
+                    row.top_logprobs.append(values[: row.num_top][is_possible])
+
+    def append_experts(self, experts: Sequence[Experts]) -> None:
+        """Of the one token that each row gave the model."""
+        for row, own in zip(self._rows, experts, strict=True):
+            if row.experts is not None:
+                row.experts.append(own)
+
+    @property
+    def columns(self) -> NDArray[np.void]:
+        """Lengths, sampling and stops [n], by the names of `_COLUMNS`."""
+        return self._columns[: len(self._rows)]
 
     @property
     def keeps_mask(self) -> bool:
@@ -68,48 +140,61 @@ class RowRecords:
     def keep_experts(self) -> bool:
         return any(row.experts is not None for row in self._rows)
 
-    def open(self, sampling: SamplingParams, prompt: Experts | None) -> None:
-        """Adds a last row, with the experts of its prompt, if they are known."""
-        # A greedy token has its log-probability over the whole vocabulary.
-        keeps_mask = sampling.keep_sampling_mask and sampling.temperature > 0
-        experts = [prompt] if prompt is not None and sampling.keep_routed_experts else None
-        self._rows.append(_Row(keeps_mask, sampling.num_top_logprobs, experts=experts))
+    @property
+    def last_token_ids(self) -> NDArray[np.int32]:
+        columns = self.columns
+        last: NDArray[np.int32] = self._tokens["id"][np.arange(len(columns)), columns["count"] - 1]
+        return last
 
-    def append(self, first: int, sampled: Sampled) -> None:
-        """One token of the rows first, first + 1, ..."""
-        if sampled.kept is not None:
-            owners, token_ids = sampled.kept.cpu().numpy().T
-            for i, ids in enumerate(_by_owner(owners, token_ids, len(sampled.token_ids))):
-                if self._rows[first + i].keeps_mask:
-                    self._rows[first + i].kept.append(ids)
-        if sampled.top is not None:
-            logprobs, token_ids = (column.cpu().numpy() for column in sampled.top)
-            for row, values, ids in zip(self._rows[first:], logprobs, token_ids, strict=True):
-                if row.num_top:
-                    is_possible = np.isfinite(values[: row.num_top])
-                    row.top_ids.append(ids[: row.num_top][is_possible])
-                    row.top_logprobs.append(values[: row.num_top][is_possible])
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """The position of each row's last token [n]."""
+        lengths: NDArray[np.int64] = self.columns["prompt_length"] + self.columns["count"]
+        return lengths - 1
 
-    def append_experts(self, experts: Sequence[Experts]) -> None:
-        """Of the one token that each row gave the model."""
-        for row, own in zip(self._rows, experts, strict=True):
-            if row.experts is not None:
-                row.experts.append(own)
+    @property
+    def embedded_positions(self) -> NDArray[np.int64]:
+        """The same in the position embedding [n]."""
+        embedded: NDArray[np.int64] = self.positions + self.columns["offset"]
+        return embedded
 
-    def experts(self, row: int, num_tokens: int) -> RoutedExperts | None:
-        """Of the row's prompt and completion, `num_tokens` in all."""
-        own = self._rows[row].experts
-        return None if own is None else RoutedExperts.of(np.concatenate(own), num_tokens)
+    @property
+    def is_full(self) -> NDArray[np.bool_]:
+        full: NDArray[np.bool_] = self.columns["count"] >= self.columns["limit"]
+        return full
 
-    def sets(self, row: int) -> tuple[TokenSets | None, TopLogprobs | None]:
-        """The mask and the likeliest tokens, each if it was asked for."""
-        own = self._rows[row]
-        mask = TokenSets.of(own.kept) if own.keeps_mask else None
-        top = TopLogprobs.of(own.top_ids, own.top_logprobs) if own.num_top else None
-        return mask, top
+    def token_ids(self, row: int) -> NDArray[np.int32]:
+        sampled: NDArray[np.int32] = self._tokens["id"][row, : self._columns["count"][row]]
+        return sampled
+
+    def completion(self, row: int, finish_reason: FinishReason) -> Completion:
+        own, tokens = self._rows[row], self._tokens[row, : self._columns["count"][row]]
+        num_tokens = int(self._columns["prompt_length"][row]) + len(tokens)
+        experts = None
+        if own.experts is not None:
+            experts = RoutedExperts.of(np.concatenate(own.experts), num_tokens)
+        return Completion(
+            token_ids=tokens["id"].copy(),
+            logprobs=tokens["logprob"].copy(),
+            policy_versions=tokens["version"].copy(),
+            finish_reason=finish_reason,
+            sampling_mask=TokenSets.of(own.kept) if own.keeps_mask else None,
+            top_logprobs=TopLogprobs.of(own.top_ids, own.top_logprobs) if own.num_top else None,
+            routed_experts=experts,
+        )
 
     def compact(self, moves: Compaction) -> None:
+        """Removes the rows that leave."""
         moves.apply(self._rows)
+        targets, sources = moves.targets, moves.sources
+        self._columns[targets] = self._columns[sources]
+        longest = int(self._columns["count"][targets].max(initial=0))
+        self._tokens[targets, :longest] = self._tokens[sources, :longest]
+
+    def _reserve(self, length: int) -> None:
+        capacity = self._tokens.shape[1]
+        if length > capacity:
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, capacity)))
 
 
 def _by_owner(
@@ -117,132 +202,6 @@ def _by_owner(
 ) -> list[NDArray[np.int32]]:
     ends = np.searchsorted(owners, np.arange(1, num_rows))
     return np.split(token_ids.astype(np.int32), ends)
-
-
-_FIRST_CAPACITY = 64
-
-
-class Records:
-    """Token ids, log-probabilities and versions [slots, M]; lengths and sampling [slots]."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.size = 0
-        self.rows = RowRecords()
-        self.counts = np.zeros(num_slots, dtype=np.int64)
-        self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
-        self.limits = np.zeros(num_slots, dtype=np.int64)
-        self.offsets = np.zeros(num_slots, dtype=np.int64)
-        self.minimums = np.zeros(num_slots, dtype=np.int64)
-        self.temperature = np.zeros(num_slots, dtype=np.float32)
-        self.top_k = np.zeros(num_slots, dtype=np.int64)
-        self.top_p = np.zeros(num_slots, dtype=np.float32)
-        self.stop_set = np.zeros(num_slots, dtype=np.int64)
-        self._columns = (
-            self.counts,
-            self.prompt_lengths,
-            self.limits,
-            self.offsets,
-            self.minimums,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.stop_set,
-        )
-        shape = (num_slots, _FIRST_CAPACITY)
-        self._token_ids = np.zeros(shape, dtype=np.int32)
-        self._logprobs = np.zeros(shape, dtype=np.float32)
-        self._versions = np.zeros(shape, dtype=np.int32)
-
-    def open(
-        self,
-        prompt_length: int,
-        limit: int,
-        sampling: SamplingParams,
-        stop_set: int,
-        offset: int,
-        experts: Experts | None,
-    ) -> None:
-        """Adds a last row whose completion may have `limit` tokens; `offset` is the distance of
-        their positions in the position embedding from those in the row."""
-        row = self.size
-        self.offsets[row] = offset
-        self.counts[row], self.prompt_lengths[row], self.limits[row] = 0, prompt_length, limit
-        self.minimums[row], self.stop_set[row] = sampling.min_new_tokens, stop_set
-        self.temperature[row] = sampling.temperature
-        self.top_k[row], self.top_p[row] = sampling.top_k, sampling.top_p
-        self.rows.open(sampling, experts)
-        self.size += 1
-
-    def append(self, first: int, sampled: Sampled, policy_version: int) -> None:
-        """Appends one token to the rows first, first + 1, ..."""
-        token_ids = sampled.token_ids.cpu().numpy()
-        stop = first + len(token_ids)
-        counts = self.counts[first:stop]
-        self._reserve(int(counts.max()) + 1)
-        rows = np.arange(first, stop)
-        self._token_ids[rows, counts] = token_ids
-        self._logprobs[rows, counts] = sampled.logprobs.cpu().numpy()
-        self._versions[rows, counts] = policy_version
-        counts += 1
-        self.rows.append(first, sampled)
-
-    @property
-    def last_token_ids(self) -> NDArray[np.int32]:
-        rows = np.arange(self.size)
-        last: NDArray[np.int32] = self._token_ids[rows, self.counts[: self.size] - 1]
-        return last
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """The position of each row's last token [n]."""
-        lengths: NDArray[np.int64] = self.prompt_lengths[: self.size] + self.counts[: self.size]
-        return lengths - 1
-
-    @property
-    def embedded_positions(self) -> NDArray[np.int64]:
-        """The same in the position embedding [n]."""
-        embedded: NDArray[np.int64] = self.positions + self.offsets[: self.size]
-        return embedded
-
-    @property
-    def is_full(self) -> NDArray[np.bool_]:
-        full: NDArray[np.bool_] = self.counts[: self.size] >= self.limits[: self.size]
-        return full
-
-    def token_ids(self, row: int) -> NDArray[np.int32]:
-        sampled: NDArray[np.int32] = self._token_ids[row, : self.counts[row]]
-        return sampled
-
-    def completion(self, row: int, finish_reason: FinishReason) -> Completion:
-        count = self.counts[row]
-        sampling_mask, top_logprobs = self.rows.sets(row)
-        return Completion(
-            token_ids=self._token_ids[row, :count].copy(),
-            logprobs=self._logprobs[row, :count].copy(),
-            policy_versions=self._versions[row, :count].copy(),
-            finish_reason=finish_reason,
-            sampling_mask=sampling_mask,
-            top_logprobs=top_logprobs,
-            routed_experts=self.rows.experts(row, int(self.prompt_lengths[row] + count)),
-        )
-
-    def compact(self, moves: Compaction) -> None:
-        """Removes the rows that leave."""
-        self.size, targets, sources = moves
-        self.rows.compact(moves)
-        for column in self._columns:
-            column[targets] = column[sources]
-        longest = int(self.counts[targets].max(initial=0))
-        for matrix in (self._token_ids, self._logprobs, self._versions):
-            matrix[targets, :longest] = matrix[sources, :longest]
-
-    def _reserve(self, length: int) -> None:
-        capacity = self._token_ids.shape[1]
-        if length > capacity:
-            more = ((0, 0), (0, capacity))
-            self._token_ids = np.pad(self._token_ids, more)
-            self._logprobs = np.pad(self._logprobs, more)
-            self._versions = np.pad(self._versions, more)
 
 
 class ExpertWatch:

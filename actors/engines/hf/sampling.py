@@ -5,55 +5,12 @@ distribution at one uniform number per row: a seeded row takes one number of its
 a token of probability 0 is never sampled.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-
-@dataclass(frozen=True)
-class RowSampling:
-    """The sampling parameters of n rows as columns [n, 1]; a column that no row needs is None."""
-
-    temperature: torch.Tensor
-    is_greedy: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    generators: tuple[tuple[int, torch.Generator], ...]
-    keeps_mask: bool = False
-    """Of any row."""
-    num_top: int = 0
-    """The largest of all rows."""
-
-    @classmethod
-    def of(
-        cls,
-        temperature: NDArray[np.float32],
-        top_k: NDArray[np.int64],
-        top_p: NDArray[np.float32],
-        generators: tuple[tuple[int, torch.Generator], ...],
-        device: torch.device,
-        *,
-        keeps_mask: bool = False,
-        num_top: int = 0,
-    ) -> "RowSampling":
-        """The columns [n] as tensors; `generators` pairs a seeded row with its own generator."""
-
-        def column(values: NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(values).to(device)[:, None]
-
-        is_greedy = temperature == 0
-        return cls(
-            temperature=column(np.where(is_greedy, np.float32(1), temperature)),
-            is_greedy=column(is_greedy) if is_greedy.any() else None,
-            top_k=column(top_k) if (top_k > 0).any() else None,
-            top_p=column(top_p) if (top_p < 1).any() else None,
-            generators=generators,
-            keeps_mask=keeps_mask,
-            num_top=num_top,
-        )
 
 
 class Sampled(NamedTuple):
@@ -69,40 +26,59 @@ class Sampled(NamedTuple):
     """Log-probabilities and ids [n, k] of the likeliest tokens, if a row asks for them."""
 
 
-def sample(logits: torch.Tensor, sampling: RowSampling, generator: torch.Generator) -> Sampled:
-    """One token of each row, for logits [n, V].
+def sample(
+    logits: torch.Tensor,
+    columns: NDArray[np.void],
+    generator: torch.Generator,
+    seeded: Iterable[tuple[int, torch.Generator]] = (),
+    *,
+    keeps_mask: bool = False,
+    num_top: int = 0,
+) -> Sampled:
+    """One token of each row, for logits [n, V]; greedy rows take the likeliest token and report its
+    log-probability at temperature 1.
 
-    Greedy rows take the likeliest token and report its log-probability at temperature 1.
+    Args:
+        columns: temperature, top_k and top_p [n].
+        seeded: rows with a generator of their own.
+        keeps_mask: whether a row asks for what truncation left.
+        num_top: the most likeliest tokens that a row asks for.
     """
-    scaled = logits.float() / sampling.temperature
-    if sampling.top_k is not None or sampling.top_p is not None:
-        scaled = truncate(scaled, sampling.top_k, sampling.top_p)
+
+    def column(values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(logits.device)[:, None]
+
+    temperature, top_k, top_p = (columns[name] for name in ("temperature", "top_k", "top_p"))
+    is_greedy = temperature == 0
+    scaled = logits.float() / column(np.where(is_greedy, np.float32(1), temperature))
+    has_top_k, has_top_p = (top_k > 0).any(), (top_p < 1).any()
+    if has_top_k or has_top_p:
+        scaled = truncate(
+            scaled, column(top_k) if has_top_k else None, column(top_p) if has_top_p else None
+        )
     logprobs = torch.log_softmax(scaled, dim=-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(
         len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator
     )
-    for row, own in sampling.generators:
+    for row, own in seeded:
         uniform[row] = torch.rand(1, dtype=torch.float64, generator=own)
     token_ids = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     token_ids = token_ids.clamp_max(logits.shape[-1] - 1)
-    if sampling.is_greedy is not None:
-        greedy = sampling.is_greedy
+    if is_greedy.any():
+        greedy = column(is_greedy)
         token_ids = torch.where(greedy, logits.argmax(-1, keepdim=True), token_ids)
         logprobs = torch.where(greedy, torch.log_softmax(logits.float(), dim=-1), logprobs)
+    top = None
+    if num_top:
+        values, top_ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
+        top = values, top_ids
     return Sampled(
         token_ids[:, 0],
         logprobs.gather(-1, token_ids)[:, 0],
-        scaled.isfinite().nonzero() if sampling.keeps_mask else None,
-        _top(logprobs, sampling.num_top),
+        scaled.isfinite().nonzero() if keeps_mask else None,
+        top,
     )
-
-
-def _top(logprobs: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    if not num_top:
-        return None
-    values, token_ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
-    return values, token_ids
 
 
 def truncate(

@@ -10,16 +10,6 @@ RolloutError of its own, whatever the server answers, or, once no connection is 
 that this engine loaded (`Labels`) ends the generator as well.
 
 Prompts of two engines share no prefixes.
-
-`ServerWeights`: what an engine knows of its server's weights; it loads them, or another generator
-does. With labels of a run, other generators use the server, too. The learner has one of them load
-each version; the others learn of it by a `HeldEndpoint`, or earlier from an answer, whose tokens
-bear the labels of the server. `num_changes` grows with each change of the server's weights that is
-noticed, and no version is accepted that neither this engine has loaded nor the server says it has.
-
-`Standstill`: whether this process stood still in a load, as one that is stopped or swapped out
-does. A generator that is silent for `streamrl.weights.membership.HANDOVER_S` may have been replaced
-at its server: once it stood still for nearly so long, `require_none` raises.
 """
 
 import asyncio
@@ -27,14 +17,20 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from msgspec import structs
 
-from actors.engines.model import ModelFacts, require_known_tokens, room_for
-from actors.engines.requests import InFlightRequests, aborted_on, nothing_sampled, slot_or_stop
+from actors.engines.model import ModelFacts, fitted
+from actors.engines.requests import (
+    InFlightRequests,
+    aborted_on,
+    answered,
+    nothing_sampled,
+    slot_or_stop,
+    stops_of,
+)
 from actors.engines.served.http import (
     BrokenAnswerError,
     BusyError,
@@ -64,60 +60,57 @@ _TICK_S = 0.25
 _LONGEST_S = HANDOVER_S - 2 * HELLO_S
 
 
-class Standstill:
-    """An asynchronous context, which watches this process's event loop."""
+@asynccontextmanager
+async def standstill(longest_s: float = _LONGEST_S) -> AsyncIterator[Callable[[], None]]:
+    """Yields what raises once another generator may be loading weights into the server: one that is
+    silent for `HANDOVER_S`, as a process that is stopped or swapped out is, may have been replaced.
+    """
+    last_s, stood_s = time.monotonic(), 0.0
 
-    def __init__(self, longest_s: float = _LONGEST_S) -> None:
-        self._longest_s = longest_s
-        self._last_s = time.monotonic()
-        self._stood_s = 0.0
+    def note() -> None:
+        nonlocal last_s, stood_s
+        now_s = time.monotonic()
+        stood_s, last_s = max(stood_s, now_s - last_s), now_s
 
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._tick())
-        return self
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            note()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._task.cancel()
-
-    def require_none(self) -> None:
-        """
-        Raises:
-            TransportError: another generator may be loading weights into the server by now.
-        """
-        self._note()
-        if self._stood_s > self._longest_s:
+    def require_none() -> None:
+        note()
+        if stood_s > longest_s:
             raise TransportError(
-                f"this generator stood still for {self._stood_s:.0f} s in the middle of an update, "
+                f"this generator stood still for {stood_s:.0f} s in the middle of an update, "
                 "so another one may update the server in its place"
             )
 
-    async def _tick(self) -> None:
-        """Waits a moment between two; ends when cancelled."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._note()
-
-    def _note(self) -> None:
-        now_s = time.monotonic()
-        self._stood_s = max(self._stood_s, now_s - self._last_s)
-        self._last_s = now_s
+    ticking = asyncio.create_task(tick())
+    try:
+        yield require_none
+    finally:
+        ticking.cancel()
 
 
 _STOLEN = "the server was started again, or serves somebody else, too"
 
 
 class ServerWeights:
-    """Of one server. `policy_version` is the last one seen, `newest_version` that of the learner's
-    newest update. `highest_version` is the highest of any, of which a request that was begun before
-    a learner went back may have tokens."""
+    """What an engine knows of its server's weights; it loads them, or another generator does.
+
+    With labels of a run, other generators use the server, too. The learner has one of them load
+    each version; the others learn of it by a `HeldEndpoint`, or earlier from an answer, whose
+    tokens bear the labels of the server. No version is accepted that neither this engine has loaded
+    nor the server says it has.
+
+    `policy_version` is the last one seen, `newest_version` that of the learner's newest update,
+    `highest_version` the highest of any, of which a request that was begun before a learner went
+    back may have tokens. `num_changes` grows with each change that is noticed.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._updates = server.updates
         self.is_shared = server.labels.is_shared
         self.policy_version = self.newest_version = self.highest_version = 0
         self.num_changes = self.num_loads_begun = self.num_loads_ended = 0
@@ -131,7 +124,7 @@ class ServerWeights:
             if isinstance(update.endpoint, HeldEndpoint):
                 await self._require_held(update)
             else:
-                await self._server.updates.receive(update)
+                await self._updates.receive(update)
         except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
             raise WeightTransferError(
                 f"{self._server.name} did not take an update: {error}"
@@ -155,10 +148,10 @@ class ServerWeights:
             return 0.0
         self.num_loads_begun += 1
         try:
-            async with Standstill() as standstill:
-                check = standstill.require_none if self.is_shared else lambda: None
+            async with standstill() as require_none:
+                check = require_none if self.is_shared else lambda: None
                 label = self._server.labels.label_of(update)
-                return await self._server.updates.load_in_pause(label, loaded, check)
+                return await self._updates.load_in_pause(label, loaded, check)
         except RefusedError as error:
             raise TransportError(f"{self._server.name} did not load an update: {error}") from error
         finally:
@@ -274,16 +267,13 @@ class ServedEngine(UpdatableEngine):
                 f"{self._server.name} samples from token ids alone, and a prompt has images: use "
                 "generator.engine hf, or vllm without a URL"
             )
-        room = room_for(prompt_token_ids, self._max_model_len)
-        require_known_tokens(prompt_token_ids, self._facts.vocab_size)
+        sampling = fitted(sampling, prompt_token_ids, self._max_model_len, self._facts.vocab_size)
         self._raise_if_over()
-        eos = frozenset() if sampling.ignore_eos else self._facts.eos
         request = ServedRequest(
             id="",
             prompt_token_ids=list(prompt_token_ids),
             sampling=sampling,
-            max_new_tokens=min(sampling.max_new_tokens, room),
-            stops=eos | frozenset(sampling.stop_token_ids),
+            stops=stops_of(sampling, self._facts.eos),
             cache_salt="",
             expert_shape=self._facts.expert_shape if sampling.keep_routed_experts else (0, 0),
         )
@@ -326,24 +316,19 @@ class ServedEngine(UpdatableEngine):
         return await self._weights.apply(update, on_loaded)
 
     async def _complete(self, request: ServedRequest, stop: asyncio.Event) -> Completion:
-        """Sends the request until it has an answer: with pause_mode abort, an update makes requests
-        in flight begin anew. One that is stopped is answered with what was sampled."""
+        """The answer, once there is a slot for the request."""
+
+        async def send() -> Completion:
+            answer = await retry_lost(lambda: self._send(request, stop), self._retry_timeout_s)
+            self._num_failed = 0
+            return answer
+
         async with slot_or_stop(self._slots, stop) as has_slot:
             self._num_sent += has_slot
             try:
-                while has_slot and not stop.is_set():
-                    answer = await retry_lost(
-                        lambda: self._send(request, stop), self._retry_timeout_s
-                    )
-                    self._num_failed = 0
-                    if answer.finish_reason is not FinishReason.ABORT:
-                        return answer
-                    if stop.is_set():
-                        if request.sampling.keep_routed_experts and answer.routed_experts is None:
-                            # Tokens without their experts cannot be replayed.
-                            break
-                        return structs.replace(answer, finish_reason=FinishReason.DEADLINE)
-                return nothing_sampled()
+                if not has_slot:
+                    return nothing_sampled()
+                return await answered(send, request.sampling, stop)
             except RolloutError:
                 await self._pause()
                 raise

@@ -19,7 +19,6 @@ A reading is finite and not negative, whatever the page holds.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -72,7 +71,7 @@ class SlowAnswerError(TransportError):
 
 
 class Http:
-    """One server's address. `request_sync` is for the start of an engine."""
+    """One server's address."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
@@ -104,38 +103,17 @@ class Http:
         """As `post`; the answer is ignored unless it is an error."""
         await self._request("POST", path, body, timeout_s)
 
-    async def get(self, path: str, answer: type[T]) -> T:
+    async def get(self, path: str, answer: type[T], *, timeout_s: float = _GET_S) -> T:
         """The decoded answer; raises as `post` does."""
-        content = await self._request("GET", path, timeout_s=_GET_S)
+        content = await self._request("GET", path, timeout_s=timeout_s)
         return cast(T, self._decoded(path, content, answer))
 
     async def text(self, path: str) -> str:
         """The text of an answer; raises as `post` does."""
         return (await self._request("GET", path, timeout_s=_GET_S)).decode(errors="replace")
 
-    def request_sync(
-        self, method: str, path: str, body: Any = None, answer: Any = None, timeout_s: float = 30.0
-    ) -> Any:
-        """As `post`, blocking the thread; without a type the answer is ignored."""
-
-        content = self._blocking(method, path, body, timeout_s)
-        return None if answer is None else self._decoded(path, content, answer)
-
-    def text_sync(self, path: str) -> str:
-        """As `text`, blocking the thread."""
-        return self._blocking("GET", path, None, _GET_S).decode(errors="replace")
-
     async def close(self) -> None:
         await self._client.aclose()
-
-    def _blocking(self, method: str, path: str, body: Any, timeout_s: float) -> bytes:
-        async def request() -> bytes:
-            async with _client() as client:
-                return await self._request(method, path, body, timeout_s, client=client)
-
-        # The thread that waits may run an event loop.
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            return thread.submit(asyncio.run, request()).result()
 
     async def _request(
         self,
@@ -144,11 +122,10 @@ class Http:
         body: Any = None,
         timeout_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
-        client: httpx2.AsyncClient | None = None,
     ) -> bytes:
         """The body of an answer with status 2xx."""
         where, timeout_s = self.url + path, timeout_s or self._timeout_s
-        request = (client or self._client).stream(
+        request = self._client.stream(
             method,
             where,
             content=b"" if body is None else msgspec.json.encode(body),

@@ -13,8 +13,7 @@ fails, with the TransportError that ends the generator, once no server is up for
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from actors.engines.requests import nothing_sampled
@@ -101,8 +100,11 @@ class Replica:
         """
         if self._engine is None:
             raise TransportError(f"the server at {self.url} is gone")
-        with self._counted():
+        self.num_requests += 1
+        try:
             return await self._engine.generate(prompt, sampling, handle)
+        finally:
+            self.num_requests -= 1
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         """
@@ -131,14 +133,6 @@ class Replica:
             gauges = engine.gauges()
             self._ended = {name: v + gauges[name] for name, v in self._ended.items()}
             await engine.close()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
 
 
 class ReplicatedEngine:

@@ -1,7 +1,6 @@
 """The interface of an inference server to `actors.engines.served.engine`, and its records.
 
-A new kind implements `Server`, and `actors.engines.served.open.ServerKind` for its start, in a
-folder of its own; see `actors.engines.sglang`.
+A new kind implements `Server` in a folder of its own; see `actors.engines.sglang`.
 """
 
 import hashlib
@@ -9,31 +8,25 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Annotated, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from msgspec import Meta, Struct
 
-from actors.engines.requests import finish_reason
-from actors.engines.served.http import Http, Names, readings
-from streamrl.errors import RolloutError
-from streamrl.types import (
-    Completion,
-    Int32Array,
-    RoutedExperts,
-    SamplingParams,
-    TokenSets,
-    TopLogprobs,
-    WeightUpdate,
-)
+from actors.engines.served.http import Http, Names, RefusedError, readings
+from streamrl.config import RunConfig
+from streamrl.config.generator import GeneratorSettings
+from streamrl.errors import ConfigError, RolloutError
+from streamrl.types import Completion, Int32Array, SamplingParams, WeightUpdate
 
 ABORT_S = 10.0
 """How long a server may take to answer that it aborts a request."""
 UNLABELED = "default"
 """The label that both vLLM and SGLang give the weights they started with."""
-# Rounding may put the log-probability of a certain token above 0. Nothing samples a token whose
-# probability is less than e^-1000.
-_HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1000.0
+LOAD_FOLDER_S = 600.0
+"""How long it may take to load the model's folder again."""
+_ANSWER_S = 60.0
 _VERSION = re.compile("[0-9]{1,9}")
 _RUN = "run-"
 
@@ -131,14 +124,16 @@ class ServedRequest(Struct, frozen=True, kw_only=True):
     id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    max_new_tokens: int
     stops: frozenset[int]
     cache_salt: str
     expert_shape: tuple[int, int] = (0, 0)
 
-    @property
-    def min_new_tokens(self) -> int:
-        return min(self.sampling.min_new_tokens, self.max_new_tokens)
+    def answer_bytes(self, candidate_bytes: int) -> int:
+        """The longest answer, with room to spare, if so many bytes tell each token's candidates."""
+        num_new = self.sampling.max_new_tokens
+        # Base64 of numbers of four bytes.
+        of_experts = 8 * prod(self.expert_shape) * (len(self.prompt_token_ids) + num_new)
+        return 2**20 + (2**10 + candidate_bytes) * num_new + of_experts
 
 
 class VersionSpan(Struct, frozen=True):
@@ -186,26 +181,67 @@ class Labeled(Struct, frozen=True):
 
 
 class Server(ABC):
-    """A server that is up and checked. Without `labels.is_shared` it holds the weights of the
-    model's folder; else what it has got, from this generator or another one of the run."""
+    """One server, from its start on, which `actors.engines.served.open` drives.
+
+    Once it is attached it holds the weights of the model's folder, or, with `labels.is_shared`,
+    what it has got from this generator or another one of the run.
+    """
 
     library: ClassVar[str]
     label_path: ClassVar[str]
     """Where it answers with its label."""
     gauges: ClassVar[Names]
+    looks: ClassVar[tuple[str, str]]
+    """The gauge, as in `Names`, that counts requests for the label."""
 
-    def __init__(
-        self, http: Http, updates: ServerUpdates, labels: Labels, *, request_timeout_s: float
-    ) -> None:
+    def __init__(self, config: RunConfig, url: str, labels: Labels) -> None:
         """
         Args:
-            updates: get the learner's updates into the server.
+            config: of the run that is to use it.
         """
-        self.name = f"{self.library} at {http.url}"
-        self.updates = updates
+        self.http = Http(url, api_key=config.generator.served.api_key)
+        self.name = f"{self.library} at {self.http.url}"
         self.labels = labels
-        self._http = http
-        self._request_timeout_s = request_timeout_s
+        self._config = config
+        self._request_timeout_s = request_timeout_s(config.generator)
+
+    # The start. All of it may raise RefusedError or TransportError, for a request that fails.
+
+    @abstractmethod
+    async def require_up(self) -> None:
+        """Returns if the server takes requests."""
+
+    @abstractmethod
+    async def require_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: the server was not started as the configuration needs it.
+        """
+
+    @abstractmethod
+    async def take(self) -> None:
+        """Labels the server as taken; it samples, whatever state it was left in."""
+
+    @abstractmethod
+    async def restore(self) -> None:
+        """Loads the model folder's weights, whatever an earlier generator has loaded, and labels
+        them as version 0."""
+
+    @abstractmethod
+    def refusal(self, error: RefusedError) -> ConfigError:
+        """The error for a server that refuses one of these requests."""
+
+    async def num_looks(self) -> float:
+        """How often its label was asked for."""
+        return readings(await self.http.text("/metrics"), {"looks": self.looks})["looks"]
+
+    # Once it is attached.
+
+    @property
+    @abstractmethod
+    def updates(self) -> ServerUpdates:
+        """What gets the learner's updates into the server; made for the engine that asks for it, in
+        its event loop."""
 
     @abstractmethod
     async def sample(self, request: ServedRequest) -> Completion:
@@ -224,49 +260,23 @@ class Server(ABC):
 
     async def label(self) -> str:
         """The server's label of its weights."""
-        return (await self._http.get(self.label_path, Labeled)).weight_version
+        return (await self.http.get(self.label_path, Labeled)).weight_version
 
     async def readings(self) -> Mapping[str, float]:
         """`num_active`, `num_waiting`, `num_tokens` and further gauges of the server."""
-        return readings(await self._http.text("/metrics"), self.gauges)
+        return readings(await self.http.text("/metrics"), self.gauges)
 
     async def close(self) -> None:
         """Closes the connections to the server."""
-        await self.updates.close()
-        await self._http.close()
+        if "updates" in vars(self):
+            await self.updates.close()
+        await self.http.close()
 
 
-def completion(
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    policy_versions: Int32Array,
-    reason: str,
-    *,
-    sampling_mask: TokenSets | None = None,
-    top_logprobs: TopLogprobs | None = None,
-    routed_experts: RoutedExperts | None = None,
-) -> Completion:
-    """The record of an answer.
-
-    Raises:
-        RolloutError: its fields are inconsistent, or no sampler can have made them.
-    """
-    ended = finish_reason(reason)
-    outside = (p for p in logprobs if not _LOWEST_LOGPROB <= p <= _HIGHEST_LOGPROB)
-    if (impossible := next(outside, None)) is not None:
-        raise RolloutError(f"the answer is inconsistent: a log-probability is {impossible:g}")
-    try:
-        return Completion(
-            token_ids=np.array(token_ids, dtype=np.int32),
-            logprobs=np.array(logprobs, dtype=np.float32),
-            policy_versions=policy_versions,
-            finish_reason=ended,
-            sampling_mask=sampling_mask,
-            top_logprobs=top_logprobs,
-            routed_experts=routed_experts,
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RolloutError(f"the answer is inconsistent: {error}") from error
+def request_timeout_s(generator: GeneratorSettings) -> float:
+    """Longest wait for one completion, which fails then; its episode's deadline ends it before,
+    unless the server does not answer."""
+    return generator.group_deadline_s + _ANSWER_S
 
 
 def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -> Int32Array:
@@ -305,11 +315,8 @@ def require_sound(
                 f"the answer has candidate {sets.token_ids.max()}; the model's vocabulary has "
                 f"{vocab_size}"
             )
-    if num_tokens > request.max_new_tokens:
-        raise RolloutError(
-            f"the answer has {num_tokens} tokens, and at most {request.max_new_tokens} were asked "
-            "for"
-        )
+    if num_tokens > (most := request.sampling.max_new_tokens):
+        raise RolloutError(f"the answer has {num_tokens} tokens, and at most {most} were asked for")
     if num_tokens and (highest := int(answer.token_ids.max())) >= vocab_size:
         raise RolloutError(
             f"the answer has token id {highest}; the model's vocabulary has {vocab_size}"

@@ -80,10 +80,6 @@ class PauseGenerationReqInput(Struct, frozen=True, kw_only=True):
     mode: Literal["abort", "retract", "in_place"]
 
 
-class ContinueGenerationReqInput(Struct, frozen=True, kw_only=True):
-    torch_empty_cache: bool = True
-
-
 class InitWeightsUpdateGroupReqInput(Struct, frozen=True, kw_only=True):
     master_address: str
     master_port: int
@@ -95,14 +91,6 @@ class InitWeightsUpdateGroupReqInput(Struct, frozen=True, kw_only=True):
 
 class DestroyWeightsUpdateGroupReqInput(Struct, frozen=True, kw_only=True):
     group_name: str
-
-
-class BeginWeightUpdateReqInput(Struct, frozen=True, kw_only=True):
-    selector: Literal["target", "draft", "all"] = "all"
-
-
-class EndWeightUpdateReqInput(Struct, frozen=True, kw_only=True):
-    pass
 
 
 class UpdateWeightsFromDistributedReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):

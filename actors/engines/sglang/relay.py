@@ -27,10 +27,7 @@ from msgspec import Struct
 
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.sglang.messages import (
-    BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -99,7 +96,7 @@ class Relay:
         try:
             self._membership = self._membership or await self._form()
         except (RefusedError, WeightTransferError) as error:
-            await self._http.send("/continue_generation", ContinueGenerationReqInput())
+            await self._http.send("/continue_generation", {})
             raise WeightTransferError(
                 f"SGLang did not join a group at {self._store.host}:{self._store.port} (see "
                 f"generator.sglang.reach_host): {error}"
@@ -108,22 +105,22 @@ class Relay:
             await self._begin()
             await self._broadcast(self._membership, label, require_current)
             require_current()
-            await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
+            await self._http.send("/end_weight_update", {})
         except (StreamRLError, asyncio.CancelledError):
             await self._leave()
             raise
         require_current()
         on_loaded()
-        await self._http.send("/continue_generation", ContinueGenerationReqInput())
+        await self._http.send("/continue_generation", {})
         return time.perf_counter() - start
 
     async def _begin(self) -> None:
         """After ending the update that a generator has left unfinished, if one has."""
         try:
-            await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
+            await self._http.send("/begin_weight_update", {})
         except RefusedError:
-            await self._http.send("/end_weight_update", EndWeightUpdateReqInput())
-            await self._http.send("/begin_weight_update", BeginWeightUpdateReqInput())
+            await self._http.send("/end_weight_update", {})
+            await self._http.send("/begin_weight_update", {})
 
     async def close(self) -> None:
         """Waits until SGLang has left the group, or does not answer."""

@@ -12,13 +12,6 @@ SGLang reports log-probabilities after temperature. With top-k or top-p, those o
 distribution come with its sampling mask, which holds at most sampling_mask_max_tokens (4096)
 candidates: top-p alone samples from the 4096 likeliest, and a larger top-k fails alone. With both,
 top-p counts the probabilities of all tokens, where HF and vLLM count those that top-k has kept.
-
-`launch_command`: from a run's configuration to SGLang's command line. `generator.engine_kwargs`
-overrides every argument but those that correctness needs.
-
-`sets_of`: what SGLang reports of the tokens that it did not sample. Its sampling mask has the ids
-alone, and its top log-probabilities are those before truncation: a token and its candidates have
-the same difference between the two distributions.
 """
 
 import contextlib
@@ -26,33 +19,33 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from actors.engines.reported import candidates, from_int32, keeps_mask, recorded, top_of
-from actors.engines.served.http import Http, Names, RefusedError
-from actors.engines.served.open import (
-    host_of,
-    open_served,
-    open_urls,
-    request_timeout_s,
-    require_length,
+from actors.engines.reported import (
+    candidates,
+    completion,
+    from_int32,
+    keeps_mask,
+    recorded,
+    top_of,
 )
+from actors.engines.served.http import Names, RefusedError
+from actors.engines.served.open import host_of, open_served, open_urls, require_length
 from actors.engines.served.process import ServerProcess, has_gpu
 from actors.engines.served.server import (
     ABORT_S,
+    LOAD_FOLDER_S,
     UNLABELED,
     Labels,
     ServedRequest,
     Server,
-    completion,
     versions_of,
 )
 from actors.engines.sglang.messages import (
     AbortReq,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     GenerateMetaInfo,
     GenerateReqInput,
     GenerateResponse,
@@ -83,6 +76,9 @@ def sets_of(
     meta: GenerateMetaInfo, request: ServedRequest, num_tokens: int
 ) -> tuple[TokenSets | None, TopLogprobs | None]:
     """The mask and the likeliest tokens of the first `num_tokens`, each if it was asked for.
+
+    SGLang's sampling mask has the ids alone, and its top log-probabilities are those before
+    truncation: a token and its candidates have the same difference between the two distributions.
 
     Raises:
         RolloutError: they are not in the answer.
@@ -125,6 +121,7 @@ def _require(found: Sequence[object], name: str, num_tokens: int, *, is_asked: b
 
 # SGLang leaves two positions of its context unused, and takes no prompt within six of its end.
 NUM_RESERVED = 6
+_INFO_S = 30.0
 # With a sampling mask, which holds the candidates of each token (--sampling-mask-max-tokens).
 MASK_TOKENS = 4096
 
@@ -139,7 +136,8 @@ def launch_environment(config: RunConfig) -> dict[str, str]:
 
 
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
-    """The command that starts the server of a run's configuration."""
+    """The command that starts the server of a run's configuration; `generator.engine_kwargs`
+    overrides every argument but those that correctness needs."""
     generator = config.generator
     settings = generator.sglang.model_dump(exclude=set(SglangSettings.ours))
     given = {name: value for name, value in settings.items() if value is not None}
@@ -207,8 +205,8 @@ def wire_request(request: ServedRequest, seed: int) -> GenerateReqInput:
         rid=request.id,
         input_ids=list(request.prompt_token_ids),
         sampling_params=SglangSampling(
-            max_new_tokens=request.max_new_tokens,
-            min_new_tokens=request.min_new_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or (MASK_TOKENS if is_truncated(request) else -1),
@@ -230,45 +228,6 @@ GAUGES: Names = {
     "num_tokens": ("sglang:realtime_tokens_total", 'mode="decode"'),
     "kv_usage": ("sglang:token_usage", ""),
 }
-
-
-class SglangServer(Server):
-    """By SGLang's own route."""
-
-    library, label_path, gauges = "SGLang", "/model_info", GAUGES
-
-    def __init__(
-        self,
-        http: Http,
-        relay: Relay,
-        labels: Labels,
-        *,
-        seed: int,
-        is_deterministic: bool,
-        request_timeout_s: float,
-    ) -> None:
-        super().__init__(http, relay, labels, request_timeout_s=request_timeout_s)
-        self._is_deterministic = is_deterministic
-        # Requests without a seed of their own get different ones.
-        self._seeds = np.random.default_rng(seed)
-
-    async def sample(self, request: ServedRequest) -> Completion:
-        if request.sampling.seed is not None and not self._is_deterministic:
-            raise RolloutError(
-                "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
-            )
-        body = wire_request(request, int(self._seeds.integers(2**31)))
-        answer = await self._http.post(
-            "/generate",
-            body,
-            GenerateResponse,
-            timeout_s=self._request_timeout_s,
-            max_bytes=_answer_bytes(request),
-        )
-        return completion_of(answer, request, self.labels)
-
-    async def abort(self, request_id: str) -> None:
-        await self._http.send("/abort_request", AbortReq(rid=request_id), timeout_s=ABORT_S)
 
 
 def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labels) -> Completion:
@@ -318,133 +277,126 @@ def _experts(
     return recorded(rows, prompt, token_ids, "SGLang", is_aborted=is_aborted)
 
 
-def _answer_bytes(request: ServedRequest) -> int:
-    """The longest answer, with room to spare: a truncated request's has the ids of all candidates
-    of each token."""
-    num_candidates = (request.sampling.top_k or MASK_TOKENS) if is_truncated(request) else 0
-    num_candidates += 4 * request.sampling.num_top_logprobs
-    num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
-    # Base64 of numbers of four bytes.
-    of_experts = 8 * math.prod(request.expert_shape) * num_tokens
-    return 2**20 + (2**10 + 16 * num_candidates) * request.max_new_tokens + of_experts
-
-
 def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
-    positions = range(request.min_new_tokens, len(token_ids))
+    positions = range(request.sampling.min_new_tokens, len(token_ids))
     return next((i for i in positions if token_ids[i] in request.stops), None)
-
-
-_LOAD_FOLDER_S = 600.0
 
 
 def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:
     """An engine on the servers of `generator.sglang.url`, or on one started here; raises as
     `open_urls` does."""
-    kind = SglangKind(config, seed=seed)
+    make = partial(SglangServer, config, seed=seed)
     if config.generator.sglang.urls:
-        return open_urls(kind, is_shared=is_shared)
+        return open_urls(config, make, is_shared=is_shared)
     with bound_socket("127.0.0.1") as bound:
         port: int = bound.getsockname()[1]
     command = launch_command(config, host="127.0.0.1", port=port, seed=seed)
     process = ServerProcess(
         command, config.run.path / "logs" / f"sglang-{port}.log", launch_environment(config)
     )
-    return open_served(kind, Http(f"http://127.0.0.1:{port}"), process)
+    return open_served(config, make, f"http://127.0.0.1:{port}", process)
 
 
-class SglangKind:
-    """Implements `actors.engines.served.open.ServerKind`."""
+class SglangServer(Server):
+    """By SGLang's own routes."""
 
-    def __init__(self, config: RunConfig, *, seed: int) -> None:
-        self.config = config
-        self._seed = seed
+    library, label_path, gauges = "SGLang", "/model_info", GAUGES
+    looks = ("sglang:http_requests_total", 'endpoint="/model_info"')
+
+    def __init__(self, config: RunConfig, url: str, labels: Labels, *, seed: int) -> None:
+        super().__init__(config, url, labels)
         self._settings = config.generator.sglang
+        # Requests without a seed of their own get different ones.
+        self._seeds = np.random.default_rng(seed)
 
-    def require_up(self, http: Http) -> None:
+    async def require_up(self) -> None:
         # SGLang's /health fails on a server that an earlier generator has left paused.
-        info = http.request_sync("GET", "/model_info", answer=ModelInfo)
-        if info.weight_version == UNLABELED:
-            http.request_sync("GET", "/health")
+        if await self.label() == UNLABELED:
+            await self.http.text("/health")
 
-    def require_settings(self, http: Http) -> None:
-        require_length(http, self.config.max_model_len, NUM_RESERVED)
-        info = http.request_sync("GET", "/server_info", answer=dict[str, Any])
+    async def require_settings(self) -> None:
+        await require_length(self.http, self._config.max_model_len, NUM_RESERVED)
+        # Its scheduler tells it, between two steps.
+        info = await self.http.get("/server_info", dict[str, Any], timeout_s=_INFO_S)
         for name in ("tp_size", "enable_deterministic_inference"):
             if info.get(name) != getattr(self._settings, name):
                 raise ConfigError(
                     f"generator.sglang.{name}: was {getattr(self._settings, name)}, but the server "
-                    f"at {http.url} was started with {info.get(name)}"
+                    f"at {self.http.url} was started with {info.get(name)}"
                 )
         if self._settings.keeps_old_kv and not info.get("disable_overlap_schedule"):
             raise ConfigError(
                 "generator.sglang.recompute_kv: was false, for which the server at "
-                f"{http.url} has to be started with --disable-overlap-schedule: else it labels one "
-                "token of each request in flight with the next version"
+                f"{self.http.url} has to be started with --disable-overlap-schedule: else it "
+                "labels one token of each request in flight with the next version"
             )
-        min_new_tokens = self.config.generator.min_new_tokens
+        min_new_tokens = self._config.generator.min_new_tokens
         if min_new_tokens and info.get("skip_tokenizer_init"):
             raise ConfigError(
                 f"generator.min_new_tokens: was {min_new_tokens}, for which SGLang needs a "
-                f"tokenizer, and the server at {http.url} has skip_tokenizer_init"
+                f"tokenizer, and the server at {self.http.url} has skip_tokenizer_init"
             )
-        if self.config.algorithm.records_experts and not info.get("enable_return_routed_experts"):
+        router_replay = self._config.algorithm.router_replay
+        if self._config.algorithm.records_experts and not info.get("enable_return_routed_experts"):
             raise ConfigError(
-                f"algorithm.router_replay: was {self.config.algorithm.router_replay}, for which "
-                f"the server at {http.url} has to be started with --enable-return-routed-experts"
+                f"algorithm.router_replay: was {router_replay}, for which the server at "
+                f"{self.http.url} has to be started with --enable-return-routed-experts"
             )
         if not info.get("enable_metrics"):
-            raise ConfigError(f"start the server at {http.url} with --enable-metrics")
+            raise ConfigError(f"start the server at {self.http.url} with --enable-metrics")
 
-    looks = ("sglang:http_requests_total", 'endpoint="/model_info"')
+    async def take(self) -> None:
+        await self.http.send("/pause_generation", PauseGenerationReqInput(mode="abort"))
+        await self._name_weights(self.labels.taken)
 
-    def label(self, http: Http) -> str:
-        info: ModelInfo = http.request_sync("GET", "/model_info", answer=ModelInfo)
-        return info.weight_version
-
-    def take(self, http: Http, labels: Labels) -> None:
-        http.request_sync("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
-        self._name(http, labels.taken)
-
-    def restore(self, http: Http, labels: Labels) -> None:
-        http.request_sync("POST", "/pause_generation", PauseGenerationReqInput(mode="abort"))
-        info = http.request_sync("GET", "/model_info", answer=ModelInfo)
+    async def restore(self) -> None:
+        await self.http.send("/pause_generation", PauseGenerationReqInput(mode="abort"))
+        info = await self.http.get("/model_info", ModelInfo)
         if info.weight_version != UNLABELED:
             # SGLang refuses it unless an update was left unfinished.
             with contextlib.suppress(RefusedError):
-                http.request_sync("POST", "/end_weight_update", EndWeightUpdateReqInput())
+                await self.http.send("/end_weight_update", {})
             body = UpdateWeightFromDiskReqInput(model_path=info.model_path, abort_all_requests=True)
-            http.request_sync("POST", "/update_weights_from_disk", body, timeout_s=_LOAD_FOLDER_S)
-        self._name(http, labels.label(0))
+            await self.http.send("/update_weights_from_disk", body, timeout_s=LOAD_FOLDER_S)
+        await self._name_weights(self.labels.label(0))
 
-    def _name(self, http: Http, label: str) -> None:
+    async def _name_weights(self, label: str) -> None:
         """Before sampling goes on."""
         body = UpdateWeightVersionReqInput(new_version=label, abort_all_requests=True)
-        http.request_sync("POST", "/update_weight_version", body)
-        http.request_sync("POST", "/continue_generation", ContinueGenerationReqInput())
+        await self.http.send("/update_weight_version", body)
+        await self.http.send("/continue_generation", {})
 
-    def sample(self, http: Http, labels: Labels, request: ServedRequest) -> Completion:
-        body = wire_request(request, 0)
-        answer = http.request_sync("POST", "/generate", body, GenerateResponse)
-        return completion_of(answer, request, labels)
+    def refusal(self, error: RefusedError) -> ConfigError:
+        return ConfigError(f"generator.engine sglang: {self.http.url} refuses: {error}")
 
-    def refusal(self, http: Http, error: RefusedError) -> ConfigError:
-        return ConfigError(f"generator.engine sglang: {http.url} refuses: {error}")
-
-    def server(self, http: Http, labels: Labels) -> SglangServer:
-        model = self.config.model
-        relay = Relay(
-            http,
+    @cached_property
+    def updates(self) -> Relay:
+        model, weights = self._config.model, self._config.weights
+        return Relay(
+            self.http,
             self._settings,
             WholeModel(model.path, trust_remote_code=model.trust_remote_code),
-            host=self._settings.reach_host or address_towards(host_of(http.url)),
-            bucket_bytes=self.config.weights.bucket_bytes,
-            timeout_s=self.config.weights.deadline_s / 4,
+            host=self._settings.reach_host or address_towards(host_of(self.http.url)),
+            bucket_bytes=weights.bucket_bytes,
+            timeout_s=weights.deadline_s / 4,
         )
-        return SglangServer(
-            http,
-            relay,
-            labels,
-            seed=self._seed,
-            is_deterministic=self._settings.enable_deterministic_inference,
-            request_timeout_s=request_timeout_s(self.config.generator),
+
+    async def sample(self, request: ServedRequest) -> Completion:
+        is_deterministic = self._settings.enable_deterministic_inference
+        if request.sampling.seed is not None and not is_deterministic:
+            raise RolloutError(
+                "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
+            )
+        # The ids of all candidates of each token, and the likeliest with their log-probabilities.
+        num_ids = (request.sampling.top_k or MASK_TOKENS) if is_truncated(request) else 0
+        answer = await self.http.post(
+            "/generate",
+            wire_request(request, int(self._seeds.integers(2**31))),
+            GenerateResponse,
+            timeout_s=self._request_timeout_s,
+            max_bytes=request.answer_bytes(16 * num_ids + 64 * request.sampling.num_top_logprobs),
         )
+        return completion_of(answer, request, self.labels)
+
+    async def abort(self, request_id: str) -> None:
+        await self.http.send("/abort_request", AbortReq(rid=request_id), timeout_s=ABORT_S)

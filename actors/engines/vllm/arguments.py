@@ -7,6 +7,7 @@ token ids in and out, log-probabilities of the distribution sampled from, our we
 import os
 from typing import Any
 
+from msgspec import structs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -14,8 +15,9 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from actors.engines.model import ModelFacts
-from actors.engines.reported import most_asked, num_asked
+from actors.engines.reported import most_asked
 from actors.engines.vllm.cpu import require_servable
+from actors.engines.vllm.messages import VllmSampling
 from actors.engines.vllm.plugin import BACKEND, register
 from streamrl.config import RunConfig
 from streamrl.config.generator import VllmSettings
@@ -64,29 +66,15 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
         raise ConfigError(f"generator.engine_kwargs: {error}") from error
 
 
-def vllm_sampling(
-    sampling: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]
-) -> VllmSamplingParams:
+def vllm_sampling(sampling: SamplingParams, stops: frozenset[int]) -> VllmSamplingParams:
     """vLLM's record of the same request: the new tokens now and then, not decoded to text.
 
-    End-of-sequence tokens are passed as stop tokens: without a tokenizer vLLM knows none. With all
-    tokens so far, CUMULATIVE, vLLM 0.32 would report each token, whatever `stream_interval` says.
+    With all tokens so far, CUMULATIVE, vLLM 0.32 would report each token, whatever
+    `stream_interval` says.
     """
-    stops = set(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
-        stops |= eos_token_ids
     return VllmSamplingParams(
-        max_tokens=max_new_tokens,
-        min_tokens=min(sampling.min_new_tokens, max_new_tokens),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=sorted(stops),
-        ignore_eos=True,
-        seed=sampling.seed,
-        logprobs=num_asked(sampling),
+        **structs.asdict(VllmSampling.of(sampling, stops)),
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=_REPORT_EVERY_TOKENS,
         # Of one request alone, and vLLM changes only its own copy.

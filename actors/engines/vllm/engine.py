@@ -15,17 +15,6 @@ which changes only while vLLM is paused. Which version the KV cache is of depend
 Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if vLLM has
 ended, a TransportError with the last line of vLLM's errors.
 
-Gauges are collected by vLLM's own interface for statistics: vLLM calls `record` after each step, in
-the event loop. It may rename the fields of its records from one release to the next; only this file
-reads them.
-
-Why vLLM's processes ended: its own exceptions only name a stack trace printed elsewhere. So vLLM's
-processes also write their errors to a file (`actors.engines.vllm.plugin`), whose last line goes
-into our error. A process killed by a signal writes nothing; its exit code names the signal.
-
-A prompt is token ids, and the images in them. vLLM puts the placeholders of an image in by its own
-processor, so it is given one for each image, and its token ids are compared with ours afterwards: a
-completion to other ids is refused.
 """
 
 import asyncio
@@ -54,9 +43,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from actors.engines import require_torchvision
-from actors.engines.model import ModelFacts, require_known_tokens, room_for
-from actors.engines.reported import candidates, num_asked, recorded, sets_of
-from actors.engines.requests import InFlightRequests, aborted_on, finish_reason, nothing_sampled
+from actors.engines.model import ModelFacts, fitted
+from actors.engines.reported import candidates, completion, num_asked, recorded, sets_of
+from actors.engines.requests import InFlightRequests, aborted_on, answered, stops_of
 from actors.engines.served.process import death
 from actors.engines.served.server import UNLABELED
 from actors.engines.updates import UpdatableEngine
@@ -69,14 +58,15 @@ from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.hosts import visible_alone
-from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
+from streamrl.types import Completion, Media, SamplingParams, WeightUpdate
 from streamrl.vision.parts import decode
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.places import Placeholders
 
 
 class Gauges(StatLoggerBase):
-    """The last reading of the scheduler, and totals since the start."""
+    """The last reading of the scheduler, and totals since the start; vLLM calls `record` after each
+    step, in the event loop."""
 
     def __init__(self) -> None:
         self.num_active = 0
@@ -114,7 +104,11 @@ _END_S = 2.0
 
 
 class VllmProcesses:
-    """`folder` gets the file of errors, which is empty as long as there are none."""
+    """Why vLLM's processes ended, of which its own exceptions only name a stack trace elsewhere.
+
+    They also write their errors to a file in `folder` (`actors.engines.vllm.plugin`), whose last
+    line goes into our error. A process killed by a signal writes nothing; its exit code names it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._log_file = folder.absolute() / f"vllm-{os.getpid()}.log"
@@ -154,7 +148,8 @@ def _exit_code(processes: tuple[BaseProcess, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class VllmPrompt:
-    """Token ids as the model reads them; those that vLLM is given, if it has images."""
+    """Token ids as the model reads them; those that vLLM is given, if it has images: one
+    placeholder for each, where vLLM's own processor puts those of all its tokens."""
 
     token_ids: list[int]
     collapsed: list[int] = field(default_factory=list)
@@ -275,22 +270,17 @@ class VllmEngine(UpdatableEngine):
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         handle = handle or CompletionHandle()
-        room = room_for(prompt_token_ids, self._max_model_len)
-        require_known_tokens(prompt_token_ids, self._vocab_size)
+        sampling = fitted(sampling, prompt_token_ids, self._max_model_len, self._vocab_size)
         prompt = await self._prompt(list(prompt_token_ids), media)
-        params = vllm_sampling(sampling, min(sampling.max_new_tokens, room), self._eos)
-        while not handle.stop.is_set():
+        params = vllm_sampling(sampling, stops_of(sampling, self._eos))
+
+        async def send() -> Completion:
             handle.num_tokens = 0
             self._raise_if_closed()
             outputs = await self._requests.run(self._sample(prompt, params, handle))
-            reason = finish_reason(outputs[-1].finish_reason)
-            if reason is not FinishReason.ABORT:
-                return _completion(outputs, reason, sampling, prompt.token_ids)
-            # vLLM's answer to an abort has what was sampled. With pause_mode abort an update aborts
-            # requests in flight, too; they begin anew.
-            if handle.stop.is_set():
-                return _completion(outputs, FinishReason.DEADLINE, sampling, prompt.token_ids)
-        return nothing_sampled()
+            return _completion(outputs, sampling, prompt.token_ids)
+
+        return await answered(send, sampling, handle.stop)
 
     def gauges(self) -> Mapping[str, float]:
         """Beside those of the interface: `kv_usage` (fraction) and the total `num_preemptions`."""
@@ -317,7 +307,7 @@ class VllmEngine(UpdatableEngine):
     async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
         self._may_submit.clear()
         try:
-            if self._loader.keeps_old_kv:
+            if self._loader.settings.keeps_old_kv:
                 await self._llm.abort([i for i, h in self._submitted.items() if h.num_tokens == 0])
             return await self._loader.load_in_pause(str(update.policy_version), on_loaded)
         finally:
@@ -422,18 +412,14 @@ def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses)
 
 
 def _completion(
-    outputs: Sequence[CompletionOutput],
-    finish_reason: FinishReason,
-    sampling: SamplingParams,
-    prompt: Sequence[int],
+    outputs: Sequence[CompletionOutput], sampling: SamplingParams, prompt: Sequence[int]
 ) -> Completion:
-    last = outputs[-1]
+    last, found = outputs[-1], [output.logprobs for output in outputs]
     token_ids = [token_id for output in outputs for token_id in output.token_ids]
     versions = np.full(len(token_ids), -1, dtype=np.int32)
     for span in last.weight_versions:
         versions[span.start : span.end] = 0 if span.version == UNLABELED else int(span.version)
-    found = [output.logprobs for output in outputs]
-    mask = top = None
+    mask = top = experts = None
     if num_asked(sampling):
         each = [
             candidates(some.token_ids[start:end], some.logprobs[start:end])
@@ -441,16 +427,14 @@ def _completion(
             for start, end in zip(some.start_indices, some.end_indices, strict=True)
         ]
         mask, top = sets_of(each, sampling)
-    experts = None
     if sampling.keep_routed_experts:
-        experts = recorded(last.routed_experts, prompt, token_ids, "vLLM")
-    return Completion(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.array(
-            [some.logprobs[i] for some in found for i in some.start_indices], dtype=np.float32
-        ),
-        policy_versions=versions,
-        finish_reason=finish_reason,
+        is_aborted = last.finish_reason == "abort"
+        experts = recorded(last.routed_experts, prompt, token_ids, "vLLM", is_aborted=is_aborted)
+    return completion(
+        token_ids,
+        [some.logprobs[i] for some in found for i in some.start_indices],
+        versions,
+        last.finish_reason,
         sampling_mask=mask,
         top_logprobs=top,
         routed_experts=experts,

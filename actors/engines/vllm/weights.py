@@ -61,19 +61,15 @@ class WeightLoader:
         deadline_s: float | None = None,
     ) -> None:
         self._vllm = vllm
-        self.configure(settings)
         self._num_workers = settings.tensor_parallel_size
+        self.settings = settings
+        """Say how to pause."""
         self._deadline_s = deadline_s
         self._attempt = 0
         self._reports = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._report_key = serve_with_new_key(self._reports)
         self._reports.bind(f"tcp://{address}:0")
         self._report_to = self._reports.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-    def configure(self, settings: VllmSettings) -> None:
-        """Sets how to pause."""
-        self._mode = settings.pause_mode
-        self.keeps_old_kv = settings.keeps_old_kv
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into the workers' host memory. Waits for each worker's report, which the timeouts of the
@@ -106,8 +102,9 @@ class WeightLoader:
         partly new.
         """
         start = time.perf_counter()
-        await self._vllm.pause(self._mode, clear_cache=not self.keeps_old_kv)
-        if self._mode == "wait":
+        mode = self.settings.pause_mode
+        await self._vllm.pause(mode, clear_cache=not self.settings.keeps_old_kv)
+        if mode == "wait":
             start = time.perf_counter()
         require_current()
         await self._vllm.finish(label)

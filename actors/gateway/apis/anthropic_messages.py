@@ -5,7 +5,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from actors.gateway.apis.chat import json_text
 from actors.gateway.apis.requests import (
     Answer,
     Api,
@@ -14,13 +13,13 @@ from actors.gateway.apis.requests import (
     Json,
     RequestError,
     converted,
+    json_text,
     offered_tools,
     only_text,
     require_messages,
 )
 from actors.gateway.session import Session
 from streamrl.interfaces import Message
-from streamrl.types import FinishReason
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_sequences": ([],),
@@ -33,7 +32,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Blocks of an answer that say nothing to the policy.
 _THOUGHTS = ("thinking", "redacted_thinking")
-_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 
 class _Message(Struct):
@@ -129,7 +133,6 @@ def _write(answer: Answer) -> Json:
 
 
 def _blocks(answer: Answer) -> list[Json]:
-    message = answer.reply.message
     calls = [
         {
             "type": "tool_use",
@@ -137,22 +140,21 @@ def _blocks(answer: Answer) -> list[Json]:
             "name": call["function"]["name"],
             "input": call["function"]["arguments"],
         }
-        for call in message.get("tool_calls") or ()
+        for call in answer.calls
     ]
-    content = message.get("content") or ""
-    said = [{"type": "text", "text": content}] if content or not calls else []
-    return [*said, *calls]
+    is_said = answer.content or not calls
+    return [*([{"type": "text", "text": answer.content}] if is_said else []), *calls]
 
 
 def _stop_reason(answer: Answer) -> str:
-    if answer.reply.completion.finish_reason is not FinishReason.STOP:
+    if not answer.is_whole:
         return "max_tokens"
-    return "tool_use" if answer.reply.message.get("tool_calls") else "end_turn"
+    return "tool_use" if answer.calls else "end_turn"
 
 
 def _usage(answer: Answer) -> Json:
-    sampled = len(answer.reply.completion.token_ids)
-    return {"input_tokens": answer.reply.num_prompt_tokens, "output_tokens": sampled}
+    read, sampled = answer.num_tokens
+    return {"input_tokens": read, "output_tokens": sampled}
 
 
 def _stream(answer: Answer) -> Iterator[tuple[str, Json]]:
@@ -183,7 +185,7 @@ def _event(name: str, **fields: Any) -> tuple[str, Json]:
     return name, {"type": name, **fields}
 
 
-def _write_error(error: RequestError) -> Json:
+def write_error(error: RequestError) -> Json:
     server = "api_error" if error.status >= 500 else "invalid_request_error"
     return {
         "type": "error",
@@ -191,4 +193,4 @@ def _write_error(error: RequestError) -> Json:
     }
 
 
-MESSAGES = Api(_read, _write, _stream, _write_error)
+MESSAGES = Api(_read, _write, _stream)

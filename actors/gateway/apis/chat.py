@@ -14,13 +14,13 @@ from actors.gateway.apis.requests import (
     Json,
     RequestError,
     converted,
+    json_text,
     offered_tools,
     only_text,
     require_messages,
 )
 from actors.gateway.session import Session
 from streamrl.interfaces import Message
-from streamrl.types import FinishReason
 
 # Fields that would change nothing with these values; () where none would.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -114,7 +114,7 @@ def _message(message: _Message) -> Message:
     role = _ROLES.get(message.role, message.role)
     if role not in ("system", "user", "assistant", "tool"):
         raise RequestError(f"messages: role was {role!r}; allowed: system, user, assistant, tool")
-    content = only_text(message.content, ("text", "refusal"), "messages: content")
+    content = only_text(message.content, ("text",), "messages: content")
     given = {
         name: value for name, value in msgspec.to_builtins(message).items() if value is not None
     }
@@ -157,7 +157,6 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
 
 
 def _written(answer: Answer) -> Json:
-    message = answer.reply.message
     calls = [
         {
             "id": call["id"],
@@ -167,27 +166,21 @@ def _written(answer: Answer) -> Json:
                 "arguments": json_text(call["function"]["arguments"]),
             },
         }
-        for call in message.get("tool_calls") or ()
+        for call in answer.calls
     ]
-    content = message.get("content") or (None if calls else "")
-    written = {"role": "assistant", "content": content}
-    reasoning = message.get("reasoning_content")
+    reasoning = answer.reply.message.get("reasoning_content")
     return {
-        **written,
+        "role": "assistant",
+        "content": answer.content or (None if calls else ""),
         **({"reasoning_content": reasoning} if reasoning else {}),
         **({"tool_calls": calls} if calls else {}),
     }
 
 
-def json_text(value: Any) -> str:
-    """JSON as the APIs carry the arguments of a call."""
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
 def _finish_reason(answer: Answer) -> str:
-    if answer.reply.completion.finish_reason is not FinishReason.STOP:
+    if not answer.is_whole:
         return "length"
-    return "tool_calls" if answer.reply.message.get("tool_calls") else "stop"
+    return "tool_calls" if answer.calls else "stop"
 
 
 def _logprobs(answer: Answer) -> Json:
@@ -207,8 +200,7 @@ def _logprobs(answer: Answer) -> Json:
 
 
 def _usage(answer: Answer) -> Json:
-    sampled = len(answer.reply.completion.token_ids)
-    read = answer.reply.num_prompt_tokens
+    read, sampled = answer.num_tokens
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
@@ -218,4 +210,4 @@ def write_error(error: RequestError) -> Json:
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
-CHAT = Api(_read, _write, _stream, write_error, ends_with="data: [DONE]\n\n")
+CHAT = Api(_read, _write, _stream, ends_with="data: [DONE]\n\n")

@@ -8,6 +8,7 @@ import msgspec
 
 from actors.gateway.session import PolicyReply, Session
 from streamrl.interfaces import Message, ToolSchema
+from streamrl.types import FinishReason
 
 Json = Mapping[str, Any]
 Body = TypeVar("Body")
@@ -56,6 +57,30 @@ class Answer:
         """For the API's ids: one of its own for every answer."""
         return self.reply.reply_id
 
+    @property
+    def content(self) -> str:
+        return self.reply.message.get("content") or ""
+
+    @property
+    def calls(self) -> Sequence[Json]:
+        """Those of tools."""
+        return self.reply.message.get("tool_calls") or ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is not cut."""
+        return self.reply.completion.finish_reason is FinishReason.STOP
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Read and sampled."""
+        return self.reply.num_prompt_tokens, len(self.reply.completion.token_ids)
+
+
+def json_text(value: Any) -> str:
+    """JSON as the APIs carry the arguments of a call."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
 
 @dataclass(frozen=True)
 class Api:
@@ -66,7 +91,6 @@ class Api:
     write: Callable[[Answer], Json]
     stream: Callable[[Answer], Iterable[tuple[str, Json]]]
     """Events, each with its name, or "" where the API gives events none."""
-    write_error: Callable[[RequestError], Json]
     ends_with: str = ""
     """The line after the last event."""
 
@@ -113,8 +137,10 @@ def offered_tools(tools: Sequence[ToolSchema], choice: Any) -> Sequence[ToolSche
     """The tools that the policy is told of.
 
     Raises:
-        RequestError: the choice forces a call, which cannot be sampled.
+        RequestError: a tool has no name, or the choice forces a call, which cannot be sampled.
     """
+    if not all(isinstance(tool["function"].get("name"), str) for tool in tools):
+        raise RequestError("tools: has a function without a name")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     match kind:
         case None | "auto":

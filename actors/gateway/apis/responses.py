@@ -5,7 +5,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from actors.gateway.apis.chat import json_text, write_error
 from actors.gateway.apis.requests import (
     Answer,
     Api,
@@ -14,13 +13,13 @@ from actors.gateway.apis.requests import (
     Json,
     RequestError,
     converted,
+    json_text,
     offered_tools,
     only_text,
     require_messages,
 )
 from actors.gateway.session import Session
 from streamrl.interfaces import Message
-from streamrl.types import FinishReason
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -92,10 +91,8 @@ def _before(asked: _Body, session: Session) -> Sequence[Message]:
 
 
 def _tool(tool: Json) -> Json:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise RequestError(
-            f"tools: has one of type {tool.get('type')!r}; allowed: function, with a name"
-        )
+    if tool.get("type") != "function":
+        raise RequestError(f"tools: has one of type {tool.get('type')!r}; allowed: function")
     function = {
         name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)
     }
@@ -152,11 +149,10 @@ def _joined(first: Message, second: Message) -> Message:
 
 
 def _write(answer: Answer) -> Json:
-    is_whole = answer.reply.completion.finish_reason is FinishReason.STOP
     return {
         **_head(answer),
-        "status": "completed" if is_whole else "incomplete",
-        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "status": "completed" if answer.is_whole else "incomplete",
+        "incomplete_details": None if answer.is_whole else {"reason": "max_output_tokens"},
         "output": _items(answer),
         "usage": _usage(answer),
     }
@@ -188,15 +184,12 @@ def _head(answer: Answer) -> Json:
 
 
 def _items(answer: Answer) -> list[Mapping[str, Any]]:
-    message = answer.reply.message
-    calls = message.get("tool_calls") or ()
-    content = message.get("content") or ""
     said = {
         "id": f"msg_{answer.number}",
         "type": "message",
         "role": "assistant",
         "status": "completed",
-        "content": [{"type": "output_text", "text": content, "annotations": []}],
+        "content": [{"type": "output_text", "text": answer.content, "annotations": []}],
     }
     called = [
         {
@@ -207,13 +200,13 @@ def _items(answer: Answer) -> list[Mapping[str, Any]]:
             "arguments": json_text(call["function"]["arguments"]),
             "status": "completed",
         }
-        for i, call in enumerate(calls)
+        for i, call in enumerate(answer.calls)
     ]
-    return [*([said] if content or not calls else []), *called]
+    return [*([said] if answer.content or not called else []), *called]
 
 
 def _usage(answer: Answer) -> Json:
-    read, sampled = answer.reply.num_prompt_tokens, len(answer.reply.completion.token_ids)
+    read, sampled = answer.num_tokens
     return {
         "input_tokens": read,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -263,4 +256,4 @@ def _call_events(item: Json, place: Json) -> Iterator[tuple[str, Json]]:
     yield "response.function_call_arguments.done", done
 
 
-RESPONSES = Api(_read, _write, _stream, write_error)
+RESPONSES = Api(_read, _write, _stream)

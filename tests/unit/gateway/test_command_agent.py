@@ -19,7 +19,7 @@ async def test_a_row_that_no_argument_holds_costs_its_group(prompt: str, reason:
     session = Session(ScriptedEngine(), renderer, SAMPLING, max_model_len=9)
     episode = OpenEpisode(session, context, needs_reward=False)
     urls = dict.fromkeys(("base_url", "anthropic_base_url", "session_url", "api_key"), "x")
-    task = {**urls, **episode.task(renderer.messages(context.prompt))}
+    task = {**urls, "messages": renderer.messages(context.prompt), "row": {}, "answer": ""}
     sentence = rf"^agent `true .*` cannot be started \(row 3 of x, episode 0\): .*{reason}"
     with pytest.raises(LostAgentError, match=sentence):
         await CommandAgent(["true", "{prompt}"]).run(episode, task)

@@ -3,8 +3,6 @@
 import asyncio
 from urllib.parse import urlsplit
 
-from aiohttp import web
-
 from actors.gateway import server
 from actors.gateway.open_episodes import OpenEpisodes
 from actors.gateway.server import GatewayServer
@@ -13,21 +11,24 @@ from streamrl.config.generator import AgentSettings
 
 async def test_an_agent_that_waits_for_a_task_does_not_hold_the_close_up(monkeypatch):
     monkeypatch.setattr(server, "_CLOSE_S", 0.02)
-    asked = asyncio.Event()
+    episodes, asked = OpenEpisodes(), asyncio.Event()
 
-    async def wait(request: web.Request) -> web.Response:
+    async def wait(agent: str, wait_s: float) -> None:
         asked.set()
         await asyncio.Event().wait()
-        return web.Response()
 
+    monkeypatch.setattr(episodes, "take", wait)
     gateway = GatewayServer(
-        AgentSettings(port=0), OpenEpisodes(), [web.post("/sessions", wait)], "model"
+        AgentSettings(port=0), episodes, lambda episode: {}, is_pulled=True, model="model"
     )
     place = urlsplit(await gateway.start(1))
     answer, request = await asyncio.open_connection(place.hostname, place.port)
-    request.write(b"POST /sessions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 0\r\n\r\n")
-    await asked.wait()
+    request.write(
+        b"POST /sessions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 0\r\n\r\n"
+    )
     async with asyncio.timeout(20):
+        await asked.wait()
         await gateway.close()
     assert await answer.read() == b""
     request.close()
