@@ -98,7 +98,7 @@ class Context(Struct, frozen=True):
     def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
         """With what the environment shows; the prompt's media belong to the prompt's tokens."""
         renderer, messages, tools = start.renderer, observation.messages, observation.tools
-        new, media = tuple(observation.token_ids), observation.media
+        new, media = observation.token_ids, observation.media
         if start.media and not media and new == start.prompt_token_ids:
             media = start.media
         if messages:

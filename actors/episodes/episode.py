@@ -20,6 +20,7 @@ import logging
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -69,7 +70,8 @@ _PARTS: Mapping[str, tuple[type, str]] = {
 
 
 def checked_observation(observation: Any, method: str = "start") -> Observation:
-    """
+    """With tuples of plain integers and of the parts, as they are compared and sent.
+
     Raises:
         RolloutError: it is none, or holds what cannot be encoded.
     """
@@ -87,7 +89,13 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
         for part in parts:
             if not isinstance(part, kind):
                 raise _wrong(f"{method}: one of observation.{name} was", part, expected)
-    return observation
+    return replace(
+        observation,
+        token_ids=tuple(map(operator.index, ids)),
+        messages=tuple(observation.messages),
+        media=tuple(observation.media),
+        tools=tuple(observation.tools),
+    )
 
 
 def checked_transition(transition: Any) -> Transition:
@@ -97,7 +105,7 @@ def checked_transition(transition: Any) -> Transition:
     """
     if not isinstance(transition, Transition):
         raise _wrong("step returned", transition, "a Transition")
-    checked_observation(transition.observation, "step")
+    observation = checked_observation(transition.observation, "step")
     if not isinstance(transition.metrics, Mapping):
         raise _wrong("step: metrics was", transition.metrics, "a mapping of numbers")
     for name in ("done", "in_loss", "is_valid"):
@@ -111,7 +119,7 @@ def checked_transition(transition: Any) -> Transition:
     for name, value in {"reward": transition.reward, **transition.metrics}.items():
         if not is_finite_number(value):
             raise _wrong(f"step: {name} was", value, "a finite number")
-    return transition
+    return replace(transition, observation=observation, in_loss=bool(transition.in_loss))
 
 
 def _is_natural(value: Any) -> bool:
@@ -140,7 +148,7 @@ class Conversation:
 
     def observe(self, observation: Observation) -> None:
         """What the policy reads next; token ids become the message of a user."""
-        self.tools = tuple(observation.tools) or self.tools
+        self.tools = observation.tools or self.tools
         if observation.token_ids == self._prompt_token_ids and not self.messages:
             self.messages = self._prompt_messages
         elif observation.token_ids:
