@@ -1,5 +1,8 @@
 """FrozenLake and any other Gymnasium environment, turn by turn."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +196,29 @@ async def test_a_game_that_fails_costs_its_group(failing: str, seed: object, sen
 
     with pytest.raises(RolloutError, match=f"^{sentence}$"):
         await play()
+
+
+async def test_a_game_that_hangs_holds_up_nothing_else():
+    is_over = threading.Event()
+
+    class Hanging:
+        instructions = "go"
+
+        def reset(self, seed: int) -> str:
+            is_over.wait()
+            return "here"
+
+        def close(self) -> None: ...
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    hanging = Played(GameEnvironment(Hanging(), instructions=None, max_moves=0))
+    try:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hanging.start(3), 0.05)
+        await hanging.environment.close()
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 5.0) == 7
+    finally:
+        is_over.set()
 
 
 def test_terminal_colors_become_brackets():
