@@ -173,4 +173,6 @@ class _FunctionSession:
 
 def as_text(result: object) -> str:
     """What the policy reads of a result: text as it stands, anything else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, default=str, ensure_ascii=False)

@@ -194,5 +194,5 @@ def _text(result: CallToolResult) -> str:
     if result.is_error:
         raise ToolError(text)
     if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content)
+        return json.dumps(result.structured_content, ensure_ascii=False)
     return text
