@@ -94,9 +94,7 @@ class Generator:
         self._changed = asyncio.Event()
         self._is_notified = False
         self._stopping, self._is_over = asyncio.Event(), False
-        self._uniform_filter = UniformFilter(
-            config.algorithm.dynamic_sampling, config.learner.groups_per_step
-        )
+        self._uniform_filter = UniformFilter(config.algorithm, config.learner.groups_per_step)
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
