@@ -15,10 +15,10 @@ import torch
 
 from actors.engines import make_engine
 from actors.environments import make_environment, require_rendering
-from actors.environments.stream import open_stream
 from actors.episodes.mixed_runner import make_runner
 from actors.gateway.agent import serving_agents
 from actors.generator import Generator
+from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer
 from buffers.connect import connect
 from streamrl import service

@@ -29,7 +29,7 @@ from actors.episode_record import Rollout, Segment, Span
 from actors.episodes.episode import EpisodeRun
 from actors.gateway.agent import Agent
 from actors.prompts.rows import for_teachers
-from actors.prompts.seeds import seed_of
+from actors.prompts.tasks import seed_of
 from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer, load_media, sees_media
 from actors.rewards.forms import shown_gold

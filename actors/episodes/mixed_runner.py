@@ -19,9 +19,9 @@ from typing import Any
 
 from actors.concurrency import DeadlineError, closed_after, deadline
 from actors.environments import environment_maker
-from actors.environments.stream import HeldOutStream, Stream
 from actors.episodes.group import GroupProgress, GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
+from actors.prompts import HeldOutStream, Stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
 from actors.rewards.remote.teachers import RemoteTeachers

@@ -24,10 +24,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.hf.engine import HfEngine
-from actors.environments.stream import open_stream
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.evaluation import greedy_groups_of, scores_of
+from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.restore import load_trainer

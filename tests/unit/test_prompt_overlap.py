@@ -7,14 +7,11 @@ from itertools import islice
 import pytest
 
 from actors.environments import BUILT_IN, make_environment
-from actors.environments.stream import open_held_out_stream, open_stream
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import make_runner
 from actors.make_model import make_tokenizer
-from actors.prompts import open_held_out, open_prompts
-from actors.prompts.reasoning import _BLOCK, UNEARNED
-from actors.prompts.seeds import FIRST_HELD_OUT, block_seed, seed_of
-from actors.prompts.tasks import TASKS
+from actors.prompts import open_held_out, open_held_out_stream, open_prompts, open_stream
+from actors.prompts.tasks import _BLOCK, FIRST_HELD_OUT, TASKS, UNEARNED, block_seed, seed_of
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings

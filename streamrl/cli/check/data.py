@@ -22,12 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec.structs import replace
 
 from actors.environments import make_environment, require_rendering
-from actors.environments.stream import shares
-from actors.prompts import open_held_out, open_prompts
-from actors.prompts.media import text_of
-from actors.prompts.reasoning import check_scorer
-from actors.prompts.rows import PromptRows, for_teachers
-from actors.prompts.tasks import TASKS
+from actors.prompts import open_held_out, open_prompts, shares
+from actors.prompts.rows import PromptRows, for_teachers, text_of
+from actors.prompts.tasks import TASKS, check_scorer
 from actors.rendering.messages import template_errors
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.environments.stream import open_held_out_stream, open_stream
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.make_model import make_tokenizer
+from actors.prompts import open_held_out_stream, open_stream
 from actors.rendering.renderer import ChatRenderer
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
