@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
-from actors.tools.environment import TOOLS
-from actors.tools.toolset import Toolset
+from actors.tools.toolset import TOOLS, Toolset
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.extras import missing
@@ -55,8 +54,8 @@ _GAMES = "actors.environments.games"
 BUILT_IN: Mapping[str, str] = {
     "single_turn": "actors.environments:SingleTurn",
     "agent": "actors.gateway.agent:UnservedAgent",
-    TOOLS: "actors.tools.environment:ToolEnvironment",
-    "frozen_lake": f"{_GAMES}.frozen_lake:frozen_lake",
+    TOOLS: "actors.tools.toolset:ToolEnvironment",
+    "frozen_lake": f"{_GAMES}.gymnasium:frozen_lake",
 }
 """MODULE:NAME of what makes one."""
 BY_ID: Mapping[str, str] = {

@@ -5,6 +5,7 @@ has the same stream. Of files it is kept in the run's folder under a name that c
 """
 
 import hashlib
+import io
 import json
 import logging
 import multiprocessing
@@ -23,6 +24,7 @@ from actors.prompts.rows import PromptRows
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.data_files import files_of, has_rows
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
 
@@ -118,11 +120,11 @@ def _cache_path(config: RunConfig, number: int) -> Path | None:
 
 
 def _write(path: Path, kept: NDArray[np.int64]) -> None:
-    """Several generators may write the same; what is not written is found again."""
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+    """What is not written is found again."""
+    content = io.BytesIO()
+    np.save(content, kept)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(unfinished, kept)
-        unfinished.replace(path)
+        write_file(path, content.getvalue())
     except OSError as error:
         log.warning("cannot keep the rows that fit in %s: %s", path, error)

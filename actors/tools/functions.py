@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from actors.threads import Threads
-from actors.tools.tool import ToolError, ToolSession, name_of
+from actors.tools import ToolError, ToolSession, name_of
 from streamrl.config.generator import CallLimits, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import ToolSchema

@@ -21,7 +21,7 @@ SHORT = {
     "a command": "cli/evaluate cli/new",
     "a section of the configuration": "config/tracking",
     "an interface, or what messages hold, beside others of its kind": (
-        "interfaces/tracking types/parity types/validation tools/tool"
+        "interfaces/tracking types/parity types/validation"
     ),
     "imported where torch or vLLM must not be, or run by a process of its own": (
         "engines/vllm/cpu engines/vllm/plugin served/process_guard"

@@ -29,9 +29,8 @@ from actors.rendering.messages import template_errors
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row
 from actors.sandbox.isolation import Isolation, IsolationChoice, choose, why_not
-from actors.tools.environment import TOOLS
-from actors.tools.tool import name_of
-from actors.tools.toolset import make_sources
+from actors.tools import name_of
+from actors.tools.toolset import TOOLS, make_sources
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry

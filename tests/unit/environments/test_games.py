@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from actors.environments import make_environment
-from actors.environments.games.frozen_lake import ACTIONS
 from actors.environments.games.game import GameEnvironment, Outcome, find_action
-from actors.environments.games.gymnasium import plain
+from actors.environments.games.gymnasium import LAKE_ACTIONS, plain
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
@@ -128,7 +127,7 @@ async def test_the_seed_of_the_row_chooses_the_map():
     ],
 )
 def test_the_action_named_last_is_taken(answer, action):
-    assert find_action(answer, ACTIONS) == action
+    assert find_action(answer, LAKE_ACTIONS) == action
 
 
 async def test_any_gymnasium_environment_with_text_is_played_by_named_actions():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.tools.tool import name_of
+from actors.tools import name_of
 from actors.tools.toolset import EpisodeTools, Toolset
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
