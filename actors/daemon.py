@@ -78,7 +78,7 @@ async def _generate(
     try:
         async with serving_agents(config, generator_id, renderer) as agents:
             runner = make_runner(config, engine, renderer, stream).played_by(agents)
-            generator = Generator(config, generator_id, runner, buffer)
+            generator = Generator(config, generator_id, engine, runner.of, buffer)
             generator.on_report = lambda status: exported.show("self", lambda: of_generator(status))
             log.info(
                 "%s serves %s with %s", generator_id, config.model.path, config.generator.engine

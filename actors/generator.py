@@ -9,6 +9,11 @@
 Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
 group that fails does not affect others. Groups begin in the order in which they are due. Nothing
 here waits for the learner, only for admission.
+
+`UniformFilter`: dynamic sampling (DAPO, arXiv 2503.14476). Groups whose siblings' rewards are all
+alike, and so teach nothing, are left out of training, at most `max_refills` for each one that is
+kept, and for each of the first step's beforehand. So a generator whose groups are all alike neither
+stands still nor spins.
 """
 
 import asyncio
@@ -20,11 +25,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from actors.dynamic_sampling import UniformFilter
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.episode_record import Rollout
 from actors.episodes.group import GroupProgress, GroupRunner, TruncatedGroupError
-from actors.episodes.mixed_runner import MixedRunner
 from actors.failures import FailureLimit, FailureRecord
 from actors.leased_group import (
     LeasedGroup,
@@ -38,6 +41,8 @@ from actors.rendering.renderer import PromptTooLongError
 from actors.status_report import Occupancy, StatusReport
 from streamrl import wire
 from streamrl.config import RunConfig
+from streamrl.config.algorithm.advantages import GdpoSettings
+from streamrl.config.algorithm.settings import AlgorithmSettings
 from streamrl.errors import (
     BufferFullError,
     LedgerError,
@@ -47,7 +52,7 @@ from streamrl.errors import (
     WeightTransferError,
     WireError,
 )
-from streamrl.interfaces import GeneratorBuffer
+from streamrl.interfaces import Engine, GeneratorBuffer
 from streamrl.types import (
     DropReason,
     GeneratorStatus,
@@ -60,26 +65,35 @@ from streamrl.types import (
     WeightUpdate,
     replace,
 )
+from streamrl.types.rollouts import ALIKE_WITHIN
 
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 KEEP_EVERY_S, ASK_S = 0.5, 0.1
 GOODBYE_S = 2.0
-Runner = MixedRunner | GroupRunner
 
 
 class Generator:
     """One generator; `run` returns when the run is over or `stop` was called."""
 
     def __init__(
-        self, config: RunConfig, generator_id: str, runner: Runner, buffer: GeneratorBuffer
+        self,
+        config: RunConfig,
+        generator_id: str,
+        engine: Engine,
+        runner_of: Callable[[int], GroupRunner],
+        buffer: GeneratorBuffer,
     ) -> None:
+        """
+        Args:
+            runner_of: what runs the group of the prompt with this index, on the engine.
+        """
         self._config = config
         self._id = generator_id
         self._session = uuid.uuid4().hex[:12]
-        self._runner = runner
-        self._engine = runner.engine
+        self._engine = engine
+        self._runner_of = runner_of
         self._buffer = buffer
         self._numbers = itertools.count()
         self._incarnation = ""
@@ -167,10 +181,10 @@ class Generator:
             # An update failed meanwhile; others can begin this group at once.
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
-            task = tasks.create_task(self._generate(lease))
-            size = self._runner.num_episodes_of(lease)
-            progress = GroupProgress((), self._notify, is_kept=True)
-            self._groups[lease.lease_id] = LeasedGroup(lease, task, size, progress)
+            runner = self._runner_of(lease.prompt_index)
+            task = tasks.create_task(self._generate(lease, runner))
+            progress = GroupProgress(runner.num_episodes, on_slot_free=self._notify, is_kept=True)
+            self._groups[lease.lease_id] = LeasedGroup(lease, task, progress)
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it."""
@@ -180,7 +194,7 @@ class Generator:
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version, self._engine.learner_id)
 
-    async def _generate(self, lease: Lease) -> None:
+    async def _generate(self, lease: Lease, runner: GroupRunner) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
         lease_id = lease.lease_id
         try:
@@ -191,7 +205,7 @@ class Generator:
                 return
             if lease.kept_siblings:
                 await self._restore_siblings(leased)
-            group = await self._runner.run(lease, leased.progress)
+            group = await runner.run(lease, leased.progress)
             if self._uniform_filter.leaves_out(group):
                 await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
             else:
@@ -204,7 +218,7 @@ class Generator:
             log.info("prompt %d filtered: %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED, error.lengths)
         except RolloutError as error:
-            row = self._runner.origin(lease)
+            row = runner.prompts[lease.prompt_index].origin
             message = self._failure_record.add(lease.prompt_index, row, error)
             remedy = self._failure_limit.first_remedy(error)
             log.warning("%s%s", message, remedy, **self._failure_limit.details(error))
@@ -394,3 +408,57 @@ class Generator:
     def _status(self, *, is_leaving: bool = False) -> GeneratorStatus:
         catches_up = not self._is_current()
         return self._report_of.make(self._groups, is_leaving=is_leaving, is_catching_up=catches_up)
+
+
+class UniformFilter:
+    """The groups of one generator, one after the other."""
+
+    def __init__(self, algorithm: AlgorithmSettings, groups_per_step: int) -> None:
+        self._settings = settings = algorithm.dynamic_sampling
+        self._metrics: tuple[str, ...] = () if settings is None else (settings.metric,)
+        if self._metrics == ("reward",) and isinstance(algorithm.advantage_config, GdpoSettings):
+            # It compares each of these among siblings, and not their sum.
+            self._metrics = tuple(algorithm.advantage_config.rewards)
+        self._most = 0.0 if settings is None else settings.max_refills * groups_per_step
+        self._left = self._most
+        self._has_warned = False
+
+    def leaves_out(self, group: TrajectoryGroup) -> bool:
+        """Whether the group is released instead of put."""
+        if self._settings is None:
+            return False
+        is_uniform = all([self._are_alike(group, metric) for metric in self._metrics])
+        if is_uniform and self._left >= 1:
+            self._left -= 1
+            log.info("prompt %d is left out: its rewards are all alike", group.prompt_index)
+            return True
+        if is_uniform:
+            self._warn(
+                "of too many groups all siblings have one %s: one of %g is trained nevertheless, "
+                "as algorithm.dynamic_sampling.max_refills says",
+                self._settings.metric,
+                self._settings.max_refills + 1,
+            )
+        self._left = min(self._most, self._left + self._settings.max_refills)
+        return False
+
+    def _are_alike(self, group: TrajectoryGroup, metric: str) -> bool:
+        values = [
+            t.reward if metric == "reward" else t.metrics.get(metric) for t in group.trajectories
+        ]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            self._warn(
+                "algorithm.dynamic_sampling.metric: environment %s does not record %r, so no group "
+                "is left out",
+                group.environment,
+                metric,
+            )
+            return False
+        return max(known) - min(known) <= ALIKE_WITHIN
+
+    def _warn(self, sentence: str, *values: object) -> None:
+        """Once for all groups."""
+        if not self._has_warned:
+            log.warning(sentence, *values)
+        self._has_warned = True

@@ -66,9 +66,12 @@ from streamrl.user_code import is_finite_number
 
 @dataclass(eq=False)
 class GroupProgress:
-    """The episodes of a group that is being sampled; none before it begins."""
+    """The episodes of a group that is being sampled."""
 
+    num_episodes: int = 0
+    """Of a group that has not begun."""
     episodes: Sequence[EpisodeRun] = ()
+    """None before it begins."""
     on_slot_free: Callable[[], None] = lambda: None
     """Called when an episode begins to wait for its environment, or ends."""
     finished: dict[int, Rollout] = field(default_factory=dict)
@@ -98,11 +101,16 @@ class GroupProgress:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the engine that its episodes have, or wait for."""
+        """Slots of the engine that its episodes have, or wait for; before it begins one each."""
+        if not self.episodes:
+            return self.num_episodes
         return sum([episode.num_slots for episode in self.episodes])
 
     @property
     def num_running(self) -> int:
+        """Episodes that are not over."""
+        if not self.episodes:
+            return self.num_episodes
         return sum(not episode.is_over for episode in self.episodes)
 
 
@@ -323,7 +331,7 @@ class GroupRunner:
             prompt,
             self.renderer.encode(prompt),
             self.renderer,
-            self._seed(lease),
+            seed_of(self.run_seed, lease.prompt_index),
             prompt_messages=self.renderer.messages(prompt),
             media=self.renderer.media_of(prompt) if sees_media(prompt) else (),
         )
@@ -332,9 +340,9 @@ class GroupRunner:
         self, context: EnvironmentContext, progress: GroupProgress
     ) -> Sequence[Rollout | None]:
         """The siblings', and a greedy one's if there is one; None where it was canceled."""
-        samplings = [self.sampling] * self.num_siblings
+        samplings = [self.sampling] * self.num_episodes
         if self.with_greedy_reward:
-            samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
+            samplings[-1] = structs.replace(self.sampling, temperature=0.0)
         progress.episodes = [self._episode(progress) for _ in samplings]
         for number, rollout in {**progress.left, **progress.finished}.items():
             if number < len(samplings):
@@ -348,9 +356,9 @@ class GroupRunner:
         return await together(running)
 
     @property
-    def num_siblings(self) -> int:
-        """Those that are sampled."""
-        return self.group_size + self.oversample.num_siblings
+    def num_episodes(self) -> int:
+        """Those that are sampled of a prompt."""
+        return self.group_size + self.oversample.num_siblings + self.with_greedy_reward
 
     def _episode(self, progress: GroupProgress) -> EpisodeRun:
         return EpisodeRun(
@@ -452,18 +460,6 @@ class GroupRunner:
         if len(kept) < min(2, self.group_size):
             raise TruncatedGroupError(siblings)
         return kept, cut
-
-    def _seed(self, lease: Lease) -> int:
-        """Of the group: the same one if its prompt is leased again."""
-        return seed_of(self.run_seed, lease.prompt_index)
-
-    def num_episodes_of(self, lease: Lease) -> int:
-        """Those that are sampled for the lease."""
-        return self.num_siblings + self.with_greedy_reward
-
-    def origin(self, lease: Lease) -> str:
-        """Where the lease's prompt is found; "" if nobody knows."""
-        return self.prompts[lease.prompt_index].origin
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
         episodes = [self._scored(prompt, rollout) for rollout in rollouts]

@@ -19,7 +19,7 @@ from typing import Any
 
 from actors.concurrency import DeadlineError, closed_after, deadline
 from actors.environments import environment_maker
-from actors.episodes.group import GroupProgress, GroupRunner, unbuffered_lease
+from actors.episodes.group import GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
 from actors.prompts import HeldOutStream, Stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
@@ -31,7 +31,7 @@ from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.generator import OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Engine, EnvironmentContext
-from streamrl.types import Lease, SamplingParams, TrajectoryGroup
+from streamrl.types import SamplingParams, TrajectoryGroup
 from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 
@@ -96,10 +96,6 @@ class MixedRunner:
         """The one of the entry that plays the prompt."""
         return self.runners[self.stream.entry_at(prompt_index).name]
 
-    async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
-        """As `GroupRunner.run`."""
-        return await self.of(lease.prompt_index).run(lease, progress)
-
     async def run_first(
         self,
         num_prompts: int,
@@ -123,7 +119,8 @@ class MixedRunner:
         async def outcome(prompt_index: int) -> TrajectoryGroup | RolloutError | None:
             async with room:
                 try:
-                    return await self.run(unbuffered_lease(purpose, prompt_index))
+                    lease = unbuffered_lease(purpose, prompt_index)
+                    return await self.of(prompt_index).run(lease)
                 except PromptTooLongError:
                     return None
                 except RolloutError as error:
@@ -141,14 +138,6 @@ class MixedRunner:
                 "%d of %d prompts failed, the first: %s", len(failures), num_prompts, failures[0]
             )
         return FirstGroups(groups, outcomes.count(None), len(failures))
-
-    def origin(self, lease: Lease) -> str:
-        """As `GroupRunner.origin`."""
-        return self.of(lease.prompt_index).origin(lease)
-
-    def num_episodes_of(self, lease: Lease) -> int:
-        """As `GroupRunner.num_episodes_of`."""
-        return self.of(lease.prompt_index).num_episodes_of(lease)
 
     def single(self) -> "MixedRunner":
         """One response to each prompt, whatever ends it, and none beside it."""

@@ -147,7 +147,7 @@ class LaggedRun:
             self._engine.reload(self._past[sampled_by], sampled_by)
             leases = [unbuffered_lease("lag", index) for _, index in of_version]
             groups += await self._engine.generate_together(
-                [self._runner.run(one) for one in leases]
+                [self._runner.of(one.prompt_index).run(one) for one in leases]
             )
         return sorted(groups, key=lambda group: group.prompt_index)
 

@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from actors.dynamic_sampling import UniformFilter
 from actors.episodes.group import first_finished, first_of_each, unbuffered_lease
+from actors.generator import UniformFilter
 from buffers.audit import EventLengths
 from streamrl.config.algorithm.settings import AlgorithmSettings
 from streamrl.config.generator import OversampleSettings

@@ -75,7 +75,7 @@ def make_run() -> Run:
 
 def generator_of(run: Run, engine: FakeEngine, **changes: object) -> Generator:
     runner = dataclasses.replace(run.runner, **{"group_size": 3, "engine": engine, **changes})
-    return Generator(run.config, "g", runner, run.learner.client())
+    return Generator(run.config, "g", engine, lambda _: runner, run.learner.client())
 
 
 def num_kept(run: Run) -> list[int]:
