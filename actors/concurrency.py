@@ -62,7 +62,7 @@ async def deadline(limit_s: float, stop: asyncio.Event | None = None) -> AsyncIt
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise DeadlineError from error
+        raise DeadlineError(f"it took longer than {limit_s:g} s") from error
     finally:
         if timer is not None:
             timer.cancel()

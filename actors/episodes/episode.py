@@ -265,7 +265,7 @@ class EpisodeRun:
                 try:
                     finish_reason = await self._play(cast(Environment, player))
                 except _NotRestoredError as error:
-                    self._warn("an episode begins anew", error)
+                    self._warn("an episode begins anew: restore", error.__cause__)
                     self._left = None
                     finish_reason = await self._play(cast(Environment, self._make_environment()))
         except ConfigError as error:
@@ -301,7 +301,7 @@ class EpisodeRun:
         start, conversation = self._start, self._conversation
         context = await self._restored(environment)
         if context is None:
-            async with self._turn():
+            async with self._turn(self._stop):
                 observation = checked_observation(await self._ask(environment.start(start)))
             conversation.observe(observation)
             context = Context().after(observation, start)
@@ -309,7 +309,7 @@ class EpisodeRun:
         while True:
             if len(context.token_ids) >= self._max_model_len and self._record.segments:
                 return FinishReason.LENGTH
-            async with self._turn():
+            async with self._turn(self._stop):
                 completion = await go_on(
                     self._engine,
                     context,
@@ -350,11 +350,11 @@ class EpisodeRun:
             return None
         try:
             state = msgspec.msgpack.decode(left.open_turn.environment)
-            async with self._turn():
+            async with self._turn(stop=None):
                 restorable = cast(RestorableEnvironment, environment)
                 await self._ask(restorable.restore(self._start, state))
         except Exception as error:
-            raise _NotRestoredError(f"restore: {error}") from error
+            raise _NotRestoredError from error
         self._record.restore(left)
         self._conversation.restore(left.messages, left.open_turn.tools)
         self._metrics = dict(left.metrics)
@@ -394,14 +394,14 @@ class EpisodeRun:
         if take is None or self._warnings is None:
             return None
         try:
-            async with self._turn():
+            async with self._turn(stop=None):
                 state = await self._ask(take())
             return None if state is None else msgspec.msgpack.encode(state)
         except Exception as error:
             self._warn("the finished turns of an episode are not kept", error)
             return None
 
-    def _warn(self, consequence: str, error: Exception) -> None:
+    def _warn(self, consequence: str, error: BaseException | None) -> None:
         """Once, not for each episode."""
         if self._warnings is not None and consequence not in self._warnings:
             self._warnings.add(consequence)
@@ -418,10 +418,11 @@ class EpisodeRun:
             self.num_slots = 1
             self._environment_wait_s += perf_counter() - began_s
 
-    def _turn(self) -> AbstractAsyncContextManager[object]:
-        """Around a turn, or the start of the environment."""
+    def _turn(self, stop: asyncio.Event | None) -> AbstractAsyncContextManager[object]:
+        """Around a turn, or the start of the environment, which stop the episode; or around its
+        snapshot or `restore`, which the episode goes on without."""
         turn_s = self._settings.turn_deadline_s
-        return nullcontext() if turn_s is None else deadline(turn_s, self._stop)
+        return nullcontext() if turn_s is None else deadline(turn_s, stop)
 
     def _counts(self) -> dict[str, float]:
         """What is recorded of every episode."""
