@@ -66,19 +66,15 @@ class LeasedGroup:
         were finished at the last call, since a group that is put soon need not cost more; and
         unfinished ones that have GROWTH times the tokens it has."""
         finished, standing = frozenset(self.progress.finished), self.progress.standing()
-        due = finished if at_once else self._finished_before
+        due, growth = (finished, 1.0) if at_once else (self._finished_before, GROWTH)
         self._finished_before = finished
         return [
             (number, rollout)
             for number, rollout in sorted(standing.items())
             for kept in (self.kept.get(number, 0),)
             if (number in due and kept < math.inf)
-            or (number not in finished and self._has_grown(rollout, kept, at_once=at_once))
+            or (number not in finished and rollout.num_sampled_tokens > kept * growth)
         ]
-
-    def _has_grown(self, rollout: Rollout, kept: float, *, at_once: bool) -> bool:
-        growth = 1.0 if at_once else GROWTH
-        return rollout.num_sampled_tokens > kept * growth
 
     def on_learner_version(self, learner_version: int) -> None:
         """Give the lease back if the learner went back to a version that may not sample the group:

@@ -201,7 +201,7 @@ class EpisodeRun:
         self._stop = asyncio.Event()
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
-        self._metrics: Mapping[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._environment_wait_s = 0.0
         self.is_over = False
         self.num_slots = 1
@@ -274,8 +274,8 @@ class EpisodeRun:
         finally:
             self.is_over, self.num_slots = True, 0
         self._on_slot_free()
-        rollout = self._record.rollout(finish_reason, {**self._counts(), **self._metrics})
-        return rollout.with_messages(self._conversation.messages)
+        metrics = {**self._counts(), **self._metrics}
+        return self._record.rollout(finish_reason, metrics, self._conversation.messages)
 
     async def _play(self, environment: Environment) -> FinishReason:
         async with _closed_after(environment):
@@ -322,7 +322,7 @@ class EpisodeRun:
                 if not sampled:
                     return _without_a_token(completion)
                 self._record.add(context.token_ids, completion, context.media)
-                context = context.followed_by(sampled)
+                context = structs.replace(context, sampled=sampled)
                 self._handle, self._begun = CompletionHandle(self._stop), completion
                 conversation.answer(sampled)
                 transition = checked_transition(await self._ask(environment.step(completion)))
@@ -384,10 +384,10 @@ class EpisodeRun:
             self._stand(OpenTurn(context, snapshot, self._conversation.tools))
 
     def _stand(self, turn: OpenTurn) -> None:
-        metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
-        rollout = self._record.rollout(ABORT, metrics)
-        standing = structs.replace(rollout, messages=self._conversation.messages, open_turn=turn)
-        self._standing = None if self._warnings is None else standing
+        if self._warnings is not None:
+            metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
+            messages = self._conversation.messages
+            self._standing = self._record.rollout(ABORT, metrics, messages, turn)
 
     async def _snapshot(self, environment: Environment) -> bytes | None:
         take = getattr(environment, "snapshot", None)
@@ -479,11 +479,9 @@ class EpisodeRun:
             num_tool_calls=int(transition.num_tool_calls),
             in_loss=transition.in_loss,
         )
-        own = {name: float(value) for name, value in transition.metrics.items()}
-        self._metrics = {**self._metrics, **own}
+        self._metrics |= {name: float(value) for name, value in transition.metrics.items()}
         if not transition.is_valid:
-            count = self._metrics.get(INVALID_TURNS, 0.0) + 1
-            self._metrics = {**self._metrics, INVALID_TURNS: count}
+            self._metrics[INVALID_TURNS] = self._metrics.get(INVALID_TURNS, 0.0) + 1
 
 
 def _closed_after(environment: Environment) -> AbstractAsyncContextManager[object]:

@@ -177,8 +177,10 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
     lengths = [len(span.token_ids) for span in spans]
     policy_versions = np.concatenate([span.policy_versions for span in spans])
     response_mask = policy_versions >= 0
+    facts = tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments)
+    experts = [segment.routed_experts for segment in segments]
     packed = PackedGroup(
-        facts=tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments),
+        facts=facts,
         token_ids=np.concatenate([span.token_ids for span in spans]),
         response_mask=response_mask,
         behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
@@ -188,15 +190,10 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
         media=distinct(medium for rollout, _ in siblings for medium in rollout.media),
         sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
         top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
-        routed_experts=_routed_experts(segments),
+        routed_experts=RoutedExperts.joined(experts, [fact.num_tokens for fact in facts]),
         **fields,
     )
     return packed.group()
-
-
-def _routed_experts(segments: Sequence[Segment]) -> RoutedExperts | None:
-    lengths = [sum(len(span.token_ids) for span in segment.spans) for segment in segments]
-    return RoutedExperts.joined([segment.routed_experts for segment in segments], lengths)
 
 
 def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | None:
@@ -233,10 +230,6 @@ async def _sibling(
     return finished[number]
 
 
-def _nothing_shared(context: EnvironmentContext) -> AbstractAsyncContextManager[object]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class GroupRunner:
     """Everything a group needs beside its lease."""
@@ -254,8 +247,8 @@ class GroupRunner:
     """`generator.oversample`."""
     settings: EpisodeSettings = field(default_factory=EpisodeSettings)
     """`generator.episode`."""
-    open_group: Callable[[EnvironmentContext], AbstractAsyncContextManager[object]] = (
-        _nothing_shared
+    open_group: Callable[[EnvironmentContext], AbstractAsyncContextManager[object]] = lambda _: (
+        nullcontext()
     )
     """Around a group: what its siblings share."""
     with_greedy_reward: bool = False
@@ -343,7 +336,18 @@ class GroupRunner:
         samplings = [self.sampling] * self.num_episodes
         if self.with_greedy_reward:
             samplings[-1] = structs.replace(self.sampling, temperature=0.0)
-        progress.episodes = [self._episode(progress) for _ in samplings]
+        progress.episodes = [
+            EpisodeRun(
+                self.engine,
+                self.make_environment,
+                max_model_len=self.max_model_len,
+                deadline_s=self.deadline_s,
+                settings=self.settings,
+                on_slot_free=progress.on_slot_free,
+                warnings=self.warnings if progress.is_kept else None,
+            )
+            for _ in samplings
+        ]
         for number, rollout in {**progress.left, **progress.finished}.items():
             if number < len(samplings):
                 progress.episodes[number].restore(rollout)
@@ -359,17 +363,6 @@ class GroupRunner:
     def num_episodes(self) -> int:
         """Those that are sampled of a prompt."""
         return self.group_size + self.oversample.num_siblings + self.with_greedy_reward
-
-    def _episode(self, progress: GroupProgress) -> EpisodeRun:
-        return EpisodeRun(
-            self.engine,
-            self.make_environment,
-            max_model_len=self.max_model_len,
-            deadline_s=self.deadline_s,
-            settings=self.settings,
-            on_slot_free=progress.on_slot_free,
-            warnings=self.warnings if progress.is_kept else None,
-        )
 
     async def _scored_group(
         self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout], canceled: Sequence[int]

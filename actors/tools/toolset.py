@@ -190,8 +190,7 @@ class EpisodeTools:
             )
         self._counts = {**self._counts, name: counts}
         # Half a surrogate pair, as JSON can hold it, is no text that a tokenizer takes.
-        content = content.encode(errors="replace").decode()
-        return cut(content, limits.max_result_length)
+        return cut(content, limits.max_result_length).encode(errors="replace").decode()
 
 
 def make_sources(generator: GeneratorSettings) -> tuple[ToolSource, ...]:
