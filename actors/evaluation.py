@@ -1,4 +1,5 @@
-"""The greedy score of a checkpoint on held-out prompts.
+"""The greedy score of a checkpoint on held-out prompts, and the engine's half of parity: it samples
+prompts of the run, which the learner then scores.
 
 Invariant: what is scored are the weights of the checkpoint, also on a server elsewhere, which is
 sent them as a learner sends a version, and keeps them.
@@ -7,7 +8,7 @@ sent them as a learner sends a version, and keeps them.
 import asyncio
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,13 +21,13 @@ from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
 from actors.episodes.mixed_runner import FirstGroups, make_runner, sampling_params
-from actors.prompts import open_held_out_stream
+from actors.prompts import open_held_out_stream, open_stream
 from actors.rendering.renderer import ChatRenderer
 from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, WeightTransferError
-from streamrl.interfaces import Engine
-from streamrl.types import LoadReport, WeightUpdate
+from streamrl.interfaces import Engine, Episode
+from streamrl.types import LoadReport, ParitySamples, WeightUpdate
 from streamrl.vision.families import load_pretrained
 from streamrl.weights.layout import Layout, manifest_of
 from streamrl.weights.receiver import WeightReceiver
@@ -201,3 +202,39 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             sender.close()
+
+
+async def parity_samples(config: RunConfig) -> ParitySamples:
+    """One response to each of the first `parity.num_prompts` prompts of the stream.
+
+    Raises:
+        ConfigError: none of the prompts fits.
+        RolloutError: every prompt failed.
+    """
+    prepare(config)
+    generator = config.generator.reading_weights()
+    config = config.model_copy(update={"generator": generator})
+    engine = make_engine(config, seed=config.run.seed)
+    renderer = ChatRenderer.from_config(config)
+    runner = make_runner(config, engine, renderer, open_stream(config, renderer))
+    runner = runner.single().changed(reward=_Unscored())
+    try:
+        num_prompts = config.parity.num_prompts
+        first = await runner.run_first(num_prompts, "parity", generator.max_num_seqs)
+    finally:
+        await engine.close()
+    if not first.groups:
+        raise ConfigError(
+            f"data.max_prompt_length: none of the first {num_prompts} prompts fits, so there is "
+            "nothing to compare"
+        )
+    return ParitySamples(
+        engine=config.generator.engine, dtype=config.generator.dtype, groups=first.groups
+    )
+
+
+class _Unscored:
+    """Parity is about tokens, and a reward may be expensive."""
+
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[float]:
+        return [0.0 for _ in episodes]

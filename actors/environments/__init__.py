@@ -50,17 +50,16 @@ class SingleTurn:
         """There is nothing to close."""
 
 
-_GAMES = "actors.environments.games"
 BUILT_IN: Mapping[str, str] = {
     "single_turn": "actors.environments:SingleTurn",
     "agent": "actors.gateway.agent:UnservedAgent",
     TOOLS: "actors.tools.toolset:ToolEnvironment",
-    "frozen_lake": f"{_GAMES}.gymnasium:frozen_lake",
+    "frozen_lake": "actors.environments.gymnasium:frozen_lake",
 }
 """MODULE:NAME of what makes one."""
 BY_ID: Mapping[str, str] = {
-    "gymnasium": f"{_GAMES}.gymnasium:gymnasium_text",
-    "textarena": f"{_GAMES}.textarena:textarena_game",
+    "gymnasium": "actors.environments.gymnasium:gymnasium_text",
+    "textarena": "actors.environments.textarena:textarena_game",
 }
 _INSTEAD: Mapping[str, str] = {
     **{

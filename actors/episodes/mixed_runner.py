@@ -155,10 +155,9 @@ class MixedRunner:
         return replace(self, runners=runners)
 
     def played_by(self, agents: Mapping[str, Agent]) -> "MixedRunner":
-        """With these agents, by the names of their entries, in the place of environments; one
-        plays any number of episodes."""
+        """With these agents, by the names of their entries, in the place of environments."""
         played = {
-            name: replace(self.runners[name], make_environment=lambda agent=agent: agent)
+            name: replace(self.runners[name], make_environment=partial(_same, agent))
             for name, agent in agents.items()
         }
         return replace(self, runners={**self.runners, **played})
@@ -167,6 +166,11 @@ class MixedRunner:
         """Every group runner with these fields."""
         runners = {name: replace(runner, **fields) for name, runner in self.runners.items()}
         return replace(self, runners=runners)
+
+
+def _same(agent: Agent) -> Agent:
+    """One agent plays any number of episodes."""
+    return agent
 
 
 def make_runner(

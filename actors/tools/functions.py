@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from actors.threads import Threads
+from actors.concurrency import Threads
 from actors.tools import ToolError, ToolSession, name_of
 from streamrl.config.generator import CallLimits, ToolSettings
 from streamrl.errors import ConfigError, RolloutError

@@ -26,9 +26,7 @@ SHORT = {
     "imported where torch or vLLM must not be, or run by a process of its own": (
         "engines/vllm/cpu engines/vllm/plugin served/process_guard"
     ),
-    "one half of what actors and learners do, which don't see each other": (
-        "actors/parity learners/parity"
-    ),
+    "one half of what actors and learners do, which don't see each other": ("learners/parity"),
     "read by rooms that don't see each other": "process_environment",
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""

@@ -132,7 +132,7 @@ def _require_together(arguments: argparse.Namespace) -> None:
 
 
 def _sample(config: RunConfig, file: Path) -> None:
-    samples = asyncio.run(import_command("actors.parity").sample(config))
+    samples = asyncio.run(import_command("actors.evaluation").parity_samples(config))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(wire.encode(samples))
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actors.environments import make_environment
-from actors.environments.games.game import GameEnvironment, Outcome, find_action
-from actors.environments.games.gymnasium import LAKE_ACTIONS, plain
+from actors.environments.game import GameEnvironment, Outcome, find_action
+from actors.environments.gymnasium import LAKE_ACTIONS, plain
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
+from actors.concurrency import Threads
 from actors.rewards.answers import answer_part
-from actors.threads import Threads
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Renderer, Transition
 from streamrl.types import Completion

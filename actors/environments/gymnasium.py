@@ -18,7 +18,7 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from gymnasium.spaces import Discrete, Text
 
-from actors.environments.games.game import GameEnvironment, Outcome, find_action
+from actors.environments.game import GameEnvironment, Outcome, find_action
 from streamrl.user_code import attributed_to
 
 _HIGHLIGHTED = re.compile(r"\x1b\[\d+m(.)\x1b\[0m")
