@@ -181,44 +181,32 @@ def make_runner(
     Raises:
         ConfigError: an environment, a tool or a reward cannot be made.
     """
-    toolset = Toolset.from_settings(config.generator)
-    runners = {
-        entry.name: _group_runner(config, engine, renderer, stream, entry, toolset)
-        for entry in stream.entries
-    }
+    generator, distillation = config.generator, config.algorithm.distillation
+    toolset, is_held_out = Toolset.from_settings(generator), isinstance(stream, HeldOutStream)
+    runners = {}
+    for entry in stream.entries:
+        teachers = None
+        if distillation is not None and not is_held_out:
+            teachers = RemoteTeachers(distillation, renderer)
+        runners[entry.name] = GroupRunner(
+            engine=engine,
+            prompts=stream,
+            renderer=renderer,
+            make_environment=environment_maker(entry, toolset),
+            environment=entry.name,
+            reward=make_reward(entry.data),
+            sampling=sampling_params(config),
+            group_size=entry.group_size,
+            oversample=generator.oversample,
+            max_model_len=config.max_model_len,
+            deadline_s=generator.group_deadline_s,
+            run_seed=None if is_held_out else config.run.seed,
+            teachers=teachers,
+            with_greedy_reward=config.algorithm.needs_greedy_rewards,
+            settings=generator.episode,
+            open_group=partial(open_group, entry, deadline_s=generator.group_deadline_s),
+        )
     return MixedRunner(engine, stream, runners)
-
-
-def _group_runner(
-    config: RunConfig,
-    engine: Engine,
-    renderer: ChatRenderer,
-    stream: Stream,
-    entry: EnvironmentEntry,
-    toolset: Toolset,
-) -> GroupRunner:
-    is_held_out, distillation = isinstance(stream, HeldOutStream), config.algorithm.distillation
-    teachers = None
-    if distillation is not None and not is_held_out:
-        teachers = RemoteTeachers(distillation, renderer)
-    return GroupRunner(
-        engine=engine,
-        prompts=stream,
-        renderer=renderer,
-        make_environment=environment_maker(entry, toolset),
-        environment=entry.name,
-        reward=make_reward(entry.data),
-        sampling=sampling_params(config),
-        group_size=entry.group_size,
-        oversample=config.generator.oversample,
-        max_model_len=config.max_model_len,
-        deadline_s=config.generator.group_deadline_s,
-        run_seed=None if is_held_out else config.run.seed,
-        teachers=teachers,
-        with_greedy_reward=config.algorithm.needs_greedy_rewards,
-        settings=config.generator.episode,
-        open_group=partial(open_group, entry, deadline_s=config.generator.group_deadline_s),
-    )
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:

@@ -69,7 +69,7 @@ def fitting_rows(
 def _by_workers(config: RunConfig, prompts: PromptRows) -> Iterator[NDArray[np.bool_]]:
     """Chunk by chunk, a few for each process at a time. Waits for the processes."""
     num_workers = config.data.filter_workers
-    chunks = _batches(_without_rows(prompts), _CHUNK)
+    chunks = _batches((replace(prompt, row={}) for prompt in prompts), _CHUNK)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, spawn, _start_worker, (config,)) as pool:
         for some in _batches(chunks, num_workers * _CHUNKS_A_WORKER):
@@ -80,10 +80,6 @@ def _batches(values: Iterable[Value], size: int) -> Iterator[tuple[Value, ...]]:
     remaining = iter(values)
     while batch := tuple(islice(remaining, size)):
         yield batch
-
-
-def _without_rows(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-    return (replace(prompt, row={}) for prompt in prompts)
 
 
 def _start_worker(config: RunConfig) -> None:

@@ -23,7 +23,7 @@ no more of it than its limit; its weight is met over NUM_BATCHES.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -234,7 +234,7 @@ class NamedPrompts:
         return replace(prompt, row={**prompt.row, **self._named})
 
 
-class FirstPrompts:
+class FirstPrompts(PromptRows):
     """The first prompts of a stream, as a set."""
 
     def __init__(self, prompts: PromptSource, count: int) -> None:
@@ -245,9 +245,6 @@ class FirstPrompts:
 
     def __getitem__(self, number: int) -> Prompt:
         return self._prompts[number]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return map(self.__getitem__, range(len(self)))
 
 
 class MixedPrompts:

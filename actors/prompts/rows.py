@@ -80,7 +80,8 @@ class PromptRows(Protocol):
 
     def __getitem__(self, number: int) -> Prompt: ...
 
-    def __iter__(self) -> Iterator[Prompt]: ...
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.__getitem__, range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ class UserPrompts:
         return prompt
 
 
-class UserDataSet:
+class UserDataSet(PromptRows):
     """The data set of PATH.py:NAME, whose rows are checked as they are read.
 
     Raises:
@@ -339,11 +340,8 @@ class UserDataSet:
             self._columns.check(read, self._name)
         return self._columns.prompt(read)
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return map(self.__getitem__, range(len(self)))
 
-
-class ConcatenatedPrompts:
+class ConcatenatedPrompts(PromptRows):
     """Several sets of prompts, one after the other; of each no more than `limit`."""
 
     def __init__(self, parts: Sequence[PromptRows], limit: int | None = None) -> None:
@@ -364,9 +362,6 @@ class ConcatenatedPrompts:
             raise IndexError(f"there are {len(self)} prompts, and not one numbered {number}")
         part = bisect_right(self._ends, number)
         return part, number - (self._ends[part - 1] if part else 0)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return map(self.__getitem__, range(len(self)))
 
 
 def open_user_source(
