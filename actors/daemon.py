@@ -15,17 +15,17 @@ import torch
 
 from actors.engines import make_engine
 from actors.environments import make_environment, require_rendering
-from actors.environments.stream import open_stream
 from actors.episodes.mixed_runner import make_runner
 from actors.gateway.agent import serving_agents
 from actors.generator import Generator
+from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer
 from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.shutdown import Shutdown
-from streamrl.tracking.prometheus import Exported, exporting, of_generator
+from streamrl.tracking.prometheus import exporting, of_generator
 from streamrl.types.ranges import check_id, named_after_host
 
 # Objects of Python that are new before a collection looks at them. Those of running episodes, some
@@ -59,37 +59,32 @@ def _name(given: str | None) -> str:
 async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> None:
     """Generates until the run is over or a signal arrives."""
     with exporting(config, "generator", generator_id) as exported:
-        await _generate(config, generator_id, shutdown, exported)
-
-
-async def _generate(
-    config: RunConfig, generator_id: str, shutdown: Shutdown, exported: Exported
-) -> None:
-    with shutdown.empty_handed():
-        prepare(config)
-        renderer = ChatRenderer.from_config(config)
-        stream = open_stream(config, renderer)
-        for entry in config.entries:
-            make_environment(entry)
-        require_rendering(config.entries, renderer)
-        seed = zlib.crc32(generator_id.encode()) ^ config.run.seed
-        engine = make_engine(config, seed=seed, is_shared=True)
-    buffer = connect(config)
-    try:
-        async with serving_agents(config, generator_id, renderer) as agents:
-            runner = make_runner(config, engine, renderer, stream).played_by(agents)
-            generator = Generator(config, generator_id, runner, buffer)
-            generator.on_report = lambda status: exported.show("self", lambda: of_generator(status))
-            log.info(
-                "%s serves %s with %s", generator_id, config.model.path, config.generator.engine
-            )
-            signaled = asyncio.create_task(shutdown.requested.wait())
-            signaled.add_done_callback(lambda _: generator.stop())
-            await generator.run()
-            signaled.cancel()
-    finally:
-        await engine.close()
-        await buffer.close()
+        with shutdown.empty_handed():
+            prepare(config)
+            renderer = ChatRenderer.from_config(config)
+            stream = open_stream(config, renderer)
+            for entry in config.entries:
+                make_environment(entry)
+            require_rendering(config.entries, renderer)
+            seed = zlib.crc32(generator_id.encode()) ^ config.run.seed
+            engine = make_engine(config, seed=seed, is_shared=True)
+        buffer = connect(config)
+        try:
+            async with serving_agents(config, generator_id, renderer) as agents:
+                runner = make_runner(config, engine, renderer, stream).played_by(agents)
+                generator = Generator(config, generator_id, engine, runner.of, buffer)
+                generator.on_report = lambda report: exported.show(
+                    "self", lambda: of_generator(report)
+                )
+                path, kind = config.model.path, config.generator.engine
+                log.info("%s serves %s with %s", generator_id, path, kind)
+                signaled = asyncio.create_task(shutdown.requested.wait())
+                signaled.add_done_callback(lambda _: generator.stop())
+                await generator.run()
+                signaled.cancel()
+        finally:
+            await engine.close()
+            await buffer.close()
 
 
 def prepare(config: RunConfig) -> None:

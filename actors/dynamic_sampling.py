@@ -6,9 +6,9 @@ first step's beforehand. So a generator whose groups are all alike neither stand
 """
 
 import logging
-from collections.abc import Iterable
 
-from streamrl.config.algorithm.settings import DynamicSamplingSettings
+from streamrl.config.algorithm.advantages import GdpoSettings
+from streamrl.config.algorithm.settings import AlgorithmSettings
 from streamrl.types import TrajectoryGroup
 from streamrl.types.rollouts import ALIKE_WITHIN
 
@@ -18,8 +18,12 @@ log = logging.getLogger(__name__)
 class UniformFilter:
     """The groups of one generator, one after the other."""
 
-    def __init__(self, settings: DynamicSamplingSettings | None, groups_per_step: int) -> None:
-        self._settings = settings
+    def __init__(self, algorithm: AlgorithmSettings, groups_per_step: int) -> None:
+        self._settings = settings = algorithm.dynamic_sampling
+        self._metrics: tuple[str, ...] = () if settings is None else (settings.metric,)
+        if self._metrics == ("reward",) and isinstance(algorithm.advantage_config, GdpoSettings):
+            # It compares each of these among siblings, and not their sum.
+            self._metrics = tuple(algorithm.advantage_config.rewards)
         self._most = 0.0 if settings is None else settings.max_refills * groups_per_step
         self._left = self._most
         self._has_warned = False
@@ -28,7 +32,7 @@ class UniformFilter:
         """Whether the group is released instead of put."""
         if self._settings is None:
             return False
-        is_uniform = self._is_uniform(group, self._settings.metric)
+        is_uniform = all([self._are_alike(group, metric) for metric in self._metrics])
         if is_uniform and self._left >= 1:
             self._left -= 1
             log.info("prompt %d is left out: its rewards are all alike", group.prompt_index)
@@ -43,10 +47,10 @@ class UniformFilter:
         self._left = min(self._most, self._left + self._settings.max_refills)
         return False
 
-    def _is_uniform(self, group: TrajectoryGroup, metric: str) -> bool:
-        if metric == "reward":
-            return _are_alike(t.reward for t in group.trajectories)
-        values = [t.metrics.get(metric) for t in group.trajectories]
+    def _are_alike(self, group: TrajectoryGroup, metric: str) -> bool:
+        values = [
+            t.reward if metric == "reward" else t.metrics.get(metric) for t in group.trajectories
+        ]
         known = [value for value in values if value is not None]
         if len(known) < len(values):
             self._warn(
@@ -55,15 +59,11 @@ class UniformFilter:
                 group.environment,
                 metric,
             )
-        return len(known) == len(values) and _are_alike(known)
+            return False
+        return max(known) - min(known) <= ALIKE_WITHIN
 
     def _warn(self, sentence: str, *values: object) -> None:
         """Once for all groups."""
         if not self._has_warned:
             log.warning(sentence, *values)
         self._has_warned = True
-
-
-def _are_alike(values: Iterable[float]) -> bool:
-    known = tuple(values)
-    return max(known) - min(known) <= ALIKE_WITHIN

@@ -52,17 +52,6 @@ class Span(Struct, frozen=True):
     sampling_mask: TokenSets | None = None
     top_logprobs: TopLogprobs | None = None
 
-    @classmethod
-    def sampled(cls, completion: Completion) -> "Span":
-        c = completion
-        return cls(
-            c.token_ids,
-            c.logprobs,
-            c.policy_versions,
-            sampling_mask=c.sampling_mask,
-            top_logprobs=c.top_logprobs,
-        )
-
 
 # Siblings begin with one prompt.
 @lru_cache(maxsize=32)
@@ -92,13 +81,10 @@ class Context(Struct, frozen=True):
     media: tuple[Media, ...] = ()
     sampled: tuple[int, ...] = ()
 
-    def followed_by(self, sampled: tuple[int, ...]) -> "Context":
-        return structs.replace(self, sampled=sampled)
-
     def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
         """With what the environment shows; the prompt's media belong to the prompt's tokens."""
         renderer, messages, tools = start.renderer, observation.messages, observation.tools
-        new, media = tuple(observation.token_ids), observation.media
+        new, media = observation.token_ids, observation.media
         if start.media and not media and new == start.prompt_token_ids:
             media = start.media
         if messages:
@@ -134,9 +120,6 @@ class Rollout(Struct, frozen=True):
     """The whole conversation."""
     open_turn: OpenTurn | None = None
     """Of one that is not over; its `finish_reason` says nothing."""
-
-    def with_messages(self, messages: tuple[Message, ...]) -> "Rollout":
-        return structs.replace(self, messages=messages)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -194,7 +177,14 @@ class EpisodeRecord:
             num_completion_tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
         )
-        spans = (*segment.spans, _observed(observed), Span.sampled(completion))
+        sampled = Span(
+            completion.token_ids,
+            completion.logprobs,
+            completion.policy_versions,
+            sampling_mask=completion.sampling_mask,
+            top_logprobs=completion.top_logprobs,
+        )
+        spans = (*segment.spans, _observed(observed), sampled)
         self._current = len(self.segments) if known is None else known
         self._last_response = tuple(completion.token_ids.tolist())
         num_tokens = len(prompt_token_ids) + len(completion.token_ids)
@@ -215,8 +205,15 @@ class EpisodeRecord:
         spans = [*spans, structs.replace(sampled, in_loss=in_loss)]
         self._set(structs.replace(segment, spans=tuple(spans), turns=(*earlier, turn)))
 
-    def rollout(self, finish_reason: FinishReason, metrics: Mapping[str, float]) -> Rollout:
-        return Rollout(self.segments, metrics, finish_reason, self._last_response)
+    def rollout(
+        self,
+        finish_reason: FinishReason,
+        metrics: Mapping[str, float],
+        messages: tuple[Message, ...] = (),
+        open_turn: OpenTurn | None = None,
+    ) -> Rollout:
+        segments, last = self.segments, self._last_response
+        return Rollout(segments, metrics, finish_reason, last, messages, open_turn)
 
     def restore(self, rollout: Rollout) -> None:
         """It goes on where this rollout ends."""

@@ -19,8 +19,8 @@ from msgspec import structs
 from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
-from actors.environments.stream import open_held_out_stream
 from actors.episodes.mixed_runner import FirstGroups, make_runner, sampling_params
+from actors.prompts import open_held_out_stream
 from actors.rendering.renderer import ChatRenderer
 from streamrl.checkpoints.find import Checkpoint, is_checkpoint, newest, read_checkpoint
 from streamrl.config import RunConfig

@@ -24,7 +24,6 @@ from actors.dynamic_sampling import UniformFilter
 from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.episode_record import Rollout
 from actors.episodes.group import GroupProgress, GroupRunner, TruncatedGroupError
-from actors.episodes.mixed_runner import MixedRunner
 from actors.failures import FailureLimit, FailureRecord
 from actors.leased_group import (
     LeasedGroup,
@@ -47,7 +46,7 @@ from streamrl.errors import (
     WeightTransferError,
     WireError,
 )
-from streamrl.interfaces import GeneratorBuffer
+from streamrl.interfaces import Engine, GeneratorBuffer
 from streamrl.types import (
     DropReason,
     GeneratorStatus,
@@ -66,20 +65,28 @@ log = logging.getLogger(__name__)
 LEASE_WAIT_S = 5.0
 KEEP_EVERY_S, ASK_S = 0.5, 0.1
 GOODBYE_S = 2.0
-Runner = MixedRunner | GroupRunner
 
 
 class Generator:
     """One generator; `run` returns when the run is over or `stop` was called."""
 
     def __init__(
-        self, config: RunConfig, generator_id: str, runner: Runner, buffer: GeneratorBuffer
+        self,
+        config: RunConfig,
+        generator_id: str,
+        engine: Engine,
+        runner_of: Callable[[int], GroupRunner],
+        buffer: GeneratorBuffer,
     ) -> None:
+        """
+        Args:
+            runner_of: what runs the group of the prompt with this index, on the engine.
+        """
         self._config = config
         self._id = generator_id
         self._session = uuid.uuid4().hex[:12]
-        self._runner = runner
-        self._engine = runner.engine
+        self._engine = engine
+        self._runner_of = runner_of
         self._buffer = buffer
         self._numbers = itertools.count()
         self._incarnation = ""
@@ -94,9 +101,7 @@ class Generator:
         self._changed = asyncio.Event()
         self._is_notified = False
         self._stopping, self._is_over = asyncio.Event(), False
-        self._uniform_filter = UniformFilter(
-            config.algorithm.dynamic_sampling, config.learner.groups_per_step
-        )
+        self._uniform_filter = UniformFilter(config.algorithm, config.learner.groups_per_step)
         self._failure_limit = FailureLimit()
         self._failure_record = FailureRecord()
         self._grace_s = config.generator.drain_s
@@ -169,10 +174,10 @@ class Generator:
             # An update failed meanwhile; others can begin this group at once.
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
-            task = tasks.create_task(self._generate(lease))
-            size = self._runner.num_episodes_of(lease)
-            progress = GroupProgress((), self._notify, is_kept=True)
-            self._groups[lease.lease_id] = LeasedGroup(lease, task, size, progress)
+            runner = self._runner_of(lease.prompt_index)
+            task = tasks.create_task(self._generate(lease, runner))
+            progress = GroupProgress(runner.num_episodes, on_slot_free=self._notify, is_kept=True)
+            self._groups[lease.lease_id] = LeasedGroup(lease, task, progress)
 
     def _num_free(self) -> int:
         """Groups that the engine has room for; the last one may have to wait for some of it."""
@@ -182,7 +187,7 @@ class Generator:
     def _is_current(self) -> bool:
         return self._version_gate.is_open(self._engine.policy_version, self._engine.learner_id)
 
-    async def _generate(self, lease: Lease) -> None:
+    async def _generate(self, lease: Lease, runner: GroupRunner) -> None:
         """One group from lease to put. Waits for the lease's version, the engine and the reward."""
         lease_id = lease.lease_id
         try:
@@ -193,7 +198,7 @@ class Generator:
                 return
             if lease.kept_siblings:
                 await self._restore_siblings(leased)
-            group = await self._runner.run(lease, leased.progress)
+            group = await runner.run(lease, leased.progress)
             if self._uniform_filter.leaves_out(group):
                 await self._buffer.release(lease_id, DropReason.UNIFORM, group.sampled_lengths)
             else:
@@ -206,7 +211,7 @@ class Generator:
             log.info("prompt %d filtered: %s", lease.prompt_index, error)
             await self._buffer.release(lease_id, DropReason.FILTERED, error.lengths)
         except RolloutError as error:
-            row = self._runner.origin(lease)
+            row = runner.prompts[lease.prompt_index].origin
             message = self._failure_record.add(lease.prompt_index, row, error)
             remedy = self._failure_limit.first_remedy(error)
             log.warning("%s%s", message, remedy, **self._failure_limit.details(error))

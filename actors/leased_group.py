@@ -47,7 +47,6 @@ class LeasedGroup:
 
     lease: Lease
     task: asyncio.Task[None]
-    num_episodes: int
     progress: GroupProgress = field(default_factory=GroupProgress)
     leased_at_s: float = field(default_factory=time.monotonic)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,21 +58,6 @@ class LeasedGroup:
     _finished_before: frozenset[int] = frozenset()
 
     @property
-    def due(self) -> tuple[int, int]:
-        """Smaller for a group that is due earlier."""
-        return due_of(self.lease)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the engine that it needs; before it begins, one for each of its episodes."""
-        return self.progress.num_slots if self.progress.episodes else self.num_episodes
-
-    @property
-    def num_running(self) -> int:
-        """Episodes that are not over."""
-        return self.progress.num_running if self.progress.episodes else self.num_episodes
-
-    @property
     def has_begun(self) -> bool:
         return self.turn.is_set()
 
@@ -82,19 +66,15 @@ class LeasedGroup:
         were finished at the last call, since a group that is put soon need not cost more; and
         unfinished ones that have GROWTH times the tokens it has."""
         finished, standing = frozenset(self.progress.finished), self.progress.standing()
-        due = finished if at_once else self._finished_before
+        due, growth = (finished, 1.0) if at_once else (self._finished_before, GROWTH)
         self._finished_before = finished
         return [
             (number, rollout)
             for number, rollout in sorted(standing.items())
             for kept in (self.kept.get(number, 0),)
             if (number in due and kept < math.inf)
-            or (number not in finished and self._has_grown(rollout, kept, at_once=at_once))
+            or (number not in finished and rollout.num_sampled_tokens > kept * growth)
         ]
-
-    def _has_grown(self, rollout: Rollout, kept: float, *, at_once: bool) -> bool:
-        growth = 1.0 if at_once else GROWTH
-        return rollout.num_sampled_tokens > kept * growth
 
     def on_learner_version(self, learner_version: int) -> None:
         """Give the lease back if the learner went back to a version that may not sample the group:
@@ -117,7 +97,7 @@ def due_of(lease: Lease) -> tuple[int, int]:
 def next_groups(groups: Iterable[LeasedGroup], policy_version: int) -> list[LeasedGroup]:
     """Those that begin in an engine of this version: the first that are due, in this order, up to
     one that a newer version has to sample."""
-    waiting = sorted((g for g in groups if not g.has_begun), key=lambda group: group.due)
+    waiting = sorted((g for g in groups if not g.has_begun), key=lambda group: due_of(group.lease))
     return list(takewhile(lambda g: g.lease.min_policy_version <= policy_version, waiting))
 
 
@@ -131,10 +111,10 @@ def num_free_groups(
     heartbeat can name are held.
     """
     groups = tuple(groups)
-    num_free = settings.max_num_seqs - sum(group.num_slots for group in groups)
+    num_free = settings.max_num_seqs - sum(group.progress.num_slots for group in groups)
     num_groups = math.ceil(num_free / num_episodes)
     if (most := settings.episode.max_in_flight) is not None:
-        num_running = sum(group.num_running for group in groups)
+        num_running = sum(group.progress.num_running for group in groups)
         num_groups = min(num_groups, (most - num_running) // num_episodes)
     return max(0, min(num_groups, MAX_NAMES - len(groups)))
 

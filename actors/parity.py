@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from actors.daemon import prepare
 from actors.engines import make_engine
-from actors.environments.stream import open_stream
 from actors.episodes.mixed_runner import make_runner
+from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError

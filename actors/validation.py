@@ -38,8 +38,8 @@ from msgspec import structs
 from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
-from actors.environments.stream import HeldOutStream, open_held_out_stream
 from actors.episodes.mixed_runner import MixedRunner, make_runner
+from actors.prompts import HeldOutStream, open_held_out_stream
 from actors.rendering.renderer import ChatRenderer
 from actors.rewards.answers import shown_number, whole_number, words, written
 from buffers.connect import connect, try_stats

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
-from actors.tools.environment import TOOLS
-from actors.tools.toolset import Toolset
+from actors.tools.toolset import TOOLS, Toolset
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.extras import missing
@@ -51,17 +50,16 @@ class SingleTurn:
         """There is nothing to close."""
 
 
-_GAMES = "actors.environments.games"
 BUILT_IN: Mapping[str, str] = {
     "single_turn": "actors.environments:SingleTurn",
     "agent": "actors.gateway.agent:UnservedAgent",
-    TOOLS: "actors.tools.environment:ToolEnvironment",
-    "frozen_lake": f"{_GAMES}.frozen_lake:frozen_lake",
+    TOOLS: "actors.tools.toolset:ToolEnvironment",
+    "frozen_lake": "actors.environments.gymnasium:frozen_lake",
 }
 """MODULE:NAME of what makes one."""
 BY_ID: Mapping[str, str] = {
-    "gymnasium": f"{_GAMES}.gymnasium:gymnasium_text",
-    "textarena": f"{_GAMES}.textarena:textarena_game",
+    "gymnasium": "actors.environments.gymnasium:gymnasium_text",
+    "textarena": "actors.environments.textarena:textarena_game",
 }
 _INSTEAD: Mapping[str, str] = {
     **{

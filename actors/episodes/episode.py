@@ -20,6 +20,7 @@ import logging
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -69,7 +70,8 @@ _PARTS: Mapping[str, tuple[type, str]] = {
 
 
 def checked_observation(observation: Any, method: str = "start") -> Observation:
-    """
+    """With tuples of plain integers and of the parts, as they are compared and sent.
+
     Raises:
         RolloutError: it is none, or holds what cannot be encoded.
     """
@@ -87,7 +89,13 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
         for part in parts:
             if not isinstance(part, kind):
                 raise _wrong(f"{method}: one of observation.{name} was", part, expected)
-    return observation
+    return replace(
+        observation,
+        token_ids=tuple(map(operator.index, ids)),
+        messages=tuple(observation.messages),
+        media=tuple(observation.media),
+        tools=tuple(observation.tools),
+    )
 
 
 def checked_transition(transition: Any) -> Transition:
@@ -97,7 +105,7 @@ def checked_transition(transition: Any) -> Transition:
     """
     if not isinstance(transition, Transition):
         raise _wrong("step returned", transition, "a Transition")
-    checked_observation(transition.observation, "step")
+    observation = checked_observation(transition.observation, "step")
     if not isinstance(transition.metrics, Mapping):
         raise _wrong("step: metrics was", transition.metrics, "a mapping of numbers")
     for name in ("done", "in_loss", "is_valid"):
@@ -111,7 +119,7 @@ def checked_transition(transition: Any) -> Transition:
     for name, value in {"reward": transition.reward, **transition.metrics}.items():
         if not is_finite_number(value):
             raise _wrong(f"step: {name} was", value, "a finite number")
-    return transition
+    return replace(transition, observation=observation, in_loss=bool(transition.in_loss))
 
 
 def _is_natural(value: Any) -> bool:
@@ -140,7 +148,7 @@ class Conversation:
 
     def observe(self, observation: Observation) -> None:
         """What the policy reads next; token ids become the message of a user."""
-        self.tools = tuple(observation.tools) or self.tools
+        self.tools = observation.tools or self.tools
         if observation.token_ids == self._prompt_token_ids and not self.messages:
             self.messages = self._prompt_messages
         elif observation.token_ids:
@@ -193,7 +201,7 @@ class EpisodeRun:
         self._stop = asyncio.Event()
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
-        self._metrics: Mapping[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._environment_wait_s = 0.0
         self.is_over = False
         self.num_slots = 1
@@ -257,7 +265,7 @@ class EpisodeRun:
                 try:
                     finish_reason = await self._play(cast(Environment, player))
                 except _NotRestoredError as error:
-                    self._warn("an episode begins anew", error)
+                    self._warn("an episode begins anew: restore", error.__cause__)
                     self._left = None
                     finish_reason = await self._play(cast(Environment, self._make_environment()))
         except ConfigError as error:
@@ -266,8 +274,8 @@ class EpisodeRun:
         finally:
             self.is_over, self.num_slots = True, 0
         self._on_slot_free()
-        rollout = self._record.rollout(finish_reason, {**self._counts(), **self._metrics})
-        return rollout.with_messages(self._conversation.messages)
+        metrics = {**self._counts(), **self._metrics}
+        return self._record.rollout(finish_reason, metrics, self._conversation.messages)
 
     async def _play(self, environment: Environment) -> FinishReason:
         async with _closed_after(environment):
@@ -293,7 +301,7 @@ class EpisodeRun:
         start, conversation = self._start, self._conversation
         context = await self._restored(environment)
         if context is None:
-            async with self._turn():
+            async with self._turn(self._stop):
                 observation = checked_observation(await self._ask(environment.start(start)))
             conversation.observe(observation)
             context = Context().after(observation, start)
@@ -301,7 +309,7 @@ class EpisodeRun:
         while True:
             if len(context.token_ids) >= self._max_model_len and self._record.segments:
                 return FinishReason.LENGTH
-            async with self._turn():
+            async with self._turn(self._stop):
                 completion = await go_on(
                     self._engine,
                     context,
@@ -314,7 +322,7 @@ class EpisodeRun:
                 if not sampled:
                     return _without_a_token(completion)
                 self._record.add(context.token_ids, completion, context.media)
-                context = context.followed_by(sampled)
+                context = structs.replace(context, sampled=sampled)
                 self._handle, self._begun = CompletionHandle(self._stop), completion
                 conversation.answer(sampled)
                 transition = checked_transition(await self._ask(environment.step(completion)))
@@ -342,11 +350,11 @@ class EpisodeRun:
             return None
         try:
             state = msgspec.msgpack.decode(left.open_turn.environment)
-            async with self._turn():
+            async with self._turn(stop=None):
                 restorable = cast(RestorableEnvironment, environment)
                 await self._ask(restorable.restore(self._start, state))
         except Exception as error:
-            raise _NotRestoredError(f"restore: {error}") from error
+            raise _NotRestoredError from error
         self._record.restore(left)
         self._conversation.restore(left.messages, left.open_turn.tools)
         self._metrics = dict(left.metrics)
@@ -376,24 +384,24 @@ class EpisodeRun:
             self._stand(OpenTurn(context, snapshot, self._conversation.tools))
 
     def _stand(self, turn: OpenTurn) -> None:
-        metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
-        rollout = self._record.rollout(ABORT, metrics)
-        standing = structs.replace(rollout, messages=self._conversation.messages, open_turn=turn)
-        self._standing = None if self._warnings is None else standing
+        if self._warnings is not None:
+            metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
+            messages = self._conversation.messages
+            self._standing = self._record.rollout(ABORT, metrics, messages, turn)
 
     async def _snapshot(self, environment: Environment) -> bytes | None:
         take = getattr(environment, "snapshot", None)
         if take is None or self._warnings is None:
             return None
         try:
-            async with self._turn():
+            async with self._turn(stop=None):
                 state = await self._ask(take())
             return None if state is None else msgspec.msgpack.encode(state)
         except Exception as error:
             self._warn("the finished turns of an episode are not kept", error)
             return None
 
-    def _warn(self, consequence: str, error: Exception) -> None:
+    def _warn(self, consequence: str, error: BaseException | None) -> None:
         """Once, not for each episode."""
         if self._warnings is not None and consequence not in self._warnings:
             self._warnings.add(consequence)
@@ -410,10 +418,11 @@ class EpisodeRun:
             self.num_slots = 1
             self._environment_wait_s += perf_counter() - began_s
 
-    def _turn(self) -> AbstractAsyncContextManager[object]:
-        """Around a turn, or the start of the environment."""
+    def _turn(self, stop: asyncio.Event | None) -> AbstractAsyncContextManager[object]:
+        """Around a turn, or the start of the environment, which stop the episode; or around its
+        snapshot or `restore`, which the episode goes on without."""
         turn_s = self._settings.turn_deadline_s
-        return nullcontext() if turn_s is None else deadline(turn_s, self._stop)
+        return nullcontext() if turn_s is None else deadline(turn_s, stop)
 
     def _counts(self) -> dict[str, float]:
         """What is recorded of every episode."""
@@ -470,11 +479,9 @@ class EpisodeRun:
             num_tool_calls=int(transition.num_tool_calls),
             in_loss=transition.in_loss,
         )
-        own = {name: float(value) for name, value in transition.metrics.items()}
-        self._metrics = {**self._metrics, **own}
+        self._metrics |= {name: float(value) for name, value in transition.metrics.items()}
         if not transition.is_valid:
-            count = self._metrics.get(INVALID_TURNS, 0.0) + 1
-            self._metrics = {**self._metrics, INVALID_TURNS: count}
+            self._metrics[INVALID_TURNS] = self._metrics.get(INVALID_TURNS, 0.0) + 1
 
 
 def _closed_after(environment: Environment) -> AbstractAsyncContextManager[object]:

@@ -29,7 +29,7 @@ from actors.episode_record import Rollout, Segment, Span
 from actors.episodes.episode import EpisodeRun
 from actors.gateway.agent import Agent
 from actors.prompts.rows import for_teachers
-from actors.prompts.seeds import seed_of
+from actors.prompts.tasks import seed_of
 from actors.rendering.messages import is_prefill
 from actors.rendering.renderer import ChatRenderer, load_media, sees_media
 from actors.rewards.forms import shown_gold
@@ -66,9 +66,12 @@ from streamrl.user_code import is_finite_number
 
 @dataclass(eq=False)
 class GroupProgress:
-    """The episodes of a group that is being sampled; none before it begins."""
+    """The episodes of a group that is being sampled."""
 
+    num_episodes: int = 0
+    """Of a group that has not begun."""
     episodes: Sequence[EpisodeRun] = ()
+    """None before it begins."""
     on_slot_free: Callable[[], None] = lambda: None
     """Called when an episode begins to wait for its environment, or ends."""
     finished: dict[int, Rollout] = field(default_factory=dict)
@@ -98,11 +101,16 @@ class GroupProgress:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the engine that its episodes have, or wait for."""
+        """Slots of the engine that its episodes have, or wait for; before it begins one each."""
+        if not self.episodes:
+            return self.num_episodes
         return sum([episode.num_slots for episode in self.episodes])
 
     @property
     def num_running(self) -> int:
+        """Episodes that are not over."""
+        if not self.episodes:
+            return self.num_episodes
         return sum(not episode.is_over for episode in self.episodes)
 
 
@@ -169,8 +177,10 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
     lengths = [len(span.token_ids) for span in spans]
     policy_versions = np.concatenate([span.policy_versions for span in spans])
     response_mask = policy_versions >= 0
+    facts = tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments)
+    experts = [segment.routed_experts for segment in segments]
     packed = PackedGroup(
-        facts=tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments),
+        facts=facts,
         token_ids=np.concatenate([span.token_ids for span in spans]),
         response_mask=response_mask,
         behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
@@ -180,15 +190,10 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
         media=distinct(medium for rollout, _ in siblings for medium in rollout.media),
         sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
         top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
-        routed_experts=_routed_experts(segments),
+        routed_experts=RoutedExperts.joined(experts, [fact.num_tokens for fact in facts]),
         **fields,
     )
     return packed.group()
-
-
-def _routed_experts(segments: Sequence[Segment]) -> RoutedExperts | None:
-    lengths = [sum(len(span.token_ids) for span in segment.spans) for segment in segments]
-    return RoutedExperts.joined([segment.routed_experts for segment in segments], lengths)
 
 
 def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | None:
@@ -225,10 +230,6 @@ async def _sibling(
     return finished[number]
 
 
-def _nothing_shared(context: EnvironmentContext) -> AbstractAsyncContextManager[object]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class GroupRunner:
     """Everything a group needs beside its lease."""
@@ -246,8 +247,8 @@ class GroupRunner:
     """`generator.oversample`."""
     settings: EpisodeSettings = field(default_factory=EpisodeSettings)
     """`generator.episode`."""
-    open_group: Callable[[EnvironmentContext], AbstractAsyncContextManager[object]] = (
-        _nothing_shared
+    open_group: Callable[[EnvironmentContext], AbstractAsyncContextManager[object]] = lambda _: (
+        nullcontext()
     )
     """Around a group: what its siblings share."""
     with_greedy_reward: bool = False
@@ -323,7 +324,7 @@ class GroupRunner:
             prompt,
             self.renderer.encode(prompt),
             self.renderer,
-            self._seed(lease),
+            seed_of(self.run_seed, lease.prompt_index),
             prompt_messages=self.renderer.messages(prompt),
             media=self.renderer.media_of(prompt) if sees_media(prompt) else (),
         )
@@ -332,10 +333,21 @@ class GroupRunner:
         self, context: EnvironmentContext, progress: GroupProgress
     ) -> Sequence[Rollout | None]:
         """The siblings', and a greedy one's if there is one; None where it was canceled."""
-        samplings = [self.sampling] * self.num_siblings
+        samplings = [self.sampling] * self.num_episodes
         if self.with_greedy_reward:
-            samplings = [*samplings, structs.replace(self.sampling, temperature=0.0)]
-        progress.episodes = [self._episode(progress) for _ in samplings]
+            samplings[-1] = structs.replace(self.sampling, temperature=0.0)
+        progress.episodes = [
+            EpisodeRun(
+                self.engine,
+                self.make_environment,
+                max_model_len=self.max_model_len,
+                deadline_s=self.deadline_s,
+                settings=self.settings,
+                on_slot_free=progress.on_slot_free,
+                warnings=self.warnings if progress.is_kept else None,
+            )
+            for _ in samplings
+        ]
         for number, rollout in {**progress.left, **progress.finished}.items():
             if number < len(samplings):
                 progress.episodes[number].restore(rollout)
@@ -348,20 +360,9 @@ class GroupRunner:
         return await together(running)
 
     @property
-    def num_siblings(self) -> int:
-        """Those that are sampled."""
-        return self.group_size + self.oversample.num_siblings
-
-    def _episode(self, progress: GroupProgress) -> EpisodeRun:
-        return EpisodeRun(
-            self.engine,
-            self.make_environment,
-            max_model_len=self.max_model_len,
-            deadline_s=self.deadline_s,
-            settings=self.settings,
-            on_slot_free=progress.on_slot_free,
-            warnings=self.warnings if progress.is_kept else None,
-        )
+    def num_episodes(self) -> int:
+        """Those that are sampled of a prompt."""
+        return self.group_size + self.oversample.num_siblings + self.with_greedy_reward
 
     async def _scored_group(
         self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout], canceled: Sequence[int]
@@ -452,18 +453,6 @@ class GroupRunner:
         if len(kept) < min(2, self.group_size):
             raise TruncatedGroupError(siblings)
         return kept, cut
-
-    def _seed(self, lease: Lease) -> int:
-        """Of the group: the same one if its prompt is leased again."""
-        return seed_of(self.run_seed, lease.prompt_index)
-
-    def num_episodes_of(self, lease: Lease) -> int:
-        """Those that are sampled for the lease."""
-        return self.num_siblings + self.with_greedy_reward
-
-    def origin(self, lease: Lease) -> str:
-        """Where the lease's prompt is found; "" if nobody knows."""
-        return self.prompts[lease.prompt_index].origin
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Score]:
         episodes = [self._scored(prompt, rollout) for rollout in rollouts]

@@ -19,9 +19,9 @@ from typing import Any
 
 from actors.concurrency import DeadlineError, closed_after, deadline
 from actors.environments import environment_maker
-from actors.environments.stream import HeldOutStream, Stream
-from actors.episodes.group import GroupProgress, GroupRunner, unbuffered_lease
+from actors.episodes.group import GroupRunner, unbuffered_lease
 from actors.gateway.agent import Agent
+from actors.prompts import HeldOutStream, Stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
 from actors.rewards.remote.teachers import RemoteTeachers
@@ -31,7 +31,7 @@ from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.generator import OversampleSettings
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Engine, EnvironmentContext
-from streamrl.types import Lease, SamplingParams, TrajectoryGroup
+from streamrl.types import SamplingParams, TrajectoryGroup
 from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 
@@ -96,10 +96,6 @@ class MixedRunner:
         """The one of the entry that plays the prompt."""
         return self.runners[self.stream.entry_at(prompt_index).name]
 
-    async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
-        """As `GroupRunner.run`."""
-        return await self.of(lease.prompt_index).run(lease, progress)
-
     async def run_first(
         self,
         num_prompts: int,
@@ -123,7 +119,8 @@ class MixedRunner:
         async def outcome(prompt_index: int) -> TrajectoryGroup | RolloutError | None:
             async with room:
                 try:
-                    return await self.run(unbuffered_lease(purpose, prompt_index))
+                    lease = unbuffered_lease(purpose, prompt_index)
+                    return await self.of(prompt_index).run(lease)
                 except PromptTooLongError:
                     return None
                 except RolloutError as error:
@@ -141,14 +138,6 @@ class MixedRunner:
                 "%d of %d prompts failed, the first: %s", len(failures), num_prompts, failures[0]
             )
         return FirstGroups(groups, outcomes.count(None), len(failures))
-
-    def origin(self, lease: Lease) -> str:
-        """As `GroupRunner.origin`."""
-        return self.of(lease.prompt_index).origin(lease)
-
-    def num_episodes_of(self, lease: Lease) -> int:
-        """As `GroupRunner.num_episodes_of`."""
-        return self.of(lease.prompt_index).num_episodes_of(lease)
 
     def single(self) -> "MixedRunner":
         """One response to each prompt, whatever ends it, and none beside it."""
@@ -192,44 +181,32 @@ def make_runner(
     Raises:
         ConfigError: an environment, a tool or a reward cannot be made.
     """
-    toolset = Toolset.from_settings(config.generator)
-    runners = {
-        entry.name: _group_runner(config, engine, renderer, stream, entry, toolset)
-        for entry in stream.entries
-    }
+    generator, distillation = config.generator, config.algorithm.distillation
+    toolset, is_held_out = Toolset.from_settings(generator), isinstance(stream, HeldOutStream)
+    runners = {}
+    for entry in stream.entries:
+        teachers = None
+        if distillation is not None and not is_held_out:
+            teachers = RemoteTeachers(distillation, renderer)
+        runners[entry.name] = GroupRunner(
+            engine=engine,
+            prompts=stream,
+            renderer=renderer,
+            make_environment=environment_maker(entry, toolset),
+            environment=entry.name,
+            reward=make_reward(entry.data),
+            sampling=sampling_params(config),
+            group_size=entry.group_size,
+            oversample=generator.oversample,
+            max_model_len=config.max_model_len,
+            deadline_s=generator.group_deadline_s,
+            run_seed=None if is_held_out else config.run.seed,
+            teachers=teachers,
+            with_greedy_reward=config.algorithm.needs_greedy_rewards,
+            settings=generator.episode,
+            open_group=partial(open_group, entry, deadline_s=generator.group_deadline_s),
+        )
     return MixedRunner(engine, stream, runners)
-
-
-def _group_runner(
-    config: RunConfig,
-    engine: Engine,
-    renderer: ChatRenderer,
-    stream: Stream,
-    entry: EnvironmentEntry,
-    toolset: Toolset,
-) -> GroupRunner:
-    is_held_out, distillation = isinstance(stream, HeldOutStream), config.algorithm.distillation
-    teachers = None
-    if distillation is not None and not is_held_out:
-        teachers = RemoteTeachers(distillation, renderer)
-    return GroupRunner(
-        engine=engine,
-        prompts=stream,
-        renderer=renderer,
-        make_environment=environment_maker(entry, toolset),
-        environment=entry.name,
-        reward=make_reward(entry.data),
-        sampling=sampling_params(config),
-        group_size=entry.group_size,
-        oversample=config.generator.oversample,
-        max_model_len=config.max_model_len,
-        deadline_s=config.generator.group_deadline_s,
-        run_seed=None if is_held_out else config.run.seed,
-        teachers=teachers,
-        with_greedy_reward=config.algorithm.needs_greedy_rewards,
-        settings=config.generator.episode,
-        open_group=partial(open_group, entry, deadline_s=config.generator.group_deadline_s),
-    )
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:

@@ -22,11 +22,11 @@ from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
 from typing import Any
 
+from actors.concurrency import Threads
 from actors.engines.served.process import GUARD
 from actors.gateway.agent import AgentResult
 from actors.gateway.apis.requests import Json
 from actors.gateway.open_episodes import OpenEpisode
-from actors.threads import Threads
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import LostAgentError, RolloutError
 from streamrl.user_code import attributed_to, is_finite_number, load_user_code

@@ -1,33 +1,149 @@
-"""The prompt stream: files and data sets, procedural tasks, reasoning-gym, a user's own.
+"""The prompts of a run in one stream: of all its environments, and of all sources of each.
 
-    _open          one source: a finite set of prompts (`PromptRows`), or a stream without an end
-    open_prompts   one stream of all sources: sets one after the other, or mixed by weight
-    open_held_out  the first prompts of each source, numbered from 0
+    open_stream           that of training; which environment plays a prompt is a mixture
+    open_held_out_stream  the held-out prompts of one environment after those of another
+    open_prompts          those of one environment: sets one after the other, or mixed by weight
+    open_held_out         the first prompts of each of its sources, numbered from 0
+    _open                 one source: a finite set of prompts (`PromptRows`), or a stream
+
+Invariant: which environment plays a prompt, and which of its own prompts it reads, is a pure
+function of (seed, prompt index).
+
+The prompt stream is cut into batches of `learner.groups_per_step` prompts. In each an entry plays
+at most `max_groups` prompts, and the prompts that it plays are numbered 0, 1, 2, ... without a gap,
+so that it reads every row of its own data.
 
 A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.prompts.epochs import Epochs
-from actors.prompts.mixture import FirstPrompts, MixedPrompts, Mixture, NamedPrompts
-from actors.prompts.rows import ConcatenatedPrompts, PromptRows, RowColumns, RowPrompts
-from actors.prompts.seeds import HELD_OUT_RUN_SEED
-from actors.prompts.tasks import TASKS, HeldOutTaskPrompts, LevelPrompts, TaskPrompts
-from actors.prompts.user import open_user_source
+from actors.prompts.order import (
+    NUM_BATCHES,
+    Epochs,
+    FirstPrompts,
+    MixedPrompts,
+    Mixture,
+    NamedPrompts,
+)
+from actors.prompts.rows import (
+    ConcatenatedPrompts,
+    PromptRows,
+    RowColumns,
+    RowPrompts,
+    open_user_source,
+)
+from actors.prompts.tasks import (
+    HELD_OUT_RUN_SEED,
+    TASKS,
+    HeldOutTaskPrompts,
+    LevelPrompts,
+    ReasoningGymPrompts,
+    TaskPrompts,
+    check_scorer,
+)
+from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, SourceSettings
+from streamrl.config.environments import EnvironmentEntry
 from streamrl.data_files import SUFFIXES, has_rows, open_rows
 from streamrl.errors import ConfigError, did_you_mean
-from streamrl.interfaces import PromptSource
+from streamrl.interfaces import Prompt, PromptSource
 from streamrl.user_code import is_user_code
+
+if TYPE_CHECKING:
+    from actors.rendering.renderer import ChatRenderer
 
 Fitting: TypeAlias = Callable[[PromptRows, int], NDArray[np.int64]]
 """Which of a set's prompts fit into `data.max_prompt_length`, and the number of the set."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The prompts of a run; each names its entry."""
+
+    entries: Sequence[EnvironmentEntry]
+    sources: Sequence[PromptSource]
+    """The prompts of each entry."""
+    place: Callable[[int], tuple[int, int]]
+    """The number of the entry that plays a prompt, and which of its own prompts it is."""
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        entry, own_index = self.place(prompt_index)
+        return replace(self.sources[entry][own_index], environment=self.entries[entry].name)
+
+    def entry_at(self, prompt_index: int) -> EnvironmentEntry:
+        return self.entries[self.place(prompt_index)[0]]
+
+
+@dataclass(frozen=True)
+class HeldOutStream(Stream):
+    """The held-out prompts of one entry after those of another."""
+
+    sources: Sequence[ConcatenatedPrompts]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+
+def open_stream(config: RunConfig, renderer: "ChatRenderer") -> Stream:
+    """That of training.
+
+    Args:
+        renderer: measures the prompts where `data.truncation` is `filter`.
+
+    Raises:
+        ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
+    """
+    entries, seed, mixture = config.entries, config.run.seed, shares(config)
+    # It imports transformers, which a check of a configuration does without.
+    from actors.prompts.fitting import fitting_rows
+
+    sources = []
+    for entry, first in zip(
+        entries, mixture.num_before(config.data.first_prompt_index), strict=True
+    ):
+        own = config.model_copy(update={"data": entry.data})
+        sources.append(open_prompts(entry.data, seed, partial(fitting_rows, own, renderer), first))
+    return Stream(entries, sources, mixture.place)
+
+
+def shares(config: RunConfig) -> Mixture:
+    """Which entry plays which prompt.
+
+    Raises:
+        ConfigError: an entry would play none.
+    """
+    entries = config.entries
+    mixture = Mixture.of_environments(
+        [entry.weight for entry in entries],
+        [entry.max_groups for entry in entries],
+        config.learner.groups_per_step,
+        config.run.seed,
+    )
+    for i, (entry, num_played) in enumerate(zip(entries, mixture.due(NUM_BATCHES), strict=True)):
+        if not num_played:
+            raise ConfigError(
+                f"environments.{i}.weight: was {entry.weight:g}, too little beside the others for "
+                f"{entry.name} to play one prompt in {NUM_BATCHES * config.learner.groups_per_step}"
+            )
+    return mixture
+
+
+def open_held_out_stream(config: RunConfig) -> HeldOutStream:
+    """`data.num_eval_prompts` of each entry, or as many as it has.
+
+    Raises:
+        ConfigError: an entry has no held-out prompts.
+    """
+    sources = [open_held_out(entry.data) for entry in config.entries]
+    return HeldOutStream(config.entries, sources, ConcatenatedPrompts(sources).place)
 
 
 def open_prompts(
@@ -132,8 +248,6 @@ def _open_task(
         return LevelPrompts(run_seed)
     kind, _, own_name = path.partition(":")
     if kind == "reasoning_gym":
-        from actors.prompts.reasoning import ReasoningGymPrompts, check_scorer
-
         rewards = (r for r in data.all_rewards if not r.data_source or name in r.data_source)
         if any(reward.reward == "task" for reward in rewards):
             check_scorer(own_name)

@@ -5,6 +5,7 @@ has the same stream. Of files it is kept in the run's folder under a name that c
 """
 
 import hashlib
+import io
 import json
 import logging
 import multiprocessing
@@ -23,6 +24,7 @@ from actors.prompts.rows import PromptRows
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.data_files import files_of, has_rows
+from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
 
@@ -67,7 +69,7 @@ def fitting_rows(
 def _by_workers(config: RunConfig, prompts: PromptRows) -> Iterator[NDArray[np.bool_]]:
     """Chunk by chunk, a few for each process at a time. Waits for the processes."""
     num_workers = config.data.filter_workers
-    chunks = _batches(_without_rows(prompts), _CHUNK)
+    chunks = _batches((replace(prompt, row={}) for prompt in prompts), _CHUNK)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, spawn, _start_worker, (config,)) as pool:
         for some in _batches(chunks, num_workers * _CHUNKS_A_WORKER):
@@ -78,10 +80,6 @@ def _batches(values: Iterable[Value], size: int) -> Iterator[tuple[Value, ...]]:
     remaining = iter(values)
     while batch := tuple(islice(remaining, size)):
         yield batch
-
-
-def _without_rows(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-    return (replace(prompt, row={}) for prompt in prompts)
 
 
 def _start_worker(config: RunConfig) -> None:
@@ -118,11 +116,11 @@ def _cache_path(config: RunConfig, number: int) -> Path | None:
 
 
 def _write(path: Path, kept: NDArray[np.int64]) -> None:
-    """Several generators may write the same; what is not written is found again."""
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+    """What is not written is found again."""
+    content = io.BytesIO()
+    np.save(content, kept)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(unfinished, kept)
-        unfinished.replace(path)
+        write_file(path, content.getvalue())
     except OSError as error:
         log.warning("cannot keep the rows that fit in %s: %s", path, error)

@@ -1,29 +1,46 @@
-"""From rows to prompts: which columns hold the prompt and its answer, and what a template makes.
+"""From rows to prompts: which columns hold the prompt, its answer and its media, and what a
+template makes; rows of files, and what a user's own PATH.py:NAME returns.
 
-Invariant: every row is checked when its source is opened, so none ends a run that has begun.
+Invariant: every row is checked when its source is opened, so none ends a run that has begun; its
+images and videos are read when it is sampled. What a user's own returns is checked as it is read.
+
+A row has images and videos in the content parts of its messages, or in columns (`data.image_key`,
+`data.video_key`) with a marker <image> or <video> in the text where each stands; without markers
+they stand before the text of the first user message.
+
+PATH.py:NAME is called once with the arguments of the source, and with the seed if it takes one.
+What it returns is a stream, whose `__getitem__` is a pure function of the prompt index, or, with a
+`__len__` as well, such as a `torch.utils.data.Dataset`, a data set: its rows are read like those of
+a file. A row is a mapping, or a `Prompt`.
 """
 
+import inspect
 import itertools
 import json
 import math
+import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from actors.prompts.media import MediaColumns, is_content, text_of
 from actors.rendering.messages import normalized, template_errors
 from streamrl.config.data import DataSettings, MessageTemplate, SourceSettings
-from streamrl.data_files import Row, RowSource, shown
+from streamrl.data_files import Row, RowSource, as_json_values, shown
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Message, Prompt
+from streamrl.user_code import attributed_to, load_user_code
+from streamrl.vision.parts import has_media, is_medium, paths_in
 
 _PROMPT = "it must be text, or a list of messages that have a role and a content"
+_MARKERS = {"<image>": "image", "<video>": "video"}
+_SPLIT = re.compile("(<image>|<video>)")
 _JINJA = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, keep_trailing_newline=True, finalize=lambda value: _written(value)
 )
@@ -63,7 +80,67 @@ class PromptRows(Protocol):
 
     def __getitem__(self, number: int) -> Prompt: ...
 
-    def __iter__(self) -> Iterator[Prompt]: ...
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.__getitem__, range(len(self)))
+
+
+@dataclass(frozen=True)
+class MediaColumns:
+    """The columns of a file in `folder` that hold media, by their kind."""
+
+    keys: Mapping[str, str]
+    folder: Path
+    system_prompt: str | None
+    """Put before the user message that a string prompt with media becomes."""
+
+    @classmethod
+    def of(cls, data: DataSettings, source: SourceSettings) -> "MediaColumns":
+        keys = {"image": data.image_key, "video": data.video_key}
+        given = {kind: key for kind, key in keys.items() if key is not None}
+        return cls(given, Path(source.path).parent, data.system_prompt)
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """The columns by the settings of `data` that name them."""
+        return {f"{kind}_key": key for kind, key in self.keys.items()}
+
+    def fill(self, prompt: Prompt) -> Prompt:
+        """The prompt of a row with the media of these columns in its messages.
+
+        Raises:
+            ConfigError: a column is no list, does not fit the markers, or a file is not there.
+        """
+        columns = {kind: self._values(prompt, key) for kind, key in self.keys.items()}
+        if any(columns.values()):
+            messages = self._messages(prompt.content)
+            content = with_columns(messages, columns, prompt.origin)
+            prompt = replace(prompt, content=content)
+        if isinstance(prompt.content, str) or not has_media(prompt.content):
+            return prompt
+        self._require_files(prompt)
+        return replace(prompt, folder=self.folder)
+
+    def _values(self, prompt: Prompt, key: str) -> Sequence[Any]:
+        value = prompt.row.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be a list")
+        return value
+
+    def _messages(self, content: str | Sequence[Message]) -> Sequence[Message]:
+        if not isinstance(content, str):
+            return content
+        user: Message = {"role": "user", "content": content}
+        if not self.system_prompt:
+            return (user,)
+        return ({"role": "system", "content": self.system_prompt}, user)
+
+    def _require_files(self, prompt: Prompt) -> None:
+        assert not isinstance(prompt.content, str), "asked of messages"
+        for name in paths_in(prompt.content):
+            if not (self.folder / name).is_file():
+                raise ConfigError(f"{prompt.origin}: there is no file {self.folder / name}")
 
 
 @dataclass(frozen=True)
@@ -207,7 +284,64 @@ class RowPrompts:
         return map(self._columns.prompt, self._rows)
 
 
-class ConcatenatedPrompts:
+class UserPrompts:
+    """The stream of PATH.py:NAME; what it raises and what it returns is checked.
+
+    Raises:
+        ConfigError: its first prompt is not a `Prompt`.
+    """
+
+    def __init__(self, name: str, source: Any) -> None:
+        self._name, self._source = name, source
+        self[0]
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        with attributed_to(f"{self._name}: prompt {prompt_index}"):
+            prompt = self._source[prompt_index]
+        if not isinstance(prompt, Prompt):
+            raise ConfigError(
+                f"{self._name}: prompt {prompt_index} was {type(prompt).__name__}; it must be a "
+                "streamrl.interfaces.Prompt"
+            )
+        return prompt
+
+
+class UserDataSet(PromptRows):
+    """The data set of PATH.py:NAME, whose rows are checked as they are read.
+
+    Raises:
+        ConfigError: it has no rows, or its first row has no prompt or no answer.
+    """
+
+    def __init__(self, name: str, source: Any, columns: RowColumns) -> None:
+        self._name, self._source, self._columns = name, source, columns
+        with attributed_to(name):
+            self._size = len(source)
+        if not self._size:
+            raise ConfigError(f"{name}: holds no rows")
+        self[0]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, number: int) -> Prompt:
+        place = f"row {number + 1} of {self._name.rpartition(':')[2]}"
+        with attributed_to(f"{self._name}: row {number + 1}"):
+            row = self._source[number]
+        if isinstance(row, Prompt):
+            return row
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{self._name}: row {number + 1} was {type(row).__name__}; it must be a mapping or "
+                "a streamrl.interfaces.Prompt"
+            )
+        read = Row(as_json_values(row), place)
+        if not number:
+            self._columns.check(read, self._name)
+        return self._columns.prompt(read)
+
+
+class ConcatenatedPrompts(PromptRows):
     """Several sets of prompts, one after the other; of each no more than `limit`."""
 
     def __init__(self, parts: Sequence[PromptRows], limit: int | None = None) -> None:
@@ -229,8 +363,32 @@ class ConcatenatedPrompts:
         part = bisect_right(self._ends, number)
         return part, number - (self._ends[part - 1] if part else 0)
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return map(self.__getitem__, range(len(self)))
+
+def open_user_source(
+    field: str, entry: str, kwargs: Mapping[str, Any], seed: int, columns: RowColumns
+) -> UserPrompts | UserDataSet:
+    """What PATH.py:NAME makes.
+
+    Args:
+        field: the setting that names it; errors begin with it.
+
+    Raises:
+        ConfigError: no such file or name, it does not take the arguments, or its first prompt
+            cannot be used.
+    """
+    name = f"{field}: {entry}"
+    make = load_user_code(field, entry)
+    with attributed_to(name):
+        arguments = {"seed": seed, **kwargs} if _takes_seed(make) else kwargs
+        source = make(**arguments)
+    if isinstance(source, Sized):
+        return UserDataSet(name, source, columns)
+    return UserPrompts(name, source)
+
+
+def _takes_seed(make: Any) -> bool:
+    parameters = inspect.signature(make).parameters.values()
+    return any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def column(prompt: Prompt, key: str) -> Any:
@@ -301,3 +459,80 @@ def _is_message(turn: Any) -> bool:
         and isinstance(turn.get("role"), str)
         and (is_content(turn.get("content")) or _is_call(turn))
     )
+
+
+def is_content(value: Any) -> bool:
+    """Whether a message may have it: a text, or parts that are texts, images or videos."""
+    return isinstance(value, str) or (
+        isinstance(value, list | tuple)
+        and all(is_medium(part) or _text(part) is not None for part in value)
+    )
+
+
+def text_of(content: Any) -> str:
+    """What of a message's content is text."""
+    if isinstance(content, str):
+        return content
+    return "".join(_text(part) or "" for part in content)
+
+
+def with_columns(
+    messages: Sequence[Message], columns: Mapping[str, Sequence[Any]], place: str
+) -> tuple[Message, ...]:
+    """The messages with the media of the columns `image` and `video` in their places.
+
+    Raises:
+        ConfigError: a message has more or fewer markers than there are media.
+    """
+    counts = {kind: _count(messages, marker) for marker, kind in _MARKERS.items()}
+    for kind, values in columns.items():
+        if counts[kind] not in (0, len(values)):
+            raise ConfigError(
+                f"{place} has {counts[kind]} markers <{kind}> and {len(values)} of data.{kind}_key"
+            )
+    queues = {kind: iter(values) for kind, values in columns.items()}
+    unmarked = [
+        {"type": kind, kind: value}
+        for kind, values in columns.items()
+        if not counts[kind]
+        for value in values
+    ]
+    marked = [_with_markers(message, queues) for message in messages]
+    users = (i for i, m in enumerate(marked) if m.get("role") == "user")
+    first = next(users, len(marked) - 1)
+    return tuple(_led(m, unmarked) if i == first else m for i, m in enumerate(marked))
+
+
+def _count(messages: Sequence[Message], marker: str) -> int:
+    contents = (message["content"] for message in messages)
+    return sum(content.count(marker) for content in contents if isinstance(content, str))
+
+
+def _with_markers(message: Message, queues: Mapping[str, Iterator[Any]]) -> Message:
+    content = message["content"]
+    if not isinstance(content, str) or not _SPLIT.search(content):
+        return message
+    pieces = [piece for piece in _SPLIT.split(content) if piece]
+    return {**message, "content": [_part(piece, queues) for piece in pieces]}
+
+
+def _part(piece: str, queues: Mapping[str, Iterator[Any]]) -> Mapping[str, Any]:
+    kind = _MARKERS.get(piece)
+    if kind is None or kind not in queues:
+        return {"type": "text", "text": piece}
+    return {"type": kind, kind: next(queues[kind])}
+
+
+def _led(message: Message, parts: Sequence[Mapping[str, Any]]) -> Message:
+    if not parts:
+        return message
+    content = message["content"]
+    rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [*parts, *rest]}
+
+
+def _text(part: Any) -> str | None:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None

@@ -1,25 +1,36 @@
-"""Procedural tasks: endless prompts with exact answers, for laptops and tests.
+"""Prompts that are made up, and their seeds: procedural tasks with exact answers, for laptops and
+tests; data sets of the reasoning-gym package (extra: tasks), each with its own scorer; levels of
+environments.
 
 Invariant: a prompt is a pure function of (seed, prompt index), one that is held out of its index
-alone, and it never appears in training. A new task is a function and a line in `TASKS`.
+alone, and none that is held out is trained, whatever `run.seed` is. A new task is a function and a
+line in `TASKS`.
+
+`ReasoningGymPrompts`: most data sets draw entry i from their seed + i, so that seeds side by side
+share all entries but one. So the stream is made of blocks, no two of which share such a sum.
 
 `LevelPrompts`: the prompts of an environment that makes up its own task are nothing but the seed of
-a level. A level of training is a pure function of (seed, prompt index), a held-out one of its index
-alone, and no seed is both.
+a level.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from actors.prompts.seeds import seed_of
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, did_you_mean
+from streamrl.extras import missing
 from streamrl.interfaces import Prompt
 from streamrl.user_code import attributed_to, check_kwargs
 
+# A seed of training is below this, and one that is held out is not. Both fit into 32 bits, which
+# every package takes.
+FIRST_HELD_OUT = 2**31
+HELD_OUT_RUN_SEED = 2**31 - 1
+"""What a user's own source is given as its seed where it is held out."""
+
 Task = Callable[..., tuple[str, str]]
-_HELD_OUT = 2**31
 _MAX_DRAWS = 1000
 
 
@@ -72,7 +83,7 @@ class HeldOutTaskPrompts:
         self._draw = _bound(name, kwargs)
 
     def __getitem__(self, number: int) -> Prompt:
-        return Prompt(*self._draw([0, _HELD_OUT + number, 0]))
+        return Prompt(*self._draw([0, FIRST_HELD_OUT + number, 0]))
 
 
 class TaskPrompts:
@@ -137,3 +148,84 @@ class LevelPrompts:
     def __getitem__(self, prompt_index: int) -> Prompt:
         seed = seed_of(self._run_seed, prompt_index)
         return Prompt("", "", {"seed": seed}, f"level {prompt_index}")
+
+
+_BLOCK = 4096
+UNEARNED: Mapping[str, str] = {
+    "coin_flip": "the first character of the right answer alone",
+    "complex_arithmetic": "an answer that is no number",
+    "game_of_life_halting": "any text",
+}
+"""For what the scorers of these data sets pay in full, as of reasoning-gym 0.1.25."""
+
+
+class ReasoningGymPrompts:
+    """The data set `name`; its rows carry the entry that the reward `task` scores against.
+
+    Args:
+        run_seed: None: the held-out prompts.
+
+    Raises:
+        ConfigError: there is no such data set, or it does not take the arguments.
+    """
+
+    def __init__(self, name: str, kwargs: Mapping[str, Any], run_seed: int | None) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise missing(f"data.source: reasoning_gym:{name}", error) from error
+        if name not in DATASETS:
+            hint = did_you_mean(name, DATASETS)
+            raise ConfigError(f"data.source: reasoning_gym has no {name!r}; {hint}")
+
+        def block(number: int) -> Any:
+            seed = block_seed(run_seed, number, _BLOCK)
+            with attributed_to(f"data.source_kwargs: {name}"):
+                return reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **kwargs)
+
+        self._block = lru_cache(maxsize=2)(block)
+        self._block(0)
+
+    def __getitem__(self, prompt_index: int) -> Prompt:
+        number, place = divmod(prompt_index, _BLOCK)
+        dataset = self._block(number)
+        entry = dataset[place]
+        return Prompt(entry["question"], str(entry["answer"]), {"dataset": dataset, "entry": entry})
+
+
+def check_scorer(name: str) -> None:
+    """Whether the reward `task` can be had for this data set.
+
+    Raises:
+        ConfigError: its scorer pays for answers that are wrong.
+    """
+    if name in UNEARNED:
+        raise ConfigError(
+            f"data.reward: was task, and the scorer of reasoning_gym:{name} pays in full for "
+            f"{UNEARNED[name]}; set another data.source or a reward of your own"
+        )
+
+
+def seed_of(run_seed: int | None, number: int) -> int:
+    """Of the prompt of this number; `run_seed` None: of the held-out one."""
+    if run_seed is None:
+        return FIRST_HELD_OUT + number
+    entropy = np.random.SeedSequence([run_seed, number])
+    return int(entropy.generate_state(1)[0]) % FIRST_HELD_OUT
+
+
+def block_seed(run_seed: int | None, number: int, size: int) -> int:
+    """The first of `size` seeds in a row, which no other block of the run has.
+
+    Training walks over all blocks below `FIRST_HELD_OUT` in steps of an odd number, from a place
+    and by a step that `run_seed` draws; an odd step comes to each of 2**k blocks once.
+
+    Args:
+        run_seed: None: of the held-out blocks.
+        size: a power of two.
+    """
+    if run_seed is None:
+        return FIRST_HELD_OUT + number * size
+    place, half_step = map(int, np.random.SeedSequence(run_seed).generate_state(2))
+    return (place + number * (2 * half_step + 1)) % (FIRST_HELD_OUT // size) * size

@@ -365,7 +365,8 @@ def _parsed(
             tools=[dict(tool) for tool in tools],
         )
     except (ValueError, KeyError, RecursionError) as error:
-        return {"role": "assistant", "content": text, "parse_error": _first_line(error)}
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return {"role": "assistant", "content": text, "parse_error": reason}
     return _message(parsed, text)
 
 
@@ -428,7 +429,3 @@ def _load(choice: str) -> ResponseTemplate:
         raise ConfigError(
             f"data.tool_parser: {path} is no response template of transformers: {error}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -264,7 +264,11 @@ class ChatRenderer:
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
         """The conversation that the prompt opens."""
-        return tuple(self._messages(prompt.content))
+        if not isinstance(prompt.content, str):
+            return tuple(prompt.content)
+        system = self._data.system_prompt
+        opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        return (*opening, {"role": "user", "content": prompt.content})
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -297,7 +301,7 @@ class ChatRenderer:
         content = prompt.content
         if self._template is None and isinstance(content, str):
             return self._token_ids(f"{self._data.system_prompt or ''}{content}")
-        messages, place = self._messages(content), _place(prompt)
+        messages, place = self.messages(prompt), _place(prompt)
         is_begun = bool(messages) and is_prefill(messages[-1])
         text = self._required(messages, place).render(messages, (), place, is_begun=is_begun)
         return self._encoded(text, messages, place)
@@ -342,13 +346,6 @@ class ChatRenderer:
         if media:
             raise ConfigError(f"model.path: {place} has images, and the model sees none")
         return token_ids
-
-    def _messages(self, content: str | Sequence[Message]) -> list[Message]:
-        if not isinstance(content, str):
-            return list(content)
-        system = self._data.system_prompt
-        opening: list[Message] = [{"role": "system", "content": system}] if system else []
-        return [*opening, {"role": "user", "content": content}]
 
 
 def _place(prompt: Prompt) -> str:

@@ -31,10 +31,10 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from actors.concurrency import Threads
 from actors.engines.model import device_of
 from actors.rendering.chat_template import rendered
 from actors.rewards.forms import conversation
-from actors.threads import Threads
 from streamrl.config.section import Device, Dtype, NotNegative, Positive, Section
 from streamrl.errors import ConfigError, RolloutError, reading
 from streamrl.interfaces import Episode

@@ -15,11 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from actors.concurrency import together
+from actors.concurrency import Threads, together
 from actors.rewards.calls.isolated import Processes
 from actors.rewards.calls.limits import OutputLimit, RewardLimits
 from actors.rewards.forms import BoundFunction
-from actors.threads import Threads
 from streamrl.errors import RewardError, RolloutError
 from streamrl.interfaces import Episode, Score
 from streamrl.samples.record import shortened_answer

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from actors.sandbox.isolation import IsolationChoice
 from actors.sandbox.limits import SandboxLimits, SandboxResult
 from actors.sandbox.sandbox import Sandbox
-from actors.tools.tool import ToolError, ToolSession
+from actors.tools import ToolError, ToolSession
 from streamrl.config.generator import CallLimits, ToolSettings
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import ToolSchema

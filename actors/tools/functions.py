@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from actors.threads import Threads
-from actors.tools.tool import ToolError, ToolSession, name_of
+from actors.concurrency import Threads
+from actors.tools import ToolError, ToolSession, name_of
 from streamrl.config.generator import CallLimits, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import ToolSchema
@@ -173,4 +173,6 @@ class _FunctionSession:
 
 def as_text(result: object) -> str:
     """What the policy reads of a result: text as it stands, anything else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, default=str, ensure_ascii=False)

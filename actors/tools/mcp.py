@@ -19,7 +19,7 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult, Tool
 
-from actors.tools.tool import ToolError, ToolSession
+from actors.tools import ToolError, ToolSession
 from streamrl.config.generator import CallLimits, McpServerSettings
 from streamrl.errors import RolloutError, did_you_mean
 from streamrl.interfaces import ToolSchema
@@ -194,5 +194,5 @@ def _text(result: CallToolResult) -> str:
     if result.is_error:
         raise ToolError(text)
     if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content)
+        return json.dumps(result.structured_content, ensure_ascii=False)
     return text

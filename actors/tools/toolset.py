@@ -1,10 +1,14 @@
-"""All tools of a generator, and the calls of one episode.
+"""All tools of a generator, the calls of one episode, and the environment `tools`.
 
-    Toolset        made from `generator.tools` and `generator.mcp_servers`; lives with its generator
-    EpisodeTools   one episode's sessions; runs its calls, and counts them by tool
+    Toolset          of `generator.tools` and `generator.mcp_servers`; lives with its generator
+    EpisodeTools     one episode's sessions; runs its calls, and counts them by tool
+    ToolEnvironment  the policy calls tools until a turn of its makes no call
 
 Invariant: a call is answered within its wait for a slot and its time limit, by a result or by a
 sentence that begins with "error:".
+
+A completion that calls nothing, that was cut, or whose call cannot be read ends the episode; the
+last of these counts as an invalid turn. The reward judges the last turn, or the conversation.
 """
 
 import asyncio
@@ -14,16 +18,22 @@ from dataclasses import astuple, dataclass, replace
 from time import monotonic
 from typing import Any
 
+from actors.tools import ToolError, ToolSession, ToolSource, name_of
 from actors.tools.builtin import Calculator, PythonTool
 from actors.tools.functions import UserTool
-from actors.tools.tool import ToolError, ToolSession, ToolSource, name_of
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.extras import missing
-from streamrl.interfaces import Message, ToolSchema
+from streamrl.interfaces import EnvironmentContext, Message, Observation, ToolSchema, Transition
+from streamrl.types import Completion, FinishReason
 from streamrl.user_code import is_user_code
 
 log = logging.getLogger(__name__)
+
+TOOLS = "tools"
+"""The name of the environment."""
+# More calls in one completion are answered with an error and not run.
+_MAX_CALLS = 32
 
 BUILT_IN: Mapping[str, Callable[[ToolSettings, str], ToolSource]] = {
     "calculator": Calculator,
@@ -180,8 +190,7 @@ class EpisodeTools:
             )
         self._counts = {**self._counts, name: counts}
         # Half a surrogate pair, as JSON can hold it, is no text that a tokenizer takes.
-        content = content.encode(errors="replace").decode()
-        return cut(content, limits.max_result_length)
+        return cut(content, limits.max_result_length).encode(errors="replace").decode()
 
 
 def make_sources(generator: GeneratorSettings) -> tuple[ToolSource, ...]:
@@ -225,3 +234,63 @@ async def _close(sessions: Sequence[ToolSession]) -> None:
     for outcome in closed:
         if isinstance(outcome, BaseException):
             raise outcome
+
+
+class ToolEnvironment:
+    """One episode with the tools of its generator."""
+
+    def __init__(self, toolset: Toolset, tools: Sequence[str] = ()) -> None:
+        """
+        Args:
+            tools: names of those that may be called; none: all.
+        """
+        self._toolset = toolset
+        self._names = tuple(tools)
+        self._tools: EpisodeTools | None = None
+        self._context: EnvironmentContext | None = None
+
+    async def start(self, context: EnvironmentContext) -> Observation:
+        """The prompt, with the tools as the chat template describes them. Waits for the tools."""
+        self._context = context
+        self._tools = await self._toolset.open(self._names)
+        messages = context.renderer.messages(context.prompt)
+        return Observation(messages=messages, tools=self._tools.schemas)
+
+    async def step(self, completion: Completion) -> Transition:
+        """The answers to the completion's calls. Waits for the slowest, at most its time limit."""
+        assert self._tools is not None, "start comes first"
+        assert self._context is not None, "start comes first"
+        message = self._context.renderer.parse(completion.token_ids.tolist(), self._tools.schemas)
+        calls = message.get("tool_calls", ())
+        if not calls or completion.finish_reason is not FinishReason.STOP:
+            is_valid = "parse_error" not in message
+            return Transition(done=True, is_valid=is_valid, metrics=self._tools.metrics)
+        answers = await asyncio.gather(
+            *(self._tools.answer(call) for call in calls[:_MAX_CALLS]),
+        )
+        refused = tuple(_refusal(call) for call in calls[_MAX_CALLS:])
+        return Transition(
+            Observation(messages=(*answers, *refused)),
+            done=False,
+            num_tool_calls=len(answers),
+            metrics=self._tools.metrics,
+        )
+
+    async def snapshot(self) -> Any:
+        """None where a session may know earlier calls."""
+        return None if self._tools is None else self._tools.snapshot()
+
+    async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
+        """Waits for the tools."""
+        await self.start(context)
+        assert self._tools is not None, "they were opened"
+        self._tools.restore(snapshot)
+
+    async def close(self) -> None:
+        if self._tools is not None:
+            await self._tools.close()
+
+
+def _refusal(call: Mapping[str, Mapping[str, str]]) -> Message:
+    content = f"error: not run, one turn may make {_MAX_CALLS} calls"
+    return {"role": "tool", "name": call["function"]["name"], "content": content}

@@ -212,7 +212,7 @@ async def asynchronous(
     )
     learner = MemoryBuffer(state)
     await learner.attach(0, None)
-    generator = Generator(config, "g", runner, learner.client())
+    generator = Generator(config, "g", runner.engine, lambda _: runner, learner.client())
     running = asyncio.create_task(generator.run())
 
     async def until(num_groups: int) -> float:

@@ -123,7 +123,8 @@ async def generate(url: str, counted: Path, rate: float, keep_every_s: float) ->
         group_size=GROUP_SIZE,
         max_model_len=4 * LONGEST,
     )
-    running = asyncio.create_task(Generator(config, "g", runner, ZmqBuffer(url)).run())
+    made = Generator(config, "g", engine, lambda _: runner, ZmqBuffer(url))
+    running = asyncio.create_task(made.run())
     # One write of one length: a process that is killed leaves the last one or the one before.
     file = os.open(counted, os.O_WRONLY | os.O_CREAT)
     while not running.done():

@@ -24,10 +24,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.hf.engine import HfEngine
-from actors.environments.stream import open_stream
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.evaluation import greedy_groups_of, scores_of
+from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.restore import load_trainer
@@ -147,7 +147,7 @@ class LaggedRun:
             self._engine.reload(self._past[sampled_by], sampled_by)
             leases = [unbuffered_lease("lag", index) for _, index in of_version]
             groups += await self._engine.generate_together(
-                [self._runner.run(one) for one in leases]
+                [self._runner.of(one.prompt_index).run(one) for one in leases]
             )
         return sorted(groups, key=lambda group: group.prompt_index)
 

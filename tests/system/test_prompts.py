@@ -12,7 +12,7 @@ import pytest
 
 from actors.make_model import make_tokenizer
 from actors.prompts.fitting import fitting_rows
-from actors.prompts.mixture import FirstPrompts
+from actors.prompts.order import FirstPrompts
 from actors.rendering.renderer import ChatRenderer
 from streamrl.cli.main import main
 from streamrl.config import RunConfig

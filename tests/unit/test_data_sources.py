@@ -18,10 +18,8 @@ import pytest
 import zstandard
 from hypothesis import given
 
-from actors.environments.stream import open_stream
-from actors.prompts import open_held_out, open_prompts
-from actors.prompts.epochs import Epochs
-from actors.prompts.mixture import FirstPrompts, Mixture
+from actors.prompts import open_held_out, open_prompts, open_stream
+from actors.prompts.order import Epochs, FirstPrompts, Mixture
 from streamrl.api import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config

@@ -13,7 +13,7 @@ from hypothesis import given
 from actors.dynamic_sampling import UniformFilter
 from actors.episodes.group import first_finished, first_of_each, unbuffered_lease
 from buffers.audit import EventLengths
-from streamrl.config.algorithm.settings import DynamicSamplingSettings
+from streamrl.config.algorithm.settings import AlgorithmSettings
 from streamrl.config.generator import OversampleSettings
 from streamrl.config.loading.load import load_config
 from streamrl.errors import ConfigError, RolloutError
@@ -28,8 +28,8 @@ def group(*rewards: float) -> TrajectoryGroup:
     return TrajectoryGroup(group_id="g", prompt_index=0, environment="e", trajectories=trajectories)
 
 
-def settings(**values: object) -> DynamicSamplingSettings:
-    return DynamicSamplingSettings.model_validate(values)
+def settings(**values: object) -> AlgorithmSettings:
+    return AlgorithmSettings.model_validate({"dynamic_sampling": values})
 
 
 def test_a_group_is_left_out_if_its_rewards_are_alike():
@@ -37,7 +37,7 @@ def test_a_group_is_left_out_if_its_rewards_are_alike():
     assert chosen.leaves_out(group(1.0, 1.0, 1.0))
     assert chosen.leaves_out(group(0.1 + 0.2, 0.3))
     assert not chosen.leaves_out(group(1.0, 0.0, 1.0))
-    assert not UniformFilter(None, 8).leaves_out(group(1.0, 1.0))
+    assert not UniformFilter(AlgorithmSettings(), 8).leaves_out(group(1.0, 1.0))
 
 
 @given(
@@ -85,6 +85,21 @@ def test_a_metric_of_the_environment_decides_if_it_is_named(caplog):
     assert "environment e does not record 'solved'" in caplog.text
 
 
+def test_the_rewards_that_gdpo_normalizes_by_themselves_are_compared_by_themselves():
+    rewards = {"reward/math": 1.0, "reward/format": 0.5}
+    own = {"advantage": "gdpo", "advantage_config": {"rewards": rewards}, "dynamic_sampling": {}}
+    chosen = UniformFilter(AlgorithmSettings.model_validate(own), groups_per_step=8)
+
+    def scored(*pairs: tuple[float, float]) -> TrajectoryGroup:
+        made = group(*(1.0 for _ in pairs))
+        for trajectory, (math, form) in zip(made.trajectories, pairs, strict=True):
+            trajectory.metrics.update({"reward/math": math, "reward/format": form})
+        return made
+
+    assert not chosen.leaves_out(scored((1.0, 0.0), (0.5, 1.0)))
+    assert chosen.leaves_out(scored((1.0, 0.0), (1.0, 0.0)))
+
+
 class OddAreAlike:
     """Rewards differ for the siblings of an even prompt only."""
 
@@ -94,8 +109,7 @@ class OddAreAlike:
 
 
 def with_dynamic_sampling(run: Run, **values: object) -> None:
-    algorithm = run.config.algorithm.model_copy(update={"dynamic_sampling": settings(**values)})
-    run.config = run.config.model_copy(update={"algorithm": algorithm})
+    run.config = run.config.model_copy(update={"algorithm": settings(**values)})
 
 
 async def test_the_prompts_that_follow_are_sampled_in_their_place_and_lengths_are_counted():

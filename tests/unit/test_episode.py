@@ -219,7 +219,7 @@ async def test_the_tokens_of_the_longest_sibling_are_known_while_it_is_sampled()
     engine = FakeEngine()
     engine.open.clear()
     first, second = episode(engine), episode(engine)
-    progress = GroupProgress([first, second])
+    progress = GroupProgress(episodes=[first, second])
     assert (GroupProgress().num_tokens, progress.num_tokens) == (-1, -1)
     engine.at_stop = 5
     running = asyncio.create_task(first.run(context(), SAMPLING))

@@ -186,10 +186,13 @@ class Run:
             max_model_len=100,
         )
 
+    def generator(self) -> Generator:
+        engine, runner = self.runner.engine, self.runner
+        return Generator(self.config, "g", engine, lambda _: runner, self.learner.client())
+
     @contextlib.asynccontextmanager
     async def generating(self) -> AsyncIterator[Generator]:
-        buffer = self.learner.client()
-        generator = Generator(self.config, "g", self.runner, buffer)
+        generator = self.generator()
         running = asyncio.create_task(generator.run())
         try:
             yield generator
@@ -345,7 +348,7 @@ async def test_a_failed_rollout_drops_its_group_and_the_generator_goes_on(caplog
 
 async def assert_gives_up(run: Run, reason: str) -> None:
     await run.learner.attach(0, None)
-    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    generator = run.generator()
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(generator.run(), 10)
     sentence = f"^{reason}; 32 groups have failed one after the other$"
@@ -412,7 +415,7 @@ async def test_an_engine_that_dies_takes_the_generator_with_it():
     run = Run()
     await run.learner.attach(0, None)
     run.engine.failure = RuntimeError("the engine's thread has died")
-    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    generator = run.generator()
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(generator.run(), 10)
     assert caught.group_contains(RuntimeError, match="thread has died")
@@ -608,7 +611,7 @@ async def test_a_drained_generator_finishes_its_groups_and_leaves():
     run = Run()
     run.engine.open.clear()
     await run.learner.attach(0, None)
-    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    generator = run.generator()
     running = asyncio.create_task(generator.run())
     await run.until(lambda: run.books.leased == 4)
     await run.learner.set_scheduling_state("g", SchedulingState.DRAINING)
@@ -638,7 +641,7 @@ async def test_a_generator_whose_id_another_process_took_leaves():
     run = Run()
     run.engine.open.clear()
     await run.learner.attach(0, None)
-    old = Generator(run.config, "g", run.runner, run.learner.client())
+    old = run.generator()
     running = asyncio.create_task(old.run())
     await run.until(lambda: run.books.leased == 4)
     async with run.generating():
@@ -715,7 +718,7 @@ def test_leases_wait_for_a_version_as_long_as_loads_take(monkeypatch):
             min_policy_version=min_policy_version,
             expires_at_s=0.0,
         )
-        made = LeasedGroup(lease, SimpleNamespace(), 1, GroupProgress())
+        made = LeasedGroup(lease, SimpleNamespace(), GroupProgress(1))
         if has_begun:
             made.turn.set()
         return made
@@ -789,7 +792,7 @@ def test_engines_that_start_at_random_or_elsewhere_lack_the_weights(engine):
 async def test_the_end_of_the_run_ends_the_generator():
     run = Run()
     await run.learner.attach(0, None)
-    generator = Generator(run.config, "g", run.runner, run.learner.client())
+    generator = run.generator()
     running = asyncio.create_task(generator.run())
     await run.until(lambda: run.books.buffered == 4)
     await run.learner.finish()

@@ -12,7 +12,7 @@ from actors import generator
 from actors.episode_record import Rollout, Segment, Span
 from actors.generator import Generator
 from streamrl import wire
-from streamrl.config.generator import OversampleSettings
+from streamrl.config.generator import EpisodeSettings, OversampleSettings
 from streamrl.errors import BufferFullError
 from streamrl.interfaces import CompletionHandle, EnvironmentContext
 from streamrl.types import (
@@ -75,7 +75,7 @@ def make_run() -> Run:
 
 def generator_of(run: Run, engine: FakeEngine, **changes: object) -> Generator:
     runner = dataclasses.replace(run.runner, **{"group_size": 3, "engine": engine, **changes})
-    return Generator(run.config, "g", runner, run.learner.client())
+    return Generator(run.config, "g", engine, lambda _: runner, run.learner.client())
 
 
 def num_kept(run: Run) -> list[int]:
@@ -326,17 +326,21 @@ async def test_the_oldest_token_of_an_unfinished_sibling_counts():
 
 
 class Counting(CountingEnvironment):
-    """Says which instance was restored where; `fails` in one of its methods."""
+    """Says which instance was restored where; `fails` or `hangs` in one of its methods."""
 
-    fails = ""
+    fails = hangs = ""
     restored: list[int] = []  # noqa: RUF012
 
     async def snapshot(self) -> object:
+        if self.hangs == "snapshot":
+            await asyncio.Event().wait()
         if self.fails == "snapshot":
             raise ValueError("told to fail")
         return object() if self.fails == "encoding" else {"turn": self._turn}
 
     async def restore(self, context: EnvironmentContext, snapshot: dict[str, int]) -> None:
+        if self.hangs == "restore":
+            await asyncio.Event().wait()
         if self.fails == "restore":
             raise ValueError("told to fail")
         self._turn = snapshot["turn"]
@@ -355,6 +359,8 @@ class TurnByTurnEngine(FakeEngine):
         self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
     ) -> Completion:
         self.read.append(tuple(prompt))
+        if handle.stop.is_set():
+            return self._completion((), 0, FinishReason.DEADLINE)
         if prompt.count(9) >= self._num_turns:
             self.num_waiting += 1
             await asyncio.Event().wait()
@@ -400,6 +406,20 @@ async def test_a_snapshot_that_fails_costs_the_turns_and_is_said_once(
         assert [t.response_mask.sum() for t in group.trajectories] == [6] * 3
     assert counting.restored == []
     consequence = "begins anew" if fails == "restore" else "finished turns of an episode are not"
+    assert caplog.text.count(consequence) == 1
+
+
+@pytest.mark.parametrize("hangs", ["snapshot", "restore"])
+async def test_a_snapshot_that_hangs_cuts_no_turn(
+    counting: type[Counting], hangs: str, caplog: pytest.LogCaptureFixture
+):
+    run = make_run()
+    await leave_unfinished(run, TurnByTurnEngine(DEAD, 1), make_environment=counting)
+    counting.hangs, settings = hangs, EpisodeSettings(turn_deadline_s=0.05)
+    engine = TurnByTurnEngine(ALIVE, 3)
+    for group in await groups_of(run, engine, make_environment=counting, settings=settings):
+        assert [t.response_mask.sum() for t in group.trajectories] == [6] * 3
+    consequence = "begins anew" if hangs == "restore" else "finished turns of an episode are not"
     assert caplog.text.count(consequence) == 1
 
 

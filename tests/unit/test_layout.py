@@ -21,7 +21,7 @@ SHORT = {
     "a command": "cli/evaluate cli/new processes/torchrun",
     "a section of the configuration": "config/tracking",
     "an interface, or what messages hold, beside others of its kind": (
-        "interfaces/tracking types/parity types/validation tools/tool"
+        "interfaces/tracking types/parity types/validation"
     ),
     "imported where torch or vLLM must not be, or run by a process of its own": (
         "engines/vllm/cpu engines/vllm/plugin served/process_guard"
@@ -29,7 +29,7 @@ SHORT = {
     "one half of what actors and learners do, which don't see each other": (
         "actors/parity learners/parity"
     ),
-    "read by rooms that don't see each other": ("process_environment prompts/seeds"),
+    "read by rooms that don't see each other": "process_environment",
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""
 

@@ -7,14 +7,10 @@ from itertools import islice
 import pytest
 
 from actors.environments import BUILT_IN, make_environment
-from actors.environments.stream import open_held_out_stream, open_stream
-from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import make_runner
 from actors.make_model import make_tokenizer
-from actors.prompts import open_held_out, open_prompts
-from actors.prompts.reasoning import _BLOCK, UNEARNED
-from actors.prompts.seeds import FIRST_HELD_OUT, block_seed, seed_of
-from actors.prompts.tasks import TASKS
+from actors.prompts import open_held_out, open_held_out_stream, open_prompts, open_stream
+from actors.prompts.tasks import _BLOCK, FIRST_HELD_OUT, TASKS, UNEARNED, block_seed, seed_of
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
@@ -198,7 +194,7 @@ def test_a_group_without_a_level_of_its_own_is_held_out_with_another_seed():
         ("held out", open_held_out_stream(config)),
     ):
         runner = make_runner(config, FakeEngine(), renderer, stream).of(0)
-        seeds[name] = {runner._seed(unbuffered_lease("test", i)) for i in range(20)}
+        seeds[name] = {seed_of(runner.run_seed, i) for i in range(20)}
     assert max(seeds["training"]) < FIRST_HELD_OUT <= min(seeds["held out"])
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec import structs
 
+from actors.episodes.group import GroupProgress
 from actors.leased_group import LeasedGroup
 from actors.status_report import Occupancy
 from learners import learner
@@ -163,7 +164,7 @@ class Clock:
 
 def group(index: int, num_episodes: int = 4, *, has_begun: bool = True) -> LeasedGroup:
     lease = Lease(lease_id=f"l{index}", prompt_index=index, min_policy_version=0, expires_at_s=0.0)
-    leased = LeasedGroup(lease, None, num_episodes)  # type: ignore[arg-type]
+    leased = LeasedGroup(lease, None, GroupProgress(num_episodes))  # type: ignore[arg-type]
     if has_begun:
         leased.turn.set()
     return leased

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from actors.concurrency import Threads
 from actors.rewards import make_reward
-from actors.threads import Threads
 from streamrl.config.data import DataSettings
 from streamrl.errors import RolloutError
 from tests.unit.rewards.episodes import episode

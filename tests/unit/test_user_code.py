@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from actors.environments import make_environment
-from actors.environments.stream import open_stream
 from actors.episodes.mixed_runner import make_runner
 from actors.make_model import make_tokenizer
-from actors.prompts import open_held_out, open_prompts
-from actors.prompts.seeds import HELD_OUT_RUN_SEED
+from actors.prompts import open_held_out, open_prompts, open_stream
+from actors.prompts.tasks import HELD_OUT_RUN_SEED
 from actors.rendering.renderer import ChatRenderer
 from learners.trainer import Trainer
 from streamrl.algorithms.objective import require_algorithm
@@ -192,7 +191,7 @@ async def sampled(own: str, environment: str, renderer: ChatRenderer) -> Traject
     config = config.model_copy(update={"run": seeded})
     runner = make_runner(config, FakeEngine(), renderer, open_stream(config, renderer))
     lease = Lease(lease_id="a", prompt_index=0, min_policy_version=0, expires_at_s=0.0)
-    return await runner.run(lease)
+    return await runner.of(0).run(lease)
 
 
 @pytest.fixture

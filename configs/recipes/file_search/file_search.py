@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from actors.rewards.answers import answered_number
-from actors.tools.environment import ToolEnvironment
-from actors.tools.tool import ToolError
-from actors.tools.toolset import Toolset
+from actors.tools import ToolError
+from actors.tools.toolset import ToolEnvironment, Toolset
 from streamrl.config.generator import CallLimits
 from streamrl.interfaces import Prompt
 

@@ -6,7 +6,7 @@ form of a game and some of its sense, and reinforcement learning has a reward to
 
 import numpy as np
 
-from actors.environments.games.frozen_lake import FrozenLakeGame
+from actors.environments.gymnasium import FrozenLakeGame
 from streamrl.interfaces import Prompt
 
 MOVES = "LDRU"

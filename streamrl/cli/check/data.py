@@ -22,19 +22,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec.structs import replace
 
 from actors.environments import make_environment, require_rendering
-from actors.environments.stream import shares
-from actors.prompts import open_held_out, open_prompts
-from actors.prompts.media import text_of
-from actors.prompts.reasoning import check_scorer
-from actors.prompts.rows import PromptRows, for_teachers
-from actors.prompts.tasks import TASKS
+from actors.prompts import open_held_out, open_prompts, shares
+from actors.prompts.rows import PromptRows, for_teachers, text_of
+from actors.prompts.tasks import TASKS, check_scorer
 from actors.rendering.messages import template_errors
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row
 from actors.sandbox.isolation import IsolationChoice, choose, why_not
-from actors.tools.environment import TOOLS
-from actors.tools.tool import name_of
-from actors.tools.toolset import make_sources
+from actors.tools import name_of
+from actors.tools.toolset import TOOLS, make_sources
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry

@@ -15,10 +15,10 @@ from transformers.utils.logging import disable_progress_bar
 from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.environments import require_rendering
-from actors.environments.stream import open_stream
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.make_model import make_model
+from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from streamrl.algorithms.objective import require_algorithm
 from streamrl.config import RunConfig

@@ -207,7 +207,8 @@ class DynamicSamplingSettings(Section):
     sampled in their place (DAPO, arXiv 2503.14476)."""
 
     metric: str = "reward"
-    """What must differ: reward, before shaping, or a metric that the environment records."""
+    """What must differ: reward, before shaping (with gdpo one of the rewards that it names), or a
+    metric that the environment records."""
     max_refills: PositiveNumber = 9.0
     """Most groups left out for each one kept; beyond that they are trained."""
 

@@ -252,11 +252,8 @@ def test_a_version_of_flash_attention_needs_its_module(models: Path):
 
 SAID: Mapping[str, str] = {
     "check calls what raises": """
-        actors/engines/__init__ actors/environments/__init__ actors/environments/stream
-        actors/prompts/__init__ actors/prompts/media
-        actors/prompts/epochs actors/prompts/reasoning
-        actors/prompts/rows actors/prompts/tasks
-        actors/prompts/user
+        actors/engines/__init__ actors/environments/__init__
+        actors/prompts/__init__ actors/prompts/order actors/prompts/rows actors/prompts/tasks
         actors/rendering/chat_template actors/rendering/parsing actors/rendering/renderer
         actors/rewards/__init__ actors/rewards/checks actors/rewards/remote/http
         actors/rewards/remote/judge actors/rewards/reward_model actors/sandbox/isolation
@@ -272,7 +269,7 @@ SAID: Mapping[str, str] = {
 }
 LATER: Mapping[str, str] = {
     "of a command, or of a daemon that is started by hand": """
-        actors/evaluation actors/parity actors/validation buffers/daemon
+        actors/evaluation actors/validation buffers/daemon
         learners/checkpoints/export learners/daemon learners/executor/place learners/replay
     """,
     "what an engine, its server or vLLM's platform says of its arguments": """

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.environments.stream import shares
-from actors.prompts import open_prompts
+from actors.prompts import open_prompts, shares
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.environments import first_difference
 from tests.training import make_config

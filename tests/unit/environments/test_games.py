@@ -1,14 +1,16 @@
 """FrozenLake and any other Gymnasium environment, turn by turn."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from actors.environments import make_environment
-from actors.environments.games.frozen_lake import ACTIONS
-from actors.environments.games.game import GameEnvironment, Outcome, find_action
-from actors.environments.games.gymnasium import plain
+from actors.environments.game import GameEnvironment, Outcome, find_action
+from actors.environments.gymnasium import LAKE_ACTIONS, plain
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from streamrl.config import RunConfig
@@ -125,7 +127,7 @@ async def test_the_seed_of_the_row_chooses_the_map():
     ],
 )
 def test_the_action_named_last_is_taken(answer, action):
-    assert find_action(answer, ACTIONS) == action
+    assert find_action(answer, LAKE_ACTIONS) == action
 
 
 async def test_any_gymnasium_environment_with_text_is_played_by_named_actions():
@@ -193,6 +195,29 @@ async def test_a_game_that_fails_costs_its_group(failing: str, seed: object, sen
 
     with pytest.raises(RolloutError, match=f"^{sentence}$"):
         await play()
+
+
+async def test_a_game_that_hangs_holds_up_nothing_else():
+    is_over = threading.Event()
+
+    class Hanging:
+        instructions = "go"
+
+        def reset(self, seed: int) -> str:
+            is_over.wait()
+            return "here"
+
+        def close(self) -> None: ...
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    hanging = Played(GameEnvironment(Hanging(), instructions=None, max_moves=0))
+    try:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hanging.start(3), 0.05)
+        await hanging.environment.close()
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 5.0) == 7
+    finally:
+        is_over.set()
 
 
 def test_terminal_colors_become_brackets():

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from actors.prompts.mixture import NUM_BATCHES, Mixture
+from actors.prompts.order import NUM_BATCHES, Mixture
 
 weights = st.lists(st.floats(0.05, 10), min_size=1, max_size=5)
 

@@ -11,8 +11,7 @@ import pytest
 from actors.environments import BUILT_IN, BY_ID, make_environment
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
-from actors.tools.environment import ToolEnvironment
-from actors.tools.toolset import Toolset
+from actors.tools.toolset import ToolEnvironment, Toolset
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError

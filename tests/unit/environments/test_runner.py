@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.environments.stream import open_held_out_stream, open_stream
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.make_model import make_tokenizer
+from actors.prompts import open_held_out_stream, open_stream
 from actors.rendering.renderer import ChatRenderer
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.credit import CreditAssigner
@@ -82,7 +82,8 @@ def renderer_of(config: RunConfig) -> ChatRenderer:
 
 async def groups_of(config: RunConfig, count: int):
     runner = runner_of(config)
-    return [await runner.run(unbuffered_lease("test", index)) for index in range(count)]
+    leases = [unbuffered_lease("test", index) for index in range(count)]
+    return [await runner.of(lease.prompt_index).run(lease) for lease in leases]
 
 
 async def test_each_group_is_played_scored_and_named_by_its_entry():
@@ -114,7 +115,7 @@ async def test_the_learner_subtracts_invalid_turns_and_compares_within_an_enviro
 
 def test_an_engine_has_room_by_the_siblings_of_what_it_holds():
     runner = runner_of(config_of(LAKE, WORDS))
-    sizes = [runner.num_episodes_of(unbuffered_lease("test", index)) for index in range(6)]
+    sizes = [runner.of(index).num_episodes for index in range(6)]
     assert Counter(sizes) == {3: 2, 2: 4}
 
 

@@ -14,7 +14,7 @@ HANOI = ("[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]")
 
 def make_game(name: str) -> Any:
     """Imports the package for who plays, and not wherever tests are collected: it takes seconds."""
-    from actors.environments.games.textarena import TextArenaGame
+    from actors.environments.textarena import TextArenaGame
 
     return TextArenaGame(name, {})
 

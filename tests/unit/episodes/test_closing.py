@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from actors import concurrency
 from actors.concurrency import DeadlineError, deadline
@@ -17,6 +18,7 @@ from actors.environments import SingleTurn, make_environment
 from actors.episodes.episode import EpisodeRun
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import open_group
+from streamrl import wire
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Transition
 from streamrl.types import Completion, SamplingParams
@@ -232,6 +234,23 @@ async def test_numbers_of_other_libraries_are_recorded_as_numbers(one, half):
     (turn,) = rollout.turns
     assert (turn.reward, type(turn.num_tool_calls), turn.num_tool_calls) == (0.5, int, 1)
     assert rollout.metrics["half"] == 0.5
+
+
+async def test_lists_and_numbers_of_other_libraries_are_those_that_are_compared_and_sent():
+    class Loose(Turns):
+        async def start(self, context: EnvironmentContext) -> Observation:
+            return Observation(token_ids=list(map(np.int64, context.prompt_token_ids)), media=[])
+
+        def answer(self, completion: Completion) -> Observation:
+            return Observation(token_ids=[np.int64(9)], media=[])
+
+        async def step(self, completion: Completion) -> Transition:
+            return dataclasses.replace(await super().step(completion), in_loss=np.bool_(True))
+
+    loose, plain = await run(Loose), await run(Turns)
+    assert len(loose.segments) == 1
+    sent = [wire.encode(structs.replace(rollout, metrics={})) for rollout in (loose, plain)]
+    assert sent[0] == sent[1]
 
 
 # State that siblings share.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors import threads
+from actors import concurrency
 from actors.rewards import make_reward
 from actors.rewards.calls.limits import MAX_BYTES, RewardLimits
 from streamrl.config.data import DataSettings
@@ -82,7 +82,7 @@ async def test_a_hanging_call_costs_its_group_after_its_timeout(reward):
 
 
 async def test_threads_that_hang_are_bounded_and_come_back(reward, monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "MAX_HUNG", 2)
+    monkeypatch.setattr(concurrency, "MAX_HUNG", 2)
     hanging = reward("hangs", timeout_s=0.05)
     for _ in range(2):
         with pytest.raises(RewardError, match="timeout_s"):

@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, strategies as st
 
+from actors.tools import ToolError
 from actors.tools.builtin import Calculator, evaluate
-from actors.tools.tool import ToolError
 from streamrl.config.generator import ToolSettings
 from streamrl.errors import ConfigError
 

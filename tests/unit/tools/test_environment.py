@@ -11,8 +11,7 @@ import pytest
 from actors.episode_record import Rollout
 from actors.episodes.episode import EpisodeRun
 from actors.rendering.renderer import ChatRenderer
-from actors.tools.environment import ToolEnvironment
-from actors.tools.toolset import Toolset
+from actors.tools.toolset import ToolEnvironment, Toolset
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.interfaces import CompletionHandle, EnvironmentContext, Prompt

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.tools.tool import name_of
+from actors.tools import name_of
 from actors.tools.toolset import EpisodeTools, Toolset
 from streamrl.config import load_config
 from streamrl.config.generator import GeneratorSettings, McpServerSettings

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from actors.environments import environment_maker, require_rendering
-from actors.environments.stream import open_stream
 from actors.episodes.episode import EpisodeRun
 from actors.make_model import make_tokenizer
+from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer
 from actors.tools.toolset import Toolset
 from streamrl.config import RunConfig, load_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.tools.tool import name_of
+from actors.tools import name_of
 from actors.tools.toolset import EpisodeTools, Toolset
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
@@ -152,7 +152,7 @@ class TestFunctions:
 
     async def test_a_coroutine_and_a_result_that_is_no_text(self, own: Path) -> None:
         tools = await open_tools(f"{own}:later")
-        assert json.loads(await answer(tools, "later", text="soon")) == {"text": "soon"}
+        assert await answer(tools, "later", text="schön") == '{"text": "schön"}'
 
     async def test_a_class_keeps_the_state_of_one_episode(self, own: Path) -> None:
         settings = ToolSettings(tool=f"{own}:Notes", kwargs={"first": "one"})
@@ -205,7 +205,7 @@ class TestAnswers:
     async def test_functions_that_never_return_do_not_pile_up(
         self, own: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("actors.threads.MAX_HUNG", 2)
+        monkeypatch.setattr("actors.concurrency.MAX_HUNG", 2)
         tools = await open_tools(ToolSettings(tool=f"{own}:block", time_limit_s=0.02))
         answers = [await answer(tools, "block") for _ in range(3)]
         assert answers[2].startswith("error: block: 2 earlier calls have not returned")
@@ -217,7 +217,7 @@ class TestAnswers:
     async def test_a_tool_that_cancels_itself_is_answered_and_does_not_hang(
         self, own: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
-        monkeypatch.setattr("actors.threads.MAX_HUNG", 1)
+        monkeypatch.setattr("actors.concurrency.MAX_HUNG", 1)
         tools = await open_tools(ToolSettings(tool=f"{own}:{name}", time_limit_s=10))
         answers = [await answer(tools, name) for _ in range(2)]
         assert answers == [f"error: {name}: CancelledError: mine"] * 2

@@ -12,7 +12,7 @@ from typing import Any
 import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
-from actors.environments.games.game import GameEnvironment, Outcome
+from actors.environments.game import GameEnvironment, Outcome
 from streamrl.errors import did_you_mean
 from streamrl.user_code import attributed_to
 

@@ -8,20 +8,21 @@ no action; what was thought is not part of it. A game that raises, which may be 
 its group (RolloutError).
 """
 
-import asyncio
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, Protocol, TypeVar
 
+from actors.concurrency import Threads
 from actors.rewards.answers import answer_part
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Observation, Renderer, Transition
 from streamrl.types import Completion
 from streamrl.user_code import attributed_to
 
+T = TypeVar("T")
 SEED = "seed"
 """The column of a prompt's row that chooses the level; without it the group's seed does."""
 
@@ -72,7 +73,7 @@ class GameEnvironment:
         if max_moves < 0:
             raise ValueError(f"max_moves was {max_moves}; it must be 0 or more")
         self._game = game
-        self._attributed = partial(attributed_to, type(game).__name__, RolloutError)
+        self._name = type(game).__name__
         self._instructions = game.instructions if instructions is None else instructions
         self._max_moves = max_moves
         self._answers: list[str] = []
@@ -82,9 +83,9 @@ class GameEnvironment:
     async def start(self, context: EnvironmentContext) -> Observation:
         """Waits for the game."""
         self._renderer = context.renderer
-        with self._attributed():
+        with attributed_to(self._name, RolloutError):
             seed = int(context.prompt.row.get(SEED, context.seed))
-            state = await asyncio.to_thread(self._game.reset, seed)
+        state = await self._call(partial(self._game.reset, seed))
         self._states.update(state.encode(errors="replace"))
         opening = f"{self._instructions}\n\n{state}" if self._instructions else state
         return said(context.renderer, opening)
@@ -122,20 +123,33 @@ class GameEnvironment:
             raise RolloutError("the game went otherwise when its answers were played again")
 
     async def _play(self, answer: str) -> Outcome:
-        with self._attributed():
-            outcome = await asyncio.to_thread(self._game.step, answer)
+        outcome = await self._call(partial(self._game.step, answer))
         self._answers.append(answer)
         self._states.update(outcome.text.encode(errors="replace"))
         return outcome
 
     async def close(self) -> None:
-        with self._attributed():
-            await asyncio.to_thread(self._game.close)
+        await self._call(self._game.close)
+
+    async def _call(self, method: Callable[[], T]) -> T:
+        """Waits for the game."""
+
+        def called() -> T:
+            with attributed_to(self._name, RolloutError):
+                return method()
+
+        return await _threads_of(self._name).run(called)
 
     def _next(self, outcome: Outcome) -> str:
         if outcome.is_valid or not self._instructions:
             return outcome.text
         return f"Your answer names no action that is allowed.\n\n{outcome.text}"
+
+
+@cache
+def _threads_of(game: str) -> Threads:
+    """A game that hangs costs its own episodes, and not what else waits for a thread."""
+    return Threads(game)
 
 
 def said(renderer: Renderer, text: str) -> Observation:
