@@ -110,7 +110,7 @@ class MediaColumns:
         Raises:
             ConfigError: a column is no list, does not fit the markers, or a file is not there.
         """
-        columns = {kind: self._values(prompt, key) for kind, key in self.keys.items()}
+        columns = {kind: self._values(prompt, kind, key) for kind, key in self.keys.items()}
         if any(columns.values()):
             messages = self._messages(prompt.content)
             content = with_columns(messages, columns, prompt.origin)
@@ -120,10 +120,12 @@ class MediaColumns:
         self._require_files(prompt)
         return replace(prompt, folder=self.folder)
 
-    def _values(self, prompt: Prompt, key: str) -> Sequence[Any]:
+    def _values(self, prompt: Prompt, kind: str, key: str) -> Sequence[Any]:
         value = prompt.row.get(key)
         if value is None:
             return ()
+        if kind == "image" and isinstance(value, str | Mapping):
+            return [value]
         if not isinstance(value, list):
             raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be a list")
         return value

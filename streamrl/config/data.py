@@ -147,10 +147,11 @@ class DataSettings(Section):
     answer_key: str | None = "answer"
     """Column of the reference answer, such as reward_model.ground_truth; null for none."""
     image_key: str | None = None
-    """Column with a row's list of images: paths relative to the file, base64 data: URLs, or {bytes,
-    path}. <image> in the prompt is the place of one; without, they stand before it."""
+    """Column with a row's image, or the list of them: paths relative to the file, base64 data:
+    URLs, or {bytes, path}. <image> in the prompt is the place of one; without, they stand before
+    it."""
     video_key: str | None = None
-    """The same for videos, each a list of frames, at <video>."""
+    """Column with the list of a row's videos, each a list of such images, at <video>."""
     chat_template: Literal["native", "none"] | Path = "native"
     """`native`: the tokenizer's, if it has one; `none`: the prompt as it stands; or a Jinja
     file."""

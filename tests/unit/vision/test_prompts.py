@@ -50,6 +50,8 @@ def test_images_of_a_column_stand_at_their_markers_or_before_the_text(tmp_path):
         {"prompt": "ab<image>c<image>?", "images": ["a.png", url]},
         {"prompt": "ab?", "images": ["a.png"]},
         {"prompt": [{"role": "user", "content": "<image>d"}], "images": [{"path": "a.png"}]},
+        {"prompt": "ab?", "images": "a.png"},
+        {"prompt": "ab?", "images": {"path": "a.png"}},
         {"prompt": "ab?", "images": []},
         {"prompt": "ab?", "images": None},
     )
@@ -60,13 +62,15 @@ def test_images_of_a_column_stand_at_their_markers_or_before_the_text(tmp_path):
         [*ids("gab"), *one, *ids("c"), *four, *ids("?")],
         [*ids("g"), *one, *ids("ab?")],
         [*one, *ids("d")],
+        [*ids("g"), *one, *ids("ab?")],
+        [*ids("g"), *one, *ids("ab?")],
     ]
     for i, token_ids in enumerate(expected):
         prompt = load_media(prompts[i])
         assert list(own.encode(prompt)) == token_ids
     first = own.media_of(load_media(prompts[0]))
     assert first == (Media.image(DATA), Media.image(OTHER))
-    assert prompts[3].content == prompts[4].content == "ab?"
+    assert prompts[5].content == prompts[6].content == "ab?"
 
 
 def test_parts_of_parquet_rows_are_read_as_datasets_writes_them(tmp_path):
@@ -84,7 +88,7 @@ def test_parts_of_parquet_rows_are_read_as_datasets_writes_them(tmp_path):
     [
         ({"prompt": "<image><image>", "images": ["a.png"]}, "line 1 .* has 2 markers <image> and"),
         ({"prompt": "a", "images": ["b.png"]}, r"line 1 .*: there is no file .*b\.png"),
-        ({"prompt": "a", "images": "a.png"}, "line 1 .*: images was 'a.png'; it must be a list"),
+        ({"prompt": "a", "images": 3}, "line 1 .*: images was 3; it must be a list"),
         ({"prompt": [{"role": "user", "content": [{"type": "x"}]}]}, "line 1 .*: prompt was "),
     ],
 )
