@@ -84,6 +84,10 @@ def main(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output) if arguments.output else default
     dtype, size = getattr(torch, arguments.dtype), arguments.max_shard_size
     model, lora = config.model, config.learner.lora
+    if lora is not None:
+        # The settings of the run may have changed since.
+        alpha = checkpoint.record.get("lora_alpha") or lora.alpha
+        lora = lora.model_copy(update={"alpha": alpha})
     if arguments.adapter:
         export_adapter(checkpoint.path, folder, model, lora, dtype)
     else:

@@ -182,13 +182,16 @@ class CheckpointWriter:
         if self._saving is not None:
             wait([self._saving])
         begun_s = time.perf_counter()
-        contents = self._config.learner.checkpoint.contents
+        learner = self._config.learner
+        contents = learner.checkpoint.contents
         record = {
             "format": FORMAT,
             "policy_version": state.policy_version,
             "books": msgspec.to_builtins(state.books, str_keys=True),
             "history": msgspec.to_builtins(self._history),
             "contents": contents,
+            # Of the adapter all but this is in its tensors.
+            "lora_alpha": learner.lora and learner.lora.alpha,
             "means": means or {},
             "credit": trainer.state_dict(),
             "random": random_state(),
@@ -296,8 +299,7 @@ class CheckpointWriter:
             raise FencedError(
                 f"another learner goes on with {self._run}; this one saves no more checkpoints"
             )
-        replaced = path.with_name(f".{path.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
+        replaced = path.with_name(f".{path.name}.{self._history.learner_id}.replaced")
         if path.exists():
             path.rename(replaced)
         unfinished.rename(path)

@@ -58,8 +58,9 @@ def begin(
             left over has to be set aside.
     """
     checkpoints = checkpoints_of(run)
-    for unfinished in checkpoints.glob(f".{PREFIX}*.unfinished"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    # What killed learners have left, unfinished or replaced.
+    for remnant in checkpoints.glob(f".{PREFIX}*"):
+        shutil.rmtree(remnant, ignore_errors=True)
     leftovers = tuple(foreign(run, history, policy_version))
     if not leftovers:
         write_history(checkpoints, history)
