@@ -91,6 +91,8 @@ def read_delta(file: TensorFile, layout: Layout) -> Difference:
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 2.0
+MAX_RETRY_S = 30.0
 _NEWEST = 2
 """Versions whose files stay in any case."""
 
@@ -122,24 +124,38 @@ class FileSender:
         self._written: int | None = None
         self._lock = threading.Lock()
         self._offered: dict[str, tuple[Path, float]] = {}
+        self.failure = ""
+        """Why the last file is not written; "" if it is."""
+        self._wait_s = self._retried_s = 0.0
 
     async def offer(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
     ) -> dict[str, FilesEndpoint]:
-        """`write` in a thread; {} if the file cannot be written.
+        """`write` in a thread; {} if the file cannot be written, or could not a moment ago.
 
-        Waits for the file system without a limit, and logs a warning every `deadline_s`.
+        Waits for the file system without a limit, and logs a warning every `deadline_s`. A disk
+        that does not take the file is tried again after RETRY_S, then less and less often.
         """
         start = time.monotonic()
+        if start < self._retried_s:
+            return {}
         writing = asyncio.ensure_future(asyncio.to_thread(self.write, version, data, held))
         while not (await asyncio.wait([writing], timeout=self._settings.deadline_s))[0]:
             waited_s = time.monotonic() - start
             log.warning("version %d: its file is not written after %.0f s", version, waited_s)
         try:
-            return await writing
+            endpoints = await writing
         except OSError as error:
-            log.error("version %d: its file cannot be written: %s", version, error)
+            self._wait_s = min(2 * self._wait_s or RETRY_S, MAX_RETRY_S)
+            self._retried_s = time.monotonic() + self._wait_s
+            if not self.failure:
+                log.error("version %d: its file cannot be written: %s", version, error)
+            self.failure = f"the weights' file cannot be written: {error}"
             return {}
+        if self.failure:
+            log.info("version %d: its file is written again", version)
+        self.failure, self._wait_s = "", 0.0
+        return endpoints
 
     def write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
