@@ -60,14 +60,12 @@ class TransferReceiver:
                 # All of it, before anything is done with it: who cannot use it breaks no broadcast.
                 difference = self._broadcast.difference(endpoint)
                 whole = partial(self._broadcast.tensors, endpoint, layout, key)
-                arriving = (layout, landing, difference, whole, "the broadcast")
-                yield from self._follow(update, *arriving, is_base=endpoint.is_base)
+                yield from self._follow(update, endpoint, layout, landing, difference, whole)
             case FilesEndpoint():
                 with TensorFile(Path(endpoint.path)) as file:
                     difference = read_delta(file, layout) if is_delta(file) else None
                     whole = partial(read_whole, file, layout, key)
-                    arriving = (layout, landing, difference, whole, file.path)
-                    yield from self._follow(update, *arriving, is_base=endpoint.is_base)
+                    yield from self._follow(update, endpoint, layout, landing, difference, whole)
 
     def close(self) -> None:
         self._broadcast.close()
@@ -76,19 +74,18 @@ class TransferReceiver:
     def _follow(
         self,
         update: WeightUpdate,
+        endpoint: BroadcastEndpoint | FilesEndpoint,
         layout: Layout,
         landing: torch.Tensor | None,
         difference: Difference | None,
         whole: Callable[[torch.Tensor | None], Tensors],
-        source: object,
-        *,
-        is_base: bool,
     ) -> Tensors:
         """What the difference makes of the version that was kept, or the `whole` version; it is
         kept, once all of it has arrived, where the next one may be a difference to it."""
         kept, self._kept = self._kept, None
         on_host = landing if landing is not None and landing.device.type == "cpu" else None
         if difference is not None:
+            source = "the broadcast" if isinstance(endpoint, BroadcastEndpoint) else endpoint.path
             if kept is None or kept[0] != difference.base:
                 has = kept[0] if kept else "nothing"
                 raise WeightTransferError(
@@ -98,7 +95,7 @@ class TransferReceiver:
             data = kept[1] if on_host is None else on_host
             difference.apply(layout, kept[1], data, update.key, source)
             yield from layout.views(data)
-        elif is_base:
+        elif endpoint.is_base:
             size = layout.num_bytes
             data = torch.zeros(size, dtype=torch.uint8) if on_host is None else on_host
             yield from whole(data)
