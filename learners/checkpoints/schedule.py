@@ -27,9 +27,7 @@ from streamrl.types import LearnerActivity
 RETRY_S = 20.0
 MAX_UNSAVED = 3
 
-
 log = logging.getLogger(__name__)
-
 
 Begin: TypeAlias = Callable[[LearnerState], Awaitable[Future[Path]]]
 
