@@ -164,7 +164,7 @@ def test_sglangs_own_function_joins_our_group():
         ours = store.join(prefix_of("a-name"), 2, "gloo", 20.0)
         group, got = theirs.result(20), torch.zeros(6)
         receiving = pool.submit(torch.distributed.broadcast, got, 0, group)
-        ours.start(torch.arange(6.0)).wait()
+        ours.broadcast(torch.arange(6.0))
         receiving.result(20)
     assert got.tolist() == [0, 1, 2, 3, 4, 5]
     torch.distributed.destroy_process_group(group)

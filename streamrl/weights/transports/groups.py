@@ -265,6 +265,10 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise WeightTransferError(f"broadcast failed: {error}") from error
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """`start`, and wait until it is over."""
+        self.start(tensor).wait()
+
     def pipelined(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each tensor once it is sent or filled, while the next one is under way.
 

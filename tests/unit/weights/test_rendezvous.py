@@ -71,7 +71,7 @@ async def test_two_members_broadcast_and_a_third_place_is_waited_for_until_the_t
     first, second = await asyncio.gather(*joining)
     sent, got = torch.arange(4), torch.zeros(4, dtype=torch.int64)
     await asyncio.gather(
-        *(asyncio.to_thread(begun.wait) for begun in (first.start(sent), second.start(got)))
+        asyncio.to_thread(first.broadcast, sent), asyncio.to_thread(second.broadcast, got)
     )
     assert torch.equal(sent, got)
     first.close()
