@@ -40,7 +40,6 @@ from streamrl.interfaces import TrajectoryBuffer
 from streamrl.shutdown import Shutdown
 from streamrl.tracking import CLOSE_S
 from streamrl.tracking.prometheus import Exported, exporting, of_learner
-from streamrl.weights.layout import layout_of
 from streamrl.weights.sender import WeightSender
 
 STOPPED_S = 2.0
@@ -229,7 +228,7 @@ def _make_sender(config: RunConfig, policy: Policy, learner_id: str) -> WeightSe
             "weights.dtype float8_e4m3fn moves each weight of a matrix by up to 1/16: generators "
             "sample from another policy than the learner's, see mismatch/*; rollout_is corrects it"
         )
-    layout = layout_of(policy.described_weights(), weights)
+    layout = policy.layout(weights)
     folder = config.run.path / "weights"
     with service.binding("weights.address", weights.address):
         keys = config.buffer.curve

@@ -44,9 +44,7 @@ from streamrl.errors import ConfigError
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Group: TypeAlias = dist.ProcessGroup | None
 
-
 SHARDS_FOLDER = "shards"
-
 
 # Said at each save and load of a world of one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -141,9 +139,8 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return written
 
 
-MODEL = "model/"
-CRITIC = "critic/"
-"""The names of the policy's tensors begin with it."""
+MODEL, CRITIC = "model/", "critic/"
+"""The names of the policy's tensors begin with the one, of the critic's with the other."""
 
 
 @dataclass(frozen=True)

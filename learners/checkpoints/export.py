@@ -9,7 +9,7 @@ Invariant: the folder appears under its name once it is complete.
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,6 +84,10 @@ def main(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output) if arguments.output else default
     dtype, size = getattr(torch, arguments.dtype), arguments.max_shard_size
     model, lora = config.model, config.learner.lora
+    if lora is not None:
+        # The settings of the run may have changed since.
+        alpha = checkpoint.record.get("lora_alpha") or lora.alpha
+        lora = lora.model_copy(update={"alpha": alpha})
     if arguments.adapter:
         export_adapter(checkpoint.path, folder, model, lora, dtype)
     else:
@@ -119,20 +123,14 @@ def export(
     described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     saved = whole_tensors(checkpoint, MODEL)
     if lora is not None:
-        saved = _merged(model, lora, saved)
+        try:
+            saved = merged_weights(lora, model, saved)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.path: no model at {model.path!r}, which the adapter belongs to: {error}"
+            ) from error
     with _new_folder(folder) as unfinished:
         save_model(unfinished, described, exported, saved, dtype, max_shard_size)
-
-
-def _merged(
-    model: ModelSettings, lora: LoraSettings, saved: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    try:
-        return merged_weights(lora, model, saved)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path: no model at {model.path!r}, which the adapter belongs to: {error}"
-        ) from error
 
 
 def export_adapter(

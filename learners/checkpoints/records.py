@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from learners.checkpoints.restore import LearnerStart
 from learners.checkpoints.writer import CheckpointWriter
@@ -40,6 +40,14 @@ log = logging.getLogger(__name__)
 _LINE_FILES = (METRICS_FILE, TRAINED_FILE, VALIDATION_FILE)
 
 
+class _Files(NamedTuple):
+    """What the lines of a step are written to."""
+
+    trained: JsonlTracker
+    validations: JsonlTracker
+    trackers: Trackers
+
+
 class RunRecords:
     """Of a learner that starts from `start`; `begin` comes first.
 
@@ -61,9 +69,7 @@ class RunRecords:
         self._more_trackers = more_trackers
         self._start = start
         self._recorder = recorder
-        self._trackers: Trackers | None = None
-        self._trained: JsonlTracker | None = None
-        self._validations: JsonlTracker | None = None
+        self._opened: _Files | None = None
         self._writer = CheckpointWriter(
             config, start.history, lambda: Validated(self.validated, validating())
         )
@@ -93,11 +99,11 @@ class RunRecords:
             forget(run, first_step if is_continued else 1)
             if self._recorder is not None:
                 keep_settings(self._config, first_step)
-            self._trained = JsonlTracker(run / TRAINED_FILE, first_step=first_step)
-            self._validations = JsonlTracker(run / VALIDATION_FILE, first_step=first_step)
             self.validated = read_validations(run)
-            self._trackers = open_trackers(
-                self._config, first_step=first_step, more=self._more_trackers
+            self._opened = _Files(
+                JsonlTracker(run / TRAINED_FILE, first_step=first_step),
+                JsonlTracker(run / VALIDATION_FILE, first_step=first_step),
+                open_trackers(self._config, first_step=first_step, more=self._more_trackers),
             )
         except OSError as error:
             raise CheckpointWriteError(f"{run} cannot be written: {error}") from error
@@ -111,6 +117,11 @@ class RunRecords:
                 run / found.folder,
             )
 
+    @property
+    def _files(self) -> _Files:
+        assert self._opened is not None, "begin comes first"
+        return self._opened
+
     def log(
         self,
         step: int,
@@ -120,11 +131,9 @@ class RunRecords:
     ) -> None:
         """The lines of a step, which has trained the groups of these headers; those that cannot be
         written wait in memory. `steered` says how and why the bound on staleness has changed."""
-        assert self._trackers is not None, "begin comes first"
-        assert self._trained is not None, "begin comes first"
         line = self._trained_line(headers)
-        self._trained.log({**line, "steered": steered} if steered else line, step)
-        self._trackers.log(metrics, step)
+        self._files.trained.log({**line, "steered": steered} if steered else line, step)
+        self._files.trackers.log(metrics, step)
         self._metric_names = tuple(metrics)
         value = metrics.get(self._config.learner.checkpoint.best_by, math.nan)
         if math.isfinite(value):
@@ -142,17 +151,15 @@ class RunRecords:
 
     def log_validation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """The line of a validation; the trackers get it, too."""
-        assert self._trackers is not None, "begin comes first"
-        assert self._validations is not None, "begin comes first"
         self.validated = {**self.validated, policy_version: metrics}
-        self._validations.log(metrics, policy_version)
-        self._trackers.log_validation(metrics, policy_version)
-        self._trackers.log_validation_samples(self._config.run.path, policy_version)
+        self._files.validations.log(metrics, policy_version)
+        self._files.trackers.log_validation(metrics, policy_version)
+        self._files.trackers.log_validation_samples(self._config.run.path, policy_version)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """To the trackers that show tables."""
-        if self._trackers is not None:
-            self._trackers.log_samples(samples, step)
+        if self._opened is not None:
+            self._opened.trackers.log_samples(samples, step)
 
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
         """The checkpoint of this state, after the lines of its steps, written in a thread.
@@ -184,11 +191,9 @@ class RunRecords:
         return {}
 
     def _flush(self) -> None:
-        assert self._trackers is not None, "begin comes first"
-        assert self._trained is not None, "begin comes first"
         try:
-            self._trained.flush()
-            self._trackers.flush()
+            self._files.trained.flush()
+            self._files.trackers.flush()
             if self._recorder is not None:
                 self._recorder.flush()
         except OSError as error:
@@ -198,12 +203,11 @@ class RunRecords:
         """Wait for the save under way, and for the trackers, `wait_s` at most; lines of steps that
         are in no checkpoint may be lost."""
         self._writer.close()
-        for file in (self._trained, self._validations):
-            if file is not None:
+        if self._opened is not None:
+            for file in (self._opened.trained, self._opened.validations):
                 with contextlib.suppress(OSError):
                     file.close()
-        if self._trackers is not None:
-            self._trackers.close(wait_s)
+            self._opened.trackers.close(wait_s)
 
 
 def _take_lines(run: Path, lines_from: Path | None) -> None:

@@ -34,6 +34,7 @@ from streamrl.checkpoints.find import (
     is_taken,
     newest,
     read_checkpoint,
+    require_same_scale,
 )
 from streamrl.checkpoints.history import History, continued, finished, new_history, read_history
 from streamrl.config import RunConfig
@@ -165,7 +166,8 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
         The version and the books, which are in every checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is of another model than the run, or does not hold that.
+        ConfigError: the checkpoint is of another model or adapter than the run, or does not hold
+            that.
     """
     config = for_loading(config, checkpoint)
     path, record, wanted = checkpoint.path, checkpoint.record, config.learner.checkpoint.loaded
@@ -175,6 +177,7 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
                 f"learner.checkpoint.load_contents: {path} has no {content!r}, since it was saved "
                 f"with learner.checkpoint.contents [{', '.join(record['contents'])}]"
             )
+    require_same_scale(checkpoint, config.learner.lora)
     load_tensors(path, wanted, trainer, config.model.path)
     if "extra" in wanted:
         trainer.load_state_dict(record["credit"])

@@ -153,7 +153,10 @@ class CheckpointWriter:
         self._validated = validated
         self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
-        self._copies = _HostCopies()
+        # A learner on a CPU takes no memory of a GPU that is there for others.
+        self._has_gpu = torch.cuda.is_initialized()
+        # `DefaultStager` of torch 2.11 and 2.12 copies once only, so its part that copies is used.
+        self._stager = StateDictStager(pin_memory=self._has_gpu)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[Path] | None = None
         self._has_warned = False
@@ -182,18 +185,26 @@ class CheckpointWriter:
         if self._saving is not None:
             wait([self._saving])
         begun_s = time.perf_counter()
-        contents = self._config.learner.checkpoint.contents
+        learner = self._config.learner
+        contents = learner.checkpoint.contents
         record = {
             "format": FORMAT,
             "policy_version": state.policy_version,
             "books": msgspec.to_builtins(state.books, str_keys=True),
             "history": msgspec.to_builtins(self._history),
             "contents": contents,
+            # Of the adapter all but this is in its tensors.
+            "lora_alpha": learner.lora and learner.lora.alpha,
             "means": means or {},
             "credit": trainer.state_dict(),
             "random": random_state(),
         }
-        copies = self._copies.take(tensors_of(trainer, contents))
+        # In memory that is kept for the next save.
+        copies: dict[str, torch.Tensor] = self._stager.stage(
+            tensors_of(trainer, contents), non_blocking=self._has_gpu
+        )
+        if self._has_gpu:
+            torch.cuda.synchronize()
         failure: OSError | None = None
         try:
             flush()
@@ -228,7 +239,7 @@ class CheckpointWriter:
     def close(self) -> None:
         """Waits for the save under way."""
         self._thread.shutdown()
-        self._copies.close()
+        self._stager.close()
 
     def _save(
         self,
@@ -296,34 +307,9 @@ class CheckpointWriter:
             raise FencedError(
                 f"another learner goes on with {self._run}; this one saves no more checkpoints"
             )
-        replaced = path.with_name(f".{path.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
+        replaced = path.with_name(f".{path.name}.{self._history.learner_id}.replaced")
         if path.exists():
             path.rename(replaced)
         unfinished.rename(path)
         sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-class _HostCopies:
-    """Copies of tensors in host memory, which is kept for the next copy of the same tensors.
-
-    `DefaultStager` of torch 2.11 and 2.12 copies once only, so its part that copies is used.
-    """
-
-    def __init__(self) -> None:
-        # A learner on a CPU takes no memory of a GPU that is there for others.
-        self._has_gpu = torch.cuda.is_initialized()
-        self._stager = StateDictStager(pin_memory=self._has_gpu)
-
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By name; they are overwritten at the next call. Waits for the copies from a GPU."""
-        copies: dict[str, torch.Tensor] = self._stager.stage(
-            dict(tensors), non_blocking=self._has_gpu
-        )
-        if self._has_gpu:
-            torch.cuda.synchronize()
-        return copies
-
-    def close(self) -> None:
-        self._stager.close()

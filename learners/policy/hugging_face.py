@@ -8,6 +8,7 @@ transformers cannot load one that sees images.
 """
 
 import copy
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,15 @@ def copy_processor_files(model: str, folder: Path) -> None:
             shutil.copyfile(found, folder / name)
 
 
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
+    """The parameters that transformers leaves in float32 where it loads the model in `dtype`, such
+    as the gates of some routers; the model's own code counts on that."""
+    # Patterns that transformers searches for in names.
+    patterns = [part.replace("*", ".*") for part in model._get_dtype_plan(dtype)]
+    kept = re.compile("|".join(patterns) or "(?!)")
+    return frozenset(name for name, _ in model.named_parameters() if kept.search(name))
+
+
 def save_model(
     folder: Path,
     model_config: PretrainedConfig,
@@ -57,7 +67,8 @@ def save_model(
     Args:
         settings: where the tokenizer and the generation settings come from.
         weights: by name, whole, on the CPU.
-        dtype: of what is trained; the rest, such as a router's correction, is small and exact.
+        dtype: of what is trained and not `kept_in_float32`; the rest, such as a router's
+            correction, is small and exact.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
@@ -66,7 +77,8 @@ def save_model(
     if weights:
         named = model.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in named if parameter.requires_grad}
-        cast = {n: t.to(dtype) if n in trained else t for n, t in weights.items()}
+        narrow = trained - kept_in_float32(model, dtype)
+        cast = {n: t.to(dtype) if n in narrow else t for n, t in weights.items()}
         model.save_pretrained(folder, state_dict=cast, max_shard_size=max_shard_size)
     else:
         model.config.save_pretrained(folder)

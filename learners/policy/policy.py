@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, described, full
 from learners.parallel.ranks import Ranks
-from learners.policy.hugging_face import save_model
+from learners.policy.hugging_face import kept_in_float32, save_model
 from learners.policy.loading import load_network
 from learners.policy.lora import (
     Factors,
@@ -31,6 +31,9 @@ from streamrl.algorithms.candidates import Candidates, Likeliest
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
+from streamrl.config.weights import WeightSettings
+from streamrl.weights import float8
+from streamrl.weights.layout import Layout, manifest_of
 
 
 class Policy:
@@ -119,9 +122,15 @@ class Policy:
         """What generators are sent, by name; parameters that are sharded come as they are."""
         return self._sent(full)
 
-    def described_weights(self) -> Mapping[str, torch.Tensor]:
-        """The names, shapes and dtypes of `weights`; no other rank is needed."""
-        return self._sent(described)
+    def layout(self, settings: WeightSettings) -> Layout:
+        """That of `weights` as the settings have them sent; no other rank is needed.
+
+        What transformers keeps in float32 is sent so: the learner computes with it, too.
+        """
+        dtype = getattr(torch, settings.dtype) if settings.dtype else None
+        loaded_in = torch.bfloat16 if dtype == float8.DTYPE else dtype
+        exact = kept_in_float32(self.model, loaded_in) if loaded_in else ()
+        return Layout(manifest_of(self._sent(described), dtype, exact), settings.bucket_bytes)
 
     def _sent(self, whole: Whole) -> Mapping[str, torch.Tensor]:
         match self._lora:

@@ -13,6 +13,8 @@ those without; each option moves memory alone.
 gradients are the same bits; only memory and time change. The wrapping is inside the layer's hooks,
 so a layer that is sharded is gathered before it is computed again. It comes before sharding.
 
+Parameters that transformers keeps in float32 stay float32 in the computation, too.
+
 `compute_in`: master weights, which are float32 parameters behind those that a narrower dtype
 computes with. On one rank the modules of a network hold copies of its parameters in the compute
 dtype. Each copy's gradient is added to its master's in float32 and freed as soon as it is complete,
@@ -27,8 +29,9 @@ a tensor block compute the same hidden states, bit for bit, and so the same grad
 all hold. Called before the parameters are sharded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
@@ -52,6 +55,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from learners.parallel.mesh import Mesh
 from learners.policy.decoding import decoder_of
+from learners.policy.hugging_face import kept_in_float32
 from learners.policy.network import Network
 from streamrl.config.learner import OffloadSettings
 from streamrl.errors import ConfigError
@@ -62,18 +66,28 @@ _ATTRIBUTE = "streamrl_master"
 Held = TypeVar("Held", bound=Tensor)
 
 
-def compute_in(network: Module, dtype: torch.dtype) -> None:
+def compute_in(network: Network, dtype: torch.dtype) -> None:
     """Give the network's modules copies in `dtype`, which forward and backward passes then use.
 
     A network of which nothing is trained is cast itself and has no masters.
     """
+    exact = _exact_parameters(network, dtype)
+    narrowed = [p for p in network.parameters() if p.dtype != dtype and p not in exact]
     if not any(p.requires_grad for p in network.parameters()):
         # Not `network.to`: rotary frequencies are buffers, and stay exact as the policy's do.
-        for parameter in network.parameters():
+        for parameter in narrowed:
             parameter.data = parameter.data.to(dtype)
-    elif any(p.dtype != dtype for p in network.parameters()):
-        copies = _replace_parameters(network, dtype)
-        network.register_forward_pre_hook(lambda *_: _follow(copies))
+    elif narrowed:
+        copies = {parameter: _copy(parameter, dtype) for parameter in narrowed}
+        for module in network.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                setattr(module, name, copies.get(parameter, parameter))
+        network.register_forward_pre_hook(lambda *_: _follow(copies.values()))
+
+
+def _exact_parameters(network: Network, dtype: torch.dtype) -> set[Parameter]:
+    names = kept_in_float32(network.model, dtype)
+    return {p for name, p in network.model.named_parameters() if name in names}
 
 
 def master_of(parameter: Held) -> Held:
@@ -83,18 +97,10 @@ def master_of(parameter: Held) -> Held:
 
 
 @torch.no_grad()
-def _follow(copies: list[Parameter]) -> None:
+def _follow(copies: Iterable[Parameter]) -> None:
     """Always, because a fused optimizer leaves no trace that it has changed a parameter."""
     for copy in copies:
         copy.copy_(master_of(copy))
-
-
-def _replace_parameters(network: Module, dtype: torch.dtype) -> list[Parameter]:
-    copies: dict[Parameter, Parameter] = {p: _copy(p, dtype) for p in network.parameters()}
-    for module in network.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            setattr(module, name, copies[parameter])
-    return list(copies.values())
 
 
 def _copy(master: Parameter, dtype: torch.dtype) -> Parameter:
@@ -143,16 +149,36 @@ def shard(
     if mesh is None or not is_sharded(mesh, on_host):
         compute_in(network, dtype)
         return
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Not the inputs of a layer: some families' rotary angles are float32, as on one rank.
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = replace(exact, param_dtype=dtype)
     pinned = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     place = pinned if on_host else OffloadPolicy()
-    for module in (*layers(network), network):
-        fully_shard(module, mesh=mesh.parameter_mesh, mp_policy=policy, offload_policy=place)
+    # What is exact comes first, in groups of its own, since a group has one dtype.
+    policies = dict.fromkeys(_exact_modules(network, dtype), exact)
+    policies |= dict.fromkeys((*layers(network), network), policy)
+    for module, mp_policy in policies.items():
+        fully_shard(module, mesh=mesh.parameter_mesh, mp_policy=mp_policy, offload_policy=place)
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Gloo has no sum that divides.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _exact_modules(network: Network, dtype: torch.dtype) -> Iterator[Module]:
+    """The largest modules of which every parameter is kept in float32."""
+    exact = _exact_parameters(network, dtype)
+
+    def found(module: Module) -> Iterator[Module]:
+        own = list(module.parameters())
+        if own and exact.issuperset(own):
+            yield module
+        elif exact.intersection(own):
+            for child in module.children():
+                yield from found(child)
+
+    yield from found(network)
 
 
 def is_sharded(mesh: Mesh, on_host: bool) -> bool:

@@ -17,12 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from streamrl.checkpoints.find import (
-    PREFIX,
-    checkpoints_of,
-    foreign,
-    version_of,
-)
+from streamrl.checkpoints.find import PREFIX, checkpoints_of, foreign, version_of
 from streamrl.checkpoints.history import History, write_history
 from streamrl.durable_files import write_file
 
@@ -58,8 +53,9 @@ def begin(
             left over has to be set aside.
     """
     checkpoints = checkpoints_of(run)
-    for unfinished in checkpoints.glob(f".{PREFIX}*.unfinished"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    # What killed learners have left, unfinished or replaced.
+    for remnant in checkpoints.glob(f".{PREFIX}*"):
+        shutil.rmtree(remnant, ignore_errors=True)
     leftovers = tuple(foreign(run, history, policy_version))
     if not leftovers:
         write_history(checkpoints, history)
@@ -110,12 +106,8 @@ def _copy_files(
 def _make_folder(run: Path, policy_version: int) -> Path:
     parent = run / "abandoned"
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((_number(path) for path in parent.iterdir()), default=0)
+    numbered = parent.glob("[0-9][0-9][0-9][0-9]-after-*")
+    number = 1 + max((int(path.name[:4]) for path in numbered), default=0)
     folder = parent / f"{number:04d}-after-{PREFIX}{policy_version:08d}"
     folder.mkdir()
     return folder
-
-
-def _number(path: Path) -> int:
-    digits = path.name.partition("-")[0]
-    return int(digits) if digits.isdigit() else 0

@@ -25,6 +25,7 @@ import msgspec
 from streamrl.checkpoints.history import History, read_history
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
+from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError, DamagedCheckpointError, OtherReleaseError
 from streamrl.types import Books
 
@@ -203,11 +204,25 @@ def require_steps_left(checkpoint: Checkpoint, max_steps: int) -> None:
         )
 
 
+def require_same_scale(checkpoint: Checkpoint, lora: LoraSettings | None) -> None:
+    """
+    Raises:
+        ConfigError: the checkpoint's adapter was trained with another scale.
+    """
+    alpha = checkpoint.record.get("lora_alpha")
+    if lora is not None and alpha not in (None, lora.alpha):
+        raise ConfigError(
+            f"learner.lora.alpha: was {lora.alpha:g}, and the adapter of {checkpoint.path} was "
+            f"trained with {alpha:g}: another scale makes another policy of it; set it to "
+            f"{alpha:g} to go on"
+        )
+
+
 def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Checkpoint | None:
     """The checkpoint that a launch with these flags goes on from, if any.
 
     Raises:
-        ConfigError: see `require_steps_left`, `newest` and `read_checkpoint`.
+        ConfigError: see `require_steps_left`, `require_same_scale`, `newest` and `read_checkpoint`.
     """
     match config.run.resume:
         case Path() as named if not (resume and is_taken(config.run.path, named)):
@@ -218,6 +233,7 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Ch
             checkpoint = None
     if checkpoint is not None:
         require_steps_left(checkpoint, config.run.max_steps)
+        require_same_scale(checkpoint, config.learner.lora)
     return checkpoint
 
 

@@ -6,6 +6,7 @@ learner records the files that it has written. Checksums are xxh3, 128 bits: abo
 core with the reading, a tenth of the time that saving takes.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,8 +18,6 @@ from streamrl.durable_files import sync
 from streamrl.errors import DamagedCheckpointError
 
 MANIFEST_FILE = "manifest.json"
-_CHUNK_BYTES = 2**23
-
 
 FileRecords: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Size and checksum of files, by name in the folder of a checkpoint."""
@@ -82,8 +81,5 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _checksum(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()

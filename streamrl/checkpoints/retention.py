@@ -4,11 +4,10 @@ Invariant: a checkpoint is deleted only after `keep` newer complete ones of its 
 and none of another history ever.
 """
 
-import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,15 +27,12 @@ class Validated(NamedTuple):
     pending: Collection[int] = ()
 
 
-NO_VALIDATION = Validated()
-
-
 def delete_older(
     run: Path,
     history: History,
     policy_version: int,
     settings: CheckpointSettings,
-    validated: Validated = NO_VALIDATION,
+    validated: Validated,
 ) -> None:
     """Those that are not kept once this version is saved; what cannot be deleted is left there.
 
@@ -50,8 +46,10 @@ def delete_older(
     kept |= {path for path in complete if version_of(path) in validated.pending}
     for path in ours[: ours.index(newest[0])]:
         if path not in kept:
-            with _logged(path):
+            try:
                 shutil.rmtree(path)
+            except OSError as error:
+                log.warning("cannot delete the older checkpoint %s: %s", path, error)
 
 
 def _best(
@@ -82,11 +80,3 @@ def _is_complete(path: Path) -> bool:
     except DamagedCheckpointError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        log.warning("cannot delete the older checkpoint %s: %s", path, error)

@@ -5,14 +5,13 @@ no offsets are sent; a tensor's offset depends on the manifest alone. A tensor l
 gets a bucket of its own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 import torch
 
-from streamrl.config.weights import WeightSettings
 from streamrl.types import TensorSpec
 from streamrl.weights import float8
 
@@ -119,22 +118,23 @@ class Layout:
 
 
 def manifest_of(
-    parameters: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+    parameters: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+    exact: Collection[str] = (),
 ) -> tuple[TensorSpec, ...]:
-    """The manifest of the parameters; `dtype` replaces that of the floating-point ones.
+    """The manifest of the parameters; `dtype` replaces that of the floating-point ones that are not
+    `exact`.
 
     float8_e4m3fn is for matrices (see `float8.is_sent_in_float8`); the rest becomes bfloat16.
     """
     return tuple(
-        TensorSpec(name, dtype_name(_sent_dtype(name, t, dtype)), (*t.shape,))
+        TensorSpec(
+            name,
+            dtype_name(t.dtype if name in exact else _sent_dtype(name, t, dtype)),
+            (*t.shape,),
+        )
         for name, t in parameters.items()
     )
-
-
-def layout_of(parameters: Mapping[str, torch.Tensor], settings: WeightSettings) -> Layout:
-    """The layout of the parameters as the settings have them sent."""
-    dtype = getattr(torch, settings.dtype) if settings.dtype else None
-    return Layout(manifest_of(parameters, dtype), settings.bucket_bytes)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:

@@ -18,13 +18,9 @@ LEFT, RIGHT = ".lora_left", ".lora_right"
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
-def is_factor(name: str) -> bool:
-    return name.endswith((LEFT, RIGHT))
-
-
 def is_of_factors(manifest: Iterable[TensorSpec]) -> bool:
     """Whether the update changes some matrices of the base, and is not a whole model."""
-    return any(is_factor(spec.name) for spec in manifest)
+    return any(spec.name.endswith((LEFT, RIGHT)) for spec in manifest)
 
 
 def require_fitting_factors(

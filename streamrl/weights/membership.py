@@ -10,9 +10,6 @@ times that; where there is nobody else it is not.
 Invariant: nobody is waited for twice without having reported in between. A receiver is bound to one
 connection, and a connection to one receiver: another one gets the name only with the session's
 secret, or when the name has been silent. Runs in one event loop; the deadlines are the sender's.
-
-`Peer`: a receiver as the sender knows it, and what its failures cost it. Pure: the caller reads the
-clock.
 """
 
 import logging

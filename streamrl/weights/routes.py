@@ -89,7 +89,11 @@ class Routes:
         return self._settings.verify or (backend == "gloo" and not stays_here)
 
     def _route_of(self, peer: Peer) -> Route:
-        if self._prefers_file(peer):
+        is_late = not peer.has_loaded and self._has_loaded
+        catches_up = self._settings.catch_up == "files" and is_late
+        if self._settings.transport == "files" or (
+            catches_up and peer.name not in self._cannot_read_files
+        ):
             return "file"
         match self._settings.backend:
             case "shared":
@@ -99,10 +103,3 @@ class Routes:
                 return "shared memory" if is_near else "broadcast"
             case _:
                 return "broadcast"
-
-    def _prefers_file(self, peer: Peer) -> bool:
-        if self._settings.transport == "files":
-            return True
-        is_late = not peer.has_loaded and self._has_loaded
-        can_read = peer.name not in self._cannot_read_files
-        return self._settings.catch_up == "files" and is_late and can_read

@@ -28,7 +28,6 @@ from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import (
     Endpoint,
-    FilesEndpoint,
     HeldEndpoint,
     ValidationReport,
     ValidatorStatus,
@@ -163,12 +162,13 @@ class WeightSender:
 
     def left_out(self) -> tuple[str, ...]:
         """A sentence for each receiver that updates do not reach, or not in time: why, for how long
-        others go on without it, and what helps."""
+        others go on without it, and what helps; and one for a file that cannot be written."""
         deadline_s = self._settings.deadline_s
         late, failing = self._membership.late(), self._membership.failing()
         return (
             *(peer.late_sentence(wait_s, deadline_s) for peer, wait_s in late),
             *(peer.failing_sentence(wait_s) for peer, wait_s in failing),
+            *filter(None, [self._files.failure]),
         )
 
     async def run(self) -> None:
@@ -289,22 +289,21 @@ class WeightSender:
     async def _send_files(
         self, peers: Sequence[Peer], held: Written, tasks: asyncio.TaskGroup
     ) -> None:
-        """Waits for the file system; a receiver's answer is waited for in a task of its own."""
+        """Waits for the file system; a receiver's answer is waited for in a task of its own. Where
+        no file can be written, a later Hello tries again."""
         if not peers:
             return
-        endpoints = await self._write_files(peers, held)
-        for peer in peers:
-            if peer.name in endpoints:
-                attempt = await self._transfer({peer: endpoints[peer.name]}, held.policy_version)
-                tasks.create_task(self._conclude_file(peer, attempt, held.policy_version))
-
-    async def _write_files(self, peers: Sequence[Peer], held: Written) -> dict[str, FilesEndpoint]:
-        """Each receiver's file by name; {} if none can be written: the next Hello tries again."""
         start = time.perf_counter()
         versions = self._versions_of(peers)
         endpoints = await self._files.offer(held.policy_version, held.data, versions)
         self._note(transfer_s=time.perf_counter() - start)
-        return endpoints
+        if not endpoints:
+            # Who gets files only to catch up gets the version by another route.
+            self._routes.on_file_answers(peers, set())
+        for peer in peers:
+            if peer.name in endpoints:
+                attempt = await self._transfer({peer: endpoints[peer.name]}, held.policy_version)
+                tasks.create_task(self._conclude_file(peer, attempt, held.policy_version))
 
     async def _conclude_file(self, peer: Peer, attempt: int, version: int) -> None:
         """Updates leave this receiver out until it has answered."""

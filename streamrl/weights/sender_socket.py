@@ -125,8 +125,10 @@ class SenderSocket:
         self._context = zmq.asyncio.Context()
         self._curve = CurveServer(self._context, address, curve, "weights.address")
         self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in _OPTIONS.items():
-            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED)
         self._curve.configure(self._socket)
         self._socket.bind(address)
         # Reads at once what has arrived, without a future for each message.
@@ -245,11 +247,3 @@ def _origin(frame: zmq.Frame) -> str:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:
         return "an unknown address"
-
-
-_OPTIONS = {
-    zmq.LINGER: 0,
-    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
-    zmq.RCVHWM: QUEUED,
-    zmq.SNDHWM: QUEUED,
-}

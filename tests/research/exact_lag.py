@@ -37,7 +37,7 @@ from streamrl.errors import EXIT_CONFIG, ConfigError, StreamRLError, exit_code_o
 from streamrl.metrics import staleness_metrics
 from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 from streamrl.types import GroupHeader, TrajectoryGroup
-from streamrl.weights.layout import layout_of, manifest_of
+from streamrl.weights.layout import manifest_of
 from tests.research.lag import LAG_FILE, Lag
 
 QUIET_TURNS = 100
@@ -90,7 +90,7 @@ class LaggedRun:
         renderer = ChatRenderer.from_config(config)
         stream = open_stream(config, renderer)
         self._runner: MixedRunner = make_runner(config, self._engine, renderer, stream)
-        self._layout = layout_of(self._trainer.policy.described_weights(), config.weights)
+        self._layout = self._trainer.policy.layout(config.weights)
         self._past: Mapping[int, Weights] = {}
 
     async def run(self) -> None:

@@ -21,7 +21,13 @@ from learners.policy.critic import Critic
 from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
-from streamrl.checkpoints.find import list_checkpoints, newest, read_checkpoint
+from streamrl.checkpoints.abandoned import begin
+from streamrl.checkpoints.find import (
+    list_checkpoints,
+    newest,
+    read_checkpoint,
+    require_steps_to_launch,
+)
 from streamrl.checkpoints.history import History, new_history, read_history, write_history
 from streamrl.config import RunConfig
 from streamrl.errors import (
@@ -479,11 +485,22 @@ def test_a_save_that_a_signal_would_not_leave_the_time_for_is_said_once(
     assert re.search(r"0\.001 s after a signal, .*: set run\.stop_s to \d+$", slow[0])
 
 
-def test_what_a_kill_has_left_behind_is_replaced(tmp_path):
-    config = make_run(tmp_path)
-    trainer = make_trainer(config)
-    path = save(config, trainer, LearnerState(1))
-    shutil.copytree(path, path.with_name(f".{path.name}.replaced"))
-    shutil.copytree(path, path.with_name(f".{path.name}.{HISTORY.learner_id}.unfinished"))
-    save(config, trainer, LearnerState(1))
-    assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]
+def test_what_a_kill_has_left_behind_is_removed_by_the_next_learner(tmp_path):
+    path = write_checkpoint(tmp_path, 1, BOOKS)
+    history = read_checkpoint(path).history
+    for kind in ("replaced", "unfinished"):
+        shutil.copytree(path, path.with_name(f".{path.name}.{history.learner_id}.{kind}"))
+    begin(tmp_path, history, 1, "", ())
+    assert {p.name for p in path.parent.iterdir()} == {path.name, "history.json"}
+    assert newest(tmp_path).checkpoint is not None
+
+
+def test_an_adapter_goes_on_with_the_scale_that_it_was_trained_with(tmp_path):
+    config = make_run(tmp_path, lora={"rank": 4, "alpha": 16})
+    path = save(config, make_trainer(config), LearnerState(1, BOOKS))
+    other = make_run(tmp_path, lora={"rank": 4, "alpha": 32})
+    sentence = r"learner\.lora\.alpha: was 32, and the adapter of .* with 16: .*; set it to 16"
+    with pytest.raises(ConfigError, match=sentence):
+        restore(read_checkpoint(path), other, make_trainer(other))
+    with pytest.raises(ConfigError, match=sentence):
+        require_steps_to_launch(other, resume=True, new=False)

@@ -69,8 +69,10 @@ def test_what_no_step_changes_is_in_an_export_to_its_last_bit(tmp_path, family, 
     assert state
     for name, tensor in state.items():
         assert torch.equal(loaded[name], tensor), name
-    trained = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    assert trained.dtype == torch.bfloat16
+    written = load_file(folder / "model.safetensors")
+    assert written["model.embed_tokens.weight"].dtype == torch.bfloat16
+    if family == "ERNIE 4.5-MoE":
+        assert written["model.layers.1.mlp.gate.weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,16 @@ def test_an_export_of_an_adapter_whose_model_has_gone_says_so(tmp_path, capsys):
     assert exported(config, "--step", "1") == 2
     assert re.search(r"model\.path: no model at .*model', which", capsys.readouterr().err)
     assert exported(config, "--step", "1", "--adapter") == 0
+
+
+def test_an_export_has_the_scale_of_its_checkpoint(tmp_path):
+    saved_with, now = (make_run(tmp_path, lora={"rank": 2, "alpha": alpha}) for alpha in (8, 64))
+    trainer = make_trainer(saved_with)
+    trainer.step(make_batch())
+    path = save(saved_with, trainer, LearnerState(1))
+    assert exported(now, "--output", str(tmp_path / "out")) == 0
+    expected, found = (load_file(f / "model.safetensors") for f in (path, tmp_path / "out"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_export_of_a_damaged_checkpoint_is_refused(tmp_path, capsys):

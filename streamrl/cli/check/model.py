@@ -204,21 +204,38 @@ def _check_layers(config: RunConfig, facts: Facts, family: object) -> Iterator[F
 def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     """Warnings alone: transformers may give other names than the files have."""
     learner, names = config.learner, folder.shapes.keys()
-    matrices = {name for name, shape in folder.shapes.items() if len(shape) == 2}
-    layers = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices}
-    targets = () if learner.lora is None else learner.lora.targets
-    for target in targets if layers and targets != "all-linear" else ():
-        if target not in layers:
-            yield MODEL.warning(
-                f"learner.lora.targets: was {target!r}, and {folder.path} has no matrix of that "
-                f"name; {did_you_mean(target, layers)}"
-            )
+    if learner.lora is not None:
+        yield from _check_targets(learner.lora.targets, folder)
     for number, group in enumerate(learner.optimizer.groups):
         if names and not any(fnmatchcase(name, group.parameters) for name in names):
             yield MODEL.warning(
                 f"learner.optimizer.groups.{number}.parameters: was {group.parameters!r}, which no "
                 f"tensor of {folder.path} matches, such as {min(names)}"
             )
+
+
+def _check_targets(targets: str | tuple[str, ...], folder: ModelFolder) -> Iterator[Finding]:
+    """A layer's experts, whose matrices files have one by one, are one tensor in transformers."""
+    experts = {_layer(name) for name in folder.shapes if ".experts." in name}
+    matrices = {name for name, shape in folder.shapes.items() if len(shape) == 2}
+    layers = {_layer(name) for name in matrices if ".experts." not in name}
+    named = ("all-linear",) if targets == "all-linear" else targets
+    for target in named if layers else ():
+        if experts and (target == "all-linear" or target in experts):
+            yield MODEL.warning(
+                f"learner.lora.targets: was {target!r}, which names the experts of {folder.path}, "
+                "too; the learner refuses an adapter of these: name other layers, such as "
+                f"[{', '.join(sorted(layers - experts))}]"
+            )
+        elif target not in layers and target != "all-linear":
+            yield MODEL.warning(
+                f"learner.lora.targets: was {target!r}, and {folder.path} has no matrix of that "
+                f"name; {did_you_mean(target, layers)}"
+            )
+
+
+def _layer(parameter: str) -> str:
+    return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
 def _check_vision(config: RunConfig, facts: Facts) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from streamrl.types import BroadcastDifference, BroadcastEndpoint, replace
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import groups
 from streamrl.weights.transports.checksums import SIZE, checksums, require_equal
-from streamrl.weights.transports.differences import Difference, ReceivedVersion
+from streamrl.weights.transports.differences import Difference
 from streamrl.weights.transports.groups import RendezvousServer
 
 
@@ -49,6 +49,15 @@ class BroadcastSender:
             self._members = tuple(members)
             self._name = uuid.uuid4().hex
             self._store = self._open_store(backend)
+        announced = None
+        if difference is not None:
+            announced = BroadcastDifference(
+                base=difference.base,
+                frame_bytes=tuple(
+                    0 if frame is None else len(frame) for frame in difference.frames
+                ),
+                checksums=difference.checksums,
+            )
         first_ranks = itertools.accumulate(members.values(), initial=1)
         return {
             member: BroadcastEndpoint(
@@ -63,7 +72,7 @@ class BroadcastSender:
                 key=self._store.key,
                 verify=verify,
                 is_base=self._settings.delta,
-                difference=_announced(difference) if difference else None,
+                difference=announced,
             )
             for member, rank in zip(members, first_ranks, strict=False)
         }
@@ -120,14 +129,6 @@ class BroadcastSender:
         return groups.join(replace(endpoint, rank=0))
 
 
-def _announced(difference: Difference) -> BroadcastDifference:
-    return BroadcastDifference(
-        base=difference.base,
-        frame_bytes=tuple(0 if frame is None else len(frame) for frame in difference.frames),
-        checksums=difference.checksums,
-    )
-
-
 def _outgoing(
     endpoint: BroadcastEndpoint,
     layout: Layout,
@@ -146,43 +147,22 @@ def _outgoing(
 
 
 class BroadcastReceiver:
-    """A receiver's end. Keeps the group of the last broadcast, since members seldom change; `last`
-    keeps what the next may be a difference to."""
+    """A receiver's end. Keeps the group of the last broadcast, since members seldom change."""
 
-    def __init__(self, device: torch.device, last: ReceivedVersion) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last = last
         self._group: tuple[str, groups.BroadcastGroup] | None = None
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * groups.IN_FLIGHT
 
-    def tensors(
-        self,
-        endpoint: BroadcastEndpoint,
-        layout: Layout,
-        name: str,
-        landing: torch.Tensor | None,
-        key: bytes,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name; waits for the sender and the other members. `name` is the
-        version's, and `key` that of its checksums.
+    def difference(self, endpoint: BroadcastEndpoint) -> Difference | None:
+        """What is broadcast, if that is a difference; waits as `tensors` does.
 
         Raises:
-            WeightTransferError: the sender or a member is gone or too slow, or a checksum differs,
-                which is known after the last tensor only.
+            WeightTransferError: the sender or a member is gone or too slow.
         """
-        if endpoint.difference is not None:
-            difference = self._receive(endpoint, endpoint.difference)
-            landing = self._last.follow(difference, layout, landing, key, "the broadcast")
-            yield from layout.views(landing)
-        else:
-            if endpoint.is_base:
-                landing = self._last.memory(layout, landing)
-            yield from self._whole(endpoint, layout, landing, key)
-        if endpoint.is_base and landing is not None:
-            self._last.keep(name, landing)
-
-    def _receive(self, endpoint: BroadcastEndpoint, announced: BroadcastDifference) -> Difference:
-        """All of it, before anything is done with it: who cannot use it breaks no broadcast."""
+        announced = endpoint.difference
+        if announced is None:
+            return None
         sizes = announced.frame_bytes
         empty = (torch.empty(size, dtype=torch.uint8) for size in sizes if size)
         group = self._join(endpoint)
@@ -194,13 +174,20 @@ class BroadcastReceiver:
         frames = tuple(next(arrived) if size else None for size in sizes)
         return Difference(announced.base, frames, announced.checksums)
 
-    def _whole(
+    def tensors(
         self,
         endpoint: BroadcastEndpoint,
         layout: Layout,
-        landing: torch.Tensor | None,
         key: bytes,
+        landing: torch.Tensor | None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by name; waits for the sender and the other members. `key` is that of the
+        version's checksums.
+
+        Raises:
+            WeightTransferError: the sender or a member is gone or too slow, or a checksum differs,
+                which is known after the last tensor only.
+        """
         group = self._join(endpoint)
         received = bytearray()
         try:

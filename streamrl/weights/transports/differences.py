@@ -1,4 +1,4 @@
-"""Versions as differences to the version before, whatever takes them; what both ends keep for it.
+"""Versions as differences to the version before, whatever takes them, and what a sender keeps.
 
 With `weights.delta` a receiver that has the version before gets only the difference to it; one that
 has not, or that failed, gets a whole version, and so does everyone after `weights.full_every`
@@ -162,45 +162,3 @@ class SentVersion:
             self.gauges = {"difference_bytes": float(self._difference.num_bytes)}
         self._num_differences = self._num_differences + 1 if self._difference else 0
         self._kept = (version, base.copy_(data))
-
-
-class ReceivedVersion:
-    """A receiver's: the bytes of its last version, where the next may be a difference to it."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[str, torch.Tensor] | None = None
-
-    def memory(self, layout: Layout, landing: torch.Tensor | None) -> torch.Tensor:
-        """Host memory for a whole version: `landing` if it is that. What was kept is lost."""
-        self._kept = None
-        if landing is not None and landing.device.type == "cpu":
-            return landing
-        return torch.zeros(layout.num_bytes, dtype=torch.uint8)
-
-    def follow(
-        self,
-        difference: Difference,
-        layout: Layout,
-        landing: torch.Tensor | None,
-        key: bytes,
-        source: object,
-    ) -> torch.Tensor:
-        """The version [layout.num_bytes] uint8 that the difference makes of what was kept, which is
-        lost.
-
-        Raises:
-            WeightTransferError: something is not what the sender had.
-        """
-        kept, self._kept = self._kept, None
-        if kept is None or kept[0] != difference.base:
-            has = kept[0] if kept else "nothing"
-            raise _error(source, f"changes {difference.base}, but here is {has}")
-        whole = kept[1]
-        if landing is not None and landing.device.type == "cpu":
-            whole = landing
-        difference.apply(layout, kept[1], whole, key, source)
-        return whole
-
-    def keep(self, name: str, whole: torch.Tensor) -> None:
-        """All of the version with this name has arrived."""
-        self._kept = (name, whole)

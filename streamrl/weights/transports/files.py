@@ -1,4 +1,4 @@
-"""Weights through a shared file system, both ends: whole files, and differences to the last one
+"""Weights through a shared file system: whole files, and differences to the last one
 (`streamrl.weights.transports.differences`).
 
 Invariant: a reader sees complete files only, and its file stays until it has answered or two
@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 
 from streamrl.config.weights import WeightSettings
-from streamrl.types import FilesEndpoint, TensorSpec
+from streamrl.types import FilesEndpoint
 from streamrl.weights.layout import Layout
 from streamrl.weights.transports import tensor_file
 from streamrl.weights.transports.checksums import checksum, checksums, require_equal
-from streamrl.weights.transports.differences import Difference, ReceivedVersion, SentVersion
+from streamrl.weights.transports.differences import Difference, SentVersion
 from streamrl.weights.transports.tensor_file import TensorFile
 
 _DELTA_FORMAT = "streamrl-delta-2"
@@ -45,17 +45,22 @@ def write_whole(path: Path, layout: Layout, data: torch.Tensor, key: bytes) -> N
 
 
 def read_whole(
-    file: TensorFile, layout: Layout, whole: torch.Tensor | None, key: bytes
+    file: TensorFile, layout: Layout, key: bytes, landing: torch.Tensor | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor by name: in `whole` [layout.num_bytes] uint8, or in memory of its own.
+    """Every tensor by name: in `landing` [layout.num_bytes] uint8, if that is in host memory, or in
+    memory of its own.
 
     Raises:
         WeightTransferError: the file lacks a tensor, or has it in another shape or with other bits
             than the sender; the latter is known after the last tensor.
     """
+    in_place = landing is not None and landing.device.type == "cpu"
     received = []
     for slot in layout.slots:
-        raw = torch.zeros(slot.num_bytes, dtype=torch.uint8) if whole is None else slot.of(whole)
+        if landing is not None and in_place:
+            raw = slot.of(landing)
+        else:
+            raw = torch.zeros(slot.num_bytes, dtype=torch.uint8)
         for name, array in slot.arrays(raw).items():
             file.read_into(name, array)
         received.append(checksum(slot.spec.name, raw, key))
@@ -91,6 +96,8 @@ def read_delta(file: TensorFile, layout: Layout) -> Difference:
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 2.0
+MAX_RETRY_S = 30.0
 _NEWEST = 2
 """Versions whose files stay in any case."""
 
@@ -122,24 +129,38 @@ class FileSender:
         self._written: int | None = None
         self._lock = threading.Lock()
         self._offered: dict[str, tuple[Path, float]] = {}
+        self.failure = ""
+        """Why the last file is not written; "" if it is."""
+        self._wait_s = self._retried_s = 0.0
 
     async def offer(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
     ) -> dict[str, FilesEndpoint]:
-        """`write` in a thread; {} if the file cannot be written.
+        """`write` in a thread; {} if the file cannot be written, or could not a moment ago.
 
-        Waits for the file system without a limit, and logs a warning every `deadline_s`.
+        Waits for the file system without a limit, and logs a warning every `deadline_s`. A disk
+        that does not take the file is tried again after RETRY_S, then less and less often.
         """
         start = time.monotonic()
+        if start < self._retried_s:
+            return {}
         writing = asyncio.ensure_future(asyncio.to_thread(self.write, version, data, held))
         while not (await asyncio.wait([writing], timeout=self._settings.deadline_s))[0]:
             waited_s = time.monotonic() - start
             log.warning("version %d: its file is not written after %.0f s", version, waited_s)
         try:
-            return await writing
+            endpoints = await writing
         except OSError as error:
-            log.error("version %d: its file cannot be written: %s", version, error)
+            self._wait_s = min(2 * self._wait_s or RETRY_S, MAX_RETRY_S)
+            self._retried_s = time.monotonic() + self._wait_s
+            if not self.failure:
+                log.error("version %d: its file cannot be written: %s", version, error)
+            self.failure = f"the weights' file cannot be written: {error}"
             return {}
+        if self.failure:
+            log.info("version %d: its file is written again", version)
+        self.failure, self._wait_s = "", 0.0
+        return endpoints
 
     def write(
         self, version: int, data: torch.Tensor, held: Mapping[str, int]
@@ -149,8 +170,26 @@ class FileSender:
         `data` [layout.num_bytes] uint8 is the version; `held` is the version of this learner that
         each receiver has, -1 for none.
         """
+        data = data.cpu()
+        whole, changes = self._path(version, ""), self._path(version, ".delta")
         with self._lock:
-            return self._write(version, data.cpu(), held)
+            difference, takers = self._sent.difference_to(version, data, held)
+            paths = {name: changes if name in takers else whole for name in held}
+            if difference and takers and not changes.exists():
+                write_delta(changes, difference)
+            if whole in paths.values() and not self._is_written(version, held):
+                write_whole(whole, self._layout, data, self._key(version))
+                self._written = version
+            until_s = time.monotonic() + 2 * self._settings.deadline_s
+            self._offered |= {name: (path, until_s) for name, path in paths.items()}
+        return {
+            name: FilesEndpoint(
+                path=str(path.resolve()),
+                bucket_bytes=self._layout.bucket_bytes,
+                is_base=self._settings.delta,
+            )
+            for name, path in paths.items()
+        }
 
     def on_answers(self, loaded: set[str], failed: set[str]) -> None:
         """Note which receivers have answered, and remove the files that nobody needs."""
@@ -169,29 +208,6 @@ class FileSender:
         with self._lock:
             for path in self._folder.glob(f"{self._learner_id}-*.safetensors*"):
                 _remove(path)
-
-    def _write(
-        self, version: int, data: torch.Tensor, held: Mapping[str, int]
-    ) -> dict[str, FilesEndpoint]:
-        difference, takers = self._sent.difference_to(version, data, held)
-        whole, changes = self._path(version, ""), self._path(version, ".delta")
-        paths = {name: changes if name in takers else whole for name in held}
-        if difference and takers and not changes.exists():
-            write_delta(changes, difference)
-        if whole in paths.values() and not self._is_written(version, held):
-            write_whole(whole, self._layout, data, self._key(version))
-            self._written = version
-        until_s = time.monotonic() + 2 * self._settings.deadline_s
-        offered = {name: (path, until_s) for name, path in paths.items()}
-        self._offered = {**self._offered, **offered}
-        return {
-            name: FilesEndpoint(
-                path=str(path.resolve()),
-                bucket_bytes=self._layout.bucket_bytes,
-                is_base=self._settings.delta,
-            )
-            for name, path in paths.items()
-        }
 
     def _is_written(self, version: int, held: Mapping[str, int]) -> bool:
         """Whether the whole file is there, and none of these receivers has found it damaged."""
@@ -216,38 +232,3 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s cannot be removed: %s", path, error.strerror)
-
-
-class FileReader:
-    """A receiver's end; `last` keeps what the next file may be a difference to."""
-
-    def __init__(self, last: ReceivedVersion) -> None:
-        self._last = last
-
-    def tensors(
-        self,
-        endpoint: FilesEndpoint,
-        manifest: tuple[TensorSpec, ...],
-        name: str,
-        landing: torch.Tensor | None,
-        key: bytes,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name; `name` is the version's, from `version_name`, and `key` that of its
-        checksums.
-
-        Raises:
-            WeightTransferError: the file or the base it changes is not what the sender had.
-        """
-        layout = Layout(manifest, endpoint.bucket_bytes)
-        whole = landing if landing is not None and landing.device.type == "cpu" else None
-        with TensorFile(Path(endpoint.path)) as file:
-            if is_delta(file):
-                difference = read_delta(file, layout)
-                whole = self._last.follow(difference, layout, landing, key, file.path)
-                yield from layout.views(whole)
-            else:
-                if endpoint.is_base:
-                    whole = self._last.memory(layout, landing)
-                yield from read_whole(file, layout, whole, key)
-        if endpoint.is_base and whole is not None:
-            self._last.keep(name, whole)

@@ -37,7 +37,6 @@ from torch._C._distributed_c10d import (
     PrefixStore,
     ProcessGroupGloo,
     Store,
-    Store as TorchStore,
     TCPStore,
 )
 
@@ -108,24 +107,13 @@ class RendezvousServer:
         self._socket.close()
 
     def _handle(self, address: bytes, request: Request) -> None:
-        match request:
-            case Put(key, value):
-                if len(self._values) < MAX_VALUES:
-                    self._values[key] = value
-                self._answer(address)
-                self._answer_waiting()
-            case FetchKey(key):
-                self._waiting[address] = key
-                self._answer_waiting()
-
-    def _answer_waiting(self) -> None:
-        for address, key in list(self._waiting.items()):
+        if isinstance(request, Put) and len(self._values) < MAX_VALUES:
+            self._values[request.key] = request.value
+        self._waiting[address] = request.key
+        for member, key in list(self._waiting.items()):
             if key in self._values:
-                del self._waiting[address]
-                self._answer(address)
-
-    def _answer(self, address: bytes) -> None:
-        self._socket.send_multipart([address, b"", wire.encode(Values(self._values))])
+                del self._waiting[member]
+                self._socket.send_multipart([member, b"", wire.encode(Values(self._values))])
 
 
 class RendezvousStore(Store):
@@ -150,8 +138,7 @@ class RendezvousStore(Store):
 
     def get(self, key: str) -> bytes:
         """Waits for the value, until the timeout."""
-        if key not in self._values:
-            self._call(FetchKey(key))
+        self.wait([key])
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -206,35 +193,25 @@ class OpenStore:
 
 def join(endpoint: BroadcastEndpoint) -> "BroadcastGroup":
     """The endpoint's rank of its group. Waits for all ranks or the timeout."""
-    host, port = endpoint.host, endpoint.port
+    host, port, timeout_s = endpoint.host, endpoint.port, endpoint.timeout_s
+    store: Store
     try:
-        store = _store(endpoint)
+        if endpoint.key:
+            store = RendezvousStore(host, port, endpoint.key, timeout_s)
+        else:
+            timeout = timedelta(seconds=timeout_s)
+            store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, zmq.ZMQError, ValueError) as error:
         raise WeightTransferError(f"no weight store at {host}:{port}: {error}") from error
+    group = (endpoint.group, endpoint.rank, endpoint.world_size, endpoint.backend)
     try:
-        return _form(
-            store,
-            host,
-            endpoint.group,
-            endpoint.rank,
-            endpoint.world_size,
-            endpoint.backend,
-            endpoint.timeout_s,
-        )
+        return _form(store, host, *group, timeout_s)
     except WeightTransferError:
         _close(store)
         raise
 
 
-def _store(endpoint: BroadcastEndpoint) -> TorchStore:
-    host, port, timeout_s = endpoint.host, endpoint.port, endpoint.timeout_s
-    if endpoint.key:
-        return RendezvousStore(host, port, endpoint.key, timeout_s)
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-
-def _close(store: TorchStore) -> None:
+def _close(store: Store) -> None:
     if isinstance(store, RendezvousStore):
         store.close()
 
@@ -271,7 +248,7 @@ class Broadcast:
 class BroadcastGroup:
     """Broadcasts from rank 0 to everyone; the store lasts as long."""
 
-    def __init__(self, group: Any, store: TorchStore, timeout_s: float) -> None:
+    def __init__(self, group: Any, store: Store, timeout_s: float) -> None:
         self._group = group
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
@@ -323,7 +300,7 @@ def _finished(pending: deque[tuple[torch.Tensor, Broadcast]]) -> torch.Tensor:
 
 
 def _form(
-    store: TorchStore,
+    store: Store,
     host: str,
     name: str,
     rank: int,
@@ -345,14 +322,14 @@ def _form(
     return BroadcastGroup(group, store, timeout_s)
 
 
-def _gloo(store: TorchStore, host: str, rank: int, world_size: int, timeout_s: float) -> Any:
+def _gloo(store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host))]
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _nccl(store: TorchStore, rank: int, world_size: int, timeout_s: float) -> Any:
+def _nccl(store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, world_size, options)

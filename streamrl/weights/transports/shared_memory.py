@@ -34,9 +34,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from streamrl.errors import WeightTransferError
 from streamrl.types import CudaMemory, HostMemory, SharedEndpoint
@@ -114,15 +114,11 @@ def receive_descriptor(path: str) -> int:
     return descriptors[0]
 
 
-def require_served(path: str) -> None:
+def _connect(path: str) -> socket.socket:
     """
     Raises:
         OSError: the server's process has ended, or it is another user's.
     """
-    _connect(path).close()
-
-
-def _connect(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_WAIT_S)
     try:
@@ -137,16 +133,10 @@ def _remove_abandoned() -> None:
     """The names of processes that were killed."""
     for path in SHARED_FOLDER.glob(_NAMES.format("*")):
         with contextlib.suppress(OSError):
-            if not _is_served(path):
+            try:
+                _connect(str(path)).close()
+            except ConnectionRefusedError:
                 path.unlink()
-
-
-def _is_served(path: Path) -> bool:
-    try:
-        require_served(str(path))
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 # Linux 5.1; Python 3.13 has a name for it.
@@ -182,17 +172,9 @@ def export_from_gpu(tensor: torch.Tensor) -> CudaMemory:
         RuntimeError: from CUDA, where the driver cannot export memory.
     """
     _, *exported = tensor.untyped_storage()._share_cuda_()
-    handle, num_bytes, offset, counter, counter_offset, event, waits_for_event = exported
-    return CudaMemory(
-        gpu=gpu_uuid(tensor.get_device()),
-        handle=handle,
-        num_bytes=num_bytes,
-        offset=offset,
-        counter=counter,
-        counter_offset=counter_offset,
-        event=event,
-        waits_for_event=waits_for_event,
-    )
+    # All fields but the GPU are torch's, in its order.
+    fields = dict(zip(CudaMemory.__struct_fields__[1:], exported, strict=True))
+    return CudaMemory(gpu=gpu_uuid(tensor.get_device()), **fields)
 
 
 def open_memory(memory: HostMemory | CudaMemory) -> torch.Tensor:
@@ -215,7 +197,7 @@ def require_present(memory: HostMemory) -> None:
         WeightTransferError: it does not, or it is on another machine or another user's.
     """
     try:
-        require_served(memory.socket)
+        _connect(memory.socket).close()
     except OSError as error:
         raise _unreachable(memory, error.strerror or str(error)) from error
 
@@ -257,16 +239,7 @@ def _open_on_gpu(memory: CudaMemory) -> torch.Tensor:
     index = visible.index(memory.gpu)
     try:
         with torch.cuda.device(index):
-            storage = torch.UntypedStorage._new_shared_cuda(
-                index,
-                memory.handle,
-                memory.num_bytes,
-                memory.offset,
-                memory.counter,
-                memory.counter_offset,
-                memory.event,
-                memory.waits_for_event,
-            )
+            storage = torch.UntypedStorage._new_shared_cuda(index, *structs.astuple(memory)[1:])
     except RuntimeError as error:
         raise WeightTransferError(f"the learner's GPU memory cannot be opened: {error}") from error
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)

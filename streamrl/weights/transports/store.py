@@ -296,7 +296,7 @@ def read_into(file: Path, layout: Layout, base: torch.Tensor, stored: StoredVers
         if stored.is_delta:
             read_delta(opened, layout).apply(layout, base, base, stored.key, file)
         else:
-            for _ in read_whole(opened, layout, base, stored.key):
+            for _ in read_whole(opened, layout, stored.key, base):
                 pass
 
 

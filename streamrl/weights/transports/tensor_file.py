@@ -12,7 +12,6 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import msgspec
@@ -46,16 +45,13 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Offset, _Offset]
 
     def __post_init__(self) -> None:
-        if self.start > self.stop:
+        if self.num_bytes < 0:
             raise ValueError(f"data_offsets: were {self.data_offsets}")
 
     @property
-    def start(self) -> int:
-        return self.data_offsets[0]
-
-    @property
-    def stop(self) -> int:
-        return self.data_offsets[1]
+    def num_bytes(self) -> int:
+        start, stop = self.data_offsets
+        return stop - start
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -110,12 +106,7 @@ class TensorFile:
     def __enter__(self) -> "TensorFile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def error(self, what: str) -> WeightTransferError:
@@ -124,8 +115,8 @@ class TensorFile:
     def read(self, name: str) -> torch.Tensor:
         """The tensor's bytes in new memory, flat uint8 whatever its dtype."""
         entry = self._entry(name)
-        raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-        self._fill(raw, entry.start)
+        raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        self._fill(raw, entry)
         return raw
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
@@ -134,9 +125,9 @@ class TensorFile:
         expected = (_NAMES[tensor.dtype], (*tensor.shape,))
         if (entry.dtype, entry.shape) != expected:
             raise self.error(f"holds {name} as {entry.dtype} {entry.shape}, not as {expected}")
-        if entry.stop - entry.start != tensor.nbytes:
-            raise self.error(f"holds {name} in {entry.stop - entry.start} bytes")
-        self._fill(tensor, entry.start)
+        if entry.num_bytes != tensor.nbytes:
+            raise self.error(f"holds {name} in {entry.num_bytes} bytes")
+        self._fill(tensor, entry)
 
     def metadata(self, key: str) -> str | None:
         """The entry of the file's metadata; None if there is none."""
@@ -158,10 +149,10 @@ class TensorFile:
         except KeyError as error:
             raise self.error(f"has no tensor {name}") from error
 
-    def _fill(self, tensor: torch.Tensor, start: int) -> None:
+    def _fill(self, tensor: torch.Tensor, entry: _Entry) -> None:
         rest = _bytes_of(tensor)
         try:
-            self._file.seek(self._start + start)
+            self._file.seek(self._start + entry.data_offsets[0])
             while rest:
                 if not (count := self._file.readinto(rest)):
                     raise self.error("ends too early")
@@ -181,7 +172,8 @@ class TensorFile:
             entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in parts.items()}
         except (OSError, struct.error, msgspec.MsgspecError, RecursionError) as error:
             raise self.error(f"has no readable header ({error})") from error
-        expected = 8 + length + max((entry.stop for entry in entries.values()), default=0)
+        stops = (entry.data_offsets[1] for entry in entries.values())
+        expected = 8 + length + max(stops, default=0)
         if size != expected:
             raise self.error(f"has {size} bytes instead of {expected}")
         return entries, metadata, 8 + length

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from streamrl import wire
 from streamrl.checkpoints.find import require_steps_to_launch
@@ -108,6 +109,17 @@ def make_model_folder(folder: Path, **config: object) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "[up_proj]"])
+def test_an_adapter_on_experts_is_foreseen(folder: Path, targets: str):
+    names = ("self_attn.q_proj", "mlp.experts.0.up_proj")
+    weights = {f"model.layers.0.{name}.weight": np.zeros((2, 2)) for name in names}
+    save_file(weights, folder / "model" / "model.safetensors")
+    warnings = report(folder, f"learner.lora={{targets: {targets}}}").warnings
+    (sentence,) = (warning for warning in warnings if "lora" in warning)
+    assert "names the experts" in sentence
+    assert sentence.endswith("name other layers, such as [q_proj]")
 
 
 def test_a_checkpoint_that_was_taken_once_may_be_gone(folder: Path):

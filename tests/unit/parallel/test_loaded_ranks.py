@@ -14,6 +14,7 @@ from learners.parallel.ranks import Ranks
 from learners.policy.policy import Policy
 from learners.trainer import Trainer
 from streamrl.config.learner import MeshSettings
+from streamrl.config.weights import WeightSettings
 from streamrl.types import GroupHeader
 from streamrl.weights.layout import manifest_of
 from tests.ranks import run_ranks
@@ -49,7 +50,7 @@ def trained(
         mine = [groups[h.prompt_index] for h in share(headers, ranks.count, ranks.index)]
         metrics.append(trainer.step(TrainingBatch.shared(headers, mine, step, ranks)))
     # The first rank alone: were another needed, this would wait for it.
-    manifest = manifest_of(policy.described_weights()) if ranks.index == 0 else None
+    manifest = policy.layout(WeightSettings()).manifest if ranks.index == 0 else None
     weights = policy.weights()
     return {
         "manifest": manifest,

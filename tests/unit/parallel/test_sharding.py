@@ -12,8 +12,9 @@ from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.sharding import shard
 from streamrl.config.learner import MeshSettings
+from tests.model_families import make_model
 from tests.ranks import run_ranks
-from tests.training import make_groups, make_network
+from tests.training import make_groups, make_micro_batch, make_network
 
 CPU = torch.device("cpu")
 TWO = ({"shard": 2}, {"replicate": 2}, {"sequence": 2})
@@ -101,6 +102,23 @@ def test_shards_that_compute_in_bfloat16_accumulate_in_float32(results):
                 assert found.dtype == torch.float32
                 assert (found - 2 * gradient).norm() < 0.1 * (2 * gradient).norm(), name
                 assert not torch.equal(found, found.bfloat16().float()), name
+
+
+def routed(mesh: Mesh | None) -> torch.Tensor:
+    """Log-probabilities of a model whose gates and rotary angles are float32 in any dtype."""
+    network = Network(make_model("ERNIE 4.5-MoE"), temperature=1.0)
+    shard(network, mesh, torch.bfloat16)
+    return network(make_micro_batch((9, 5, 12))).logprobs.detach()
+
+
+def routed_on_rank() -> torch.Tensor:
+    return routed(make_mesh(MeshSettings(), CPU))
+
+
+def test_shards_keep_in_float32_what_a_whole_network_does(tmp_path):
+    expected = routed(None)
+    for found in run_ranks(routed_on_rank, 2, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
 def test_parameters_are_gathered_whole_and_assigned_in_shards(results):

@@ -6,13 +6,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from learners.optimizer import LossScale
+from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.sharding import compute_in, master_of
 from learners.trainer import Trainer
 from streamrl.algorithms import logprobs as logprobs_module
+from streamrl.config.weights import WeightSettings
 from streamrl.errors import DivergedError
+from streamrl.weights.layout import dtype_of
+from tests.model_families import make_model
 from tests.training import make_batch, make_config, make_critic, make_micro_batch, make_network
 
 BF16 = torch.bfloat16
@@ -173,6 +178,21 @@ def test_a_frozen_network_has_no_second_copy() -> None:
     network = make_network().requires_grad_(False)
     compute_in(network, BF16)
     assert all(p.dtype == BF16 and master_of(p) is p for p in network.parameters())
+
+
+@pytest.mark.parametrize("family", ["ERNIE 4.5-MoE", "Inkling"])
+def test_what_transformers_keeps_in_float32_stays_so(family, tmp_path) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    expected = {name: p.dtype for name, p in loaded.named_parameters()}
+    assert set(expected.values()) == {torch.float32, BF16}
+    network = Network(model, temperature=1.0)
+    compute_in(network, BF16)
+    assert {name: p.dtype for name, p in model.named_parameters()} == expected
+    sent = Policy(network).layout(WeightSettings(dtype="bfloat16")).manifest
+    assert all(dtype_of(spec) == expected[spec.name] for spec in sent)
+    network(make_micro_batch((5, 9))).logprobs.sum().backward()
 
 
 def test_float32_computes_with_the_parameters_themselves() -> None:

@@ -163,7 +163,7 @@ async def test_a_receiver_that_has_lost_what_it_had_gets_the_whole_and_the_other
         forgetful, _ = started.join("forgetful")
         await until(lambda: started.sender.gauges()["num_receivers"] == 2)
         await publish(started, range(1, 3), sound, forgetful)
-        forgetful._transfer._files._last._kept = None
+        forgetful._transfer._kept = None
         await publish(started, range(3, 6), sound, forgetful)
         assert kinds(sound) == [False, True, True, True, True]
         assert kinds(forgetful) == [False, True, False, True, True]

@@ -8,6 +8,7 @@ import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -345,13 +346,32 @@ def test_files_go_when_nobody_needs_them_and_stay_while_one_reads(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == newest
 
 
-async def test_a_file_that_a_full_disk_does_not_take_leaves_nothing_there(tmp_path):
-    learner = Learner(tmp_path)
+async def test_a_full_disk_is_said_once_and_tried_again_less_and_less_often(
+    tmp_path, monkeypatch, caplog
+):
+    learner, now_s, tried_s = Learner(tmp_path), 0.0, []
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("streamrl.weights.transports.files.time", clock)
+    write = learner.files.write
+
+    def watched(*arguments):
+        tried_s.append(now_s)
+        return write(*arguments)
+
+    monkeypatch.setattr(learner.files, "write", watched)
     learner.buffers.write(learner.master, 1)
-    with learner.buffers.reading() as newest, files_no_larger_than(1_000):
+    with learner.buffers.reading() as newest:
         assert newest is not None
-        assert await learner.files.offer(1, newest.data, {"generator": -1}) == {}
-    assert list(tmp_path.iterdir()) == []
+        with files_no_larger_than(1_000):
+            while now_s < 60:
+                assert await learner.files.offer(1, newest.data, {"generator": -1}) == {}
+                now_s += 1
+        assert list(tmp_path.iterdir()) == []
+        assert tried_s == [0, 2, 6, 14, 30]
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert "cannot be written: [Errno 27]" in learner.files.failure
+        assert await learner.files.offer(1, newest.data, {"generator": -1})
+        assert learner.files.failure == ""
 
 
 def test_a_file_that_cannot_be_removed_stays_and_harms_nothing(tmp_path, monkeypatch, caplog):

@@ -149,6 +149,23 @@ async def test_a_file_system_that_is_full_or_stands_still_is_named_and_waited_fo
         await until(lambda: generator.has(1.0))
 
 
+async def test_who_comes_late_gets_its_version_by_another_route_where_the_disk_is_full(
+    tmp_path, monkeypatch
+):
+    def write(*_: Any) -> dict[str, FilesEndpoint]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileSender, "write", write)
+    async with run(tmp_path) as started:
+        first, _ = started.join("first")
+        started.publish(1, 1.0)
+        await until(lambda: first.has(1.0))
+        late, _ = started.join("late")
+        await until(lambda: late.has(1.0))
+        (sentence,) = started.sender.left_out()
+        assert "file cannot be written: [Errno 28]" in sentence
+
+
 async def test_a_file_that_was_tampered_with_is_refused_and_the_receiver_catches_up(
     tmp_path, caplog
 ):

@@ -17,7 +17,6 @@ from streamrl.weights.receiver import WeightReceiver
 from streamrl.weights.sender import WeightSender
 from streamrl.weights.transports import groups
 from streamrl.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
-from streamrl.weights.transports.differences import ReceivedVersion
 from streamrl.weights.transports.receive import TransferReceiver
 
 SHAPES = {"embed": (50, 8), "head": (8, 50), "norm": (8,)}
@@ -57,7 +56,7 @@ class Engine:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.model = torch.nn.ParameterDict(parameters(0.0)).to(dtype)
-        self.flawed = Flawed(torch.device("cpu"), ReceivedVersion())
+        self.flawed = Flawed(torch.device("cpu"))
         self.transfer = TransferReceiver()
         self.transfer._broadcast = self.flawed
         self._spare = SpareWeights(self.model)
