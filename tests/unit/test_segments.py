@@ -331,6 +331,21 @@ def test_what_a_full_disk_cut_off_is_written_when_there_is_space(tmp_path, monke
     commit_and_recover(tmp_path, state, journal)
 
 
+def test_a_segment_whose_name_cannot_be_synced_is_closed_and_deleted(tmp_path, monkeypatch):
+    state = make_state()
+    journal = Journal(SqliteStorage(journal_path(tmp_path), durability="machine"), state)
+    journal.recover({}, 0.0)
+    state.attach(0, None)
+    put_large(state, "a")
+    monkeypatch.setattr(segments, "sync", failing_read)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(StorageError, match="cannot be written"):
+            journal.commit()
+    assert (segments_of(tmp_path), os.listdir("/proc/self/fd")) == ([], before)
+    journal.close()
+
+
 def fill_disk(monkeypatch: pytest.MonkeyPatch, run: Path, num_bytes: int) -> None:
     """The segments of this run have so many bytes together."""
 
