@@ -27,6 +27,8 @@ from streamrl.types import DropReason, GroupHeader, SiblingHeader
 
 log = logging.getLogger(__name__)
 
+# What decoding a value raises that is not what was written.
+DAMAGED = (msgspec.MsgspecError, ValueError, KeyError)
 FREE = "free"
 LETTERS = {
     "leased": "L",
@@ -199,12 +201,16 @@ class Journal(Generic[Place]):
         `settings` identify the run; those of `learner.` and `buffer.` may differ from what is kept.
 
         Raises:
-            ConfigError: the journal is of another run.
+            ConfigError: the journal is of another run, or damaged.
             StorageError: it cannot be read now; the state is still blank.
         """
         content = self._storage.read()
         has_new_bound = self._check_settings(content.settings, settings)
-        read = read_rows(content.rows, self._storage.place_type)
+        try:
+            read = read_rows(content.rows, self._storage.place_type)
+        except DAMAGED as error:
+            name = self._storage.name
+            raise ConfigError(f"the journal {name} is damaged: {error!r}; move it away") from error
         payloads = self._storage.recover(read.places)
         self._next_number, self._numbers = content.next_number, read.numbers
         for entry in read.entries:

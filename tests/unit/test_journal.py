@@ -502,6 +502,30 @@ def test_a_file_that_is_no_journal_is_named(tmp_path):
         Journal(SqliteStorage(path, durability="process"), make_state())
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE settings SET data = '{'",
+        "UPDATE snapshot SET data = x'c1'",
+        "UPDATE entry SET header = x'ff'",
+        "UPDATE entry SET places = x'81'",
+        "UPDATE entry SET state = 'unknown'",
+    ],
+)
+def test_a_file_with_a_damaged_value_is_named(tmp_path, damage):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    fill(state, "a")
+    journal.commit()
+    journal.close()
+    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+        db.execute(damage)
+        db.commit()
+    for read in (open_journal, lambda run: audit_journal(journal_path(run))):
+        with pytest.raises(ConfigError, match=r"journal\.sqlite is damaged: .*; move it away"):
+            read(tmp_path)
+
+
 def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):
     state, journal = open_journal(tmp_path, max_staleness=200)
     state.attach(0, None)
