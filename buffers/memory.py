@@ -65,9 +65,9 @@ class MemoryBuffer(m.RequestClient):
         """Waits for a reply that is not empty; any change, an expiry or the deadline unblocks."""
         async with self._changed:
             while True:
-                revision = self._state.ledger.revision
+                revision = self._state.ledger.entries.revision
                 answer = self._apply(request)
-                if self._state.ledger.revision != revision:
+                if self._state.ledger.entries.revision != revision:
                     # A take that drops groups opens admission.
                     self._changed.notify_all()
                 if not answer[0].is_empty or self._clock() >= deadline:

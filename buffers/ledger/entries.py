@@ -143,33 +143,27 @@ class Columns:
     def add(self, entry: Entry) -> None:
         self._counts[entry.state] += 1
         if entry.state is State.LEASED:
+            self.leased_versions[entry.min_policy_version] += 1
             self._leases.setdefault(_session_of(entry), {})[entry.lease_id] = None
-        if (counted := self._counted(entry)) is not None:
-            versions, version = counted
-            versions[version] += 1
+        elif entry.state is State.BUFFERED:
+            self._newest_versions[header_of(entry).newest_version] += 1
 
     def remove(self, entry: Entry) -> None:
         self._counts[entry.state] -= 1
         if entry.state is State.LEASED:
+            _count_down(self.leased_versions, entry.min_policy_version)
             leases = self._leases[session := _session_of(entry)]
             del leases[entry.lease_id]
             if not leases:
                 del self._leases[session]
-        if (counted := self._counted(entry)) is not None:
-            versions, version = counted
-            versions[version] -= 1
-            if not versions[version]:
-                del versions[version]
+        elif entry.state is State.BUFFERED:
+            _count_down(self._newest_versions, header_of(entry).newest_version)
 
-    def _counted(self, entry: Entry) -> tuple[Counter[int], int] | None:
-        """Where the entry is counted by a version, and by which."""
-        match entry.state:
-            case State.LEASED:
-                return self.leased_versions, entry.min_policy_version
-            case State.BUFFERED:
-                return self._newest_versions, header_of(entry).newest_version
-            case _:
-                return None
+
+def _count_down(versions: Counter[int], version: int) -> None:
+    versions[version] -= 1
+    if not versions[version]:
+        del versions[version]
 
 
 class ResponseCounter:
@@ -265,10 +259,12 @@ class Entries:
         self._open = IndexRangeSet()
         self._next_prompt_index = 0
         self.revision = 0
+        """It grows with every change of an entry, before the change."""
         self._unseen = 0
         self._freed: list[int] = []
         self.responses = ResponseCounter()
         self.subscribers: list[Callable[[Event], None]] = []
+        """Called with every transition."""
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))

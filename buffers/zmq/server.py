@@ -471,13 +471,13 @@ class ZmqBufferServer:
     def _answer(self, apply: Callable[[], m.Answer | None], num_bytes: int = 0) -> m.Answer | None:
         """What `apply` returns for a message of `num_bytes`, or the refusal, whatever fails."""
         ledger = self._state.ledger
-        revision = ledger.revision
+        revision = ledger.entries.revision
         try:
             return apply()
         except StreamRLError as error:
             refusal = error
         except Exception as error:
-            if ledger.revision != revision:
+            if ledger.entries.revision != revision:
                 raise
             if self._errors.admits(self._clock()):
                 log.exception("a request failed%s", self._errors.take_omitted())

@@ -99,7 +99,7 @@ def fill(state: BufferState[bytes], *lease_ids: str, version: int = 0) -> None:
 
 def dump(state: BufferState[bytes], last_prompt_index: int = 200) -> dict[str, Any]:
     """Everything but the clock: leases get a new time to live."""
-    entries = [e for s in range(last_prompt_index) if (e := state.ledger.entry(s))]
+    entries = [e for s in range(last_prompt_index) if (e := state.ledger.entries.get(s))]
     held = [e.prompt_index for e in entries if e.header]
     return {
         "snapshot": state.ledger.snapshot(),

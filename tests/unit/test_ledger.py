@@ -188,11 +188,17 @@ def test_the_leases_of_a_session_are_those_that_are_live():
     for lease_id in ("a/0", "b/0", "a/1", "a/2"):
         grant(ledger, lease_id)
     fill(ledger, "a/1")
-    assert ledger.leases_of("a") == ("a/0", "a/2")
+    assert ledger.entries.columns.leases_of("a") == ("a/0", "a/2")
     ledger.release("a/0", DropReason.RELEASED)
-    assert (ledger.leases_of("a"), ledger.leases_of("b")) == (("a/2",), ("b/0",))
+    assert (ledger.entries.columns.leases_of("a"), ledger.entries.columns.leases_of("b")) == (
+        ("a/2",),
+        ("b/0",),
+    )
     ledger.expire(10.0)
-    assert (ledger.leases_of("a"), ledger.leases_of("c")) == ((), ())
+    assert (ledger.entries.columns.leases_of("a"), ledger.entries.columns.leases_of("c")) == (
+        (),
+        (),
+    )
 
 
 def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_duplicate():
@@ -397,8 +403,8 @@ def test_acknowledged_groups_are_freed_and_the_books_close():
     books = ledger.books()
     assert (books.acknowledged, books.trained, books.buffered) == (2, 0, 2)
     assert books.balanced
-    assert ledger.drain_freed() == (0, 1)
-    assert ledger.drain_freed() == ()
+    assert ledger.entries.drain_freed() == (0, 1)
+    assert ledger.entries.drain_freed() == ()
 
 
 def test_a_learner_restored_to_a_checkpoint_trains_the_rest_again():
@@ -495,13 +501,13 @@ def test_responses_are_counted_by_length_when_they_are_put_trained_and_dropped()
     fill(ledger, "a", length=7)
     train_one_step(ledger)
     fill(ledger, "b", version=1, length=9)
-    lengths = ledger.responses.frozen()
+    lengths = ledger.entries.responses.frozen()
     assert lengths.sampled == LengthHistogram.of([7, 7, 9, 9])
     assert lengths.trained == LengthHistogram.of([7, 7])
     assert lengths.dropped == {}
     train_one_step(ledger)
     ledger.acknowledge(2, 1)
-    assert ledger.responses.frozen().trained == LengthHistogram.of([7, 7, 9, 9])
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([7, 7, 9, 9])
 
 
 def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_counted():
@@ -515,9 +521,9 @@ def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_
     assert not ledger.put("slow", header(slow, version=-1, length=90), 0.0)
     ledger.release(grant(ledger, "failed").lease_id, DropReason.FAILED)
     stale = LengthHistogram.of([5, 5, 90, 90]).rounded()
-    assert ledger.responses.frozen().dropped == {DropReason.STALE: stale}
-    assert ledger.responses.frozen().trained == LengthHistogram.of([3, 3, 4, 4])
-    assert ledger.responses.frozen().sampled.num_tokens == 2 * (3 + 4 + 5 + 90)
+    assert ledger.entries.responses.frozen().dropped == {DropReason.STALE: stale}
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([3, 3, 4, 4])
+    assert ledger.entries.responses.frozen().sampled.num_tokens == 2 * (3 + 4 + 5 + 90)
 
 
 def test_what_a_learner_gives_back_is_not_trained_until_it_is_trained_again():
@@ -527,10 +533,10 @@ def test_what_a_learner_gives_back_is_not_trained_until_it_is_trained_again():
     train_one_step(ledger)
     train_one_step(ledger)
     ledger.attach(1)
-    assert ledger.responses.frozen().trained == LengthHistogram.of([1, 1])
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([1, 1])
     train_one_step(ledger, learner_term=2)
-    assert ledger.responses.frozen().trained == LengthHistogram.of([1, 1, 2, 2])
-    assert ledger.responses.frozen().sampled == ledger.responses.frozen().trained
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([1, 1, 2, 2])
+    assert ledger.entries.responses.frozen().sampled == ledger.entries.responses.frozen().trained
 
 
 def test_a_group_that_a_learners_books_contain_was_trained():
@@ -538,7 +544,7 @@ def test_a_group_that_a_learners_books_contain_was_trained():
     fill(ledger, "a", length=6)
     ledger.attach(1, Books(granted=1, acknowledged=1, next_prompt_index=1, revision=9))
     assert ledger.books().acknowledged == 1
-    assert ledger.responses.frozen().trained == LengthHistogram.of([6, 6])
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([6, 6])
 
 
 def test_a_blank_ledger_counts_lengths_anew():
@@ -547,7 +553,7 @@ def test_a_blank_ledger_counts_lengths_anew():
     train_one_step(old)
     new = Ledger(groups_per_step=1, max_staleness=3)
     new.attach(1, old.books())
-    assert new.responses.frozen() == ResponseLengths()
+    assert new.entries.responses.frozen() == ResponseLengths()
 
 
 def keep_siblings(ledger: Ledger, lease_id: str, *numbers: int, version: int = 0) -> None:
@@ -567,7 +573,7 @@ def test_a_lease_that_ends_with_kept_siblings_keeps_its_place_and_its_version():
     assert ledger.expire(20.0) == ("b",)
     books = ledger.books()
     assert (books.leased, books.in_flight, books.dropped) == (1, 1, {})
-    assert (ledger.live_leases(), ledger.find("b")) == ((), None)
+    assert (ledger.live_leases(), ledger.entries.find("b")) == ((), None)
     again = ledger.lease("c", 20.0, 10.0)
     assert again == Lease(
         lease_id="c",
@@ -591,9 +597,9 @@ def test_siblings_older_than_the_first_lease_says_are_sampled_again_and_counted_
     keep_siblings(ledger, "a", 1, version=2)
     ledger.end_lease("a", DropReason.RELEASED)
     assert grant(ledger, "b").kept_siblings == (1,)
-    lengths = ledger.responses.frozen()
+    lengths = ledger.entries.responses.frozen()
     assert lengths.dropped[DropReason.RELEASED] == LengthHistogram.of([5])
-    assert ledger.drain_freed()[-1] == 2
+    assert ledger.entries.drain_freed()[-1] == 2
 
 
 def test_a_lease_that_its_holder_gives_back_keeps_no_siblings():
@@ -602,7 +608,7 @@ def test_a_lease_that_its_holder_gives_back_keeps_no_siblings():
     keep_siblings(ledger, "a", 0)
     ledger.release("a", DropReason.RELEASED)
     assert grant(ledger, "b").kept_siblings == ()
-    assert ledger.responses.frozen().dropped[DropReason.RELEASED].num_tokens == 5
+    assert ledger.entries.responses.frozen().dropped[DropReason.RELEASED].num_tokens == 5
 
 
 def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is_granted_first():

@@ -233,7 +233,7 @@ def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
     journal.close()
     segments_of(tmp_path)[0].unlink()
     state, journal = open_journal(tmp_path, max_staleness=3)
-    states = [entry.state for index in range(6) if (entry := state.ledger.entry(index))]
+    states = [entry.state for index in range(6) if (entry := state.ledger.entries.get(index))]
     assert states == [State.TRAINED, State.TRAINED, State.TAKEN, State.TAKEN]
     with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[2, 3\]"):
         state.fetch([2, 3])
