@@ -465,7 +465,6 @@ class Entries:
         self._acknowledged = books.acknowledged + books.trained
         self._dropped = Counter(books.dropped)
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
-        self.revision = max(self.revision, books.revision)
 
     def snapshot(self) -> LedgerSnapshot:
         """Of what is counted here."""

@@ -551,12 +551,11 @@ class Ledger:
         Leases are granted under `steered_bound` from here on, within the limits of the run.
         """
         require_learner_term(learner_term, self.learner_term)
+        if version != self.version:
+            self._batches.train(version, self.version)
+            self.version = version
+            self._batches.evict(version)
         self.admission.steered_bound = steered_bound
-        if version == self.version:
-            return
-        self._batches.train(version, self.version)
-        self.version = version
-        self._batches.evict(version)
 
     def acknowledge(self, version: int, learner_term: int) -> None:
         """A checkpoint of `version` is durable: what it contains is freed. May be repeated."""

@@ -869,6 +869,28 @@ async def test_a_lease_that_a_dead_process_waits_for_goes_to_the_one_in_its_plac
             await client.close()
 
 
+async def test_no_answer_leaves_before_the_journal_has_its_change(tmp_path):
+    """Nor that to a request which was pending."""
+    with zmq_server(tmp_path, journal=True) as server:
+        send, uncommitted = server._replies.send, []
+
+        def recorded(*args: Any) -> None:
+            uncommitted.append(len(server._journal._pending))
+            send(*args)
+
+        server._replies.send = recorded
+        generator, learner = ZmqBuffer(server.url), ZmqBuffer(server.url)
+        waiting = asyncio.create_task(generator.lease(["a", "b"], "g", 30.0))
+        await until(lambda: len(server._pending_requests) == 1)
+        await learner.attach(0, None)
+        assert len(await waiting) == 2
+        await fill(generator, "a", "b")
+        await learner.take(2, 0, 1.0)
+        assert set(uncommitted) == {0}
+        for client in (generator, learner):
+            await client.close()
+
+
 async def test_no_lease_ends_for_a_server_that_stood_still(tmp_path):
     """Its process was stopped, or its disk hung: heartbeats have waited meanwhile."""
     stood_s = [0.0]

@@ -465,6 +465,14 @@ def test_the_file_does_not_grow_with_the_run(tmp_path):
     journal.close()
 
 
+@pytest.mark.parametrize(("durability", "synchronous"), [("process", 1), ("machine", 2)])
+def test_each_commit_is_synced_where_it_has_to_outlast_the_machine(
+    tmp_path, durability, synchronous
+):
+    with closing(SqliteStorage(journal_path(tmp_path), durability=durability)) as storage:
+        assert storage._db.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+
+
 def test_a_journal_in_use_is_refused(tmp_path):
     _, journal = open_journal(tmp_path)
     with pytest.raises(ConfigError, match="in use by another buffer"):

@@ -88,6 +88,17 @@ def test_admission_stops_near_the_end_of_the_run():
     assert ledger.lease("e", 0.0, 10.0) is None
 
 
+def test_a_drain_admits_what_completes_the_last_batch_until_a_learner_attaches():
+    ledger = make_ledger(groups_per_step=3, max_staleness=2)
+    fill(ledger, "a")
+    ledger.draining = True
+    assert ledger.num_admitted() == 2
+    fill(ledger, "b", "c")
+    assert ledger.num_admitted() == 0
+    ledger.attach(0)
+    assert ledger.num_admitted() == 6
+
+
 def test_a_lease_asked_for_twice_is_granted_once():
     ledger = make_ledger()
     assert grant(ledger, "a") == grant(ledger, "a")

@@ -35,7 +35,7 @@ class CountedLedger(Ledger):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.retries = RetryCounter()
-        self.subscribe(self.retries.on_event)
+        self.entries.subscribers.append(self.retries.on_event)
 
 
 class LedgerMachine(RuleBasedStateMachine):
