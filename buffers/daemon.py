@@ -16,7 +16,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +26,7 @@ from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.multipart import Frame
-from buffers.zmq.server import ZmqBufferServer, wait_for_journal
+from buffers.zmq.server import ZmqBufferServer
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.config.addresses import places_of, url_host
@@ -71,20 +71,15 @@ async def _serve_from_disk(
     """`zmq://`: at the address of the configuration, with the journal of the run's folder. None if
     it was stopped before that could be opened."""
     state: BufferState[Frame] = _blank(config)
-    url, curve = config.buffer.url, config.buffer.curve
-    journal: Journal[PayloadPlace] | None = None
-    with service.binding("buffer.url", url):
-        if config.buffer.journal:
-            open_journal = partial(_open_journal, config, state)
-            journal = await asyncio.to_thread(wait_for_journal, open_journal, url, curve, stop)
-            if journal is None:
-                return None
-        server = _server(config, state, url, journal, exported)
-    log.info("serving at %s", server.url)
-    stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
-    if journal is not None:
-        journal.close()
-    return stats
+    url = config.buffer.url
+    with contextlib.ExitStack() as stack:
+        open_journal = (
+            partial(_open_journal, config, state, stack) if config.buffer.journal else None
+        )
+        with service.binding("buffer.url", url):
+            server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
+        log.info("serving at %s", server.url)
+        return await asyncio.to_thread(server.serve, stop, until_complete=True)
 
 
 async def serve_from_redis(
@@ -138,7 +133,8 @@ async def _serve_term(
     try:
         if not await asyncio.to_thread(_recover, journal, config, stop):
             return None
-        server = _server(config, state, address_beside(config.buffer.url), journal, exported)
+        url = address_beside(config.buffer.url)
+        server = _server(config, state, url, lambda: journal, exported)
         serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
         try:
             await _unless(stop, leadership.announce(server.url, server.key))
@@ -213,14 +209,14 @@ def _server(
     config: RunConfig,
     state: BufferState[Frame],
     url: str,
-    journal: Journal[Any] | None,
+    open_journal: Callable[[], Journal[Any]] | None,
     exported: Exported,
 ) -> ZmqBufferServer:
     return ZmqBufferServer(
         state,
         url,
         quarantine=config.run.path / "quarantine",
-        journal=journal,
+        open_journal=open_journal,
         curve=config.buffer.curve,
         max_group_bytes=config.buffer.max_group_bytes,
         stores_elsewhere=not config.buffer.binds_url,
@@ -242,7 +238,10 @@ async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
                     await asyncio.sleep(SIBLINGS_S)
 
 
-def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal[PayloadPlace]:
+def _open_journal(
+    config: RunConfig, state: BufferState[Frame], stack: contextlib.ExitStack
+) -> Journal[PayloadPlace]:
+    """`stack` closes it."""
     path, durability = journal_path(config.run.path), config.buffer.durability
     journal = Journal(SqliteStorage(path, durability=durability), state)
     try:
@@ -250,6 +249,7 @@ def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal[Paylo
     except StorageError:
         journal.close()
         raise
+    stack.callback(journal.close)
     return journal
 
 

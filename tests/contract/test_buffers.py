@@ -84,7 +84,7 @@ def zmq_server(
             kept = Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)
             stack.callback(kept.close)
             kept.recover({}, time.monotonic())
-            kwargs["journal"] = kept
+            kwargs["open_journal"] = lambda: kept
         server = ZmqBufferServer(state, url, quarantine=folder / "quarantine", **kwargs)
         stop = threading.Event()
         thread = threading.Thread(target=server.serve, args=(stop,))

@@ -638,6 +638,16 @@ def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is
     assert [taken.prompt_index for taken in ledger.take(1, 1, 1)] == [0]
 
 
+def test_what_nobody_holds_is_dropped_when_the_run_ends():
+    ledger = make_ledger()
+    grant(ledger, "a")
+    keep_siblings(ledger, "a", 0)
+    ledger.end_lease("a", DropReason.EXPIRED)
+    assert (ledger.books().leased, ledger.books().dropped) == (1, {})
+    ledger.finish(1)
+    assert (ledger.books().leased, ledger.books().dropped) == (0, {DropReason.EXPIRED: 1})
+
+
 def test_a_lease_that_ended_and_is_asked_for_again_gets_its_own_prompt():
     ledger = make_ledger()
     for lease_id in "ab":
