@@ -225,7 +225,7 @@ class RetryCounter:
     def on_event(self, event: Event) -> None:
         if ends_without_group(event):
             self._num_leases[event.prompt_index] += 1
-        elif event.state in _ENDS and not event.frees_prompt:
+        elif event.state in _ENDS:
             self._num_leases.pop(event.prompt_index, None)
 
     def retried(self) -> tuple[RetriedPrompt, ...]:

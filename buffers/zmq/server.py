@@ -517,13 +517,11 @@ class ZmqBufferServer:
         """Answer the pending requests that can be granted, and those past their deadline."""
         now_s = self._clock()
         self._replies.begin_pending()
-        self._pending_requests.retry(self._answer_pending, self._may_grant)
+        ledger = self._state.ledger
+        self._pending_requests.retry(self._answer_pending, lambda: ledger.num_admitted() > 0)
         for pending in self._pending_requests.overdue(now_s):
             empty = _EMPTY[type(pending.request)]
             self._replies.add(pending.sender, pending.request_id, empty, is_reading=False)
-
-    def _may_grant(self) -> bool:
-        return self._refusal is not None or self._state.ledger.num_admitted() > 0
 
     def _answer_pending(self, pending: PendingRequest) -> bool:
         answer = self._answer(lambda: self._attempt(pending.request))

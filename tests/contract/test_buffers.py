@@ -591,6 +591,9 @@ async def test_a_generator_whose_place_was_taken_is_fenced(connect):
     reply = await generator.heartbeat(status("g", "new", lease_ids=("new/1",)))
     assert (reply.is_fenced, reply.lost_lease_ids) == (False, ())
     assert [g.session for g in (await learner.stats()).generators] == ["new"]
+    for number in range(10):
+        assert not (await generator.heartbeat(status("g", f"later {number}"))).is_fenced
+    assert (await generator.heartbeat(status("g", "later 8"))).is_fenced, "however often"
 
 
 async def test_a_cordoned_generator_is_granted_nothing_and_finishes_what_it_holds(connect):
