@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from buffers.redis.leadership import Leadership
 
 Answer = TypeVar("Answer")
-SIBLINGS_S, LATE_S, RETRY_S = 0.2, 2.0, 1.0
+SIBLINGS_S, LATE_S = 0.2, 2.0
 
 log = logging.getLogger(__name__)
 
@@ -131,10 +131,8 @@ async def _serve_term(
     journal: Journal[bytes] = Journal(storage, state)
     renewing = asyncio.create_task(leadership.renew())
     try:
-        if not await asyncio.to_thread(_recover, journal, config, stop):
-            return None
-        url = address_beside(config.buffer.url)
-        server = _server(config, state, url, lambda: journal, exported)
+        url, open_journal = address_beside(config.buffer.url), partial(_recovered, journal, config)
+        server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
         serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
         try:
             await _unless(stop, leadership.announce(server.url, server.key))
@@ -156,16 +154,9 @@ async def _serve_term(
         await asyncio.to_thread(journal.close)
 
 
-def _recover(journal: Journal[bytes], config: RunConfig, stop: threading.Event) -> bool:
-    """Whether it did. Waits for Redis, or until `stop` is set."""
-    while not stop.is_set():
-        try:
-            journal.recover(_identity(config), time.monotonic())
-            return True
-        except StorageError as error:
-            log.warning("%s", error)
-        stop.wait(RETRY_S)
-    return False
+def _recovered(journal: Journal[Any], config: RunConfig) -> Journal[Any]:
+    journal.recover(_identity(config), time.monotonic())
+    return journal
 
 
 def address_beside(url: str) -> str:
@@ -245,7 +236,7 @@ def _open_journal(
     path, durability = journal_path(config.run.path), config.buffer.durability
     journal = Journal(SqliteStorage(path, durability=durability), state)
     try:
-        journal.recover(_identity(config), time.monotonic())
+        _recovered(journal, config)
     except StorageError:
         journal.close()
         raise

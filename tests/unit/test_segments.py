@@ -331,6 +331,27 @@ def test_what_a_full_disk_cut_off_is_written_when_there_is_space(tmp_path, monke
     commit_and_recover(tmp_path, state, journal)
 
 
+def test_what_was_written_for_a_transaction_that_failed_is_free_again(tmp_path, monkeypatch):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    put_large(state, "a")
+    journal.commit()
+    num_bytes = [path.stat().st_size for path in segments_of(tmp_path)]
+
+    @contextmanager
+    def failing_transaction(*_: object) -> Iterator[None]:
+        raise StorageError("no space is left")
+        yield
+
+    monkeypatch.setattr(sqlite_module, "_transaction", failing_transaction)
+    put_large(state, "b")
+    with pytest.raises(StorageError):
+        journal.commit()
+    assert [path.stat().st_size for path in segments_of(tmp_path)] == num_bytes
+    monkeypatch.undo()
+    commit_and_recover(tmp_path, state, journal)
+
+
 def test_a_segment_whose_name_cannot_be_synced_is_closed_and_deleted(tmp_path, monkeypatch):
     state = make_state()
     journal = Journal(SqliteStorage(journal_path(tmp_path), durability="machine"), state)
