@@ -480,6 +480,22 @@ def test_a_journal_in_use_is_refused(tmp_path):
     journal.close()
 
 
+def test_a_journal_that_could_not_be_opened_is_not_in_use(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", failing_connect)
+        with pytest.raises(StorageError) as kept_with_its_frames:
+            open_journal(tmp_path)
+    _, journal = open_journal(tmp_path)
+    journal.close()
+    assert kept_with_its_frames
+
+
+def failing_connect(*_: object, **__: object) -> None:
+    error = sqlite3.OperationalError("unable to open database file")
+    error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+    raise error
+
+
 def test_a_journal_of_another_run_is_refused_by_name(tmp_path):
     _, journal = open_journal(tmp_path)
     journal.close()
