@@ -14,6 +14,10 @@ from pathlib import Path
 
 from streamrl.errors import WireError
 
+log = logging.getLogger(__name__)
+
+BURST, EVERY_S = 20, 5.0
+
 
 class EventLimit:
     """Admits `burst` events at once, and one more each `every_s`; `num_omitted` counts the others
@@ -39,12 +43,6 @@ class EventLimit:
         """How many were omitted since the last call, as the end of a log line; "" for none."""
         num_omitted, self._num_omitted = self._num_omitted, 0
         return f"; {num_omitted} more were not logged" if num_omitted else ""
-
-
-log = logging.getLogger(__name__)
-
-
-BURST, EVERY_S = 20, 5.0
 
 
 class Quarantine:

@@ -57,6 +57,8 @@ from streamrl.types import (
     replace,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_REOPENED = 2**18
 # What a ledger may have lost of its counts; adding it stays far below the largest `Count`.
 MAX_LOST = 2**40
@@ -241,9 +243,6 @@ def most_retried(num_leases: Counter[int]) -> tuple[RetriedPrompt, ...]:
         RetriedPrompt(prompt_index=prompt_index, num_leases=count)
         for count, prompt_index in heapq.nlargest(MAX_RETRIED, repeated)
     )
-
-
-log = logging.getLogger(__name__)
 
 
 Payload = TypeVar("Payload")

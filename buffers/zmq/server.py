@@ -63,6 +63,8 @@ from streamrl.curve import CurveServer, choose_family, serve_with_new_key
 from streamrl.errors import MessageTooLargeError, StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, GroupHeader, PackedGroup, RefusalReason
 
+log = logging.getLogger(__name__)
+
 POLL_S = 0.2
 LONGEST_TURN_S = 2 * POLL_S
 
@@ -104,9 +106,6 @@ class Observers:
         """Whether somebody is likely to ask again who does not know that the run is over."""
         newest_s = next(reversed(self._asked_s.values()), float("-inf"))
         return now_s - newest_s < ASKED_WITHIN_S
-
-
-log = logging.getLogger(__name__)
 
 
 _PENDING = -1

@@ -21,7 +21,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from buffers.redis.client import RedisBuffer
-from buffers.zmq.client import ZmqBuffer
+from buffers.zmq.client import MAX_PUTS, ZmqBuffer
 from buffers.zmq.server import ZmqBufferServer
 from streamrl import wire
 from streamrl.errors import (
@@ -943,6 +943,17 @@ async def test_a_buffer_that_is_not_there_is_an_error_at_the_deadline():
     buffer = ZmqBuffer("zmq://127.0.0.1:9", deadline_s=0.3, retry_s=0.1)
     with pytest.raises(TransportError, match=r"not answered StatsRequest for 0\.3 s: is it"):
         await buffer.stats()
+    assert not buffer._unsent, "it is not asked for when one is there"
+    await buffer.close()
+
+
+async def test_a_client_has_few_payloads_on_their_way():
+    buffer = ZmqBuffer("zmq://127.0.0.1:9")
+    puts = [asyncio.create_task(buffer.put(f"s/{i}", make_group(i))) for i in range(MAX_PUTS + 2)]
+    await until(lambda: len(buffer._unsent) == MAX_PUTS)
+    for put in puts:
+        put.cancel()
+    await asyncio.gather(*puts, return_exceptions=True)
     await buffer.close()
 
 
