@@ -239,6 +239,9 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     scheduling_states: dict[str, SchedulingState] = {}
 
 
+Position: TypeAlias = tuple[int, int]
+
+
 class Entries:
     """Open entries by prompt and by lease, the position in the prompt stream, and the counts.
 
@@ -251,6 +254,7 @@ class Entries:
         self._entries: dict[int, Entry] = {}
         self._prompt_index_of: dict[str, int] = {}
         self.vacant: dict[str, DropReason] = {}
+        self._due: list[Position] = []
         self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
@@ -315,16 +319,19 @@ class Entries:
     def vacate(self, entry: Entry, reason: DropReason) -> None:
         """The lease has no holder anymore; its entry waits for another lease."""
         self.revision += 1
+        if not self.vacant:
+            self._due.clear()
         self.vacant[entry.lease_id] = reason
+        heapq.heappush(self._due, (entry.min_policy_version, entry.prompt_index))
 
     def grant_vacant(self, lease_id: str, expires_at_s: float) -> Entry:
         """A new lease on the vacant entry that is due first, in the place of the one that ended.
 
         It keeps its version, and of its siblings those that this version may have sampled.
         """
-        vacant = self.vacant_entries()
         # A lease that ended gets its own entry if it is asked for again: each id has one.
-        ended = next((entry for entry in vacant if entry.lease_id == lease_id), vacant[0])
+        is_own = lease_id in self.vacant
+        ended = self._entries[self._prompt_index_of[lease_id]] if is_own else self._first_due()
         oldest, siblings = ended.min_policy_version, ended.siblings
         kept = tuple(sibling for sibling in siblings if sibling.oldest_version >= oldest)
         ended.siblings = tuple(sibling for sibling in siblings if sibling not in kept)
@@ -333,6 +340,17 @@ class Entries:
         is_granted = self.grant_again(entry)
         assert is_granted, "its prompt was freed just then"
         return entry
+
+    def _first_due(self) -> Entry:
+        """Of the vacant entries, at a cost that hardly grows with them: all leases of a machine
+        may end at once. Others in the heap are skipped when they come up.
+        """
+        while True:
+            version, prompt_index = self._due[0]
+            entry = self._entries.get(prompt_index)
+            if entry and entry.lease_id in self.vacant and entry.min_policy_version == version:
+                return entry
+            heapq.heappop(self._due)
 
     def grant_again(self, entry: Entry) -> bool:
         """A lease that its holder reasserts and this ledger forgot, if its prompt is free."""
@@ -533,9 +551,6 @@ class Entries:
         event = Event(prompt_index, str(state), reason, lease_id, lengths)
         for on_event in self.subscribers:
             on_event(event)
-
-
-Position: TypeAlias = tuple[int, int]
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:

@@ -1,5 +1,6 @@
 """The ledger's rules, one at a time. `test_ledger_properties.py` mixes them in any order."""
 
+import time
 from typing import Any
 
 import pytest
@@ -636,6 +637,20 @@ def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is
     assert [entry.lease_id for entry in ledger.awaited()] == ["c"]
     ledger.put("c", header(again), 0.0)
     assert [taken.prompt_index for taken in ledger.take(1, 1, 1)] == [0]
+
+
+def test_the_leases_of_many_machines_that_ended_are_granted_in_order_at_little_cost():
+    count = 4000
+    ledger = make_ledger(groups_per_step=count)
+    for number in range(count):
+        grant(ledger, f"a/{number}")
+        keep_siblings(ledger, f"a/{number}", 0)
+    ledger.expire(20.0)
+    began_s = time.thread_time()
+    prompts = [grant(ledger, f"b/{number}", 20.0).prompt_index for number in range(count)]
+    assert time.thread_time() - began_s < 1.0
+    assert prompts == list(range(count))
+    assert ledger.books().balanced
 
 
 def test_what_nobody_holds_is_dropped_when_the_run_ends():
