@@ -15,7 +15,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -154,8 +153,8 @@ async def _serve_term(
         await asyncio.to_thread(journal.close)
 
 
-def _recovered(journal: Journal[Any], config: RunConfig) -> Journal[Any]:
-    journal.recover(_identity(config), time.monotonic())
+def _recovered(journal: Journal[Any], config: RunConfig, now_s: float) -> Journal[Any]:
+    journal.recover(_identity(config), now_s)
     return journal
 
 
@@ -200,7 +199,7 @@ def _server(
     config: RunConfig,
     state: BufferState[Frame],
     url: str,
-    open_journal: Callable[[], Journal[Any]] | None,
+    open_journal: Callable[[float], Journal[Any]] | None,
     exported: Exported,
 ) -> ZmqBufferServer:
     return ZmqBufferServer(
@@ -230,13 +229,13 @@ async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
 
 
 def _open_journal(
-    config: RunConfig, state: BufferState[Frame], stack: contextlib.ExitStack
+    config: RunConfig, state: BufferState[Frame], stack: contextlib.ExitStack, now_s: float
 ) -> Journal[PayloadPlace]:
     """`stack` closes it."""
     path, durability = journal_path(config.run.path), config.buffer.durability
     journal = Journal(SqliteStorage(path, durability=durability), state)
     try:
-        _recovered(journal, config)
+        _recovered(journal, config, now_s)
     except StorageError:
         journal.close()
         raise

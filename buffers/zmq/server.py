@@ -252,8 +252,9 @@ REST_S = 0.0025
 class ZmqBufferServer:
     """Serves one run's buffer at `url` (`zmq://host:port`; port 0 picks a free one).
 
-    Without `open_journal`, which returns one that has recovered the `state`, that lives in memory
-    alone. `curve` is the folder of the keys that any address but a loopback one needs.
+    `open_journal` returns a journal that has recovered the `state` at the second that it is given;
+    without it the state lives in memory alone. `curve` is the folder of the keys that any address
+    but a loopback one needs.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class ZmqBufferServer:
         url: str,
         *,
         quarantine: Path,
-        open_journal: Callable[[], Journal[Any]] | None = None,
+        open_journal: Callable[[float], Journal[Any]] | None = None,
         curve: Path | None = None,
         max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
         stores_elsewhere: bool = False,
@@ -283,11 +284,11 @@ class ZmqBufferServer:
         self._open_journal = open_journal
         self._journal: Journal[Any] | None = None
         self._refusal: StorageError | None = None
+        self._clock = clock = ServingClock(clock)
         # Nobody is served before the first attempt to open it.
         self._commit()
         self._replies = Replies()
         self._max_group_bytes = max_group_bytes
-        self._clock = clock = ServingClock(clock)
         self._on_stats, self._stats_s = on_stats, clock()
         self._needed_s = clock()
         self._pending_requests = PendingRequests()
@@ -499,7 +500,7 @@ class ZmqBufferServer:
             return
         try:
             if self._journal is None:
-                self._journal = self._open_journal()
+                self._journal = self._open_journal(self._clock())
             else:
                 self._journal.commit()
         except StorageError as error:

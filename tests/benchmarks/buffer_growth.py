@@ -255,7 +255,7 @@ def _serving(
         state,
         "zmq://127.0.0.1:0",
         quarantine=folder,
-        open_journal=None if journal is None else lambda: journal,
+        open_journal=None if journal is None else lambda _: journal,
         stores_elsewhere=True,
     )
     stop, profiler = threading.Event(), cProfile.Profile(time.thread_time)

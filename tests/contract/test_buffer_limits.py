@@ -81,7 +81,7 @@ def serving_zmq(
         state,
         "zmq://127.0.0.1:0",
         quarantine=folder / "quarantine",
-        open_journal=None if journal is None else lambda: journal,
+        open_journal=None if journal is None else lambda _: journal,
     )
     stop = threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))

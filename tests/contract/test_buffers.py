@@ -84,7 +84,7 @@ def zmq_server(
             kept = Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)
             stack.callback(kept.close)
             kept.recover({}, time.monotonic())
-            kwargs["open_journal"] = lambda: kept
+            kwargs["open_journal"] = lambda _: kept
         server = ZmqBufferServer(state, url, quarantine=folder / "quarantine", **kwargs)
         stop = threading.Event()
         thread = threading.Thread(target=server.serve, args=(stop,))
