@@ -78,7 +78,8 @@ class PendingRequests:
 
         `attempt` returns whether it answered; the others remain, in their order.
         """
-        for waiting, is_open in ((self._takes, lambda: True), (self._leases, admits)):
+        always: Callable[[], bool] = lambda: True  # noqa: E731
+        for waiting, is_open in ((self._takes, always), (self._leases, admits)):
             answered = []
             for number, pending in waiting.items():
                 if not is_open():

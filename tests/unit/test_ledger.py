@@ -388,6 +388,14 @@ def test_a_part_of_a_batch_is_lent_while_the_rest_is_due():
     assert [group.prompt_index for group in ledger.take(2, 1, 1, num_held=1)] == [0, 1]
 
 
+def test_a_part_is_lent_beside_a_group_that_is_overdue():
+    ledger = make_ledger()
+    grant(ledger, "of a history that was lost")
+    term = ledger.attach(3)
+    fill(ledger, "a", "b", version=3)
+    assert len(ledger.take(2, 3, term, num_held=0)) == 1
+
+
 def test_a_part_is_lent_beside_groups_that_are_due_later():
     ledger = make_ledger(groups_per_step=3, max_staleness=1, overdue=OverduePolicy.WAIT)
     slow = grant(ledger, "slow")
