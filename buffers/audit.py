@@ -20,7 +20,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from buffers.journal.journal import FREE
+from buffers.journal.journal import FREE, read_rows
+from buffers.journal.payload_segments import PayloadPlace
 from buffers.journal.sqlite import open_to_read, read_events, read_snapshot
 from buffers.ledger.entries import BY_BOOKS, Event, LedgerSnapshot
 from buffers.ledger.state import ends_without_group, most_retried
@@ -313,7 +314,9 @@ def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
     prompts = result.prompts
     expected = {i: (p.lease_id, p.state) for i, p in prompts.items() if _waits(p)}
     expected |= {i: ("", FREE) for i, p in prompts.items() if p.is_free}
-    rows = {i: (lease_id, state) for i, lease_id, state in db.execute(_ENTRIES)}
+    read = read_rows(db.execute("SELECT * FROM entry"), PayloadPlace)
+    rows = {entry.prompt_index: (entry.lease_id, str(entry.state)) for entry in read.entries}
+    rows |= {i: ("", FREE) for i in read.free}
     for prompt_index in sorted(expected.keys() | rows.keys()):
         if expected.get(prompt_index) != rows.get(prompt_index):
             yield (
@@ -324,7 +327,6 @@ def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
         yield f"prompt {prompt_index}: the payload of lease {lease_id} is missing"
 
 
-_ENTRIES = "SELECT prompt_index, lease_id, state FROM entry"
 _WITHOUT_PAYLOAD = (
     "SELECT prompt_index, lease_id FROM entry WHERE header IS NOT NULL AND places IS NULL"
 )

@@ -2,10 +2,6 @@
 
 A new backend implements `streamrl.interfaces.TrajectoryBuffer`, passes `tests/contract`, and has a
 case in `connect`.
-
-The stats of a buffer that may not answer, or the reason why there are none, within ANSWER_S.
-
-For callers that explain why a run stands still, and must not wait themselves.
 """
 
 import asyncio
@@ -15,6 +11,8 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.extras import require
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import BufferStats
+
+ANSWER_S = 5.0
 
 
 def connect(config: RunConfig) -> TrajectoryBuffer:
@@ -55,11 +53,9 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
             )
 
 
-ANSWER_S = 5.0
-
-
 async def try_stats(buffer: TrajectoryBuffer) -> tuple[BufferStats | None, str]:
-    """The stats and "", or None and the reason as a sentence. Waits ANSWER_S at most."""
+    """The stats and "", or None and the reason as a sentence, for callers that explain why a run
+    stands still. Waits ANSWER_S at most."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await buffer.stats(), ""

@@ -15,8 +15,7 @@ import contextlib
 import logging
 import socket
 import threading
-import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +25,7 @@ from buffers.journal.sqlite import SqliteStorage, journal_path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.multipart import Frame
-from buffers.zmq.server import ZmqBufferServer, wait_for_journal
+from buffers.zmq.server import ZmqBufferServer
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.config.addresses import places_of, url_host
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from buffers.redis.leadership import Leadership
 
 Answer = TypeVar("Answer")
-SIBLINGS_S, LATE_S, RETRY_S = 0.2, 2.0, 1.0
+SIBLINGS_S, LATE_S = 0.2, 2.0
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +70,15 @@ async def _serve_from_disk(
     """`zmq://`: at the address of the configuration, with the journal of the run's folder. None if
     it was stopped before that could be opened."""
     state: BufferState[Frame] = _blank(config)
-    url, curve = config.buffer.url, config.buffer.curve
-    journal: Journal[PayloadPlace] | None = None
-    with service.binding("buffer.url", url):
-        if config.buffer.journal:
-            open_journal = partial(_open_journal, config, state)
-            journal = await asyncio.to_thread(wait_for_journal, open_journal, url, curve, stop)
-            if journal is None:
-                return None
-        server = _server(config, state, url, journal, exported)
-    log.info("serving at %s", server.url)
-    stats = await asyncio.to_thread(server.serve, stop, until_complete=True)
-    if journal is not None:
-        journal.close()
-    return stats
+    url = config.buffer.url
+    with contextlib.ExitStack() as stack:
+        open_journal = (
+            partial(_open_journal, config, state, stack) if config.buffer.journal else None
+        )
+        with service.binding("buffer.url", url):
+            server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
+        log.info("serving at %s", server.url)
+        return await asyncio.to_thread(server.serve, stop, until_complete=True)
 
 
 async def serve_from_redis(
@@ -136,9 +130,8 @@ async def _serve_term(
     journal: Journal[bytes] = Journal(storage, state)
     renewing = asyncio.create_task(leadership.renew())
     try:
-        if not await asyncio.to_thread(_recover, journal, config, stop):
-            return None
-        server = _server(config, state, address_beside(config.buffer.url), journal, exported)
+        url, open_journal = address_beside(config.buffer.url), partial(_recovered, journal, config)
+        server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
         serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
         try:
             await _unless(stop, leadership.announce(server.url, server.key))
@@ -160,16 +153,9 @@ async def _serve_term(
         await asyncio.to_thread(journal.close)
 
 
-def _recover(journal: Journal[bytes], config: RunConfig, stop: threading.Event) -> bool:
-    """Whether it did. Waits for Redis, or until `stop` is set."""
-    while not stop.is_set():
-        try:
-            journal.recover(_identity(config), time.monotonic())
-            return True
-        except StorageError as error:
-            log.warning("%s", error)
-        stop.wait(RETRY_S)
-    return False
+def _recovered(journal: Journal[Any], config: RunConfig, now_s: float) -> Journal[Any]:
+    journal.recover(_identity(config), now_s)
+    return journal
 
 
 def address_beside(url: str) -> str:
@@ -213,14 +199,14 @@ def _server(
     config: RunConfig,
     state: BufferState[Frame],
     url: str,
-    journal: Journal[Any] | None,
+    open_journal: Callable[[float], Journal[Any]] | None,
     exported: Exported,
 ) -> ZmqBufferServer:
     return ZmqBufferServer(
         state,
         url,
         quarantine=config.run.path / "quarantine",
-        journal=journal,
+        open_journal=open_journal,
         curve=config.buffer.curve,
         max_group_bytes=config.buffer.max_group_bytes,
         stores_elsewhere=not config.buffer.binds_url,
@@ -242,14 +228,18 @@ async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
                     await asyncio.sleep(SIBLINGS_S)
 
 
-def _open_journal(config: RunConfig, state: BufferState[Frame]) -> Journal[PayloadPlace]:
+def _open_journal(
+    config: RunConfig, state: BufferState[Frame], stack: contextlib.ExitStack, now_s: float
+) -> Journal[PayloadPlace]:
+    """`stack` closes it."""
     path, durability = journal_path(config.run.path), config.buffer.durability
     journal = Journal(SqliteStorage(path, durability=durability), state)
     try:
-        journal.recover(_identity(config), time.monotonic())
+        _recovered(journal, config, now_s)
     except StorageError:
         journal.close()
         raise
+    stack.callback(journal.close)
     return journal
 
 

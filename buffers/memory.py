@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from buffers import messages as m
-from buffers.client import Reply, RequestClient
 from buffers.ledger.state import BufferState
 from streamrl.types import GroupHeader, TrajectoryGroup
 
 
-class MemoryBuffer(RequestClient):
+class MemoryBuffer(m.RequestClient):
     """One client of a shared state; implements `streamrl.interfaces.TrajectoryBuffer`."""
 
     def __init__(
@@ -48,8 +47,12 @@ class MemoryBuffer(RequestClient):
         return tuple(payloads)
 
     async def _call(
-        self, request: m.StateRequest, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
-    ) -> tuple[Reply, Sequence[Any]]:
+        self,
+        request: m.StateRequest,
+        expected: type[m.Expected],
+        wait_s: float = 0.0,
+        *payloads: bytes,
+    ) -> tuple[m.Expected, Sequence[Any]]:
         if isinstance(request, m.LeaseRequest | m.TakeRequest):
             reply, *fetched = await self._wait_for(request, self._clock() + wait_s)
         else:
@@ -62,9 +65,9 @@ class MemoryBuffer(RequestClient):
         """Waits for a reply that is not empty; any change, an expiry or the deadline unblocks."""
         async with self._changed:
             while True:
-                revision = self._state.ledger.revision
+                revision = self._state.ledger.entries.revision
                 answer = self._apply(request)
-                if self._state.ledger.revision != revision:
+                if self._state.ledger.entries.revision != revision:
                     # A take that drops groups opens admission.
                     self._changed.notify_all()
                 if not answer[0].is_empty or self._clock() >= deadline:

@@ -1,4 +1,4 @@
-"""The messages between a client and a buffer, and what each request does to a `BufferState`.
+"""The calls of a buffer: their messages, what each request does to a `BufferState`, and the client.
 
     request = [request id, request record, payload of a put]      DEALER -> ROUTER
     reply   = [request id, reply record, payloads of a take or fetch]
@@ -6,9 +6,13 @@
 `memory://` applies the records in process; `zmq://` encodes them as `streamrl.wire` envelopes, and
 a payload as that of a `PackedGroup`, so a server stores and returns bytes that it need not encode
 again. Every request may be sent again after a lost reply: the ledger answers a repeated one alike.
+A learner's term belongs to the client that attached.
 """
 
-from typing import Annotated, Any, TypeAlias
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -33,12 +37,15 @@ from streamrl.types import (
     PromptIndex,
     SchedulingState,
     SiblingHeader,
+    TakenBatch,
     Text,
+    TrajectoryGroup,
     WaitSeconds,
 )
 
 MAX_KEY_BYTES = 1024
 State: TypeAlias = BufferState[Any]
+Expected = TypeVar("Expected")
 Answer: TypeAlias = tuple[Any, ...]
 """A reply record, and the payloads that follow it."""
 
@@ -298,3 +305,100 @@ Request: TypeAlias = StateRequest | PutRequest
 Reply: TypeAlias = (
     Done | LeaseReply | HeartbeatAnswer | AttachReply | TakeReply | StatsReply | ErrorReply
 )
+
+
+class RequestClient(ABC):
+    """`streamrl.interfaces.TrajectoryBuffer` but for `put` and `close`, which a backend adds."""
+
+    def __init__(self, final_version: int | None = None, run_name: str = "") -> None:
+        """`final_version` is the last one of a learner's run; None leaves it to the server. A
+        buffer of another run than `run_name` refuses the client; "" is of any."""
+        self._final_version = final_version
+        self._run_name = run_name
+        self._learner_term = 0
+
+    @abstractmethod
+    async def _call(
+        self, request: StateRequest, expected: type[Expected], wait_s: float = 0.0, *payloads: bytes
+    ) -> tuple[Expected, Sequence[Any]]:
+        """The reply and its payloads. Waits up to `wait_s` for one that is not empty."""
+
+    @abstractmethod
+    async def _groups(
+        self, prompt_indices: Sequence[int], payloads: Sequence[Any]
+    ) -> tuple[TrajectoryGroup, ...]:
+        """The groups of these prompts, from the payloads of a reply."""
+
+    async def lease(
+        self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
+    ) -> tuple[Lease, ...]:
+        request = LeaseRequest(
+            tuple(lease_ids), generator_id, wait_s, learner_id, run_name=self._run_name
+        )
+        return (await self._call(request, LeaseReply, wait_s))[0].leases
+
+    async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
+        await self._call(ReleaseRequest(lease_id, reason, tuple(lengths)), Done)
+
+    async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
+        await self._call(PutSiblingRequest(sibling), Done, 0.0, payload)
+
+    async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
+        return tuple((await self._call(FetchSiblingsRequest(lease_id), Done))[1])
+
+    async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
+        request = HeartbeatRequest(status, run_name=self._run_name)
+        return (await self._call(request, HeartbeatAnswer))[0].reply
+
+    async def attach(
+        self, policy_version: int, books: Books | None, learner_id: str = ""
+    ) -> BufferStats:
+        call_id, final_version = uuid.uuid4().hex, self._final_version
+        request = AttachRequest(
+            policy_version, books, call_id, final_version, learner_id, run_name=self._run_name
+        )
+        reply, _ = await self._call(request, AttachReply)
+        self._learner_term = reply.learner_term
+        return reply.stats
+
+    async def take(
+        self,
+        num_groups: int,
+        policy_version: int,
+        wait_s: float,
+        *,
+        with_payloads: bool = False,
+        num_held: int | None = None,
+    ) -> TakenBatch:
+        term = self._learner_term
+        request = TakeRequest(num_groups, policy_version, term, wait_s, with_payloads, num_held)
+        reply, payloads = await self._call(request, TakeReply, wait_s)
+        new = reply.headers[num_held or 0 :] if with_payloads else ()
+        groups = await self._groups([header.prompt_index for header in new], payloads)
+        return TakenBatch(headers=reply.headers, groups=groups, wait_due_s=reply.wait_due_s)
+
+    async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
+        _, payloads = await self._call(FetchRequest(tuple(prompt_indices)), Done)
+        return await self._groups(prompt_indices, payloads)
+
+    async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
+        request = AdvanceRequest(policy_version, self._learner_term, steered_bound)
+        return (await self._call(request, StatsReply))[0].stats
+
+    async def acknowledge(self, policy_version: int) -> None:
+        await self._call(AcknowledgeRequest(policy_version, self._learner_term), Done)
+
+    async def finish(self) -> None:
+        await self._call(FinishRequest(self._learner_term), Done)
+
+    async def drain(self) -> None:
+        await self._call(DrainRequest(run_name=self._run_name), Done)
+
+    async def set_scheduling_state(
+        self, generator_id: str, scheduling_state: SchedulingState
+    ) -> None:
+        request = SchedulingStateRequest(generator_id, scheduling_state, run_name=self._run_name)
+        await self._call(request, Done)
+
+    async def stats(self) -> BufferStats:
+        return (await self._call(StatsRequest(run_name=self._run_name), StatsReply))[0].stats

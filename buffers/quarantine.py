@@ -9,11 +9,14 @@ cannot be written (a full disk) is only logged.
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from streamrl.errors import WireError
+
+log = logging.getLogger(__name__)
+
+BURST, EVERY_S = 20, 5.0
 
 
 class EventLimit:
@@ -42,12 +45,6 @@ class EventLimit:
         return f"; {num_omitted} more were not logged" if num_omitted else ""
 
 
-log = logging.getLogger(__name__)
-
-
-BURST, EVERY_S = 20, 5.0
-
-
 class Quarantine:
     def __init__(
         self,
@@ -62,7 +59,6 @@ class Quarantine:
         self._max_bytes = max_bytes
         self._clock = clock
         self._limit = EventLimit(burst=BURST, every_s=EVERY_S)
-        self._kept: deque[tuple[Path, int]] | None = None
 
     def keep(self, sender: str, frames: Sequence[bytes | memoryview], error: WireError) -> None:
         """Write the message's frames end to end, up to `max_bytes`, or only count it.
@@ -85,17 +81,10 @@ class Quarantine:
 
     def _write(self, path: Path, frames: Sequence[bytes | memoryview]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if self._kept is None:
-            self._kept = deque(
-                (old, old.stat().st_size) for old in sorted(self._folder.glob("*.msgpack"))
-            )
         with path.open("wb") as file:
             for frame in frames:
                 file.write(frame[: self._max_bytes - file.tell()])
-            self._kept.append((path, file.tell()))
-        while (
-            len(self._kept) > self._max_files
-            or sum(size for _, size in self._kept) > self._max_bytes
-        ):
-            oldest, _ = self._kept.popleft()
+        kept = [(old, old.stat().st_size) for old in sorted(self._folder.glob("*.msgpack"))]
+        while len(kept) > self._max_files or sum(size for _, size in kept) > self._max_bytes:
+            oldest, _ = kept.pop(0)
             oldest.unlink(missing_ok=True)

@@ -27,6 +27,8 @@ from streamrl.types import DropReason, GroupHeader, SiblingHeader
 
 log = logging.getLogger(__name__)
 
+# What decoding a value raises that is not what was written.
+DAMAGED = (msgspec.MsgspecError, ValueError, KeyError)
 FREE = "free"
 LETTERS = {
     "leased": "L",
@@ -199,12 +201,16 @@ class Journal(Generic[Place]):
         `settings` identify the run; those of `learner.` and `buffer.` may differ from what is kept.
 
         Raises:
-            ConfigError: the journal is of another run.
+            ConfigError: the journal is of another run, or damaged.
             StorageError: it cannot be read now; the state is still blank.
         """
         content = self._storage.read()
         has_new_bound = self._check_settings(content.settings, settings)
-        read = read_rows(content.rows, self._storage.place_type)
+        try:
+            read = read_rows(content.rows, self._storage.place_type)
+        except DAMAGED as error:
+            name = self._storage.name
+            raise ConfigError(f"the journal {name} is damaged: {error!r}; move it away") from error
         payloads = self._storage.recover(read.places)
         self._next_number, self._numbers = content.next_number, read.numbers
         for entry in read.entries:
@@ -216,10 +222,14 @@ class Journal(Generic[Place]):
                 for sibling, owner in self._owners(entry).items()
             }
         self._snapshot = content.snapshot
-        self._ledger.subscribe(self._on_event)
+        self._ledger.entries.subscribers.append(self._on_event)
         self._state.on_sibling = self._with_sibling.add
         if content.snapshot != LedgerSnapshot():
-            self._restore(content.snapshot, read, payloads, now_s)
+            self._state.restore(content.snapshot, read.entries, read.free, payloads, now_s)
+            books = msgspec.structs.asdict(self._ledger.books())
+            columns = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}
+            name, version = self._storage.name, self._ledger.version
+            log.info("recovered %s at version %d: %s", name, version, columns)
         if has_new_bound and self._ledger.learner_term:
             # Fences a learner that still uses the old bound.
             self._ledger.learner_term += 1
@@ -242,7 +252,7 @@ class Journal(Generic[Place]):
             return
         last = {event.prompt_index: event for _, event in self._pending}
         touched = {*last, *self._with_sibling, *self._unwritten}
-        held = {index: self._owners(self._ledger.entry(index)) for index in touched}
+        held = {index: self._owners(self._ledger.entries.get(index)) for index in touched}
         named, freed = self._kept(held)
         new = sorted((i, sibling) for i in held for sibling in held[i].keys() - named[i].keys())
         try:
@@ -335,7 +345,7 @@ class Journal(Generic[Place]):
         rows: list[EntryRow] = []
         closed = []
         for prompt_index, payloads in named.items():
-            entry = self._ledger.entry(prompt_index)
+            entry = self._ledger.entries.get(prompt_index)
             if entry is not None:
                 rows.append(self._row(entry, payloads))
             elif last[prompt_index].frees_prompt:
@@ -353,19 +363,6 @@ class Journal(Generic[Place]):
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
         packed = (header, siblings, pack(places) if places else None)
         return (*key, str(entry.state), entry.version, *packed)
-
-    def _restore(
-        self,
-        snapshot: LedgerSnapshot,
-        read: JournalRows[Place],
-        payloads: Mapping[PayloadKey, Any],
-        now_s: float,
-    ) -> None:
-        self._state.restore(snapshot, read.entries, read.free, payloads, now_s)
-        books = msgspec.structs.asdict(self._ledger.books())
-        columns = {name: books[name] for name in ("leased", "buffered", "taken", "trained")}
-        name, version = self._storage.name, self._ledger.version
-        log.info("recovered %s at version %d: %s", name, version, columns)
 
     def _check_settings(
         self, known: Mapping[str, str | int] | None, settings: Mapping[str, str | int]

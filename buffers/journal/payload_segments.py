@@ -82,11 +82,10 @@ class Segments:
         if not payloads:
             return []
         try:
-            if self._file is None:
-                self._file = self._create()
-            places = self._append(self._file, payloads)
+            file = self._create() if self._file is None else self._file
+            places = self._append(file, payloads)
             if self._is_synced:
-                os.fdatasync(self._file)
+                os.fdatasync(file)
         except OSError as error:
             self.discard()
             place = f"the journal {self._folder}"
@@ -103,8 +102,8 @@ class Segments:
             self._num_live[place.segment] -= 1
             if not self._num_live[place.segment]:
                 emptied.add(place.segment)
-        if self._file is not None and (self._end >= SEGMENT_BYTES or self._number in emptied):
-            self._close_file()
+        if self._end >= SEGMENT_BYTES or self._number in emptied:
+            self.close()
         for number in emptied:
             self._delete(number)
 
@@ -114,19 +113,21 @@ class Segments:
             return
         with suppress(OSError):
             os.ftruncate(self._file, self._end)
-        self._close_file()
+        self.close()
         if not self._num_live[self._number]:
             self._delete(self._number)
 
     def close(self) -> None:
         if self._file is not None:
-            self._close_file()
+            os.close(self._file)
+            self._file = None
 
     def _create(self) -> int:
         self._folder.mkdir(exist_ok=True)
         self._number += 1
         self._end = 0
-        file = os.open(self._path(self._number), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        file = self._file = os.open(self._path(self._number), flags, 0o666)
         if self._is_synced:
             sync(self._folder)
             sync(self._folder.parent)
@@ -159,11 +160,6 @@ class Segments:
             return
         except OSError as error:
             raise StorageError(f"the journal {path} cannot be read: {error}") from error
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _delete(self, number: int) -> None:
         self._num_live.pop(number, None)

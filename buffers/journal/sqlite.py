@@ -24,7 +24,7 @@ from typing import TextIO
 
 import msgspec
 
-from buffers.journal.journal import Changes, JournalContent, events_of
+from buffers.journal.journal import DAMAGED, Changes, JournalContent, events_of
 from buffers.journal.payload_segments import Payload, PayloadPlace, Segments
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.ledger.state import PayloadKey
@@ -162,9 +162,11 @@ def read_snapshot(db: sqlite3.Connection) -> LedgerSnapshot:
 
 @contextmanager
 def translated_errors(path: Path) -> Iterator[None]:
-    """Raise StorageError or ConfigError for SQLite's errors."""
+    """Raise StorageError or ConfigError for SQLite's errors, and for values that are damaged."""
     try:
         yield
+    except DAMAGED as error:
+        raise ConfigError(f"the journal {path} is damaged: {error!r}; move it away") from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _TEMPORARY:

@@ -143,33 +143,27 @@ class Columns:
     def add(self, entry: Entry) -> None:
         self._counts[entry.state] += 1
         if entry.state is State.LEASED:
+            self.leased_versions[entry.min_policy_version] += 1
             self._leases.setdefault(_session_of(entry), {})[entry.lease_id] = None
-        if (counted := self._counted(entry)) is not None:
-            versions, version = counted
-            versions[version] += 1
+        elif entry.state is State.BUFFERED:
+            self._newest_versions[header_of(entry).newest_version] += 1
 
     def remove(self, entry: Entry) -> None:
         self._counts[entry.state] -= 1
         if entry.state is State.LEASED:
+            _count_down(self.leased_versions, entry.min_policy_version)
             leases = self._leases[session := _session_of(entry)]
             del leases[entry.lease_id]
             if not leases:
                 del self._leases[session]
-        if (counted := self._counted(entry)) is not None:
-            versions, version = counted
-            versions[version] -= 1
-            if not versions[version]:
-                del versions[version]
+        elif entry.state is State.BUFFERED:
+            _count_down(self._newest_versions, header_of(entry).newest_version)
 
-    def _counted(self, entry: Entry) -> tuple[Counter[int], int] | None:
-        """Where the entry is counted by a version, and by which."""
-        match entry.state:
-            case State.LEASED:
-                return self.leased_versions, entry.min_policy_version
-            case State.BUFFERED:
-                return self._newest_versions, header_of(entry).newest_version
-            case _:
-                return None
+
+def _count_down(versions: Counter[int], version: int) -> None:
+    versions[version] -= 1
+    if not versions[version]:
+        del versions[version]
 
 
 class ResponseCounter:
@@ -245,6 +239,9 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     scheduling_states: dict[str, SchedulingState] = {}
 
 
+Position: TypeAlias = tuple[int, int]
+
+
 class Entries:
     """Open entries by prompt and by lease, the position in the prompt stream, and the counts.
 
@@ -257,6 +254,7 @@ class Entries:
         self._entries: dict[int, Entry] = {}
         self._prompt_index_of: dict[str, int] = {}
         self.vacant: dict[str, DropReason] = {}
+        self._due: list[Position] = []
         self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
@@ -265,10 +263,12 @@ class Entries:
         self._open = IndexRangeSet()
         self._next_prompt_index = 0
         self.revision = 0
+        """It grows with every change of an entry, before the change."""
         self._unseen = 0
         self._freed: list[int] = []
         self.responses = ResponseCounter()
         self.subscribers: list[Callable[[Event], None]] = []
+        """Called with every transition."""
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))
@@ -319,16 +319,19 @@ class Entries:
     def vacate(self, entry: Entry, reason: DropReason) -> None:
         """The lease has no holder anymore; its entry waits for another lease."""
         self.revision += 1
+        if not self.vacant:
+            self._due.clear()
         self.vacant[entry.lease_id] = reason
+        heapq.heappush(self._due, (entry.min_policy_version, entry.prompt_index))
 
     def grant_vacant(self, lease_id: str, expires_at_s: float) -> Entry:
         """A new lease on the vacant entry that is due first, in the place of the one that ended.
 
         It keeps its version, and of its siblings those that this version may have sampled.
         """
-        vacant = self.vacant_entries()
         # A lease that ended gets its own entry if it is asked for again: each id has one.
-        ended = next((entry for entry in vacant if entry.lease_id == lease_id), vacant[0])
+        is_own = lease_id in self.vacant
+        ended = self._entries[self._prompt_index_of[lease_id]] if is_own else self._first_due()
         oldest, siblings = ended.min_policy_version, ended.siblings
         kept = tuple(sibling for sibling in siblings if sibling.oldest_version >= oldest)
         ended.siblings = tuple(sibling for sibling in siblings if sibling not in kept)
@@ -337,6 +340,17 @@ class Entries:
         is_granted = self.grant_again(entry)
         assert is_granted, "its prompt was freed just then"
         return entry
+
+    def _first_due(self) -> Entry:
+        """Of the vacant entries, at a cost that hardly grows with them: all leases of a machine
+        may end at once. Others in the heap are skipped when they come up.
+        """
+        while True:
+            version, prompt_index = self._due[0]
+            entry = self._entries.get(prompt_index)
+            if entry and entry.lease_id in self.vacant and entry.min_policy_version == version:
+                return entry
+            heapq.heappop(self._due)
 
     def grant_again(self, entry: Entry) -> bool:
         """A lease that its holder reasserts and this ledger forgot, if its prompt is free."""
@@ -469,7 +483,6 @@ class Entries:
         self._acknowledged = books.acknowledged + books.trained
         self._dropped = Counter(books.dropped)
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
-        self.revision = max(self.revision, books.revision)
 
     def snapshot(self) -> LedgerSnapshot:
         """Of what is counted here."""
@@ -538,9 +551,6 @@ class Entries:
         event = Event(prompt_index, str(state), reason, lease_id, lengths)
         for on_event in self.subscribers:
             on_event(event)
-
-
-Position: TypeAlias = tuple[int, int]
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:

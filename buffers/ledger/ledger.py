@@ -23,7 +23,7 @@ oldest first, so that each comes up at the version that trained it; what comes u
 others were freed meanwhile, is dropped as abandoned.
 
 Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness.
-`drain_freed` returns the prompts whose payload a backend may delete.
+`Entries.drain_freed` returns the prompts whose payload a backend may delete.
 
 Admission: how many leases may be open, and which versions may sample the next one.
 
@@ -97,13 +97,12 @@ grown too old by then is dropped.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from buffers.ledger.entries import (
     Entries,
     Entry,
-    Event,
     Expiries,
     LedgerSnapshot,
     ReadyQueue,
@@ -345,7 +344,10 @@ class Batches:
 
 
 class Ledger:
-    """See the module. No more groups are admitted than are trained until `final_version`."""
+    """See the module. No more groups are admitted than are trained until `final_version`.
+
+    `entries` are for others to read, and to subscribe to.
+    """
 
     def __init__(
         self,
@@ -368,13 +370,12 @@ class Ledger:
         self.version = self.learner_term = 0
         self.learner_id = ""
         self.finished = self.draining = False
-        self._entries = Entries()
-        self.responses = self._entries.responses
-        self._expiries = Expiries(self._entries)
+        self.entries = Entries()
+        self._expiries = Expiries(self.entries)
         smallest = max_staleness if min_staleness is None else min_staleness
         limits = (smallest, max_staleness)
-        self.admission = Admission(self._entries, groups_per_step, *limits, final_version)
-        self._batches = Batches(self._entries, groups_per_step, max_staleness, overdue)
+        self.admission = Admission(self.entries, groups_per_step, *limits, final_version)
+        self._batches = Batches(self.entries, groups_per_step, max_staleness, overdue)
         self._refused: Counter[RefusalReason] = Counter()
 
     # The generators' side.
@@ -382,15 +383,15 @@ class Ledger:
     def lease(self, lease_id: str, now_s: float, ttl_s: float) -> Lease | None:
         """The right to generate the next group of the stream; None while admission is closed."""
         self.expire(now_s)
-        entry = self._entries.find(lease_id)
+        entry = self.entries.find(lease_id)
         if entry is None:
             if not self.num_admitted():
                 return None
-            if self._entries.vacant:
-                entry = self._entries.grant_vacant(lease_id, now_s + ttl_s)
+            if self.entries.vacant:
+                entry = self.entries.grant_vacant(lease_id, now_s + ttl_s)
             else:
                 oldest = self.admission.min_policy_version(self.version)
-                entry = self._entries.grant(lease_id, oldest, now_s + ttl_s)
+                entry = self.entries.grant(lease_id, oldest, now_s + ttl_s)
             self._expiries.add(entry)
         return lease_of(entry)
 
@@ -400,14 +401,14 @@ class Ledger:
         if self.learner_term == 0 or self.finished:
             return 0
         num_new = self.admission.num_admitted(self.version, draining=self.draining)
-        return num_new + len(self._entries.vacant)
+        return num_new + len(self.entries.vacant)
 
     def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
         """Extend these leases; those that are no longer honored are returned."""
         self.expire(now_s)
         lost = []
         for lease_id in lease_ids:
-            entry = self._entries.find(lease_id)
+            entry = self.entries.find(lease_id)
             if entry is None:
                 lost.append(lease_id)
             elif entry.state is State.LEASED and now_s + ttl_s > entry.expires_at_s:
@@ -418,7 +419,7 @@ class Ledger:
         """Grant a forgotten lease again if its prompt is free; `renew` returns it if not."""
         self.expire(now_s)
         entry = Entry(lease.prompt_index, lease.lease_id, lease.min_policy_version, now_s + ttl_s)
-        if not self._entries.has_open(lease.lease_id) and self._entries.grant_again(entry):
+        if not self.entries.has_open(lease.lease_id) and self.entries.grant_again(entry):
             self._expiries.add(entry)
 
     def put(self, lease_id: str, header: GroupHeader, now_s: float) -> bool:
@@ -429,7 +430,7 @@ class Ledger:
             LedgerError: the group is for another prompt than the lease.
         """
         self.expire(now_s)
-        entry = self._entries.find(lease_id)
+        entry = self.entries.find(lease_id)
         if entry is None:
             self._refused[RefusalReason.UNKNOWN_LEASE] += 1
             raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
@@ -444,7 +445,7 @@ class Ledger:
                 f"the group is for {header.prompt_index}"
             )
         if self._batches.is_stale(header, self.version):
-            self._entries.drop(entry, DropReason.STALE, header.response_lengths)
+            self.entries.drop(entry, DropReason.STALE, header.response_lengths)
             return False
         entry.header = header
         self._batches.make_ready(entry)
@@ -460,43 +461,39 @@ class Ledger:
             UnknownLeaseError: nothing changes.
         """
         self.expire(now_s)
-        entry = self._entries.find(sibling.lease_id)
+        entry = self.entries.find(sibling.lease_id)
         if entry is None:
             raise UnknownLeaseError(f"lease {sibling.lease_id} is unknown here, or has expired")
         known = next((known for known in entry.siblings if known.number == sibling.number), None)
         if entry.state is not State.LEASED or (known is not None and not sibling.follows(known)):
             return None
-        self._entries.add_sibling(entry, sibling)
+        self.entries.add_sibling(entry, sibling)
         return entry.prompt_index
-
-    def find(self, lease_id: str) -> Entry | None:
-        """The open entry of this lease, to read, with its group or without."""
-        return self._entries.find(lease_id)
 
     def end_lease(self, lease_id: str, reason: DropReason) -> None:
         """The holder of this lease is gone. With siblings its place is kept for another;
         without, its prompt is granted again."""
-        entry = self._entries.find(lease_id)
+        entry = self.entries.find(lease_id)
         if entry is not None and entry.state is State.LEASED:
             self._end(entry, reason)
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         """End a lease without a group; unknown or already filled leases are left as they are."""
-        entry = self._entries.find(lease_id)
+        entry = self.entries.find(lease_id)
         if entry is not None and entry.state is State.LEASED:
-            self._entries.drop(entry, reason, lengths)
+            self.entries.drop(entry, reason, lengths)
 
     def refuse_malformed(self, lease_id: str) -> None:
         """Drop and count the prompt of a lease whose put could not be decoded."""
-        entry = self._entries.find(lease_id)
+        entry = self.entries.find(lease_id)
         if entry is not None and entry.state is State.LEASED:
-            self._entries.drop(entry, DropReason.MALFORMED)
+            self.entries.drop(entry, DropReason.MALFORMED)
         else:
             self.refuse(RefusalReason.MALFORMED)
 
     def orphan(self, prompt_index: int) -> None:
         """Drop the group of this prompt, whose payload is lost; the prompt is granted again."""
-        self._entries.drop(self._entries[prompt_index], DropReason.ORPHANED)
+        self.entries.drop(self.entries[prompt_index], DropReason.ORPHANED)
 
     def refuse(self, reason: RefusalReason, count: int = 1) -> None:
         self._refused[reason] += count
@@ -517,13 +514,13 @@ class Ledger:
         is buffered again. With the `books` of its checkpoint, what is finished there is finished
         here, and every other prompt is open here or will be granted again.
         """
-        is_older = books is not None and not self._entries.follows(books, self.learner_term)
+        is_older = books is not None and not self.entries.follows(books, self.learner_term)
         self._batches.settle(version)
         self._batches.give_back()
         if books is not None and (is_older or self.version < version):
-            self._entries.adopt(books)
+            self.entries.adopt(books)
         elif books is not None:
-            self._entries.reconcile(books)
+            self.entries.reconcile(books)
         if books is not None:
             self.admission.steered_bound = books.steered_bound
         self.version, self.learner_id = version, learner_id
@@ -554,12 +551,11 @@ class Ledger:
         Leases are granted under `steered_bound` from here on, within the limits of the run.
         """
         require_learner_term(learner_term, self.learner_term)
+        if version != self.version:
+            self._batches.train(version, self.version)
+            self.version = version
+            self._batches.evict(version)
         self.admission.steered_bound = steered_bound
-        if version == self.version:
-            return
-        self._batches.train(version, self.version)
-        self.version = version
-        self._batches.evict(version)
 
     def acknowledge(self, version: int, learner_term: int) -> None:
         """A checkpoint of `version` is durable: what it contains is freed. May be repeated."""
@@ -576,12 +572,7 @@ class Ledger:
 
     def books(self) -> Books:
         bound = self.admission.steered_bound
-        return replace(self._entries.books(), learner_term=self.learner_term, steered_bound=bound)
-
-    @property
-    def revision(self) -> int:
-        """It grows with every change of an entry, before the change."""
-        return self._entries.revision
+        return replace(self.entries.books(), learner_term=self.learner_term, steered_bound=bound)
 
     def refused(self) -> dict[RefusalReason, int]:
         return dict(self._refused)
@@ -591,29 +582,17 @@ class Ledger:
         entry = self._batches.ready.first()
         return None if entry is None else header_of(entry).oldest_version
 
-    def entry(self, prompt_index: int) -> Entry | None:
-        """The open entry of this prompt, to read."""
-        return self._entries.get(prompt_index)
-
     def live_leases(self) -> tuple[str, ...]:
-        leased = (e.lease_id for e in self._entries if e.state is State.LEASED)
-        return tuple(lease_id for lease_id in leased if lease_id not in self._entries.vacant)
-
-    def leases_of(self, session: str) -> tuple[str, ...]:
-        """The live leases of this session, whose ids are SESSION/NUMBER."""
-        return self._entries.columns.leases_of(session)
+        leased = (e.lease_id for e in self.entries if e.state is State.LEASED)
+        return tuple(lease_id for lease_id in leased if lease_id not in self.entries.vacant)
 
     def next_expiry_s(self) -> float | None:
         """When `expire` may next have something to do."""
         return self._expiries.next_s()
 
-    def drain_freed(self) -> tuple[int, ...]:
-        """Prompts of which a payload may be needed no longer, since the last call."""
-        return self._entries.drain_freed()
-
     def snapshot(self) -> LedgerSnapshot:
         return replace(
-            self._entries.snapshot(),
+            self.entries.snapshot(),
             version=self.version,
             learner_term=self.learner_term,
             learner_id=self.learner_id,
@@ -639,7 +618,7 @@ class Ledger:
         self.admission.end_at(snapshot.final_version)
         self.admission.steered_bound = snapshot.steered_bound
         held = in_order(entries)
-        self._entries.restore(snapshot, held, free)
+        self.entries.restore(snapshot, held, free)
         for entry in held:
             if entry.state is State.LEASED:
                 entry.expires_at_s = expires_at_s
@@ -647,19 +626,15 @@ class Ledger:
             else:
                 self._batches.restore(entry)
 
-    def subscribe(self, on_event: Callable[[Event], None]) -> None:
-        """Call `on_event` with every transition from here on."""
-        self._entries.subscribers.append(on_event)
-
     def _end(self, entry: Entry, reason: DropReason) -> None:
         may_go_on = entry.min_policy_version <= self.version and not self.finished
         if entry.siblings and may_go_on:
-            self._entries.vacate(entry, reason)
+            self.entries.vacate(entry, reason)
         else:
-            self._entries.drop(entry, reason)
+            self.entries.drop(entry, reason)
 
     def _drop_vacant(self, newer_than: int) -> None:
         """The vacant entries that only a version newer than this one may sample."""
-        for entry in self._entries.vacant_entries():
+        for entry in self.entries.vacant_entries():
             if entry.min_policy_version > newer_than:
-                self._entries.drop(entry, self._entries.vacant[entry.lease_id])
+                self.entries.drop(entry, self.entries.vacant[entry.lease_id])

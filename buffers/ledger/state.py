@@ -57,6 +57,8 @@ from streamrl.types import (
     replace,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_REOPENED = 2**18
 # What a ledger may have lost of its counts; adding it stays far below the largest `Count`.
 MAX_LOST = 2**40
@@ -225,7 +227,7 @@ class RetryCounter:
     def on_event(self, event: Event) -> None:
         if ends_without_group(event):
             self._num_leases[event.prompt_index] += 1
-        elif event.state in _ENDS and not event.frees_prompt:
+        elif event.state in _ENDS:
             self._num_leases.pop(event.prompt_index, None)
 
     def retried(self) -> tuple[RetriedPrompt, ...]:
@@ -241,9 +243,6 @@ def most_retried(num_leases: Counter[int]) -> tuple[RetriedPrompt, ...]:
         RetriedPrompt(prompt_index=prompt_index, num_leases=count)
         for count, prompt_index in heapq.nlargest(MAX_RETRIED, repeated)
     )
-
-
-log = logging.getLogger(__name__)
 
 
 Payload = TypeVar("Payload")
@@ -280,14 +279,14 @@ class BufferState(Generic[Payload]):
         self._resumes_until_s: float | None = None
         self._due_since_s: float | None = None
         self._retries = RetryCounter()
-        ledger.subscribe(self._retries.on_event)
+        ledger.entries.subscribers.append(self._retries.on_event)
 
     def lease(
         self, lease_ids: Sequence[str], generator_id: str, now_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
         """Those of these leases that are open, and new ones up to the generator's share."""
         self.ledger.expire(now_s)
-        known = {lease_id for lease_id in lease_ids if self.ledger.find(lease_id)}
+        known = {lease_id for lease_id in lease_ids if self.ledger.entries.find(lease_id)}
         others = [lease_id for lease_id in lease_ids if lease_id not in known]
         chosen = known.union(others[: self._share(generator_id, learner_id)])
         asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
@@ -316,7 +315,7 @@ class BufferState(Generic[Payload]):
         Raises:
             UnknownLeaseError: the lease is not live.
         """
-        entry = self.ledger.find(lease_id)
+        entry = self.ledger.entries.find(lease_id)
         if entry is None:
             raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
         held = self._siblings.get(entry.prompt_index, {})
@@ -438,7 +437,7 @@ class BufferState(Generic[Payload]):
             overdue=self.ledger.overdue,
             books=self.ledger.books(),
             refused=self.ledger.refused(),
-            lengths=self.ledger.responses.frozen(),
+            lengths=self.ledger.entries.responses.frozen(),
             oldest_version=self.ledger.oldest_version(),
             num_bytes=self._num_bytes,
             generators=self.registry.statuses,
@@ -481,7 +480,7 @@ class BufferState(Generic[Payload]):
             if number == GROUP and prompt_index in self._payloads:
                 self._num_bytes -= self._payloads.pop(prompt_index)[1]
                 self._lost |= {prompt_index}
-            elif number != GROUP and (entry := self.ledger.entry(prompt_index)) is not None:
+            elif number != GROUP and (entry := self.ledger.entries.get(prompt_index)) is not None:
                 entry.siblings = tuple(s for s in entry.siblings if s.number != number)
                 self._keep_siblings(prompt_index)
                 self.on_sibling(prompt_index)
@@ -543,7 +542,7 @@ class BufferState(Generic[Payload]):
             self.registry.remove(status.generator_id)
 
     def _end_session(self, session: str, reason: DropReason) -> None:
-        for lease_id in self.ledger.leases_of(session):
+        for lease_id in self.ledger.entries.columns.leases_of(session):
             self.ledger.end_lease(lease_id, reason)
         self._delete_freed()
 
@@ -553,7 +552,7 @@ class BufferState(Generic[Payload]):
 
     def _orphan_lost(self) -> None:
         """Drop the buffered groups that the journal has lost."""
-        lost = ((index, self.ledger.entry(index)) for index in sorted(self._lost))
+        lost = ((index, self.ledger.entries.get(index)) for index in sorted(self._lost))
         orphaned = [index for index, entry in lost if entry and entry.state is State.BUFFERED]
         for prompt_index in orphaned:
             self.ledger.orphan(prompt_index)
@@ -561,10 +560,10 @@ class BufferState(Generic[Payload]):
             log.warning("lost, and to be sampled again: the groups of the prompts %s", orphaned)
 
     def _delete_freed(self) -> None:
-        freed = self.ledger.drain_freed()
+        freed = self.ledger.entries.drain_freed()
         self._lost = self._lost.difference(freed)
         for prompt_index in freed:
-            entry = self.ledger.entry(prompt_index)
+            entry = self.ledger.entries.get(prompt_index)
             if entry is None or entry.header is None:
                 _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
                 self._num_bytes -= num_bytes
@@ -579,7 +578,7 @@ class BufferState(Generic[Payload]):
 
     def _keep_siblings(self, prompt_index: int) -> None:
         """Of the payloads of siblings only those that the entry has."""
-        entry, held = self.ledger.entry(prompt_index), self._siblings.pop(prompt_index, {})
+        entry, held = self.ledger.entries.get(prompt_index), self._siblings.pop(prompt_index, {})
         self._num_bytes -= sum(num_bytes for _, num_bytes in held.values())
         for known in entry.siblings if entry else ():
             if known.number in held:

@@ -22,7 +22,6 @@ from msgspec import structs
 from redis import exceptions
 
 from buffers import messages as m
-from buffers.client import Reply
 from buffers.quarantine import Quarantine
 from buffers.redis.connection import Command, RedisConnection, namespace
 from buffers.redis.leadership import Daemon, find_daemon, require_usable
@@ -135,8 +134,8 @@ class RedisBuffer(ZmqBuffer):
         await super().close()
 
     async def _call(
-        self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
-    ) -> tuple[Reply, list[memoryview]]:
+        self, request: m.Request, expected: type[m.Expected], wait_s: float = 0.0, *payloads: bytes
+    ) -> tuple[m.Expected, list[memoryview]]:
         self._require_redis()
         return await super()._call(request, expected, wait_s, *payloads)
 

@@ -12,13 +12,12 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from buffers import messages as m
-from buffers.client import RequestClient
 from buffers.zmq import multipart
 from streamrl import wire
 from streamrl.curve import set_client_keys
@@ -27,7 +26,6 @@ from streamrl.types import PackedGroup, SiblingHeader, TrajectoryGroup, pack
 
 log = logging.getLogger(__name__)
 
-Reply = TypeVar("Reply")
 MAX_PUTS = 4
 MESSAGE_BYTES = 2**18
 REFUSED_S = 0.5
@@ -38,12 +36,12 @@ _HANDSHAKE_FAILED = (
 )
 
 
-class ZmqBuffer(RequestClient):
+class ZmqBuffer(m.RequestClient):
     """Implements `streamrl.interfaces.TrajectoryBuffer` with a `ZmqBufferServer`.
 
     `deadline_s` is the time for a reply, in addition to the call's own `wait_s`; `retry_s` the time
     for the reply to a first attempt. `curve` is the folder of the keys, if the server has some;
-    `final_version` is for a learner and `run_name` for all, as of `RequestClient`.
+    `final_version` is for a learner and `run_name` for all, as of `buffers.messages.RequestClient`.
     """
 
     def __init__(
@@ -89,8 +87,8 @@ class ZmqBuffer(RequestClient):
         return tuple(groups)
 
     async def _call(
-        self, request: m.Request, expected: type[Reply], wait_s: float = 0.0, *payloads: bytes
-    ) -> tuple[Reply, list[memoryview]]:
+        self, request: m.Request, expected: type[m.Expected], wait_s: float = 0.0, *payloads: bytes
+    ) -> tuple[m.Expected, list[memoryview]]:
         """The reply and its payload frames. Waits for them, and resends, until the deadline."""
         # The same for every attempt, so that a late reply to an earlier one is a reply too.
         request_id = next(self._ids).to_bytes(8, "little")
@@ -187,8 +185,8 @@ class ZmqBuffer(RequestClient):
         self._socket = self._monitor = None
 
     def _decode(
-        self, frames: list[memoryview], expected: type[Reply]
-    ) -> tuple[Reply, list[memoryview]]:
+        self, frames: list[memoryview], expected: type[m.Expected]
+    ) -> tuple[m.Expected, list[memoryview]]:
         reply: Any = wire.decode(frames[0] if frames else b"", m.Reply)  # type: ignore[arg-type]
         if isinstance(reply, m.ErrorReply):
             raise reply.exception()

@@ -78,11 +78,16 @@ class PendingRequests:
 
         `attempt` returns whether it answered; the others remain, in their order.
         """
-        for pending in (
-            *_retry(self._takes, attempt, lambda: True),
-            *_retry(self._leases, attempt, admits),
-        ):
-            self._release(pending)
+        always: Callable[[], bool] = lambda: True  # noqa: E731
+        for waiting, is_open in ((self._takes, always), (self._leases, admits)):
+            answered = []
+            for number, pending in waiting.items():
+                if not is_open():
+                    break
+                if attempt(pending):
+                    answered.append(number)
+            for number in answered:
+                self._release(waiting.pop(number))
 
     def overdue(self, now_s: float) -> Iterator[PendingRequest]:
         """The requests whose deadline has passed, which are removed."""
@@ -110,18 +115,3 @@ class PendingRequests:
         self._per_sender[pending.sender] -= 1
         if not self._per_sender[pending.sender]:
             del self._per_sender[pending.sender]
-
-
-def _retry(
-    waiting: dict[int, PendingRequest],
-    attempt: Callable[[PendingRequest], bool],
-    is_open: Callable[[], bool],
-) -> list[PendingRequest]:
-    """Those that were answered, which are removed."""
-    answered = []
-    for number, pending in waiting.items():
-        if not is_open():
-            break
-        if attempt(pending):
-            answered.append(number)
-    return [waiting.pop(number) for number in answered]

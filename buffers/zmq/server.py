@@ -3,7 +3,8 @@
 Invariant: every request gets exactly one reply, and the reply to a change is sent after the journal
 has committed it; the requests that have arrived together share a commit. While the journal cannot
 be written (a full disk) every reply is StorageError, no group is accepted, and clients send their
-requests again; the changes that the file lacks are written first when space returns.
+requests again; the changes that the file lacks are written first when space returns. So it is while
+the journal cannot be opened, and then the stats are refused too, with the reason.
 
 A lease or take that cannot be granted yet is pending; it is answered when the state changes or its
 `wait_s` is over. This is the back-pressure: no group arrives that was not leased. One thread runs
@@ -21,10 +22,6 @@ too, but for LONGEST_TURN_S.
 `Observers` follow a run by its stats, as a validator does: nobody else tells them that it is over.
 The server of a run that is over stays for those who asked within ASKED_WITHIN_S and have
 not been answered since. At most MAX_OBSERVERS are remembered, those who asked last.
-
-`wait_for_journal`: a buffer whose journal cannot be opened, for example on a full disk, waits until
-it can. Until then every request is refused with the reason, so that clients wait and
-`streamrl status` shows it, and nothing is granted or taken in.
 
 `Replies` are those of one turn, sent after its commit. Each request gets one reply; requests that
 shared a message get theirs in one message, in their order. So do the pending requests of one
@@ -46,8 +43,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,6 +62,8 @@ from streamrl.config.addresses import is_loopback
 from streamrl.curve import CurveServer, choose_family, serve_with_new_key
 from streamrl.errors import MessageTooLargeError, StorageError, StreamRLError, WireError
 from streamrl.types import BufferStats, GroupHeader, PackedGroup, RefusalReason
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 LONGEST_TURN_S = 2 * POLL_S
@@ -108,66 +106,6 @@ class Observers:
         """Whether somebody is likely to ask again who does not know that the run is over."""
         newest_s = next(reversed(self._asked_s.values()), float("-inf"))
         return now_s - newest_s < ASKED_WITHIN_S
-
-
-log = logging.getLogger(__name__)
-
-
-RETRY_S = 1.0
-
-
-def wait_for_journal(
-    open_journal: Callable[[], Journal[Any]], url: str, curve: Path | None, stop: threading.Event
-) -> Journal[Any] | None:
-    """The journal; None once `stop` is set. Tries again every RETRY_S, and refuses meanwhile.
-
-    Raises:
-        ConfigError: the journal cannot be used at all.
-    """
-    try:
-        return open_journal()
-    except StorageError as error:
-        refusal = error
-    log.error("%s: this buffer waits until it can be", refusal)
-    with _listening(url, curve) as socket:
-        while not stop.is_set():
-            _refuse(socket, refusal)
-            try:
-                journal = open_journal()
-            except StorageError as error:
-                refusal = error
-            else:
-                log.warning("the journal is opened")
-                return journal
-    return None
-
-
-def _refuse(socket: "zmq.Socket[bytes]", refusal: StorageError) -> None:
-    """Answer with the refusal what arrives within RETRY_S."""
-    reply = wire.encode(m.ErrorReply.of(refusal))
-    end_s = time.monotonic() + RETRY_S
-    while (remaining_s := end_s - time.monotonic()) > 0:
-        if socket.poll(int(1000 * remaining_s)):
-            sender, *message = multipart.receive(socket)
-            parts = multipart.divided(message)
-            replies: list[list[Frame]] = [[request_id, reply] for request_id, *_ in parts]
-            multipart.send(socket, [sender.bytes, *multipart.joined(replies)])
-
-
-@contextmanager
-def _listening(url: str, curve: Path | None) -> Iterator["zmq.Socket[bytes]"]:
-    context = zmq.Context()
-    keys = CurveServer(context, url, curve)
-    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    try:
-        keys.configure(socket)
-        socket.bind(url.replace("zmq://", "tcp://"))
-        yield socket
-    finally:
-        socket.close()
-        keys.close()
-        context.term()
 
 
 _PENDING = -1
@@ -314,8 +252,9 @@ REST_S = 0.0025
 class ZmqBufferServer:
     """Serves one run's buffer at `url` (`zmq://host:port`; port 0 picks a free one).
 
-    Without a `journal` the state lives in memory alone. `curve` is the folder of the keys that
-    any address but a loopback one needs.
+    `open_journal` returns a journal that has recovered the `state` at the second that it is given;
+    without it the state lives in memory alone. `curve` is the folder of the keys that any address
+    but a loopback one needs.
     """
 
     def __init__(
@@ -324,7 +263,7 @@ class ZmqBufferServer:
         url: str,
         *,
         quarantine: Path,
-        journal: Journal[Any] | None = None,
+        open_journal: Callable[[float], Journal[Any]] | None = None,
         curve: Path | None = None,
         max_group_bytes: int = wire.MAX_MESSAGE_BYTES,
         stores_elsewhere: bool = False,
@@ -342,11 +281,14 @@ class ZmqBufferServer:
         self._observers = Observers()
         self._errors = EventLimit(burst=5, every_s=5.0)
         self._refusals = RefusalBudget()
-        self._journal = journal
+        self._open_journal = open_journal
+        self._journal: Journal[Any] | None = None
         self._refusal: StorageError | None = None
+        self._clock = clock = ServingClock(clock)
+        # Nobody is served before the first attempt to open it.
+        self._commit()
         self._replies = Replies()
         self._max_group_bytes = max_group_bytes
-        self._clock = clock = ServingClock(clock)
         self._on_stats, self._stats_s = on_stats, clock()
         self._needed_s = clock()
         self._pending_requests = PendingRequests()
@@ -369,12 +311,12 @@ class ZmqBufferServer:
         endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.url = endpoint.replace("tcp://", "zmq://")
 
-    def serve(self, stop: threading.Event, *, until_complete: bool = False) -> BufferStats:
+    def serve(self, stop: threading.Event, *, until_complete: bool = False) -> BufferStats | None:
         """Answers until `stop` is set, or the run is complete, its observers know, and
         SHUTDOWN_GRACE_S have passed, in which the last replies are sent.
 
         Waits for a request, the next expiry or the next deadline, at most POLL_S. Returns the last
-        stats.
+        stats; None if its journal could not be opened.
         """
         try:
             while not stop.is_set() and not (until_complete and self._has_ended()):
@@ -388,12 +330,17 @@ class ZmqBufferServer:
                 self._show_stats()
                 if self._refusals.is_spent:
                     stop.wait(REST_S)
-            return self._state.stats(self._clock())
+            return None if self._is_blank else self._state.stats(self._clock())
         finally:
             self._socket.close()
             if self._curve is not None:
                 self._curve.close()
             self._context.term()
+
+    @property
+    def _is_blank(self) -> bool:
+        """Whether the state is still to be recovered."""
+        return self._open_journal is not None and self._journal is None
 
     def _show_stats(self) -> None:
         now_s = self._clock()
@@ -471,13 +418,13 @@ class ZmqBufferServer:
     def _answer(self, apply: Callable[[], m.Answer | None], num_bytes: int = 0) -> m.Answer | None:
         """What `apply` returns for a message of `num_bytes`, or the refusal, whatever fails."""
         ledger = self._state.ledger
-        revision = ledger.revision
+        revision = ledger.entries.revision
         try:
             return apply()
         except StreamRLError as error:
             refusal = error
         except Exception as error:
-            if ledger.revision != revision:
+            if ledger.entries.revision != revision:
                 raise
             if self._errors.admits(self._clock()):
                 log.exception("a request failed%s", self._errors.take_omitted())
@@ -487,6 +434,8 @@ class ZmqBufferServer:
 
     def _apply(self, request: m.Request, frames: Frames) -> m.Answer | None:
         """The reply record and its payload frames; None if the request is pending."""
+        if self._is_blank:
+            self._require_space()
         if isinstance(request, m.OfRun):
             # Before anything: generators of all runs are named alike.
             request.require_run(self._state)
@@ -546,11 +495,14 @@ class ZmqBufferServer:
             raise self._refusal
 
     def _commit(self) -> None:
-        """Commits the journal; sets the refusal of every request while it cannot be written."""
-        if self._journal is None:
+        """Opens the journal, or commits it; sets the refusal of every request while it cannot."""
+        if self._open_journal is None:
             return
         try:
-            self._journal.commit()
+            if self._journal is None:
+                self._journal = self._open_journal(self._clock())
+            else:
+                self._journal.commit()
         except StorageError as error:
             if self._refusal is None:
                 log.error("%s: nothing is taken in until it can be", error)
@@ -565,13 +517,11 @@ class ZmqBufferServer:
         """Answer the pending requests that can be granted, and those past their deadline."""
         now_s = self._clock()
         self._replies.begin_pending()
-        self._pending_requests.retry(self._answer_pending, self._may_grant)
+        ledger = self._state.ledger
+        self._pending_requests.retry(self._answer_pending, lambda: ledger.num_admitted() > 0)
         for pending in self._pending_requests.overdue(now_s):
             empty = _EMPTY[type(pending.request)]
             self._replies.add(pending.sender, pending.request_id, empty, is_reading=False)
-
-    def _may_grant(self) -> bool:
-        return self._refusal is not None or self._state.ledger.num_admitted() > 0
 
     def _answer_pending(self, pending: PendingRequest) -> bool:
         answer = self._answer(lambda: self._attempt(pending.request))

@@ -200,7 +200,7 @@ def main() -> None:
         storage = SqliteStorage(folder / "journal.sqlite", durability="process")
         journal = Journal(storage, state)
         journal.recover({}, time.monotonic())
-        settings = {"quarantine": folder / "quarantine", "journal": journal}
+        settings = {"quarantine": folder / "quarantine", "open_journal": lambda _: journal}
         server, stop = ZmqBufferServer(state, "zmq://127.0.0.1:0", **settings), threading.Event()
         thread = threading.Thread(target=server.serve, args=(stop,))
         thread.start()

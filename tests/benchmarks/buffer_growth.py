@@ -108,7 +108,7 @@ def _ledger(length: int) -> Costs:
         ledger.advance(version + 1, learner_term)
         times.append(time.thread_time())
         ledger.acknowledge(version + 1, learner_term)
-        ledger.drain_freed()
+        ledger.entries.drain_freed()
         _book(timings, times)
     return _medians(timings)
 
@@ -252,7 +252,11 @@ def _serving(
 ) -> Iterator[Call]:
     """Sends requests, each a message of its own; what they cost the server, and the replies."""
     server = ZmqBufferServer(
-        state, "zmq://127.0.0.1:0", quarantine=folder, journal=journal, stores_elsewhere=True
+        state,
+        "zmq://127.0.0.1:0",
+        quarantine=folder,
+        open_journal=None if journal is None else lambda _: journal,
+        stores_elsewhere=True,
     )
     stop, profiler = threading.Event(), cProfile.Profile(time.thread_time)
 

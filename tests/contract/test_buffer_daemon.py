@@ -257,7 +257,7 @@ async def test_a_full_file_system(disk: Path, daemon: Daemon):
 async def test_a_checkpoint_frees_a_file_system_that_groups_have_filled(disk: Path, daemon: Daemon):
     daemon.kill()
     daemon.start(f"run.folder={disk}")
-    generator, learner = daemon.client(), daemon.client(deadline_s=10.0)
+    generator, learner = daemon.client(), daemon.client()
     await learner.attach(0, None)
     for index in range(3):
         await lease_one(generator, f"s/{index}", "g", 0.0)

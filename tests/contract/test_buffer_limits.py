@@ -78,7 +78,10 @@ def serving_zmq(
     folder: Path, state: BufferState[bytes], journal: Journal[PayloadPlace] | None = None
 ) -> Iterator[str]:
     server = ZmqBufferServer(
-        state, "zmq://127.0.0.1:0", quarantine=folder / "quarantine", journal=journal
+        state,
+        "zmq://127.0.0.1:0",
+        quarantine=folder / "quarantine",
+        open_journal=None if journal is None else lambda _: journal,
     )
     stop = threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))

@@ -21,7 +21,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
 from buffers.redis.client import RedisBuffer
-from buffers.zmq.client import ZmqBuffer
+from buffers.zmq.client import MAX_PUTS, ZmqBuffer
 from buffers.zmq.server import ZmqBufferServer
 from streamrl import wire
 from streamrl.errors import (
@@ -84,7 +84,7 @@ def zmq_server(
             kept = Journal(SqliteStorage(folder / "journal.sqlite", durability="process"), state)
             stack.callback(kept.close)
             kept.recover({}, time.monotonic())
-            kwargs["journal"] = kept
+            kwargs["open_journal"] = lambda _: kept
         server = ZmqBufferServer(state, url, quarantine=folder / "quarantine", **kwargs)
         stop = threading.Event()
         thread = threading.Thread(target=server.serve, args=(stop,))
@@ -591,6 +591,9 @@ async def test_a_generator_whose_place_was_taken_is_fenced(connect):
     reply = await generator.heartbeat(status("g", "new", lease_ids=("new/1",)))
     assert (reply.is_fenced, reply.lost_lease_ids) == (False, ())
     assert [g.session for g in (await learner.stats()).generators] == ["new"]
+    for number in range(10):
+        assert not (await generator.heartbeat(status("g", f"later {number}"))).is_fenced
+    assert (await generator.heartbeat(status("g", "later 8"))).is_fenced, "however often"
 
 
 async def test_a_cordoned_generator_is_granted_nothing_and_finishes_what_it_holds(connect):
@@ -869,6 +872,28 @@ async def test_a_lease_that_a_dead_process_waits_for_goes_to_the_one_in_its_plac
             await client.close()
 
 
+async def test_no_answer_leaves_before_the_journal_has_its_change(tmp_path):
+    """Nor that to a request which was pending."""
+    with zmq_server(tmp_path, journal=True) as server:
+        send, uncommitted = server._replies.send, []
+
+        def recorded(*args: Any) -> None:
+            uncommitted.append(len(server._journal._pending))
+            send(*args)
+
+        server._replies.send = recorded
+        generator, learner = ZmqBuffer(server.url), ZmqBuffer(server.url)
+        waiting = asyncio.create_task(generator.lease(["a", "b"], "g", 30.0))
+        await until(lambda: len(server._pending_requests) == 1)
+        await learner.attach(0, None)
+        assert len(await waiting) == 2
+        await fill(generator, "a", "b")
+        await learner.take(2, 0, 1.0)
+        assert set(uncommitted) == {0}
+        for client in (generator, learner):
+            await client.close()
+
+
 async def test_no_lease_ends_for_a_server_that_stood_still(tmp_path):
     """Its process was stopped, or its disk hung: heartbeats have waited meanwhile."""
     stood_s = [0.0]
@@ -918,6 +943,17 @@ async def test_a_buffer_that_is_not_there_is_an_error_at_the_deadline():
     buffer = ZmqBuffer("zmq://127.0.0.1:9", deadline_s=0.3, retry_s=0.1)
     with pytest.raises(TransportError, match=r"not answered StatsRequest for 0\.3 s: is it"):
         await buffer.stats()
+    assert not buffer._unsent, "it is not asked for when one is there"
+    await buffer.close()
+
+
+async def test_a_client_has_few_payloads_on_their_way():
+    buffer = ZmqBuffer("zmq://127.0.0.1:9")
+    puts = [asyncio.create_task(buffer.put(f"s/{i}", make_group(i))) for i in range(MAX_PUTS + 2)]
+    await until(lambda: len(buffer._unsent) == MAX_PUTS)
+    for put in puts:
+        put.cancel()
+    await asyncio.gather(*puts, return_exceptions=True)
     await buffer.close()
 
 

@@ -509,6 +509,20 @@ def test_a_journal_of_any_size_is_read_by_pages(
     server.close()
 
 
+def test_the_number_of_the_next_lease_does_not_fall(redis: RedisServer):
+    """A commit may be about earlier leases alone."""
+    state, _, journal = journal_of(redis.url, "numbers", groups_per_step=1)
+    state.attach(0, None)
+    with Redis.from_url(redis.url) as server:
+        for lease_id in ("a", "b"):
+            put(server, state, lease_id)
+        journal.commit()
+        state.take(1, 0, 1, 0.0)
+        journal.commit()
+        assert server.hget("streamrl:{numbers}:journal", "next_number") == b"2"
+    journal.close()
+
+
 def test_a_daemon_writes_nothing_once_another_has_the_run(redis: RedisServer):
     state, storage, journal = journal_of(redis.url, "two")
     _, _, successor = journal_of(redis.url, "two")

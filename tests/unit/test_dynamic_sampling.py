@@ -117,7 +117,7 @@ async def test_the_prompts_that_follow_are_sampled_in_their_place_and_lengths_ar
     with_dynamic_sampling(run)
     run.runner = replace(run.runner, reward=OddAreAlike())
     lengths = EventLengths()
-    run.state.ledger.subscribe(lengths.add)
+    run.state.ledger.entries.subscribers.append(lengths.add)
     await run.learner.attach(0, None)
     async with run.generating():
         trained = []

@@ -773,7 +773,7 @@ async def test_what_has_not_begun_is_given_back_if_the_learners_weights_do_not_a
                     WeightTarget(generator._engine.load_weights), update(1, "unreadable")
                 )
             assert not generator._groups["other/0"].has_begun
-        assert run.state.ledger.find("other/0") is None
+        assert run.state.ledger.entries.find("other/0") is None
         assert run.books.dropped.keys() == {DropReason.RELEASED}
 
 

@@ -19,7 +19,7 @@ class Run:
     def __init__(self, overdue: OverduePolicy = OverduePolicy.WAIT) -> None:
         self.ledger = Ledger(groups_per_step=B, max_staleness=STALENESS, overdue=overdue)
         self.events: list[Event] = []
-        self.ledger.subscribe(self.events.append)
+        self.ledger.entries.subscribers.append(self.events.append)
         self.names = iter(range(10_000))
         self.books: dict[int, Books] = {}
         self.trained: dict[int, list[int]] = {}

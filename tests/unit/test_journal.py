@@ -99,7 +99,7 @@ def fill(state: BufferState[bytes], *lease_ids: str, version: int = 0) -> None:
 
 def dump(state: BufferState[bytes], last_prompt_index: int = 200) -> dict[str, Any]:
     """Everything but the clock: leases get a new time to live."""
-    entries = [e for s in range(last_prompt_index) if (e := state.ledger.entry(s))]
+    entries = [e for s in range(last_prompt_index) if (e := state.ledger.entries.get(s))]
     held = [e.prompt_index for e in entries if e.header]
     return {
         "snapshot": state.ledger.snapshot(),
@@ -465,11 +465,35 @@ def test_the_file_does_not_grow_with_the_run(tmp_path):
     journal.close()
 
 
+@pytest.mark.parametrize(("durability", "synchronous"), [("process", 1), ("machine", 2)])
+def test_each_commit_is_synced_where_it_has_to_outlast_the_machine(
+    tmp_path, durability, synchronous
+):
+    with closing(SqliteStorage(journal_path(tmp_path), durability=durability)) as storage:
+        assert storage._db.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+
+
 def test_a_journal_in_use_is_refused(tmp_path):
     _, journal = open_journal(tmp_path)
     with pytest.raises(ConfigError, match="in use by another buffer"):
         open_journal(tmp_path)
     journal.close()
+
+
+def test_a_journal_that_could_not_be_opened_is_not_in_use(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", failing_connect)
+        with pytest.raises(StorageError) as kept_with_its_frames:
+            open_journal(tmp_path)
+    _, journal = open_journal(tmp_path)
+    journal.close()
+    assert kept_with_its_frames
+
+
+def failing_connect(*_: object, **__: object) -> None:
+    error = sqlite3.OperationalError("unable to open database file")
+    error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+    raise error
 
 
 def test_a_journal_of_another_run_is_refused_by_name(tmp_path):
@@ -500,6 +524,30 @@ def test_a_file_that_is_no_journal_is_named(tmp_path):
     path.write_bytes(b"something else" * 1000)
     with pytest.raises(ConfigError, match="cannot be used: file is not a database"):
         Journal(SqliteStorage(path, durability="process"), make_state())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE settings SET data = '{'",
+        "UPDATE snapshot SET data = x'c1'",
+        "UPDATE entry SET header = x'ff'",
+        "UPDATE entry SET places = x'81'",
+        "UPDATE entry SET state = 'unknown'",
+    ],
+)
+def test_a_file_with_a_damaged_value_is_named(tmp_path, damage):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    fill(state, "a")
+    journal.commit()
+    journal.close()
+    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
+        db.execute(damage)
+        db.commit()
+    for read in (open_journal, lambda run: audit_journal(journal_path(run))):
+        with pytest.raises(ConfigError, match=r"journal\.sqlite is damaged: .*; move it away"):
+            read(tmp_path)
 
 
 def test_what_a_full_file_refused_is_written_when_there_is_space(tmp_path):

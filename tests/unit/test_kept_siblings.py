@@ -79,7 +79,7 @@ def generator_of(run: Run, engine: FakeEngine, **changes: object) -> Generator:
 
 
 def num_kept(run: Run) -> list[int]:
-    entries = map(run.state.ledger.entry, range(run.books.next_prompt_index))
+    entries = map(run.state.ledger.entries.get, range(run.books.next_prompt_index))
     return [len(entry.siblings) for entry in entries if entry]
 
 
@@ -320,7 +320,7 @@ async def test_an_unfinished_sibling_that_is_canceled_is_counted_once():
 async def test_the_oldest_token_of_an_unfinished_sibling_counts():
     run = make_run()
     await leave_unfinished(run, HaltingEngine(DEAD))
-    entry = run.state.ledger.entry(0)
+    entry = run.state.ledger.entries.get(0)
     assert entry is not None
     assert [(s.oldest_version, s.num_tokens) for s in entry.siblings] == [(0, 2)] * 3
 

@@ -1,5 +1,6 @@
 """The ledger's rules, one at a time. `test_ledger_properties.py` mixes them in any order."""
 
+import time
 from typing import Any
 
 import pytest
@@ -86,6 +87,17 @@ def test_admission_stops_near_the_end_of_the_run():
     assert ledger.lease("e", 0.0, 10.0) is None
     train_one_step(ledger)
     assert ledger.lease("e", 0.0, 10.0) is None
+
+
+def test_a_drain_admits_what_completes_the_last_batch_until_a_learner_attaches():
+    ledger = make_ledger(groups_per_step=3, max_staleness=2)
+    fill(ledger, "a")
+    ledger.draining = True
+    assert ledger.num_admitted() == 2
+    fill(ledger, "b", "c")
+    assert ledger.num_admitted() == 0
+    ledger.attach(0)
+    assert ledger.num_admitted() == 6
 
 
 def test_a_lease_asked_for_twice_is_granted_once():
@@ -188,11 +200,17 @@ def test_the_leases_of_a_session_are_those_that_are_live():
     for lease_id in ("a/0", "b/0", "a/1", "a/2"):
         grant(ledger, lease_id)
     fill(ledger, "a/1")
-    assert ledger.leases_of("a") == ("a/0", "a/2")
+    assert ledger.entries.columns.leases_of("a") == ("a/0", "a/2")
     ledger.release("a/0", DropReason.RELEASED)
-    assert (ledger.leases_of("a"), ledger.leases_of("b")) == (("a/2",), ("b/0",))
+    assert (ledger.entries.columns.leases_of("a"), ledger.entries.columns.leases_of("b")) == (
+        ("a/2",),
+        ("b/0",),
+    )
     ledger.expire(10.0)
-    assert (ledger.leases_of("a"), ledger.leases_of("c")) == ((), ())
+    assert (ledger.entries.columns.leases_of("a"), ledger.entries.columns.leases_of("c")) == (
+        (),
+        (),
+    )
 
 
 def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_duplicate():
@@ -370,6 +388,14 @@ def test_a_part_of_a_batch_is_lent_while_the_rest_is_due():
     assert [group.prompt_index for group in ledger.take(2, 1, 1, num_held=1)] == [0, 1]
 
 
+def test_a_part_is_lent_beside_a_group_that_is_overdue():
+    ledger = make_ledger()
+    grant(ledger, "of a history that was lost")
+    term = ledger.attach(3)
+    fill(ledger, "a", "b", version=3)
+    assert len(ledger.take(2, 3, term, num_held=0)) == 1
+
+
 def test_a_part_is_lent_beside_groups_that_are_due_later():
     ledger = make_ledger(groups_per_step=3, max_staleness=1, overdue=OverduePolicy.WAIT)
     slow = grant(ledger, "slow")
@@ -397,8 +423,8 @@ def test_acknowledged_groups_are_freed_and_the_books_close():
     books = ledger.books()
     assert (books.acknowledged, books.trained, books.buffered) == (2, 0, 2)
     assert books.balanced
-    assert ledger.drain_freed() == (0, 1)
-    assert ledger.drain_freed() == ()
+    assert ledger.entries.drain_freed() == (0, 1)
+    assert ledger.entries.drain_freed() == ()
 
 
 def test_a_learner_restored_to_a_checkpoint_trains_the_rest_again():
@@ -495,13 +521,13 @@ def test_responses_are_counted_by_length_when_they_are_put_trained_and_dropped()
     fill(ledger, "a", length=7)
     train_one_step(ledger)
     fill(ledger, "b", version=1, length=9)
-    lengths = ledger.responses.frozen()
+    lengths = ledger.entries.responses.frozen()
     assert lengths.sampled == LengthHistogram.of([7, 7, 9, 9])
     assert lengths.trained == LengthHistogram.of([7, 7])
     assert lengths.dropped == {}
     train_one_step(ledger)
     ledger.acknowledge(2, 1)
-    assert ledger.responses.frozen().trained == LengthHistogram.of([7, 7, 9, 9])
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([7, 7, 9, 9])
 
 
 def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_counted():
@@ -515,9 +541,9 @@ def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_
     assert not ledger.put("slow", header(slow, version=-1, length=90), 0.0)
     ledger.release(grant(ledger, "failed").lease_id, DropReason.FAILED)
     stale = LengthHistogram.of([5, 5, 90, 90]).rounded()
-    assert ledger.responses.frozen().dropped == {DropReason.STALE: stale}
-    assert ledger.responses.frozen().trained == LengthHistogram.of([3, 3, 4, 4])
-    assert ledger.responses.frozen().sampled.num_tokens == 2 * (3 + 4 + 5 + 90)
+    assert ledger.entries.responses.frozen().dropped == {DropReason.STALE: stale}
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([3, 3, 4, 4])
+    assert ledger.entries.responses.frozen().sampled.num_tokens == 2 * (3 + 4 + 5 + 90)
 
 
 def test_what_a_learner_gives_back_is_not_trained_until_it_is_trained_again():
@@ -527,10 +553,10 @@ def test_what_a_learner_gives_back_is_not_trained_until_it_is_trained_again():
     train_one_step(ledger)
     train_one_step(ledger)
     ledger.attach(1)
-    assert ledger.responses.frozen().trained == LengthHistogram.of([1, 1])
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([1, 1])
     train_one_step(ledger, learner_term=2)
-    assert ledger.responses.frozen().trained == LengthHistogram.of([1, 1, 2, 2])
-    assert ledger.responses.frozen().sampled == ledger.responses.frozen().trained
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([1, 1, 2, 2])
+    assert ledger.entries.responses.frozen().sampled == ledger.entries.responses.frozen().trained
 
 
 def test_a_group_that_a_learners_books_contain_was_trained():
@@ -538,7 +564,7 @@ def test_a_group_that_a_learners_books_contain_was_trained():
     fill(ledger, "a", length=6)
     ledger.attach(1, Books(granted=1, acknowledged=1, next_prompt_index=1, revision=9))
     assert ledger.books().acknowledged == 1
-    assert ledger.responses.frozen().trained == LengthHistogram.of([6, 6])
+    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([6, 6])
 
 
 def test_a_blank_ledger_counts_lengths_anew():
@@ -547,7 +573,7 @@ def test_a_blank_ledger_counts_lengths_anew():
     train_one_step(old)
     new = Ledger(groups_per_step=1, max_staleness=3)
     new.attach(1, old.books())
-    assert new.responses.frozen() == ResponseLengths()
+    assert new.entries.responses.frozen() == ResponseLengths()
 
 
 def keep_siblings(ledger: Ledger, lease_id: str, *numbers: int, version: int = 0) -> None:
@@ -567,7 +593,7 @@ def test_a_lease_that_ends_with_kept_siblings_keeps_its_place_and_its_version():
     assert ledger.expire(20.0) == ("b",)
     books = ledger.books()
     assert (books.leased, books.in_flight, books.dropped) == (1, 1, {})
-    assert (ledger.live_leases(), ledger.find("b")) == ((), None)
+    assert (ledger.live_leases(), ledger.entries.find("b")) == ((), None)
     again = ledger.lease("c", 20.0, 10.0)
     assert again == Lease(
         lease_id="c",
@@ -591,9 +617,9 @@ def test_siblings_older_than_the_first_lease_says_are_sampled_again_and_counted_
     keep_siblings(ledger, "a", 1, version=2)
     ledger.end_lease("a", DropReason.RELEASED)
     assert grant(ledger, "b").kept_siblings == (1,)
-    lengths = ledger.responses.frozen()
+    lengths = ledger.entries.responses.frozen()
     assert lengths.dropped[DropReason.RELEASED] == LengthHistogram.of([5])
-    assert ledger.drain_freed()[-1] == 2
+    assert ledger.entries.drain_freed()[-1] == 2
 
 
 def test_a_lease_that_its_holder_gives_back_keeps_no_siblings():
@@ -602,7 +628,7 @@ def test_a_lease_that_its_holder_gives_back_keeps_no_siblings():
     keep_siblings(ledger, "a", 0)
     ledger.release("a", DropReason.RELEASED)
     assert grant(ledger, "b").kept_siblings == ()
-    assert ledger.responses.frozen().dropped[DropReason.RELEASED].num_tokens == 5
+    assert ledger.entries.responses.frozen().dropped[DropReason.RELEASED].num_tokens == 5
 
 
 def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is_granted_first():
@@ -619,6 +645,30 @@ def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is
     assert [entry.lease_id for entry in ledger.awaited()] == ["c"]
     ledger.put("c", header(again), 0.0)
     assert [taken.prompt_index for taken in ledger.take(1, 1, 1)] == [0]
+
+
+def test_the_leases_of_many_machines_that_ended_are_granted_in_order_at_little_cost():
+    count = 4000
+    ledger = make_ledger(groups_per_step=count)
+    for number in range(count):
+        grant(ledger, f"a/{number}")
+        keep_siblings(ledger, f"a/{number}", 0)
+    ledger.expire(20.0)
+    began_s = time.thread_time()
+    prompts = [grant(ledger, f"b/{number}", 20.0).prompt_index for number in range(count)]
+    assert time.thread_time() - began_s < 1.0
+    assert prompts == list(range(count))
+    assert ledger.books().balanced
+
+
+def test_what_nobody_holds_is_dropped_when_the_run_ends():
+    ledger = make_ledger()
+    grant(ledger, "a")
+    keep_siblings(ledger, "a", 0)
+    ledger.end_lease("a", DropReason.EXPIRED)
+    assert (ledger.books().leased, ledger.books().dropped) == (1, {})
+    ledger.finish(1)
+    assert (ledger.books().leased, ledger.books().dropped) == (0, {DropReason.EXPIRED: 1})
 
 
 def test_a_lease_that_ended_and_is_asked_for_again_gets_its_own_prompt():

@@ -35,7 +35,7 @@ class CountedLedger(Ledger):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.retries = RetryCounter()
-        self.subscribe(self.retries.on_event)
+        self.entries.subscribers.append(self.retries.on_event)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -121,7 +121,7 @@ class LedgerMachine(RuleBasedStateMachine):
             oldest_version=lease.min_policy_version,
             num_tokens=100 + num_more,
         )
-        known = {s.number: s for s in self.ledger.find(lease.lease_id).siblings}
+        known = {s.number: s for s in self.ledger.entries.find(lease.lease_id).siblings}
         is_more = number not in known or (
             sibling.lease_id != known[number].lease_id
             or sibling.num_tokens > known[number].num_tokens
@@ -277,7 +277,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if buffer != "lives":
             self.now_s += 2 * TTL_S
             self.ledger.expire(self.now_s)
-            entries = map(self.ledger.entry, range(self.ledger.books().next_prompt_index))
+            entries = map(self.ledger.entries.get, range(self.ledger.books().next_prompt_index))
             leased = [entry for entry in entries if entry and entry.state is State.LEASED]
             assert all(entry.siblings for entry in leased)
             self.vacant = {entry.prompt_index: lease_of(entry) for entry in leased}
@@ -362,13 +362,13 @@ class LedgerMachine(RuleBasedStateMachine):
         open_prompts = set(self.ledger.books().open_prompt_indices)
         for prompt_index in self.ledger.retries._num_leases:
             assert prompt_index in open_prompts
-            entry = self.ledger.entry(prompt_index)
+            entry = self.ledger.entries.get(prompt_index)
             assert entry is None or entry.state is State.LEASED
 
     @invariant()
     def every_sampled_response_waits_or_has_an_outcome(self) -> None:
-        lengths = self.ledger.responses.frozen()
-        entries = map(self.ledger.entry, range(self.ledger.books().next_prompt_index))
+        lengths = self.ledger.entries.responses.frozen()
+        entries = map(self.ledger.entries.get, range(self.ledger.books().next_prompt_index))
         waiting = LengthHistogram.of(
             length
             for entry in entries

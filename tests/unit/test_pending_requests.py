@@ -2,7 +2,10 @@
 
 import time
 
+import pytest
+
 from buffers import messages as m
+from buffers.zmq import pending_requests as module
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
 
 FAR_S = 1e9
@@ -96,6 +99,15 @@ def test_nobody_who_has_left_is_kept_however_long_admission_stays_closed() -> No
         pending_requests.retry(buffer.attempt, buffer.admits)
         list(pending_requests.overdue(float(now_s)))
     assert len(pending_requests) == 1 + 5
+    assert len(pending_requests._per_sender) == 1 + 5
+
+
+def test_more_than_there_is_room_for_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LEASES", 2)
+    monkeypatch.setattr(module, "MAX_TAKES", 1)
+    pending_requests = PendingRequests()
+    assert [pending_requests.add(_lease(number)) for number in range(3)] == [True, True, False]
+    assert [pending_requests.add(_take()) for _ in range(2)] == [True, False]
 
 
 def test_many_that_were_answered_behind_one_that_waits_are_forgotten_at_little_cost() -> None:

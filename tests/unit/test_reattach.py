@@ -49,6 +49,19 @@ def test_a_blank_ledger_keeps_the_leases_asserted_and_grants_what_else_is_open()
     assert [lease.prompt_index for lease in granted if lease] == [8, 9, 11, 12]
 
 
+def test_a_lease_asserted_takes_its_own_prompt_of_those_that_are_free():
+    ledger = Ledger(groups_per_step=3, max_staleness=0)
+    ledger.attach(0)
+    for lease_id in "abc":
+        ledger.lease(lease_id, 0.0, 10.0)
+    for lease_id in "abc":
+        ledger.release(lease_id, DropReason.RELEASED)
+    asserted = Lease(lease_id="s/2", prompt_index=1, min_policy_version=0, expires_at_s=0.0)
+    ledger.reassert(asserted, 0.0, 10.0)
+    granted = [ledger.lease(lease_id, 0.0, 10.0) for lease_id in "de"]
+    assert [lease.prompt_index for lease in granted if lease] == [0, 2]
+
+
 def test_a_lease_asserted_on_a_prompt_that_another_one_holds_is_lost():
     ledger = Ledger(groups_per_step=1, max_staleness=0)
     ledger.attach(0)

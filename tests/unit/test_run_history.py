@@ -142,7 +142,7 @@ class HistoryMachine(RuleBasedStateMachine):
     def lose_the_buffer(self) -> None:
         self.ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=1)
         self.events: list[Event] = []
-        self.ledger.subscribe(self.events.append)
+        self.ledger.entries.subscribers.append(self.events.append)
 
     def start(self, resume: str = "auto") -> None:
         self.learner = LearnerProcess(make_run(self.folder, resume=resume), self.ledger)
@@ -269,7 +269,7 @@ def run_to(learner: LearnerProcess, version: int) -> LearnerProcess:
 
 def make_ledger() -> tuple[Ledger, list[Event]]:
     ledger, events = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=1), list[Event]()
-    ledger.subscribe(events.append)
+    ledger.entries.subscribers.append(events.append)
     return ledger, events
 
 

@@ -233,7 +233,7 @@ def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
     journal.close()
     segments_of(tmp_path)[0].unlink()
     state, journal = open_journal(tmp_path, max_staleness=3)
-    states = [entry.state for index in range(6) if (entry := state.ledger.entry(index))]
+    states = [entry.state for index in range(6) if (entry := state.ledger.entries.get(index))]
     assert states == [State.TRAINED, State.TRAINED, State.TAKEN, State.TAKEN]
     with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[2, 3\]"):
         state.fetch([2, 3])
@@ -268,6 +268,24 @@ def test_a_segment_that_no_row_names_is_deleted(tmp_path):
     put_large(state, "b")
     journal.commit()
     assert [path.name for path in segments_of(tmp_path)][2:] == ["00000008.segment"]
+    journal.close()
+
+
+def test_a_segment_that_was_emptied_is_written_no_more(tmp_path):
+    state, journal = open_journal(tmp_path, groups_per_step=1)
+    state.attach(0, None)
+    put_large(state, "a")
+    journal.commit()
+    state.take(1, 0, 1, 0.0)
+    state.advance(1, 1)
+    state.acknowledge(1, 1)
+    journal.commit()
+    assert segments_of(tmp_path) == []
+    put_large(state, "b")
+    journal.commit()
+    journal.close()
+    state, journal = open_journal(tmp_path, groups_per_step=1)
+    assert state.fetch([1]) == (b"b" * SIZE,)
     journal.close()
 
 
@@ -329,6 +347,42 @@ def test_what_a_full_disk_cut_off_is_written_when_there_is_space(tmp_path, monke
     assert dump(killed) == committed
     other.close()
     commit_and_recover(tmp_path, state, journal)
+
+
+def test_what_was_written_for_a_transaction_that_failed_is_free_again(tmp_path, monkeypatch):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, None)
+    put_large(state, "a")
+    journal.commit()
+    num_bytes = [path.stat().st_size for path in segments_of(tmp_path)]
+
+    @contextmanager
+    def failing_transaction(*_: object) -> Iterator[None]:
+        raise StorageError("no space is left")
+        yield
+
+    monkeypatch.setattr(sqlite_module, "_transaction", failing_transaction)
+    put_large(state, "b")
+    with pytest.raises(StorageError):
+        journal.commit()
+    assert [path.stat().st_size for path in segments_of(tmp_path)] == num_bytes
+    monkeypatch.undo()
+    commit_and_recover(tmp_path, state, journal)
+
+
+def test_a_segment_whose_name_cannot_be_synced_is_closed_and_deleted(tmp_path, monkeypatch):
+    state = make_state()
+    journal = Journal(SqliteStorage(journal_path(tmp_path), durability="machine"), state)
+    journal.recover({}, 0.0)
+    state.attach(0, None)
+    put_large(state, "a")
+    monkeypatch.setattr(segments, "sync", failing_read)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(StorageError, match="cannot be written"):
+            journal.commit()
+    assert (segments_of(tmp_path), os.listdir("/proc/self/fd")) == ([], before)
+    journal.close()
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, run: Path, num_bytes: int) -> None:

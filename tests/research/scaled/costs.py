@@ -139,7 +139,9 @@ def _serve(pipe: Any, folder: str, groups_per_step: int, max_staleness: int) -> 
     journal = Journal(SqliteStorage(Path(folder, "journal"), durability="process"), state)
     journal.recover({}, time.monotonic())
     quarantine = Path(folder, "quarantine")
-    server = ZmqBufferServer(state, "zmq://127.0.0.1:0", quarantine=quarantine, journal=journal)
+    server = ZmqBufferServer(
+        state, "zmq://127.0.0.1:0", quarantine=quarantine, open_journal=lambda _: journal
+    )
     stop = threading.Event()
     serving = threading.Thread(target=server.serve, args=(stop,), daemon=True)
     serving.start()

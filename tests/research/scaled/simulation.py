@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from buffers import messages as m
-from buffers.client import RequestClient
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.zmq.pending_requests import PendingRequest, PendingRequests
@@ -258,7 +257,7 @@ def _empty(request: Any) -> m.Answer:
     return (m.LeaseReply() if isinstance(request, m.LeaseRequest) else m.TakeReply(),)
 
 
-class SimulatedClient(RequestClient):
+class SimulatedClient(m.RequestClient):
     """The real client's calls; its messages pass the pipes to the server and back."""
 
     def __init__(self, server: SimulatedServer, name: bytes) -> None:
