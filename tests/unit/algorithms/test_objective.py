@@ -69,7 +69,7 @@ def test_the_exact_kl_enters_as_given() -> None:
 
 def test_the_loglinear_proximal_policy_lies_between_as_far_as_the_versions_say() -> None:
     current = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
-    behavior, staleness = torch.full((3,), -1.0), torch.tensor([0, 1, 3])
+    behavior, staleness = torch.full((3,), -1.0), torch.tensor([0, 1, -3])
     between = proximal_logprobs("loglinear", current, behavior, staleness)
     assert between.tolist() == [-1.0, -0.5, -0.25]
     assert not between.requires_grad
