@@ -272,13 +272,6 @@ class Learner:
             written: Future[Path] = await self._lockstep.run(Save(state))
         return written
 
-    def _explain_end(self) -> None:
-        """If it is before the last step."""
-        if self._version < self._config.run.max_steps:
-            reason = self._validations.stop_reason(self._version)
-            log.info("%s", reason)
-            self._reporter.update(ended_early=reason)
-
     async def _publish_last(self) -> None:
         """Publish the last version for validators, however early it comes for them."""
         if not self._validations.needs_last_version:
@@ -291,7 +284,10 @@ class Learner:
         """Save the last version and notify the buffer, unless it is unreachable."""
         is_complete = self._is_complete()
         if is_complete:
-            self._explain_end()
+            if self._version < self._config.run.max_steps:
+                reason = self._validations.stop_reason(self._version)
+                log.info("%s", reason)
+                self._reporter.update(ended_early=reason)
             await self._publish_last()
         if not await self._saver.finish():
             raise CheckpointWriteError(
@@ -328,15 +324,15 @@ class Learner:
         Raises:
             TransportError: the buffer does not answer.
         """
-        if has_ended and await unless_set(self._stopping, self._notify(has_ended)):
-            return
-        await self._notify(has_ended)
 
-    async def _notify(self, has_ended: bool) -> bool:
-        await self._session.acknowledge(self._saver.saved_version)
-        if has_ended:
-            await self._session.finish()
-        return True
+        async def notify() -> bool:
+            await self._session.acknowledge(self._saver.saved_version)
+            if has_ended:
+                await self._session.finish()
+            return True
+
+        if not has_ended or not await unless_set(self._stopping, notify()):
+            await notify()
 
 
 def _free_cores(config: RunConfig, num_ranks: int) -> float:

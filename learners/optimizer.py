@@ -12,7 +12,7 @@ together and get the same.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -49,12 +49,11 @@ def make_optimizer(
         key = _rate_and_decay(parameter, found[name], settings)
         alike.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
-        split_by_mesh(
-            [
-                {"params": members, LR_RATIO: lr / settings.lr, "weight_decay": decay}
-                for (lr, decay), members in alike.items()
-            ]
-        ),
+        [
+            {"params": of_mesh, LR_RATIO: lr / settings.lr, "weight_decay": decay}
+            for (lr, decay), members in alike.items()
+            for of_mesh in by_mesh(members)
+        ],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
@@ -266,17 +265,12 @@ def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
     return [[p for p in ordered if _mesh(p) == mesh] for mesh in meshes]
 
 
-def split_by_mesh(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups, each of one mesh."""
-    return [{**group, "params": one} for group in groups for one in by_mesh(group["params"])]
-
-
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
     """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
     parts = by_mesh(p for p in parameters if p.grad is not None)
     norms = [full(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
-    total = norms[0] if len(norms) == 1 else torch.stack([torch.zeros(()), *norms]).norm()
+    total = norms[0] if len(norms) == 1 else torch.stack(norms or [torch.zeros(())]).norm()
     if max_norm is not None:
         for part in parts:
             clip_grads_with_norm_(part, max_norm, total)

@@ -171,7 +171,8 @@ class NetworkFlops:
         config = model.config.get_text_config()
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         routed = _routed_share(config)
-        embeddings = {p for m in decoder.modules() if _is_embedding(m) for p in m.parameters()}
+        tables = (m for m in decoder.modules() if isinstance(m, torch.nn.Embedding))
+        embeddings = {p for table in tables for p in table.parameters()}
         weights = [
             (parameter.numel() * (routed if ".experts." in f".{name}" else 1.0), parameter)
             for name, parameter in decoder.named_parameters()
@@ -240,10 +241,6 @@ def _routed_share(config: Any) -> float:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     return getattr(config, "num_experts_per_tok", num_experts) / num_experts if num_experts else 1.0
-
-
-def _is_embedding(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Embedding)
 
 
 log = logging.getLogger(__name__)

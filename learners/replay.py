@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from learners.batch.training_batch import TrainingBatch
 from learners.checkpoints.contents import tensors_of, whole_tensors
@@ -330,10 +330,9 @@ class Replay:
         norms = ours.norm() * theirs.norm()
         now = self._recorded.parameters()
         moved, apart = (now - begun).norm(), (self._changed.parameters() - now).norm()
-        return ComparedStep(
-            compared.step,
-            compared.recorded,
-            Measured.of(changed),
+        return structs.replace(
+            compared,
+            changed=Measured.of(changed),
             cosine=float(torch.dot(ours, theirs) / norms) if norms > 0 else None,
             distance=float(apart / moved) if moved > 0 else None,
         )

@@ -75,10 +75,6 @@ class StatusReporter:
     def _activity_s(self) -> float:
         return time.monotonic() - self._start_s
 
-    @property
-    def _is_waiting(self) -> bool:
-        return self._status.activity is LearnerActivity.WAITING
-
     def set_activity(self, activity: LearnerActivity, **fields: Any) -> None:
         """Update the activity and other fields; its duration is counted from the first call."""
         if activity is not self._status.activity:
@@ -105,13 +101,15 @@ class StatusReporter:
                 self._write()
                 if self._activity_s >= self._report_stall_after_s:
                     await self._report_stall()
-                elif self._is_waiting and self._activity_s >= SHOWN_AFTER_S:
+                elif self._activity_s >= SHOWN_AFTER_S:
                     await self._update_wait()
         finally:
             self._write()
 
     async def _update_wait(self) -> None:
         """What the learner waits for, if it still does when the buffer has answered."""
+        if self._status.activity is not LearnerActivity.WAITING:
+            return
         start_s = self._start_s
         stats, unreachable = await try_stats(self._buffer)
         if stats is not None:

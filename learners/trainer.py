@@ -164,10 +164,7 @@ class Trainer:
 
     def _pack(self, batch: TrainingBatch, chosen: Sequence[int] | None = None) -> list[MicroBatch]:
         with self._profile.phase("plan"):
-            shares_prompts = self.policy.shares_prompts
-            return batch.pack(
-                self._max_tokens, self.policy.device, chosen, shares_prompts=shares_prompts
-            )
+            return self.policy.network.cut(batch, self._max_tokens, chosen)
 
     def _warn_of_long(self, batch: TrainingBatch) -> None:
         """Of the longest trajectory, if it is above the limit and none before it was as long."""
@@ -222,7 +219,10 @@ class Trainer:
         is_masked = losses["actor/trained_token_frac"] == 0 and not losses.get(OBSERVED)
         is_warmup = policy_version < self._config.algorithm.value.critic_warmup
         settings = self._config.learner.optimizer
-        critic = {}
+        rate, critic = 1.0, {}
+        if self._config.algorithm.rollout_is.scale_lr:
+            # Of the sequences of the update, or of the batch where weights are the batch's.
+            rate = rate_scale({**self._parts[0].means, **self._corrected, **losses})
         with self._profile.phase("update"):
             if self.critic is not None:
                 is_empty = accumulated.totals.num_tokens == 0
@@ -232,15 +232,14 @@ class Trainer:
             policy = update(
                 self.optimizer,
                 self.policy.parameters().values(),
-                self._rate_scale(losses)
-                * learning_rate(policy_version, settings, self._config.run.max_steps),
+                rate * learning_rate(policy_version, settings, self._config.run.max_steps),
                 settings.max_grad_norm,
                 prefix="learner",
                 is_frozen=is_masked or is_warmup,
                 loss_scale=self._scale.value,
             )
         counts = {
-            "learner/num_micro_batches": accumulated.num_micro_batches,
+            "learner/num_micro_batches": len(accumulated.work),
             MASKED: float(is_masked),
         }
         if self._scale.is_on:
@@ -248,9 +247,3 @@ class Trainer:
         if not self._scale.follow({**critic, **policy}):
             self._skipped.count({**critic, **policy}, policy_version)
         return {**losses, **self._corrected, **critic, **policy, **counts}
-
-    def _rate_scale(self, losses: Mapping[str, float]) -> float:
-        """Of the sequences of the update, or of the batch where weights are the batch's."""
-        if not self._config.algorithm.rollout_is.scale_lr:
-            return 1.0
-        return rate_scale({**self._parts[0].means, **self._corrected, **losses})

@@ -16,7 +16,7 @@ from learners.status_reporter import StatusReporter
 from streamrl.config import RunConfig
 from streamrl.config.validation import ValidationSettings
 from streamrl.errors import did_you_mean
-from streamrl.tracking.jsonl import VERSION, Best, best_of
+from streamrl.tracking.jsonl import VERSION, best_of
 from streamrl.types import LearnerActivity, ValidationReport
 from streamrl.weights.sender import WeightSender
 
@@ -81,13 +81,19 @@ class Validations:
 
     def stop_reason(self, policy_version: int) -> str:
         """Why the run ends at this version, as a sentence; "" if it goes on."""
-        patience = self._settings.early_stop.patience
-        best = _best(self._records.validated, self._settings)
+        settings = self._settings
+        patience = settings.early_stop.patience
+        best = best_of(
+            self._records.validated,
+            settings.watched_metric,
+            settings.best_is,
+            min_improvement=settings.early_stop.min_improvement,
+        )
         if not patience or best is None or best.num_since < patience:
             return ""
         return (
             f"stopped early at version {policy_version} of {self._max_steps}: "
-            f"{self._settings.watched_metric} has not become better than {best.value:.4g}, that of "
+            f"{settings.watched_metric} has not become better than {best.value:.4g}, that of "
             f"version {best.policy_version}, in {best.num_since} validations"
         )
 
@@ -123,17 +129,6 @@ def num_missed(validated: set[int], every: int) -> int:
     """
     intervals = {version // every for version in validated}
     return max(intervals) + 1 - min(intervals) - len(intervals)
-
-
-def _best(
-    validated: Mapping[int, Mapping[str, float]], settings: ValidationSettings
-) -> Best | None:
-    return best_of(
-        validated,
-        settings.watched_metric,
-        settings.best_is,
-        min_improvement=settings.early_stop.min_improvement,
-    )
 
 
 def _gave_up(settings: ValidationSettings, waited_s: float, absent_s: float) -> str:

@@ -255,4 +255,4 @@ def make_teachers(
             policy.model.get_output_embeddings().weight.mul_(2.0 + place)
         distribute(policy.network, mesh, config.learner, is_reference=True)
         policies[teacher.name] = policy
-    return Teachers(settings, policies, config.learner.max_tokens_per_micro_batch, ranks)
+    return Teachers(settings, policies, config.learner.max_tokens_per_micro_batch, ranks or Ranks())

@@ -202,8 +202,16 @@ class TrainingBatch:
     """[S] int64, equal for trajectories of the same environment: its first place in those."""
     policy_version: int
     """The version about to be trained; staleness is counted from it."""
-    outcomes: torch.Tensor
-    """[S, 5] what `_outcome` says of each trajectory."""
+    is_truncated: torch.Tensor
+    """[S] bool, whether a limit ended the trajectory."""
+    is_at_deadline: torch.Tensor
+    """[S] bool, whether `generator.group_deadline_s` ended it."""
+    num_invalid_turns: torch.Tensor
+    """[S] as the environment counted them; 0 where it does not."""
+    difficulties: torch.Tensor
+    """[S] as the environment measured them; 0 where it does not."""
+    given_greedy_rewards: torch.Tensor
+    """[S] NaN where none was recorded; see `greedy_rewards`."""
     behavior_logprobs: torch.Tensor
     """[R]"""
     policy_versions: torch.Tensor
@@ -244,6 +252,8 @@ class TrainingBatch:
         own = owner == ranks.index
         tokens = sequences.expand(own)
         outcomes = torch.tensor([_outcome(t) for t in trajectories]).view(-1, 5)
+        outcomes = ranks.sum(_among(own, outcomes))
+        truncated, at_deadline, num_invalid, difficulties, greedy_rewards = outcomes.unbind(1)
         behavior = _responses(trajectories, "behavior_logprobs", np.float32)
         versions = _responses(trajectories, "policy_versions", np.int32)
         judged = ranks.sum(_among(tokens, _judgments(trajectories)))
@@ -260,7 +270,11 @@ class TrainingBatch:
             environments=tuple(environments),
             environment_indices=index.repeat_interleave(sizes),
             policy_version=policy_version,
-            outcomes=ranks.sum(_among(own, outcomes)),
+            is_truncated=truncated > 0,
+            is_at_deadline=at_deadline > 0,
+            num_invalid_turns=num_invalid,
+            difficulties=difficulties,
+            given_greedy_rewards=greedy_rewards,
             behavior_logprobs=ranks.sum(_among(tokens, behavior)),
             policy_versions=ranks.sum(_among(tokens, versions)),
             media={medium.id: medium for group in groups for medium in group.media},
@@ -283,38 +297,18 @@ class TrainingBatch:
         return (self.policy_version - self.policy_versions).abs()
 
     @property
-    def is_truncated(self) -> torch.Tensor:
-        """[S] bool, whether a limit ended the trajectory."""
-        return self.outcomes[:, 0] > 0
-
-    @property
-    def is_at_deadline(self) -> torch.Tensor:
-        """[S] bool, whether `generator.group_deadline_s` ended it."""
-        return self.outcomes[:, 1] > 0
-
-    @property
-    def num_invalid_turns(self) -> torch.Tensor:
-        """[S] as the environment counted them; 0 where it does not."""
-        return self.outcomes[:, 2]
-
-    @property
-    def difficulties(self) -> torch.Tensor:
-        """[S] as the environment measured them; 0 where it does not."""
-        return self.outcomes[:, 3]
-
-    @property
     def greedy_rewards(self) -> torch.Tensor:
         """[S] reward of a greedy completion of the same prompt.
 
         Raises:
             ConfigError: a generator did not record it.
         """
-        if bool(self.outcomes[:, 4].isnan().any()):
+        if bool(self.given_greedy_rewards.isnan().any()):
             raise ConfigError(
                 "algorithm.advantage remax needs the reward of a greedy completion, and a group "
                 "came without: start every daemon of a run with one configuration"
             )
-        return self.outcomes[:, 4]
+        return self.given_greedy_rewards
 
     def recorded(self, names: Sequence[str], ranks: Ranks, setting: str) -> torch.Tensor:
         """[S, K] the metrics that a setting names, of all ranks, which call it together; 0 where a
@@ -476,7 +470,7 @@ def _prompt_length(trajectory: Trajectory) -> int:
 
 
 def _outcome(trajectory: Trajectory) -> tuple[float, ...]:
-    """The row of a trajectory in `TrainingBatch.outcomes`."""
+    """What stands in the columns of `TrainingBatch`, from `is_truncated` on."""
     reason, metrics = trajectory.finish_reason, trajectory.metrics
     return (
         float(reason.is_truncated),

@@ -14,6 +14,7 @@ A command holds all that the other ranks do not have; what it does to a rank is
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,7 +25,7 @@ from buffers.messages import ErrorReply
 from learners.batch.packing import share
 from learners.batch.training_batch import TrainingBatch
 from learners.executor.liveness import Liveness
-from learners.parallel.mesh import full
+from learners.parallel.mesh import OnDemand, full
 from learners.parallel.ranks import Ranks
 from learners.samples import StepSamples
 from learners.session import LearnerState
@@ -80,6 +81,7 @@ Record: TypeAlias = Callable[
 """(version that was made, the headers and this rank's groups of each part)"""
 
 
+@dataclass(eq=False)
 class LearnerRank:
     """What one rank holds, and what each command does to it.
 
@@ -87,86 +89,62 @@ class LearnerRank:
     and `record` get what each step has trained on, of this rank's share.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        ranks: Ranks,
-        *,
-        fetch: FetchGroups,
-        save: Callable[[Trainer, LearnerState], object],
-        snapshot: Callable[[Mapping[str, torch.Tensor], int], object],
-        show: Callable[[StepSamples], None] | None = None,
-        record: Record | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._ranks = ranks
-        self._fetch = fetch
-        self._save = save
-        self._snapshot = snapshot
-        self._show = show
-        self._record = record
-        self._parts: tuple[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]], ...] = ()
-        self._first: tuple[TrainingBatch, Sequence[TrajectoryGroup]] | None = None
+    trainer: Trainer
+    ranks: Ranks
+    fetch: FetchGroups
+    save: Callable[[Trainer, LearnerState], object]
+    snapshot: Callable[[Mapping[str, torch.Tensor], int], object]
+    show: Callable[[StepSamples], None] | None = None
+    record: Record | None = None
+    _parts: tuple[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]], ...] = field(
+        default=(), init=False
+    )
+    _first: tuple[TrainingBatch, Sequence[TrajectoryGroup]] | None = field(default=None, init=False)
 
-    async def fetch(self, command: Fetch) -> tuple[TrajectoryGroup, ...]:
+    async def fetch_share(self, command: Fetch) -> tuple[TrajectoryGroup, ...]:
         """The groups of this rank's share, in the order of the batch."""
-        headers = share(command.headers, self._ranks.count, self._ranks.index)
-        return await self._fetch([header.prompt_index for header in headers])
+        headers = share(command.headers, self.ranks.count, self.ranks.index)
+        return await self.fetch([header.prompt_index for header in headers])
 
     def execute(self, command: Computation, groups: Sequence[TrajectoryGroup] = ()) -> Any:
         """In the compute thread; `groups` are those that were fetched last."""
         match command:
             case Accumulate(headers, policy_version):
-                batch = TrainingBatch.shared(headers, groups, policy_version, self._ranks)
+                batch = TrainingBatch.shared(headers, groups, policy_version, self.ranks)
                 self._first = self._first or (batch, groups)
-                if self._record is not None:
+                if self.record is not None:
                     self._parts = (*self._parts, (headers, groups))
-                self._trainer.accumulate(batch)
+                self.trainer.accumulate(batch)
             case Update():
-                metrics = self._trainer.update()
+                metrics = self.trainer.update()
                 self._record_step()
                 self._show_samples()
                 return metrics
             case Discard():
                 self._first, self._parts = None, ()
-                self._trainer.discard()
+                self.trainer.discard()
             case Snapshot(policy_version):
-                self._snapshot(Gathered(self._trainer.policy.weights()), policy_version)
+                weights = self.trainer.policy.weights()
+                whole = OnDemand(weights, lambda name: full(weights[name]))
+                self.snapshot(whole, policy_version)
             case Save(state):
-                return self._save(self._trainer, state)
+                return self.save(self.trainer, state)
 
     def _record_step(self) -> None:
         parts, self._parts = self._parts, ()
-        if self._record is not None and self._first is not None:
-            self._record(self._first[0].policy_version + 1, parts)
+        if self.record is not None and self._first is not None:
+            self.record(self._first[0].policy_version + 1, parts)
 
     def _show_samples(self) -> None:
         """Of the first part of the batch that was trained."""
         first, self._first = self._first, None
-        if self._show is None or first is None:
+        if self.show is None or first is None:
             return
-        (batch, groups), weights = first, self._trainer.take_weights()
+        (batch, groups), weights = first, self.trainer.take_weights()
         numbers = ((i, j) for i, group in enumerate(groups) for j in range(len(group.trajectories)))
         by_place = dict(enumerate(numbers))
         own = {by_place[batch.places[m]]: w for m, w in weights.items() if m in batch.places}
-        self._show(StepSamples(batch.policy_version, groups, own))
-
-
-class Gathered(Mapping[str, torch.Tensor]):
-    """Parameters that are whole while they are read, one at a time: every rank reads all of them,
-    in the same order."""
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return full(self._parameters[name])
-
-    def __iter__(self) -> Any:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
+        self.show(StepSamples(batch.policy_version, groups, own))
 
 
 Result = TypeVar("Result")
@@ -256,16 +234,13 @@ class Lockstep:
                 case Fetch():
                     groups, _ = await self._fetch(command)
                 case _:
-                    await self._execute(command, groups)
+                    await self._in_thread(partial(self._rank.execute, command, groups))
 
     async def end(self) -> None:
         """End the other ranks, and the compute thread."""
         if self._ranks.index == 0:
             await self._in_thread(lambda: self._ranks.send(End()))
         self._thread.shutdown()
-
-    async def _execute(self, command: Computation, groups: Sequence[TrajectoryGroup]) -> None:
-        await self._in_thread(lambda: self._rank.execute(command, groups))
 
     async def _fetch(
         self, command: Fetch
@@ -274,7 +249,7 @@ class Lockstep:
         groups: tuple[TrajectoryGroup, ...] = ()
         failed: tuple[ErrorReply, ...] = ()
         try:
-            groups = await self._rank.fetch(command)
+            groups = await self._rank.fetch_share(command)
         except StreamRLError as error:
             failed = (ErrorReply.of(error),)
         gathered = await self._in_thread(lambda: self._ranks.gather(failed, tuple[ErrorReply, ...]))

@@ -22,8 +22,7 @@ from learners.batch.training_batch import TrainingBatch
 from learners.parallel.ranks import Ranks
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
 from streamrl.algorithms.kl import (
-    AdaptiveKL,
-    kl_controller,
+    KlCoefficient,
     kl_penalty,
     teacher_advantages,
 )
@@ -94,7 +93,7 @@ class CreditAssigner:
     def __init__(self, config: AlgorithmSettings) -> None:
         self._config = config
         self._running = RunningMoments()
-        self._kl = kl_controller(config.kl_reward)
+        self._kl = KlCoefficient(config.kl_reward)
         self._roles: RoleBaselines | None = None
         if config.reads_rewards and isinstance(config.advantage_config, RaeSettings):
             self._roles = RoleBaselines(config.advantage_config.decay)
@@ -116,7 +115,7 @@ class CreditAssigner:
         """
         config, episodes = self._config, batch.episodes
         sequences = episodes.sequences
-        shaped = shape_rewards(
+        shaped, metrics = shape_rewards(
             episodes.each(batch.rewards),
             episodes.each(self._normalization_groups(batch)),
             sequences,
@@ -125,12 +124,12 @@ class CreditAssigner:
             episodes.each(batch.num_invalid_turns),
             episodes.each(batch.is_truncated),
         )
-        kl, metrics = None, shaped.metrics
+        kl = None
         if proximal_logprobs is not None and reference_logprobs is not None:
             kl = kl_penalty(proximal_logprobs, reference_logprobs, config.kl_reward.kind)
             metrics = {**metrics, "reward/kl": float(kl.mean()), "reward/kl_coef": self._kl.value}
         rewards = token_rewards(
-            shaped.rewards,
+            shaped,
             sequences,
             kl,
             self._kl.value,
@@ -202,7 +201,7 @@ class CreditAssigner:
         return total, {"reward/teacher_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
-        kl = {"kl_coef": self._kl.value} if isinstance(self._kl, AdaptiveKL) else {}
+        kl = {"kl_coef": self._kl.value} if self._kl.is_adaptive else {}
         roles = {} if self._roles is None else self._roles.state_dict()
         return {**self._running.state_dict(), **kl, **roles}
 
@@ -211,7 +210,7 @@ class CreditAssigner:
         if self._roles is not None:
             self._roles.load_state_dict(state)
         # A coefficient that is not adapted is the configuration's, also after it has changed.
-        if isinstance(self._kl, AdaptiveKL):
+        if self._kl.is_adaptive:
             self._kl.value = state.get("kl_coef") or self._kl.value
 
     def _normalization_groups(self, batch: TrainingBatch) -> torch.Tensor:

@@ -104,10 +104,6 @@ class Accumulated:
     statistics: RolloutISStatistics | None
     """Of the corrections; None if each was off, or was made for the update as a whole."""
 
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.work)
-
 
 class Gradient:
     """Of the objective in the `algorithm:` section, for the policy and the critic."""
@@ -148,7 +144,8 @@ class Gradient:
         kept = self._finite(work, [*known, *is_finite])
         if kept is work:
             return accumulated
-        self._clear()
+        for parameter in self._policy.parameters().values():
+            parameter.grad = None
         return self._add(kept, None, num_given)[0]
 
     def _finite(self, work: Work, is_finite: Sequence[torch.Tensor]) -> Work:
@@ -196,11 +193,6 @@ class Gradient:
         """Of these and those of the other ranks."""
         return reduce(add, self._ranks.gather(reduce(add, mine)))
 
-    def _clear(self) -> None:
-        """Forget what was accumulated."""
-        for parameter in self._policy.parameters().values():
-            parameter.grad = None
-
     def with_critic(
         self, accumulated: Accumulated, micro_batches: Sequence[MicroBatch], targets: Targets
     ) -> Accumulated:
@@ -212,8 +204,21 @@ class Gradient:
         for i, given in enumerate(micro_batches, 1):
             micro_batch = given.select(torch.isin(given.members, trained))
             sum_gradients(self._critic.network, self._sums_each or i == len(micro_batches))
+            if micro_batch.is_empty:
+                _backward_of_nothing(self._critic.values(micro_batch))
+                continue
             rows = targets.select(micro_batch)
-            terms.append(self._critic_backward(micro_batch, rows, accumulated.totals))
+            assert rows.old_values is not None, "there is a critic"
+            assert rows.returns is not None, "there is a critic"
+            of_critic = self._critic.backward(
+                micro_batch,
+                rows.old_values,
+                rows.returns,
+                accumulated.totals,
+                rows.loss_mask,
+                loss_scale=self._scale.value,
+            )
+            terms.append(of_critic)
         return replace(accumulated, terms=_total(terms))
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
@@ -337,23 +342,6 @@ class Gradient:
         if targets.proximal_logprobs is None:
             return logprobs.detach()
         return targets.proximal_logprobs
-
-    def _critic_backward(
-        self, micro_batch: MicroBatch, targets: Targets, totals: BatchTotals
-    ) -> dict[str, torch.Tensor]:
-        if self._critic is None or targets.old_values is None or targets.returns is None:
-            return {}
-        if micro_batch.is_empty:
-            _backward_of_nothing(self._critic.values(micro_batch))
-            return {}
-        return self._critic.backward(
-            micro_batch,
-            targets.old_values,
-            targets.returns,
-            totals,
-            targets.loss_mask,
-            loss_scale=self._scale.value,
-        )
 
 
 def _backward_of_nothing(*columns: torch.Tensor | None) -> None:

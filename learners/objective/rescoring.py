@@ -1,8 +1,9 @@
 """The log-probabilities of tokens under the learner's own weights of the version that sampled them.
 
-They tell engine mismatch from policy lag (`streamrl.algorithms.rollout_is.split`), at the cost of a
-pass without gradient for each version that sampled tokens of the chosen groups, and of a copy of
-the trained weights, in the memory of the host, for each version that a group may be behind.
+They tell engine mismatch from policy lag (`split` of `streamrl.algorithms.rollout_is.rejection`),
+at the cost of a pass without gradient for each version that sampled tokens of the chosen groups,
+and of a copy of the trained weights, in the memory of the host, for each version that a group may
+be behind.
 
 A token is not scored if its group was not chosen, or if the weights of its version are gone: it is
 older than `buffer.max_staleness`, or older or newer than the checkpoint that this process began
@@ -65,19 +66,14 @@ class Rescorer:
             is_own = versions == version
             has_own = batch.sequences.max(is_own.float()) > 0
             members = [i for i in chosen if has_own[i]]
+            micro_batches = self._policy.network.cut(batch, self._max_tokens, members)
             with self._weights(None if is_current else version):
-                found = self._ranks.sum(self._pass(batch, members))
+                found = self._policy.batch_logprobs(micro_batches, num_tokens)
+            found = self._ranks.sum(found)
             rows = batch.rows(members)
             rows = rows[is_own[rows]]
             rescored[rows] = found[rows]
         return rescored
-
-    def _pass(self, batch: TrainingBatch, members: list[int]) -> torch.Tensor:
-        policy = self._policy
-        micro_batches = batch.pack(
-            self._max_tokens, policy.device, members, shares_prompts=policy.shares_prompts
-        )
-        return policy.batch_logprobs(micro_batches, batch.sequences.num_tokens)
 
     @contextmanager
     def _weights(self, version: int | None) -> Iterator[None]:

@@ -41,6 +41,7 @@ from operator import or_
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from learners.batch.micro_batch import MicroBatch
 from learners.batch.training_batch import TrainingBatch
@@ -50,10 +51,9 @@ from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
 from learners.policy.network import NetworkOutput
 from learners.policy.policy import Policy
-from learners.policy.sharding import has_shards
 from learners.policy.teachers import Teachers
 from streamrl.algorithms.candidates import Candidates, Likeliest
-from streamrl.algorithms.objective import proximal_logprobs, weighed_logprobs
+from streamrl.algorithms.objective import proximal_logprobs
 from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config import RunConfig
@@ -96,10 +96,10 @@ def correct(
         advantages: 0 for tokens that are not trained; of a batch that is corrected as a whole.
         rescored_logprobs: see `Targets`.
     """
-    proximal = logprobs
-    if config.proximal != "recompute":
-        proximal = proximal_logprobs(config.proximal, logprobs, behavior_logprobs, staleness)
-    train = weighed_logprobs(config, logprobs, proximal)
+    train = logprobs.detach()
+    # With `behavior` there is no proximal policy of its own: the current one is compared.
+    if config.proximal not in ("recompute", "behavior"):
+        train = proximal_logprobs(config.proximal, logprobs, behavior_logprobs, staleness)
     found = rollout_is_weights(
         train,
         behavior_logprobs,
@@ -136,7 +136,7 @@ class PolicyPasses:
         """[R of the whole batch] in nats, on the CPU; `num_tokens` is R. The gradient of the same
         micro-batches comes next."""
         self._kept = None
-        if not self._keeps_graph or has_shards(self._policy.network):
+        if not self._keeps_graph or isinstance(self._policy.network, FSDPModule):
             return self._policy.batch_logprobs(micro_batches, num_tokens)
         first, *others = micro_batches
         logprobs = self._policy.batch_logprobs(others, num_tokens)
@@ -298,33 +298,19 @@ class Targets:
         return column[rows].to(micro_batch.token_ids.device)
 
 
+@dataclass(frozen=True, eq=False)
 class TargetCollector:
     """Makes the table of each batch; `credit` keeps its state from batch to batch."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        credit: CreditAssigner,
-        policy: Policy,
-        passes: PolicyPasses,
-        reference: Policy | None,
-        critic: Critic | None,
-        ranks: Ranks,
-        teachers: Teachers | None = None,
-        rescorer: Rescorer | None = None,
-    ) -> None:
-        self._config = config.algorithm
-        self._needs_policy_pass = config.needs_policy_pass
-        self._trains_whole = config.learner.updates_per_batch == 1 and not config.algorithm.pf_ppo
-        self._limits = config.learner.max_tokens_per_forward_pass
-        self._ranks = ranks
-        self._credit = credit
-        self._policy = policy
-        self._passes = passes
-        self._reference = reference
-        self._critic = critic
-        self._teachers = teachers
-        self._rescorer = rescorer
+    config: RunConfig
+    credit: CreditAssigner
+    policy: Policy
+    passes: PolicyPasses
+    reference: Policy | None
+    critic: Critic | None
+    ranks: Ranks
+    teachers: Teachers | None = None
+    rescorer: Rescorer | None = None
 
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
@@ -333,38 +319,37 @@ class TargetCollector:
 
         A role with a limit of its own cuts it anew for its pass.
         """
-        config, num_tokens = self._config, batch.sequences.num_tokens
+        config, num_tokens = self.config.algorithm, batch.sequences.num_tokens
 
         def cut(max_tokens: int | None) -> list[MicroBatch]:
-            if not max_tokens:
-                return micro_batches
-            policy = self._policy
-            return batch.pack(max_tokens, policy.device, shares_prompts=policy.shares_prompts)
+            return self.policy.network.cut(batch, max_tokens) if max_tokens else micro_batches
 
+        learner, limits = self.config.learner, self.config.learner.max_tokens_per_forward_pass
         policy = reference = values = None
-        if self._reference is not None and config.needs_reference_logprobs:
-            reference = self._reference.batch_logprobs(cut(self._limits.reference), num_tokens)
-            reference = self._ranks.sum(reference)
-        if self._critic is not None:
-            passes = self._critic.micro_batches(batch, micro_batches, limit=self._limits.values)
-            values = self._ranks.sum(self._critic.batch_values(passes, num_tokens))
-        teacher, taught = self._teachers.score(batch) if self._teachers else (None, None)
+        if self.reference is not None and config.needs_reference_logprobs:
+            reference = self.reference.batch_logprobs(cut(limits.reference), num_tokens)
+            reference = self.ranks.sum(reference)
+        if self.critic is not None:
+            passes = self.critic.micro_batches(batch, micro_batches, limit=limits.values)
+            values = self.ranks.sum(self.critic.batch_values(passes, num_tokens))
+        teacher, taught = self.teachers.score(batch) if self.teachers else (None, None)
         # Before the pass whose graph the gradient begins with: it moves the weights and back.
-        rescored = None if self._rescorer is None else self._rescorer.logprobs(batch)
-        if self._needs_policy_pass:
-            is_next = self._trains_whole and self._limits.proximal is None
-            logprobs = self._passes.logprobs if is_next else self._policy.batch_logprobs
-            policy = self._ranks.sum(logprobs(cut(self._limits.proximal), num_tokens))
+        rescored = None if self.rescorer is None else self.rescorer.logprobs(batch)
+        if self.config.needs_policy_pass:
+            trains_whole = learner.updates_per_batch == 1 and not config.pf_ppo
+            is_next = trains_whole and limits.proximal is None
+            logprobs = self.passes.logprobs if is_next else self.policy.batch_logprobs
+            policy = self.ranks.sum(logprobs(cut(limits.proximal), num_tokens))
         is_finite = finite_sequences(batch.sequences, policy, reference, values, teacher)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         sampled = finite(policy, batch.behavior_logprobs)
-        credit = self._credit.assign(
+        credit = self.credit.assign(
             batch,
             sampled,
             finite(reference if config.kl_reward.coef else None, batch.behavior_logprobs),
             finite(values, torch.zeros(num_tokens)),
             finite(teacher, batch.behavior_logprobs),
-            self._ranks,
+            self.ranks,
         )
         targets = Targets(
             behavior_logprobs=batch.behavior_logprobs,
@@ -377,7 +362,7 @@ class TargetCollector:
             proximal_logprobs=policy if config.proximal == "recompute" else None,
             rescored_logprobs=rescored,
             reference_logprobs=reference,
-            taught=taught and taught.within(self._policy.num_tokens),
+            taught=taught and taught.within(self.policy.num_tokens),
             old_values=values,
             returns=credit.returns,
             is_finite=is_finite,
@@ -399,11 +384,11 @@ class TargetCollector:
         Importance weights of the current policy that depend on all of the update are made here, by
         a pass of their own; other ones are in the targets, or made by each micro-batch.
         """
-        config = self._config
+        config = self.config.algorithm
         if targets.importance_weights is not None or not config.corrects_as_a_whole:
             return targets, {}
         num_tokens = batch.sequences.num_tokens
-        logprobs = self._ranks.sum(self._passes.logprobs(micro_batches, num_tokens))
+        logprobs = self.ranks.sum(self.passes.logprobs(micro_batches, num_tokens))
         is_finite = finite_sequences(batch.sequences, logprobs)
         finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
         targets = replace(targets, is_finite=targets.is_finite & is_finite)
@@ -418,7 +403,7 @@ class TargetCollector:
         those of the batch."""
         rows, rescored = batch.rows(chosen), targets.rescored_logprobs
         correction = correct(
-            self._config,
+            self.config.algorithm,
             logprobs[rows],
             targets.behavior_logprobs[rows],
             targets.staleness[rows],

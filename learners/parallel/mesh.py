@@ -11,6 +11,7 @@ world of one with the same groups. The daemon makes it once, before the models.
 """
 
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -122,6 +123,27 @@ def _by_its_strides(tensor: DTensor) -> DTensor:
     order = DTensorSpec.compute_default_shard_order(tensor.placements)
     spec = replace(tensor._spec, shard_order=order, use_strided_shard_as_shard_order=False)
     return DTensor(tensor.to_local(), spec, requires_grad=False)
+
+
+class OnDemand(Mapping[str, torch.Tensor]):
+    """Tensors that are made as they are read. Where that needs the other ranks, every rank reads
+    all of them, in the same order."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], torch.Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._make = make
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def described(tensor: torch.Tensor) -> torch.Tensor:

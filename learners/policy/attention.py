@@ -84,87 +84,6 @@ def _unusable(version: int, device: torch.device) -> str | None:
     return None
 
 
-def variable_length(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    *,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Causal attention within each trajectory: [N, Q, D] from [N, Q, D] and twice [N, H, D].
-
-    Args:
-        ends: [S + 1] int32 cumulative lengths, on the tensors' device; the longest is `longest`.
-        window: how many tokens a token attends to, itself included; None for all.
-    """
-    past = -1 if window is None else window - 1
-    is_replaced = current_flash_attention_impl() is not None
-    if not is_replaced and (flash := _flash_attention()) is not None:
-        attended: torch.Tensor = flash(
-            query,
-            key,
-            value,
-            ends,
-            ends,
-            longest,
-            longest,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(past, 0),
-        )
-        return attended
-    return _torch_attention(query, key, value, ends, longest, scale, past)
-
-
-def _torch_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    past: int,
-) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    grouped: dict[str, Any] = {"enable_gqa": True} if _takes_grouped_heads() else {}
-    if groups > 1 and not grouped:
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    attended: torch.Tensor = varlen_attn(  # type: ignore[assignment]
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(past, 0),
-        **grouped,
-    )
-    return attended
-
-
-@cache
-def _takes_grouped_heads() -> bool:
-    """Whether torch's kernel reads each key-value head for all its query heads: since 2.12."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters
-
-
-@cache
-def _flash_attention() -> Any:
-    """flash-attn's function; None if it is not installed."""
-    if not is_installed("flash_attn.flash_attn_interface"):
-        return None
-    return import_module("flash_attn").flash_attn_varlen_func
-
-
 NAME = "streamrl_packed"
 
 
@@ -332,18 +251,52 @@ def _unpadded(
     packing: Packing,
     scores: Scores,
 ) -> torch.Tensor:
+    """As `_bucketed`, by a variable-length kernel."""
     if packing.places is not None:
         query, key, value = (rows(tensor, packing.repeated) for tensor in (query, key, value))
-    attended = variable_length(
-        query,
-        key,
-        value,
-        packing.ends,
-        packing.longest,
-        scale=scores.scale,
-        window=scores.window,
-    )
+    ends, longest = packing.ends, packing.longest
+    bounds = (ends, ends, longest, longest)
+    window = (-1 if scores.window is None else scores.window - 1, 0)
+    is_replaced = current_flash_attention_impl() is not None
+    attended: torch.Tensor
+    if not is_replaced and (flash := _flash_attention()) is not None:
+        options = {"softmax_scale": scores.scale, "causal": True, "window_size": window}
+        attended = flash(query, key, value, *bounds, **options)
+    else:
+        attended = _torch_attention(
+            query, key, value, *bounds, scale=scores.scale, window_size=window
+        )
     return attended if packing.places is None else rows(attended, packing.first)
+
+
+def _torch_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *bounds: Any, **options: Any
+) -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = query.shape[1] // key.shape[1]
+    if _takes_grouped_heads():
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    kernel: Any = varlen_attn
+    return kernel(query.contiguous(), key.contiguous(), value.contiguous(), *bounds, **options)
+
+
+@cache
+def _takes_grouped_heads() -> bool:
+    """Whether torch's kernel reads each key-value head for all its query heads: since 2.12."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+@cache
+def _flash_attention() -> Any:
+    """flash-attn's function; None if it is not installed."""
+    if not is_installed("flash_attn.flash_attn_interface"):
+        return None
+    return import_module("flash_attn").flash_attn_varlen_func
 
 
 def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:

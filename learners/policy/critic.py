@@ -74,10 +74,7 @@ class Critic:
         limit = limit or self._max_tokens
         if limit == self._policy_max_tokens and not self._config.model_path:
             return of_policy
-        network = self.network
-        shares_prompts = network.shares_prompts
-        cut = batch.pack(limit, network.device, chosen, shares_prompts=shares_prompts)
-        return within_vocabulary(network, cut)
+        return within_vocabulary(self.network, self.network.cut(batch, limit, chosen))
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R] expected return before each response token, float32, with gradient."""

@@ -208,38 +208,37 @@ class TokenSlice:
         shared: SharedPrompts | None = None,
         experts: torch.Tensor | None = None,
     ) -> "TokenSlice":
-        """This rank's slice, in order of ranks; without a block all tokens, or what is `shared`.
+        """This rank's slice, in order of ranks; without a block all tokens, or what is `shared`,
+        which is nothing with one.
 
         Args:
             experts: [N, L, K] of the micro-batch's tokens.
         """
         token_ids, packing = micro_batch.token_ids, micro_batch.packing
         predictors, targets = micro_batch.predictors, micro_batch.targets
-        if block is None:
-            if shared is not None:
-                token_ids, packing = token_ids[:, shared.tokens], shared.packing
-                predictors = shared.predictors
-                experts = None if experts is None else experts[shared.tokens]
-            positions = packing.positions[None]
-            return cls(token_ids, positions, predictors, targets, packing, None, experts)
+        if shared is not None:
+            token_ids, packing = token_ids[:, shared.tokens], shared.packing
+            predictors = shared.predictors
+            experts = None if experts is None else experts[shared.tokens]
         positions = packing.positions[None]
+        if block is None:
+            return cls(token_ids, positions, predictors, targets, packing, None, experts)
         num_tokens = token_ids.shape[1]
         size = -(-num_tokens // block.size)
         start = block.rank * size
         padding = (0, size * block.size - num_tokens)
-        bounds = torch.tensor([start, start + size], device=predictors.device)
-        first, last = torch.searchsorted(predictors, bounds).tolist()
+        own = _among(predictors, start, size)
         return cls(
             token_ids=pad(token_ids, padding)[:, start : start + size],
             positions=pad(positions, padding)[:, start : start + size],
-            predictors=predictors[first:last] - start,
-            targets=targets[first:last],
+            predictors=predictors[own] - start,
+            targets=targets[own],
             packing=packing,
             exchange=HeadExchange(block, num_tokens),
             experts=None
             if experts is None
             else pad(experts, (0, 0, 0, 0, *padding), value=UNRECORDED)[start : start + size],
-            first_row=first,
+            first_row=own.start,
             num_rows=len(predictors),
         )
 
@@ -256,9 +255,8 @@ class TokenSlice:
             return predictors, targets, 0
         size = self.token_ids.shape[1]
         start = self.exchange.block.rank * size
-        bounds = torch.tensor([start, start + size], device=predictors.device)
-        first, last = torch.searchsorted(predictors, bounds).tolist()
-        return predictors[first:last] - start, targets[first:last], first
+        own = _among(predictors, start, size)
+        return predictors[own] - start, targets[own], own.start
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -277,6 +275,12 @@ class TokenSlice:
         group = self.exchange.block.group
         gathered: torch.Tensor = _Gather.apply(column, first, num_rows, group)  # type: ignore[no-untyped-call]
         return gathered
+
+
+def _among(rising: torch.Tensor, start: int, size: int) -> slice:
+    """Which of the rising numbers are the `size` ones from `start` on."""
+    bounds = torch.tensor([start, start + size], device=rising.device)
+    return slice(*torch.searchsorted(rising, bounds).tolist())
 
 
 class _Gather(torch.autograd.Function):

@@ -115,25 +115,23 @@ def load_network(
     source = _Source(config, str(path or config.model.path), has_values, lora, mesh, setting)
     learner, on_host = config.learner, is_on_host(config.learner.offload, is_reference)
     is_policy = not (has_values or is_reference)
-    router_replay = config.algorithm.router_replay if is_policy else "off"
-    if mesh is None or not is_sharded(mesh, on_host):
+    sharded = mesh if mesh is not None and is_sharded(mesh, on_host) else None
+    whole: Network | None = None
+    if sharded is None:
         network = source.load(device_of(learner.device) if mesh is None else mesh.device)
-        _divide(network, mesh, config, is_reference=is_reference, router_replay=router_replay)
-        return network
-    whole = source.load(torch.device("cpu")) if mesh.rank == 0 else None
-    network = source.without_memory()
-    _agree(network, whole, mesh)
-    network.device = mesh.device
-    _divide(network, mesh, config, is_reference=is_reference, router_replay=router_replay)
-    _allocate(network, mesh.device, on_host=on_host)
-    _fill(network, whole, mesh)
-    return network
-
-
-def _divide(network: Network, mesh: Mesh | None, config: RunConfig, **options: Any) -> None:
-    attention.use_flash_attention(config.learner.flash_attention, network.device)
+    else:
+        whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
+        network = source.without_memory()
+        _agree(network, whole, sharded)
+        network.device = sharded.device
+    attention.use_flash_attention(learner.flash_attention, network.device)
     fuse_layers(network, config)
-    distribute(network, mesh, config.learner, **options)
+    router_replay = config.algorithm.router_replay if is_policy else "off"
+    distribute(network, mesh, learner, is_reference=is_reference, router_replay=router_replay)
+    if sharded is not None:
+        _allocate(network, sharded.device, on_host=on_host)
+        _fill(network, whole, sharded)
+    return network
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import dropout
 from transformers import PreTrainedModel
 
-from learners.parallel.mesh import full
+from learners.parallel.mesh import OnDemand, full
 from learners.policy.sharding import master_of
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
@@ -142,7 +142,7 @@ def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-class MergedWeights(Mapping[str, torch.Tensor]):
+class MergedWeights(OnDemand):
     """The parameters that the model has without an adapter, with the adapter in them, whole.
 
     A merged matrix exists while its caller holds it; all ranks read the same ones, if `full`.
@@ -156,34 +156,29 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
+        super().__init__(self._parameters, self._merged)
 
     @torch.no_grad()
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def _merged(self, name: str) -> torch.Tensor:
         parameter = self._whole(self._parameters[name])
         if name + lora.LEFT not in self._factors:
             return parameter
         left, right = self._factors[name + lora.LEFT], self._factors[name + lora.RIGHT]
         return torch.addmm(parameter, left.to(parameter.dtype), right.to(parameter.dtype))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
 
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
-class Factors(Mapping[str, torch.Tensor]):
+class Factors(OnDemand):
     """The adapter as the weight channel sends it, whole, see `streamrl.weights.lora`."""
 
     def __init__(self, model: PreTrainedModel, whole: Whole = full) -> None:
         self._whole = whole
         self._layers = adapted_layers(model)
-        self._names = tuple(
-            f"{name}.weight{half}" for name in self._layers for half in (lora.LEFT, lora.RIGHT)
-        )
+        halves = (lora.LEFT, lora.RIGHT)
+        names = (f"{name}.weight{half}" for name in self._layers for half in halves)
+        super().__init__(names, self._factor)
 
     @torch.no_grad()
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def _factor(self, name: str) -> torch.Tensor:
         layer: Any = self._layers[lora.matrix_of(name).removesuffix(".weight")]
         halves = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
         a, b = (self._whole(master_of(half.weight)) for half in halves)
@@ -191,12 +186,6 @@ class Factors(Mapping[str, torch.Tensor]):
         left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
         factor: torch.Tensor = layer.scaling[ADAPTER] * left if name.endswith(lora.LEFT) else right
         return factor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def merged_weights(

@@ -12,6 +12,7 @@ the rules stand here. A family that is missing is found by the comparison at sta
 packing_check.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils import _pytree
 from transformers import PreTrainedModel
 
 from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
+from learners.batch.training_batch import TrainingBatch
 from learners.policy import attention
 from learners.policy.decoding import (
     SequenceBlock,
@@ -159,6 +161,12 @@ class Network(torch.nn.Module):
     def shares_prompts(self) -> bool:
         """Whether it computes once what trajectories of a micro-batch begin with."""
         return self.is_packed and self._may_share_prompts and self.sequence_block is None
+
+    def cut(
+        self, batch: TrainingBatch, max_tokens: int, chosen: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        """The micro-batches of its passes over all trajectories, or the chosen ones."""
+        return batch.pack(max_tokens, self.device, chosen, shares_prompts=self.shares_prompts)
 
     def shared_prompts(self, micro_batch: MicroBatch) -> SharedPrompts | None:
         """What is computed of it; None for all of its tokens."""

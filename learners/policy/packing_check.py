@@ -85,7 +85,8 @@ def choose_packing(network: Network) -> None:
         ConfigError: its log-probabilities are not those of transformers either way.
     """
     micro_batch = _random_micro_batch(network)
-    with torch.no_grad(), torch.random.fork_rng(_generators_of(network.device)):
+    gpus = [network.device] if network.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(gpus):
         expected = _plain_logprobs(network, micro_batch)
         packed = _compare(network, True, micro_batch, expected)
         if packed.gap <= SAME:
@@ -184,7 +185,3 @@ def _beyond_windows(config: Any) -> list[int]:
     windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
     limit = min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
     return [window + 5 for window in windows if window and window + 5 <= limit]
-
-
-def _generators_of(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []

@@ -6,7 +6,6 @@ Shapes: R response tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from learners.policy.lora import (
 )
 from learners.policy.network import Network, NetworkOutput
 from learners.policy.sharding import end_passes, master_of
-from streamrl.algorithms.candidates import Candidates, Likeliest
+from streamrl.algorithms.candidates import Likeliest
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
@@ -38,8 +37,6 @@ from streamrl.weights.layout import Layout, manifest_of
 
 class Policy:
     """Calling it is one forward pass of its network, whose model has an adapter as `lora` says."""
-
-    _has_records = True
 
     def __init__(self, network: Network, lora: LoraSettings | None = None) -> None:
         self.network = network
@@ -67,32 +64,9 @@ class Policy:
             return _WithoutAdapter(policy.network, policy._lora)
         return cls.from_config(config, mesh=mesh, is_reference=True)
 
-    def __call__(
-        self,
-        micro_batch: MicroBatch,
-        *,
-        with_logprobs: bool = True,
-        with_entropy: bool = False,
-        trains_entropy: bool = True,
-        with_top_logprobs: bool = False,
-        with_observed: bool = False,
-        taught: Candidates | None = None,
-        num_likeliest: int = 0,
-        reference: NetworkOutput | None = None,
-    ) -> NetworkOutput:
-        with self._mode():
-            output: NetworkOutput = self.network(
-                micro_batch,
-                with_logprobs=with_logprobs,
-                with_entropy=with_entropy,
-                trains_entropy=trains_entropy,
-                with_top_logprobs=with_top_logprobs,
-                with_observed=with_observed,
-                taught=taught,
-                num_likeliest=num_likeliest,
-                reference=reference,
-                with_records=self._has_records,
-            )
+    def __call__(self, micro_batch: MicroBatch, **asked: Any) -> NetworkOutput:
+        """What is `asked` of `Network.forward`."""
+        output: NetworkOutput = self.network(micro_batch, **asked)
         return output
 
     @property
@@ -108,10 +82,6 @@ class Policy:
         """Rows of the LM head."""
         head: Any = self.model.get_output_embeddings()
         return int(head.weight.shape[0])
-
-    @property
-    def shares_prompts(self) -> bool:
-        return self.network.shares_prompts
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that are trained, by name, tied ones once."""
@@ -181,15 +151,10 @@ class Policy:
             weights = merged_weights(self._lora, settings, weights)
         save_model(folder, self.model.config, settings, weights)
 
-    def _mode(self) -> AbstractContextManager[None]:
-        """What a forward pass runs in."""
-        return nullcontext()
-
 
 class _WithoutAdapter(Policy):
     """For passes without gradient."""
 
-    _has_records = False
-
-    def _mode(self) -> AbstractContextManager[None]:
-        return without_adapter(self.model)
+    def __call__(self, micro_batch: MicroBatch, **asked: Any) -> NetworkOutput:
+        with without_adapter(self.model):
+            return super().__call__(micro_batch, with_records=False, **asked)

@@ -195,11 +195,6 @@ def sum_gradients(network: Network, is_on: bool) -> None:
         network.set_requires_gradient_sync(is_on)
 
 
-def has_shards(network: Network) -> bool:
-    """Whether its parameters are gathered for each pass."""
-    return isinstance(network, FSDPModule)
-
-
 def end_passes(network: Network) -> None:
     """After passes without gradient, free what was gathered outside the layers.
 

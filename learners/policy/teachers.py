@@ -12,11 +12,12 @@ that add up to 1 its advantage sum_k w_k (log pi_k - log pi) is minus the weight
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from learners.batch.micro_batch import MicroBatch, offsets_within
+from learners.batch.micro_batch import offsets_within
 from learners.batch.training_batch import TrainingBatch
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
@@ -31,20 +32,14 @@ from streamrl.types import TopLogprobs, Trajectory
 SETTING = "algorithm.distillation.teachers"
 
 
+@dataclass(frozen=True, eq=False)
 class Teachers:
     """`policies` are those of the teachers with a path, by name; `max_tokens` those of a pass."""
 
-    def __init__(
-        self,
-        settings: DistillationSettings,
-        policies: Mapping[str, Policy],
-        max_tokens: int,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self._settings = settings
-        self._policies = policies
-        self._max_tokens = max_tokens
-        self._ranks = ranks or Ranks()
+    settings: DistillationSettings
+    policies: Mapping[str, Policy]
+    max_tokens: int
+    ranks: Ranks = field(default_factory=Ranks)
 
     @classmethod
     def from_config(cls, config: RunConfig, mesh: Mesh | None, ranks: Ranks | None) -> "Teachers":
@@ -65,7 +60,8 @@ class Teachers:
                 )
                 policies[teacher.name] = Policy(network)
         limit = config.learner.max_tokens_per_forward_pass.reference
-        return cls(settings, policies, limit or config.learner.max_tokens_per_micro_batch, ranks)
+        max_tokens = limit or config.learner.max_tokens_per_micro_batch
+        return cls(settings, policies, max_tokens, ranks or Ranks())
 
     def score(self, batch: TrainingBatch) -> tuple[torch.Tensor, Likeliest | None]:
         """[R] in nats, on the CPU: of the teacher that the row names, or the weighted sum of all;
@@ -74,7 +70,7 @@ class Teachers:
         Raises:
             ConfigError: groups came without what a generator has to record.
         """
-        settings, num_tokens = self._settings, batch.sequences.num_tokens
+        settings, num_tokens = self.settings, batch.sequences.num_tokens
         top = Likeliest.none(num_tokens, settings.top_k) if settings.top_k else None
         chosen = self._chosen(batch)
         total = torch.zeros(num_tokens)
@@ -83,31 +79,23 @@ class Teachers:
         total[batch.rows(own)] = _recorded(batch, own)
         if top is not None and own:
             _take_recorded(batch, own, top)
-        seen = batch.for_teachers(self._ranks) if settings.template else batch
+        seen = batch.for_teachers(self.ranks) if settings.template else batch
         for teacher in settings.in_learner:
             if members := chosen[teacher.name]:
-                policy = self._policies[teacher.name]
-                micro_batches = self._cut(seen, policy, members)
+                policy = self.policies[teacher.name]
+                cut = policy.network.cut(seen, self.max_tokens, members)
+                micro_batches = within_vocabulary(policy.network, cut)
                 found = policy.batch_logprobs(micro_batches, num_tokens, top)
                 total += settings.share(teacher) * found
-        return self._ranks.sum(total), top
-
-    def _cut(
-        self, batch: TrainingBatch, policy: Policy, members: Sequence[int]
-    ) -> list[MicroBatch]:
-        network = policy.network
-        cut = batch.pack(
-            self._max_tokens, network.device, members, shares_prompts=network.shares_prompts
-        )
-        return within_vocabulary(network, cut)
+        return self.ranks.sum(total), top
 
     def _chosen(self, batch: TrainingBatch) -> Mapping[str, Sequence[int]]:
         """The trajectories that each teacher scores, of all ranks."""
-        known = [teacher.name for teacher in self._settings.teachers]
-        if self._settings.column is None:
+        known = [teacher.name for teacher in self.settings.teachers]
+        if self.settings.column is None:
             return dict.fromkeys(known, range(len(batch)))
         mine = {i: batch.teachers[place] for i, place in batch.places.items()}
-        gathered = self._ranks.gather(mine, dict[int, str])
+        gathered = self.ranks.gather(mine, dict[int, str])
         names = {i: name for of_rank in gathered for i, name in of_rank.items()}
         for name in set(names.values()) - set(known):
             raise ConfigError(

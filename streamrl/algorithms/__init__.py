@@ -3,14 +3,13 @@
 Everything works on flat response tokens `[R]` and a `Sequences` of lengths; nothing is padded, and
 no formula has a mask. The modules, in the order a step uses them:
 
-    rewards      shape trajectory rewards, put them on tokens
-    advantages   ADVANTAGES: gae, grpo, dr_grpo, rloo, reinforce_plus_plus, remax, opo, ...
-    proximal     the policy that ratios are taken to: recompute, behavior, loglinear or linear
-    rollout_is   weights for stale or mismatched generation, and the metrics of the mismatch
-    losses       POLICY_LOSSES: ppo, gspo, cispo, clip_cov, geo_mean, sapo, vespo, ...; aggregate;
-                 LOSS_SETTINGS and ADVANTAGE_SETTINGS name the record of numbers of each
-    objective    policy loss + KL + entropy + SFT, as the `algorithm:` section asks
-    logprobs, kl log-probabilities, entropy and exact KL without the logits of a whole batch
+    reward_shaping  shape trajectory rewards, put them on tokens
+    advantages      ADVANTAGES: gae, grpo, dr_grpo, rloo, reinforce_plus_plus, remax, opo, ...
+    rollout_is      weights for stale or mismatched generation, and the metrics of the mismatch
+    losses          POLICY_LOSSES: ppo, gspo, cispo, clip_cov, geo_mean, sapo, ...; aggregate
+    objective       policy loss + KL + entropy + SFT, as the `algorithm:` section asks, and the
+                    policy that ratios are taken to
+    logprobs, kl    log-probabilities, entropy and exact KL without the logits of a whole batch
 
 docs/importance-sampling.md says which preset of `rollout_is` to take, and what to watch.
 """

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.moments import whiten
-from streamrl.algorithms.sequences import Groups, Sequences
+from streamrl.algorithms.sequences import Groups, Sequences, require_rows
 from streamrl.config.algorithm.advantages import (
-    ADVANTAGE_SETTINGS,
     AdvantageSettings,
     DiscountSettings,
     GaeSettings,
@@ -30,16 +29,6 @@ from streamrl.config.algorithm.advantages import (
 )
 from streamrl.errors import ConfigError
 from streamrl.user_code import named
-
-__all__ = [
-    "ADVANTAGES",
-    "ADVANTAGE_SETTINGS",
-    "AdvantageConfig",
-    "AdvantageInput",
-    "discounted_sum",
-    "estimate_advantages",
-    "gae_returns",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +58,16 @@ class AdvantageInput:
     tokens were observed; 0 elsewhere. gigpo needs them."""
 
     def __post_init__(self) -> None:
-        num_tokens, num_sequences = self.sequences.num_tokens, len(self.sequences)
-        per_token = (
-            *("token_rewards", "values", "logprobs", "behavior_logprobs"),
-            *("squared_probabilities", "anchors"),
+        require_rows(
+            self.sequences.num_tokens,
+            token_rewards=self.token_rewards,
+            values=self.values,
+            logprobs=self.logprobs,
+            behavior_logprobs=self.behavior_logprobs,
+            squared_probabilities=self.squared_probabilities,
+            anchors=self.anchors,
         )
-        rows = dict.fromkeys(per_token, num_tokens)
-        rows |= {"groups": num_sequences, "baseline": num_sequences}
-        for name, count in rows.items():
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != (count,):
-                raise ValueError(f"{name}: has shape {tuple(tensor.shape)}; must be ({count},)")
+        require_rows(len(self.sequences), groups=self.groups, baseline=self.baseline)
 
     @property
     def returns(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""KL divergence to a reference policy: estimators per token, the exact one, and controllers.
+"""KL to a reference policy: estimators per token, the exact one, and its weight in the reward.
 
 With x = logprobs - reference, tokens sampled from the policy (Schulman, "Approximating KL
 divergence", 2020): kl = k1 = x; abs = |x|; mse = k2 = x^2 / 2; low_var_kl = k3 = exp(-x) + x - 1.
@@ -6,7 +6,7 @@ The gradient of k1 and k3 is not that of the KL, the gradient of k2 is: a traili
 value and takes the gradient of k2. `full` is the exact sum over the vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -154,34 +154,17 @@ def _by_rows(
     return torch.cat(parts)
 
 
-class FixedKL:
-    """A constant weight of the KL in the reward."""
+class KlCoefficient:
+    """The weight of the KL in the reward: `coef`, or with controller `adaptive` one that begins
+    there and follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing: the weight is fixed."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.value = state["value"]
-
-
-class AdaptiveKL(FixedKL):
-    """A weight that follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2).
-
-    `value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon`
+    `value *= 1 + clip(current_kl / target - 1, -0.2, 0.2) * n_steps / horizon`
     """
 
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
-        if target_kl <= 0 or horizon <= 0:
-            raise ValueError(f"target_kl is {target_kl}, horizon {horizon}; both must be positive")
-        super().__init__(init_kl_coef)
-        self.target_kl = target_kl
-        self.horizon = horizon
+    def __init__(self, config: KlRewardSettings) -> None:
+        self._config = config
+        self.is_adaptive = config.controller == "adaptive"
+        self.value = config.coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """After a step.
@@ -190,12 +173,6 @@ class AdaptiveKL(FixedKL):
             current_kl: nats per token, measured over the batch.
             n_steps: trajectories in the batch.
         """
-        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-
-def kl_controller(config: KlRewardSettings) -> FixedKL:
-    """The controller that the configuration names."""
-    if config.controller == "adaptive":
-        return AdaptiveKL(config.coef, config.target, config.horizon)
-    return FixedKL(config.coef)
+        if self.is_adaptive:
+            error = min(max(current_kl / self._config.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_steps / self._config.horizon

@@ -32,12 +32,10 @@ from streamrl.algorithms.losses import (
     LossInput,
     LossOutput,
     ObservedInput,
-    entropy_bonus,
-    kl_loss,
     observation_loss,
     policy_loss,
     sft_loss,
-    token_mean,
+    term,
 )
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.errors import ConfigError
@@ -73,15 +71,6 @@ def proximal_logprobs(
     if mode == "linear":
         return torch.logaddexp(behavior, current + lag.log()) - lag.log1p()
     return torch.lerp(behavior, current, lag / (lag + 1))
-
-
-def weighed_logprobs(config: AlgorithmSettings, logprobs: Tensor, proximal: Tensor) -> Tensor:
-    """[R] the train side of `rollout_is_weights`: the proximal policy, or the current one.
-
-    Without a proximal policy of its own the current one is compared with the behavior policy;
-    `config.ratio_holds_correction` then says whether the weights are for the metrics only.
-    """
-    return (logprobs if config.weighs_current_policy else proximal).detach()
 
 
 def require_algorithm(config: AlgorithmSettings) -> None:
@@ -120,27 +109,25 @@ def policy_objective(
     terms = [("actor/pg_loss", config.rl_loss_coef, policy.loss)]
     if config.kl_loss.coef:
         kl = _kl(batch, config, reference_logprobs, exact_kl)
-        terms = [*terms, ("actor/kl_loss", config.kl_loss.coef, kl)]
+        terms.append(("actor/kl_loss", config.kl_loss.coef, term(kl, batch, numbers)))
     if config.distillation is not None and config.num_taught:
         taught = _given(teacher_kl, "teacher_kl", "distillation.top_k")
-        term = kl_loss(taught, batch, numbers)
-        terms = [*terms, ("actor/teacher_kl", config.distillation.coef, term)]
+        coef = config.distillation.coef
+        terms.append(("actor/teacher_kl", coef, term(taught, batch, numbers)))
     if config.entropy_coef:
-        bonus = entropy_bonus(_given(entropy, "entropy", "entropy_coef"), batch, numbers)
-        terms = [*terms, ("actor/entropy_bonus", -config.entropy_coef, bonus)]
+        bonus = term(_given(entropy, "entropy", "entropy_coef"), batch, numbers)
+        terms.append(("actor/entropy_bonus", -config.entropy_coef, bonus))
     if config.sft_coef:
-        terms = [*terms, ("actor/sft_loss", config.sft_coef, sft_loss(batch, numbers))]
+        terms.append(("actor/sft_loss", config.sft_coef, sft_loss(batch, numbers)))
     if config.echo_coef:
-        observed = _given(observed, "observed", "echo_coef")
-        term = observation_loss(observed, numbers)
-        terms = [*terms, ("actor/observation_loss", config.echo_coef, term)]
+        loss = observation_loss(_given(observed, "observed", "echo_coef"), numbers)
+        terms.append(("actor/observation_loss", config.echo_coef, loss))
     loss = torch.stack([coef * value for _, coef, value in terms]).sum()
     metrics = policy.metrics | {name: value.detach() for name, _, value in terms}
     if observed is not None:
         metrics = metrics | {OBSERVED: _observed_fraction(observed, batch)}
     if entropy is not None:
-        mean = token_mean(entropy, batch.sequences, batch.batch_totals, batch.loss_mask)
-        metrics = metrics | {"actor/entropy": mean}
+        metrics = metrics | {"actor/entropy": batch.mean(entropy)}
     return LossOutput(loss, metrics | {"actor/loss": loss.detach()})
 
 
@@ -152,7 +139,7 @@ def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
     trained = torch.ones_like(batch.logprobs)
     if batch.importance_weights is not None and not config.has_other_terms:
         trained = (batch.importance_weights != 0).to(trained.dtype)
-    return token_mean(trained, batch.sequences, batch.batch_totals, batch.loss_mask)
+    return batch.mean(trained)
 
 
 def _observed_fraction(observed: ObservedInput, batch: LossInput) -> Tensor:
@@ -167,12 +154,7 @@ def mask_metrics(mask: Candidates | None, batch: LossInput) -> dict[str, Tensor]
     zeros = torch.zeros_like(batch.logprobs.detach())
     counts = zeros if mask is None else mask.counts.to(zeros.dtype)
     parts = {"masked_token_frac": (counts > 0).to(zeros.dtype), "mask_size": counts}
-    return {
-        f"actor/sampling_{name}": token_mean(
-            values, batch.sequences, batch.batch_totals, batch.loss_mask
-        )
-        for name, values in parts.items()
-    }
+    return {f"actor/sampling_{name}": batch.mean(values) for name, values in parts.items()}
 
 
 def _policy_loss(batch: LossInput, config: AlgorithmSettings) -> LossOutput:
@@ -191,13 +173,11 @@ def _kl(
     reference_logprobs: Tensor | None,
     exact_kl: Tensor | None,
 ) -> Tensor:
-    numbers = config.loss_config
+    """[R] to the reference policy."""
     if config.kl_loss.kind == "full":
-        per_token = _given(exact_kl, "exact_kl", "kl_loss.kind full")
-    else:
-        reference = _given(reference_logprobs, "reference_logprobs", "kl_loss.coef")
-        per_token = kl_penalty(batch.logprobs, reference, config.kl_loss.kind)
-    return kl_loss(per_token, batch, numbers)
+        return _given(exact_kl, "exact_kl", "kl_loss.kind full")
+    reference = _given(reference_logprobs, "reference_logprobs", "kl_loss.coef")
+    return kl_penalty(batch.logprobs, reference, config.kl_loss.kind)
 
 
 def _given(given: Given | None, name: str, setting: str) -> Given:

@@ -9,7 +9,6 @@ per trajectory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -80,13 +79,6 @@ class RoleBaselines:
         self.values = {name.removeprefix(_BASELINE): value for name, value in known.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class ShapedRewards:
-    rewards: Tensor
-    """[S]"""
-    metrics: dict[str, float]
-
-
 def shape_rewards(
     rewards: Tensor,
     groups: Tensor,
@@ -95,8 +87,9 @@ def shape_rewards(
     running: RunningMoments | None = None,
     num_invalid_turns: Tensor | None = None,
     is_truncated: Tensor | None = None,
-) -> ShapedRewards:
-    """Everything that happens to a trajectory's reward before it is put on tokens.
+) -> tuple[Tensor, dict[str, float]]:
+    """[S] after everything that happens to a trajectory's reward before it is put on tokens, and
+    metrics.
 
     Args:
         rewards: [S] from the environment.
@@ -123,7 +116,7 @@ def shape_rewards(
         penalty = overlong_penalty(sequences.lengths.to(rewards.device), config.length)
         metrics = metrics | {"reward/overlong_penalty": float(penalty.mean())}
         shaped = shaped - penalty
-    return ShapedRewards(shaped.to(rewards.dtype), metrics)
+    return shaped.to(rewards.dtype), metrics
 
 
 def normalize(

@@ -22,6 +22,16 @@ import torch
 from torch import Tensor
 
 
+def require_rows(count: int, **columns: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: a column that there is has not so many numbers.
+    """
+    for name, column in columns.items():
+        if column is not None and column.shape != (count,):
+            raise ValueError(f"{name}: has shape {tuple(column.shape)}; must be ({count},)")
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor there; itself if it is there. What the host computed must stay as it is."""
     if device.type != "cuda" or tensor.is_cuda:

@@ -47,7 +47,7 @@ def main() -> None:
     without = Trainer(plain, make_policy(**SIZES))
 
     def forward() -> None:
-        packed = batch.pack(MAX_TOKENS, teacher.device, shares_prompts=teacher.shares_prompts)
+        packed = teacher.network.cut(batch, MAX_TOKENS)
         with torch.no_grad():
             for micro_batch in packed:
                 teacher(micro_batch)

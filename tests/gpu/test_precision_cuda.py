@@ -41,9 +41,7 @@ def test_kernels_attend_as_the_buckets_do(is_flash, window, monkeypatch) -> None
         torch.randn(sum(LENGTHS), heads, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         for heads in (8, 2, 2)
     )
-    attended = attention.variable_length(
-        q, k, v, packing.ends, packing.longest, scale=None, window=window
-    )
+    attended = attention._unpadded(q, k, v, packing, Scores(None, window))
     expected = _bucketed(q.float(), k.float(), v.float(), packing, Scores(None, window, None, None))
     torch.testing.assert_close(attended.float(), expected, atol=2e-2, rtol=2e-2)
     upstream = torch.randn_like(expected)

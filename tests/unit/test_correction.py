@@ -1,6 +1,7 @@
 """Rejection, veto and weights reach the gradient under every proximal policy: written by hand."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from learners.batch.training_batch import TrainingBatch
 from learners.daemon import _warn_of_truncation
+from learners.objective.targets import Targets
 from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
 from tests.tiny_model import make_llama
-from tests.training import make_batch, make_config, make_trainer
+from tests.training import make_batch, make_config, make_groups, make_trainer
 from tests.unit.test_training import plain_logprobs
 
 VETO = {"rollout_is": {"veto_threshold": 3e-3}}
@@ -197,3 +199,15 @@ def test_what_cuts_the_sampled_distribution_is_warned_of(caplog, setting, value)
     assert message.startswith(f"generator.{setting} {value:g} cuts off the sampled distribution")
     _warn_of_truncation(make_config().generator)
     assert len(caplog.messages) == 1
+
+
+def test_a_token_that_is_newer_than_the_learner_is_as_stale_as_an_older_one():
+    batch = TrainingBatch.of(make_groups(), policy_version=0)
+    assert batch.policy_versions.max() > 0
+    assert torch.equal(batch.staleness, batch.policy_versions)
+
+
+def test_tokens_that_are_left_out_of_the_loss_have_no_advantage_to_correct_by():
+    columns = dict.fromkeys(field.name for field in fields(Targets))
+    given = {"advantages": torch.tensor([1.0, 2.0]), "loss_mask": torch.tensor([True, False])}
+    assert Targets(**{**columns, **given}).trained_advantages.tolist() == [1.0, 0.0]

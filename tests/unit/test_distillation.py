@@ -295,7 +295,7 @@ def test_the_advantage_is_the_difference_beside_that_of_the_reward(
 def test_a_sequence_whose_teacher_is_not_finite_leaves_the_step():
     config = configure(teachers=[{"path": "t"}])
     trainer = make_trainer(config)
-    model = trainer._targets._teachers._policies["teacher"].model  # type: ignore[union-attr]
+    model = trainer._targets.teachers.policies["teacher"].model  # type: ignore[union-attr]
     groups = make_groups()
     token = int(groups[0].trajectories[0].token_ids[0])
     with torch.no_grad():

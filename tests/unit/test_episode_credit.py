@@ -301,3 +301,12 @@ def test_a_turn_outside_the_loss_has_no_part_in_the_gradient():
     cut = structs.replace(good, finish_reason=FinishReason.LENGTH)
     expected = gradient(batch_of(cut, bad), truncated="mask")
     assert all(torch.equal(none[name], expected[name]) for name in expected)
+
+
+def test_the_weight_of_the_kl_follows_that_of_the_batch():
+    reward = {"coef": 0.1, "controller": "adaptive", "target": 0.1, "horizon": 100}
+    config = make_config(algorithm={"advantage": "grpo", "kl_reward": reward})
+    assigner, batch = CreditAssigner(config.algorithm), TrainingBatch.of(make_groups(), 4)
+    logprobs = batch.behavior_logprobs
+    assigner.assign(batch, logprobs, logprobs - 1.0)
+    assert assigner.state_dict()["kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * len(batch) / 100))

@@ -10,7 +10,13 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import optimization as theirs
 
-from learners.optimizer import SkippedUpdates, learning_rate, make_optimizer
+from learners.optimizer import (
+    SkippedUpdates,
+    by_mesh,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+)
 from learners.trainer import Trainer
 from streamrl.config.learner import OptimizerSettings
 from streamrl.errors import ConfigError, DivergedError
@@ -189,6 +195,16 @@ def test_the_critic_has_an_optimizer_of_its_own():
 def test_a_critic_of_which_a_step_leaves_nothing_is_refused():
     with pytest.raises(ValidationError, match=r"algorithm\.value\.weight_decay: the critic has 4"):
         make_config(algorithm={"advantage": "gae", "value": {"lr": 0.5, "weight_decay": 4.0}})
+
+
+def test_the_norms_of_several_meshes_stay_on_their_device():
+    """The host has no number before the whole norm: that one alone has none here."""
+    parameters = [torch.nn.Parameter(torch.ones(2, device="meta")) for _ in range(2)]
+    for mesh, parameter in enumerate(parameters):
+        parameter.grad, parameter.device_mesh = torch.ones_like(parameter), mesh
+    assert len(by_mesh(parameters)) == 2
+    with pytest.raises(RuntimeError, match=r"item\(\)"):
+        clip_gradients(parameters, None)
 
 
 def test_skipped_updates_in_a_row_end_the_training(caplog):

@@ -94,6 +94,15 @@ def test_a_version_whose_weights_are_gone_is_not_scored() -> None:
     assert trainer.step(TrainingBatch.of(groups, 5))["mismatch/rescored_frac"] == 0
 
 
+def test_of_a_trajectory_only_the_tokens_of_a_known_version_are_scored() -> None:
+    trainer = make_trainer(configure())
+    batch = TrainingBatch.of(sampled_by(trainer, 5), 5)
+    starts = batch.sequences.lengths.cumsum(0) - batch.sequences.lengths
+    batch.policy_versions[starts] = 0
+    known = 1 - len(batch) / batch.sequences.num_tokens
+    assert trainer.step(batch)["mismatch/rescored_frac"] == pytest.approx(known)
+
+
 def test_the_chosen_groups_are_a_share_of_any_stream() -> None:
     for share in (0.1, 0.25, 0.5):
         for period in (1, 2, 7):

@@ -19,10 +19,9 @@ from streamrl.algorithms.losses.aggregation import (
     ObservedInput as ObservedInput,
     aggregate as aggregate,
     denominator as denominator,
-    entropy_bonus as entropy_bonus,
-    kl_loss as kl_loss,
     observation_loss as observation_loss,
     sft_loss as sft_loss,
+    term as term,
     token_mean as token_mean,
     value_loss as value_loss,
 )

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.candidates import Candidates
-from streamrl.algorithms.sequences import Sequences
+from streamrl.algorithms.sequences import Sequences, require_rows
 from streamrl.config.algorithm.losses import AggregationMode, LossSettings
 from streamrl.config.algorithm.settings import ValueSettings
-
-__all__ = ["BatchTotals", "LossInput", "LossOutput", "aggregate", "denominator", "token_mean"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,16 @@ class LossInput:
     """[M] nats, of these candidates under the current policy, without gradient."""
 
     def __post_init__(self) -> None:
-        self._check_shapes()
+        require_rows(
+            self.sequences.num_tokens,
+            logprobs=self.logprobs,
+            proximal_logprobs=self.proximal_logprobs,
+            advantages=self.advantages,
+            importance_weights=self.importance_weights,
+            loss_mask=self.loss_mask,
+        )
+        weights = self.sample_weights
+        require_rows(len(self.sequences), rewards=self.rewards, sample_weights=weights)
         ignored = self._ignored()
         for name in ("logprobs", "proximal_logprobs", "advantages"):
             tensor = getattr(self, name)
@@ -165,29 +172,16 @@ class LossInput:
             return self.totals
         return BatchTotals.of(self.sequences, self.loss_mask)
 
+    def mean(self, per_token: Tensor) -> Tensor:
+        """`token_mean` of [R], for a metric of the batch."""
+        return token_mean(per_token, self.sequences, self.batch_totals, self.loss_mask)
+
     def _ignored(self) -> Tensor | None:
         """[R] bool, tokens that contribute nothing; None if there can be none."""
         weightless = None if self.importance_weights is None else self.importance_weights == 0
         if self.loss_mask is None:
             return weightless
         return ~self.loss_mask if weightless is None else weightless | ~self.loss_mask
-
-    def _check_shapes(self) -> None:
-        per_token = (
-            "logprobs",
-            "proximal_logprobs",
-            "advantages",
-            "importance_weights",
-            "loss_mask",
-        )
-        num_tokens, num_sequences = self.sequences.num_tokens, len(self.sequences)
-        expected = dict.fromkeys(per_token, num_tokens) | dict.fromkeys(
-            ("rewards", "sample_weights"), num_sequences
-        )
-        for name, rows in expected.items():
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != (rows,):
-                raise ValueError(f"{name}: has shape {tuple(tensor.shape)}; must be ({rows},)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,14 +195,10 @@ class LossOutput:
     metrics: dict[str, Tensor]
 
 
-def entropy_bonus(entropy: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
-    """Aggregated entropy [R]; the objective subtracts it."""
-    return _aggregate(entropy, batch, config)
-
-
-def kl_loss(per_token: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
-    """Aggregated KL [R] to the reference policy, from `kl_penalty` or `full_kl`."""
-    return _aggregate(per_token, batch, config)
+def term(per_token: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
+    """[R], such as an entropy or a KL, as a term beside the policy loss."""
+    mode, mask = config.loss_agg_mode, batch.loss_mask
+    return aggregate(per_token, batch.sequences, mode, batch.batch_totals, mask, config)
 
 
 def sft_loss(batch: LossInput, config: LossSettings) -> Tensor:
@@ -220,7 +210,7 @@ def sft_loss(batch: LossInput, config: LossSettings) -> Tensor:
     if batch.rewards is None:
         raise ValueError("rewards: the SFT term needs the trajectory rewards [S]")
     positive = batch.sequences.expand(batch.rewards > 0)
-    return _aggregate(torch.where(positive, -batch.logprobs, 0.0), batch, config)
+    return term(torch.where(positive, -batch.logprobs, 0.0), batch, config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,8 +258,3 @@ def value_loss(
     loss = 0.5 * aggregate(error, sequences, mode, totals, loss_mask, aggregation)
     fraction = token_mean(clipped, sequences, totals, loss_mask)
     return LossOutput(loss, {"critic/vf_clipfrac": fraction, "critic/vf_loss": loss.detach()})
-
-
-def _aggregate(per_token: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
-    mode, mask = config.loss_agg_mode, batch.loss_mask
-    return aggregate(per_token, batch.sequences, mode, batch.batch_totals, mask, config)

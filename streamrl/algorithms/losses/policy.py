@@ -111,10 +111,7 @@ def loss_metrics(
             never if clipped_lower is None else clipped_lower.to(log_ratio.dtype)
         ),
     }
-    return {
-        name: token_mean(values, batch.sequences, batch.batch_totals, batch.loss_mask)
-        for name, values in parts.items()
-    }
+    return {name: batch.mean(values) for name, values in parts.items()}
 
 
 _GSPO_LOG_BOUND = 10.0
@@ -329,19 +326,19 @@ def dppo_kl(batch: LossInput, config: DppoSettings) -> LossOutput:
 def topk_tv(batch: LossInput) -> Tensor:
     """[R] half the sum of |p - q| over the token, its likeliest candidates, and all others as one:
     q of the behavior policy, p of the current one."""
-    token, others = _terms(batch)
+    candidates, token, others = _terms(batch)
     changes = [(part.p - part.q).abs() for part in (token, others)]
-    rest = (_rest(token.p, others.p, batch) - _rest(token.q, others.q, batch)).abs()
-    return (changes[0] + _candidates(batch).sum(changes[1]) + rest) / 2
+    rest = (_rest(token.p, others.p, candidates) - _rest(token.q, others.q, candidates)).abs()
+    return (changes[0] + candidates.sum(changes[1]) + rest) / 2
 
 
 def topk_kl(batch: LossInput) -> Tensor:
     """[R] KL(q, p) of the same distributions."""
-    token, others = _terms(batch)
+    candidates, token, others = _terms(batch)
     parts = [part.q * (part.log_q - part.log_p) for part in (token, others)]
-    rest_p, rest_q = _rest(token.p, others.p, batch), _rest(token.q, others.q, batch)
+    rest_p, rest_q = _rest(token.p, others.p, candidates), _rest(token.q, others.q, candidates)
     rest = rest_q * (rest_q.log() - rest_p.log())
-    return parts[0] + _candidates(batch).sum(parts[1]) + rest
+    return parts[0] + candidates.sum(parts[1]) + rest
 
 
 class _Terms(NamedTuple):
@@ -357,24 +354,20 @@ class _Terms(NamedTuple):
         return self.log_q.exp()
 
 
-def _terms(batch: LossInput) -> tuple[_Terms, _Terms]:
-    """Of the tokens [R], and of their candidates [M]."""
-    behavior = _candidates(batch).behavior_logprobs
-    if batch.top_logprobs is None or behavior is None:
+def _terms(batch: LossInput) -> tuple[Candidates, _Terms, _Terms]:
+    """The candidates, and the terms of the tokens [R] and of the candidates [M]."""
+    candidates = batch.top_candidates
+    if candidates is None:
+        raise ValueError("top_candidates: divergence_topk needs the likeliest candidates")
+    if batch.top_logprobs is None or candidates.behavior_logprobs is None:
         raise ValueError("top_logprobs: divergence_topk needs those of both policies")
     token = _Terms(batch.logprobs.detach(), batch.proximal_logprobs)
-    return token, _Terms(batch.top_logprobs, behavior)
+    return candidates, token, _Terms(batch.top_logprobs, candidates.behavior_logprobs)
 
 
-def _candidates(batch: LossInput) -> Candidates:
-    if batch.top_candidates is None:
-        raise ValueError("top_candidates: divergence_topk needs the likeliest candidates")
-    return batch.top_candidates
-
-
-def _rest(token: Tensor, others: Tensor, batch: LossInput) -> Tensor:
+def _rest(token: Tensor, others: Tensor, candidates: Candidates) -> Tensor:
     """[R] the probability of all that are neither the token nor among its candidates."""
-    return (1 - token - _candidates(batch).sum(others)).clamp(min=_LEAST_REST)
+    return (1 - token - candidates.sum(others)).clamp(min=_LEAST_REST)
 
 
 def _is_inside(batch: LossInput, config: DppoSettings, divergence: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ and which extreme is kept, is what the catalogue (`streamrl.metrics`) says of it
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,22 +106,8 @@ class RolloutISStatistics:
 
     def merge(self, other: "RolloutISStatistics") -> "RolloutISStatistics":
         """Statistics of both shards together; both must come from the same config."""
-        return RolloutISStatistics(
-            counts=self.counts + other.counts,
-            sum_names=self.sum_names,
-            sums=self.sums + other.sums,
-            max_names=self.max_names,
-            maxima=torch.maximum(self.maxima, other.maxima),
-            min_names=self.min_names,
-            minima=torch.minimum(self.minima, other.minima),
-            bounded=self.bounded.merge(other.bounded),
-            applied=self.applied.merge(other.applied),
-            applied_units=self.applied_units.merge(other.applied_units),
-            per_sequence=self.per_sequence.merge(other.per_sequence),
-            sequence_ratios=self.sequence_ratios.merge(other.sequence_ratios),
-            histogram=self.histogram + other.histogram,
-            staleness=self.staleness + other.staleness,
-        )
+        theirs = other._parts()
+        return replace(self, **{n: _merged(n, own, theirs[n]) for n, own in self._parts().items()})
 
     @property
     def num_rescored(self) -> Tensor:
@@ -130,39 +118,24 @@ class RolloutISStatistics:
 
     def to_tensor(self) -> Tensor:
         """One float64 vector of about 4100 numbers, for a collective."""
-        return torch.cat([part.flatten() for part in self._parts()])
+        return torch.cat([_tensor_of(part).flatten() for part in self._parts().values()])
 
     def from_tensor(self, tensor: Tensor) -> "RolloutISStatistics":
         """Statistics of another shard of the same config, from its `to_tensor`."""
-        sizes = [part.numel() for part in self._parts()]
-        counts, sums, maxima, minima, *moments, histogram, staleness = torch.split(tensor, sizes)
-        bounded, applied, applied_units, per_sequence, ratios = map(Moments.from_tensor, moments)
-        return RolloutISStatistics(
-            counts=counts,
-            sum_names=self.sum_names,
-            sums=sums,
-            max_names=self.max_names,
-            maxima=maxima,
-            min_names=self.min_names,
-            minima=minima,
-            bounded=bounded,
-            applied=applied,
-            applied_units=applied_units,
-            per_sequence=per_sequence,
-            sequence_ratios=ratios,
-            histogram=histogram,
-            staleness=staleness.view_as(self.staleness),
-        )
+        parts = self._parts()
+        given = tensor.split([_tensor_of(part).numel() for part in parts.values()])
+        read: dict[str, Any] = {
+            name: Moments.from_tensor(piece) if isinstance(part, Moments) else piece.view_as(part)
+            for (name, part), piece in zip(parts.items(), given, strict=True)
+        }
+        return replace(self, **read)
 
     def merge_ranks(self, group: dist.ProcessGroup | None = None) -> "RolloutISStatistics":
         """Merged over all ranks of `group`; a collective, the same result on every rank."""
         mine = self.to_tensor()
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine, group=group)
-        merged = self.from_tensor(gathered[0])
-        for other in gathered[1:]:
-            merged = merged.merge(self.from_tensor(other))
-        return merged
+        return reduce(RolloutISStatistics.merge, map(self.from_tensor, gathered))
 
     def to_host(self) -> "RolloutISStatistics":
         """The same in host memory."""
@@ -245,20 +218,27 @@ class RolloutISStatistics:
             }.items()
         }
 
-    def _parts(self) -> list[Tensor]:
-        moments = (
-            *(self.bounded, self.applied, self.applied_units),
-            *(self.per_sequence, self.sequence_ratios),
-        )
-        return [
-            self.counts,
-            self.sums,
-            self.maxima,
-            self.minima,
-            *(m.to_tensor() for m in moments),
-            self.histogram,
-            self.staleness,
-        ]
+    def _parts(self) -> dict[str, Tensor | Moments]:
+        """The fields that are numbers."""
+        names = (field.name for field in fields(self) if not field.name.endswith("_names"))
+        return {name: getattr(self, name) for name in names}
+
+
+def _merged(name: str, ours: Any, theirs: Any) -> Any:
+    """Of the field with this name."""
+    if isinstance(ours, Moments):
+        return ours.merge(theirs)
+    match name:
+        case "maxima":
+            return torch.maximum(ours, theirs)
+        case "minima":
+            return torch.minimum(ours, theirs)
+        case _:
+            return ours + theirs
+
+
+def _tensor_of(part: Tensor | Moments) -> Tensor:
+    return part.to_tensor() if isinstance(part, Moments) else part
 
 
 def log_ratio_histogram(log_ratio: Tensor, counts: Tensor | None) -> Tensor:

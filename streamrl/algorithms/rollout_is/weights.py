@@ -21,14 +21,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 
 from streamrl.algorithms.moments import Moments
-from streamrl.algorithms.rollout_is.rejection import reject, veto
-from streamrl.algorithms.rollout_is.split import split
+from streamrl.algorithms.rollout_is.rejection import reject, split, veto
 from streamrl.algorithms.rollout_is.statistics import (
     SAFETY_BOUND,
     RolloutISStatistics,
@@ -43,24 +42,16 @@ from streamrl.algorithms.rollout_is.statistics import (
     staleness_sums,
     weight_percentiles,
 )
-from streamrl.algorithms.sequences import Sequences, to_device
+from streamrl.algorithms.sequences import Sequences, require_rows, to_device
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
 from streamrl.metrics import Merge, metric
 
 
-@dataclass(frozen=True, eq=False)
-class SecondMoment:
-    keep: Tensor
-    """[R] bool."""
-    metrics: dict[str, float]
-    """Under `mismatch/`: the mean of d^2 over harmful tokens before the masking, and the share of
-    all tokens that is masked."""
-
-
 def bound_second_moment(
     log_ratio: Tensor, advantages: Tensor, counted: Tensor, limit: float
-) -> SecondMoment:
-    """The mask for a whole batch.
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask [R] bool for a whole batch, and the metrics: the mean of d^2 over harmful tokens
+    before the masking, and the share of all tokens that is masked.
 
     Args:
         log_ratio: [R] d; may be non-finite where `counted` is false.
@@ -72,15 +63,10 @@ def bound_second_moment(
     squares = log_ratio[is_harmful].double().square()
     keep = torch.ones_like(counted)
     keep[is_harmful] = squares < _smallest_masked(squares, limit)
-    return SecondMoment(
-        keep,
-        {
-            "mismatch/second_moment": float(squares.mean()) if len(squares) else 0.0,
-            "mismatch/second_moment_masked_fraction": float((~keep).double().mean())
-            if len(keep)
-            else 0.0,
-        },
-    )
+    return keep, {
+        "mismatch/second_moment": float(squares.sum()) / max(len(squares), 1),
+        "mismatch/second_moment_masked_fraction": int((~keep).sum()) / max(len(keep), 1),
+    }
 
 
 def _smallest_masked(squares: Tensor, limit: float) -> float:
@@ -117,24 +103,24 @@ def measure_shard(
     On a GPU the others are measured as if they had no mismatch, and are in no denominator.
     """
     dtype = torch.promote_types(train.dtype, torch.float32)
-    train = train.double()
-    log_ratio = train - behavior
+    wide = train.double()
+    log_ratio = wide - behavior
     mismatch = None if rescored is None else rescored.double() - behavior
-    sums = sequences.sum(log_ratio), sequences.sum(train)
+    sums = sequences.sum(log_ratio), sequences.sum(wide)
     finite = sums[0].isfinite() & sums[1].isfinite()
-    if train.device.type != "cpu":
+    if log_ratio.is_cuda or finite.all():
         return _without_waiting(
             log_ratio, sums, finite, sequences, config, staleness, mismatch, dtype
         )
-    used = finite & (sequences.lengths > 0)
-    measured = Sequences.from_lengths(sequences.lengths[used])
-    rows = sums[0][used], sums[1][used]
-    if bool(finite.all()):
-        return _measure(log_ratio, *rows, measured, config, staleness, mismatch, dtype)
     tokens = sequences.expand(finite)
-    staleness = None if staleness is None else staleness[tokens]
-    mismatch = None if mismatch is None else mismatch[tokens]
-    shard = _measure(log_ratio[tokens], *rows, measured, config, staleness, mismatch, dtype)
+    shard = measure_shard(
+        train[tokens],
+        behavior[tokens],
+        Sequences.from_lengths(sequences.lengths[finite]),
+        config,
+        None if staleness is None else staleness[tokens],
+        None if rescored is None else rescored[tokens],
+    )
     counts = shard.statistics.counts.clone()
     counts[2] = (~finite).sum()
     return replace(
@@ -163,14 +149,10 @@ def _without_waiting(
     chosen = to_device(nonempty, log_ratio.device)
     ratios, train = (torch.where(finite, column, 0.0)[chosen] for column in sums)
     log_ratio = torch.where(tokens, log_ratio, 0.0)
-    shard = _measure(log_ratio, ratios, train, measured, config, staleness, mismatch, dtype)
-    counts = torch.stack([tokens.sum(), finite[chosen].sum(), (~finite).sum()])
-    return replace(
-        shard,
-        weights=torch.where(tokens, shard.weights, 0.0),
-        keep=shard.keep & tokens,
-        statistics=replace(shard.statistics, counts=counts.double()),
-    )
+    counts = torch.stack([tokens.sum(), finite[chosen].sum(), (~finite).sum()]).double()
+    shard = _measure(log_ratio, ratios, train, measured, counts, config, staleness, mismatch, dtype)
+    weights = torch.where(tokens, shard.weights, 0.0)
+    return replace(shard, weights=weights, keep=shard.keep & tokens)
 
 
 def _measure(
@@ -178,6 +160,7 @@ def _measure(
     log_ratio_sums: Tensor,
     train_sums: Tensor,
     sequences: Sequences,
+    counts: Tensor,
     config: RolloutISSettings,
     staleness: Tensor | None,
     engine: Tensor | None,
@@ -206,11 +189,10 @@ def _measure(
         | rejection.sums
         | factors.sums
     )
-    extremes = _extremes(-log_ratio_sums / sequences.lengths, log_weights, per_sequence)
-    extremes |= rejection.extremes
-    maxima, minima = (_merged_by(merge, extremes) for merge in (Merge.MAX, Merge.MIN))
+    behind = -log_ratio_sums / sequences.lengths
+    maxima, minima = _extremes(behind, log_weights, per_sequence, rejection.extremes)
     statistics = RolloutISStatistics(
-        counts=_filled(log_ratio, sequences.num_tokens, len(sequences), 0),
+        counts=counts,
         sum_names=tuple(sums),
         sums=_stacked(sums),
         max_names=tuple(maxima),
@@ -235,11 +217,6 @@ def _measure(
     )
 
 
-def _filled(like: Tensor, *numbers: int) -> Tensor:
-    """The numbers, which are not copied from the host's memory."""
-    return torch.stack([like.new_full((), number) for number in numbers])
-
-
 def _weights_of(log_ratio: Tensor, level: WeightLevel) -> Tensor:
     """Of each unit of the level, before its bound."""
     return _within_safety(level.aggregate(log_ratio, level.sequences.sum(log_ratio)))
@@ -251,20 +228,23 @@ def _within_safety(log_weights: Tensor) -> Tensor:
     return finite_exp(log_weights).clamp_(1 / bound, bound)
 
 
-def _extremes(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
-    """As `RolloutISStatistics` has them."""
-    return {
+def _extremes(
+    behind: Tensor, log_weights: Tensor, per_sequence: Tensor, of_rules: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Maxima and minima, as `RolloutISStatistics` has them."""
+    named = {
         "mismatch/mismatch_log_ppl_diff_max": largest(behind),
         "mismatch/mismatch_log_ppl_diff_min": smallest(behind),
         "mismatch/rollout_is_max": largest(log_weights),
         "mismatch/rollout_is_min": smallest(log_weights),
         "mismatch/rollout_is_seq_max": largest(per_sequence),
         "mismatch/rollout_is_seq_min": smallest(per_sequence),
+        **of_rules,
     }
-
-
-def _merged_by(merge: Merge, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if metric(name).merge is merge}
+    return [
+        {name: value for name, value in named.items() if metric(name).merge is merge}
+        for merge in (Merge.MAX, Merge.MIN)
+    ]
 
 
 def _stacked(values: Mapping[str, Tensor]) -> Tensor:
@@ -343,14 +323,14 @@ def rollout_is_weights(
         RolloutIS; weights are float32, or float64 for float64 input. Where the configuration is
         off: weights None, no metrics.
     """
-    columns = {
-        "train_logprobs": train_logprobs,
-        "behavior_logprobs": behavior_logprobs,
-        "staleness": staleness,
-        "advantages": advantages,
-        "rescored_logprobs": rescored_logprobs,
-    }
-    _check(columns, sequences)
+    require_rows(
+        sequences.num_tokens,
+        train_logprobs=train_logprobs,
+        behavior_logprobs=behavior_logprobs,
+        staleness=staleness,
+        advantages=advantages,
+        rescored_logprobs=rescored_logprobs,
+    )
     if config.is_off:
         return RolloutIS(None, torch.ones_like(train_logprobs, dtype=torch.bool))
     on_cpu = train_logprobs.device.type == "cpu"
@@ -367,14 +347,15 @@ def rollout_is_weights(
             )
             for rows, tokens in sequences.chunks(chunk)
         ]
+        keep = torch.cat([shard.keep for shard in shards])
         if config.second_moment is None:
-            return _assemble(shards, config)
+            return _assemble(shards, config, keep, {})
         if advantages is None:
             raise ValueError("second_moment: needs the advantages")
         log_ratio = train_logprobs.double() - behavior_logprobs
         counted = torch.cat([_counted(shard, config) for shard in shards])
-        bounded = bound_second_moment(log_ratio, advantages, counted, config.second_moment)
-        return _assemble(shards, config, bounded)
+        bounded, metrics = bound_second_moment(log_ratio, advantages, counted, config.second_moment)
+        return _assemble(shards, config, keep & bounded, metrics)
 
 
 def _counted(shard: Shard, config: RolloutISSettings) -> Tensor:
@@ -385,15 +366,10 @@ def _counted(shard: Shard, config: RolloutISSettings) -> Tensor:
 def _assemble(
     shards: list[Shard],
     config: RolloutISSettings,
-    bounded: SecondMoment | None = None,
+    keep: Tensor,
+    more: Mapping[str, float],
 ) -> RolloutIS:
-    statistics = shards[0].statistics
-    for shard in shards[1:]:
-        statistics = statistics.merge(shard.statistics)
-    keep = torch.cat([shard.keep for shard in shards])
-    more = {} if bounded is None else bounded.metrics
-    if bounded is not None:
-        keep = keep & bounded.keep
+    statistics = reduce(RolloutISStatistics.merge, [shard.statistics for shard in shards])
     weights = vetoed = None
     if config.applies_weights:
         weights = torch.cat([shard.weights for shard in shards])
@@ -401,25 +377,15 @@ def _assemble(
         if config.batch_normalize:
             factor = _mean_weight(statistics, config)
             weights = weights / factor
-            more = more | {"mismatch/rollout_is_batch_norm_factor": factor}
-    return RolloutIS(
-        weights, keep, partial(_metrics, shards, statistics, config, more), statistics, vetoed
-    )
+            more = {**more, "mismatch/rollout_is_batch_norm_factor": factor}
 
+    def measure() -> dict[str, float]:
+        counts = [shard.counts for shard in shards if shard.counts is not None]
+        log_weights = torch.cat([shard.log_weights for shard in shards])
+        percentiles = weight_percentiles(log_weights, torch.cat(counts) if counts else None)
+        return {**statistics.metrics(config, percentiles), **more}
 
-def _metrics(
-    shards: list[Shard],
-    statistics: RolloutISStatistics,
-    config: RolloutISSettings,
-    more: Mapping[str, float],
-) -> dict[str, float]:
-    return {**statistics.metrics(config, _exact_percentiles(shards)), **more}
-
-
-def _exact_percentiles(shards: list[Shard]) -> Tensor:
-    counts = [shard.counts for shard in shards if shard.counts is not None]
-    log_weights = torch.cat([shard.log_weights for shard in shards])
-    return weight_percentiles(log_weights, torch.cat(counts) if counts else None)
+    return RolloutIS(weights, keep, measure, statistics, vetoed)
 
 
 def _mean_weight(statistics: RolloutISStatistics, config: RolloutISSettings) -> float:
@@ -442,10 +408,3 @@ def _single_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-def _check(given: Mapping[str, Tensor | None], sequences: Sequences) -> None:
-    for name, tensor in given.items():
-        if tensor is not None and tensor.shape != (sequences.num_tokens,):
-            shape = tuple(tensor.shape)
-            raise ValueError(f"{name}: has shape {shape}; must be ({sequences.num_tokens},)")

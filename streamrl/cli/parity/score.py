@@ -94,8 +94,7 @@ def _score(sequences: list[Trajectory], policy: Policy, max_tokens: int) -> list
         group_id="score", prompt_index=0, environment="score", trajectories=tuple(sequences)
     )
     batch = TrainingBatch.of([group], policy_version=0)
-    shares_prompts = policy.shares_prompts
-    micro_batches = batch.pack(max_tokens, policy.device, shares_prompts=shares_prompts)
+    micro_batches = policy.network.cut(batch, max_tokens)
     logprobs = policy.batch_logprobs(micro_batches, batch.sequences.num_tokens)
     parts = logprobs.split(batch.sequences.lengths.tolist())
     return [part.tolist() for part in parts]

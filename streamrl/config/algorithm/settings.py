@@ -471,12 +471,6 @@ class AlgorithmSettings(Section):
         return self.advantage == "remax" and self.reads_rewards
 
     @property
-    def weighs_current_policy(self) -> bool:
-        """Whether importance weights compare the current policy with the behavior policy: there is
-        no proximal policy of its own."""
-        return self.proximal == "behavior"
-
-    @property
     def ratio_holds_correction(self) -> bool:
         """Whether weights are for the metrics only: the loss's ratio is to the behavior policy, and
         they would count it twice. Tokens that rejection and veto take out still weigh 0."""

@@ -153,3 +153,12 @@ def _turned(batch: AdvantageInput) -> AdvantageInput:
         components=batch.components.flip(0),
         anchors=turn(batch.anchors),
     )
+
+
+def test_gae_discounts_a_later_error_by_gamma_and_lambda() -> None:
+    rewards = torch.tensor([0.0, 1.0]).double()
+    batch = AdvantageInput(
+        rewards, torch.tensor([0]), Sequences.from_lengths([2]), values=torch.zeros(2)
+    )
+    config = AdvantageConfig(gamma=0.5, lam=0.5, whiten=False)
+    assert estimate_advantages("gae", batch, config).tolist() == [0.25, 1.0]

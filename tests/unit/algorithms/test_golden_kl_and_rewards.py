@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput
-from streamrl.algorithms.kl import AdaptiveKL, kl_penalty
+from streamrl.algorithms.kl import KlCoefficient, kl_penalty
 from streamrl.algorithms.losses import (
     POLICY_LOSSES,
     BatchTotals,
@@ -28,7 +28,7 @@ from streamrl.algorithms.reward_shaping import (
 from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rewards import RewardShapingSettings, SampleWeightSettings
-from streamrl.config.algorithm.settings import ValueSettings
+from streamrl.config.algorithm.settings import KlRewardSettings, ValueSettings
 from tests.settings import LossConfig
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
@@ -119,7 +119,15 @@ def _rewards_with_kl(case: Case) -> Pairs:
 
 
 def _controller(case: Case) -> Pairs:
-    controller = AdaptiveKL(**case["params"])
+    numbers = case["params"]
+    controller = KlCoefficient(
+        KlRewardSettings(
+            coef=numbers["init_kl_coef"],
+            controller="adaptive",
+            target=numbers["target_kl"],
+            horizon=numbers["horizon"],
+        )
+    )
     values = []
     for current, num_steps, _ in case["trace"]:
         controller.update(current, num_steps)
@@ -149,10 +157,10 @@ def _reward_postprocess(case: Case) -> Pairs:
         clip=params["reward_clip"],
     )
     sequences = Sequences.from_lengths([1] * len(rewards))
-    shaped = shape_rewards(rewards, _groups(case), sequences, config, RunningMoments())
-    fraction = shaped.metrics.get("reward/clipped_frac", 0.0)
+    shaped, metrics = shape_rewards(rewards, _groups(case), sequences, config, RunningMoments())
+    fraction = metrics.get("reward/clipped_frac", 0.0)
     return {
-        "rewards": (shaped.rewards, tensor(case["out"]["rewards"])),
+        "rewards": (shaped, tensor(case["out"]["rewards"])),
         "clip": (fraction, case["scalars"]["critic/reward_clip_frac"]),
     }
 

@@ -219,6 +219,35 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
     assert float(unbounded) == pytest.approx(math.exp(3))
 
 
+def test_what_is_exactly_at_a_bound_is_within_it() -> None:
+    halves = torch.full((1,), 0.5, dtype=torch.float64)
+    batch = LossInput(
+        logprobs=halves.new_tensor([0.75]).log(),
+        proximal_logprobs=halves.log(),
+        advantages=torch.ones(1, dtype=torch.float64),
+        importance_weights=None,
+        sequences=Sequences.from_lengths([1]),
+    )
+    inside = POLICY_LOSSES["dppo_tv"](batch, LossConfig(clip_ratio_high=0.25))
+    assert inside.metrics["actor/pg_clipfrac"] == 0
+    doubled = replace(batch, logprobs=halves.new_zeros(1), advantages=-batch.advantages)
+    capped = POLICY_LOSSES["ppo"](doubled, LossConfig(clip_ratio_c=2.0))
+    assert capped.metrics["actor/pg_clipfrac_lower"] == 0
+
+
+def test_topr_takes_no_negative_trajectory_for_more_than_one() -> None:
+    batch = LossInput(
+        logprobs=torch.tensor([-1.0, -1.0]),
+        proximal_logprobs=torch.tensor([-3.0, 0.0]),
+        advantages=-torch.ones(2),
+        importance_weights=None,
+        sequences=Sequences.from_lengths([1, 1]),
+        rewards=torch.tensor([0.0, 0.0]),
+    )
+    loss = POLICY_LOSSES["topr"](batch, LossConfig(loss_agg_mode="token-sum")).loss
+    assert float(loss) == pytest.approx(-1 - math.exp(-1))
+
+
 def test_aggregation_modes_are_what_their_names_say() -> None:
     per_token = torch.tensor([1.0, 2.0, 3.0, 10.0])
     sequences = Sequences.from_lengths([3, 0, 1])

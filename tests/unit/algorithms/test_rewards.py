@@ -49,7 +49,7 @@ def test_shaping_happens_in_the_documented_order() -> None:
         length=LengthRewardSettings(max_length=8, buffer=4, penalty=0.5),
     )
     rewards = torch.tensor([4.0, 4.0, 4.0])
-    shaped = shape_rewards(
+    shaped, metrics = shape_rewards(
         rewards,
         torch.zeros(3).long(),
         Sequences.from_lengths([4, 6, 9]),
@@ -57,16 +57,16 @@ def test_shaping_happens_in_the_documented_order() -> None:
         num_invalid_turns=torch.tensor([0, 0, 6]),
     )
     # 4, 4, -2 less their mean 2, clipped to 1, less the penalty for length.
-    assert shaped.rewards.tolist() == [1.0, 0.75, -1.5]
-    assert shaped.metrics["reward/clipped_frac"] == 1.0
-    assert shaped.metrics["reward/overlong_penalty"] == pytest.approx(0.25)
+    assert shaped.tolist() == [1.0, 0.75, -1.5]
+    assert metrics["reward/clipped_frac"] == 1.0
+    assert metrics["reward/overlong_penalty"] == pytest.approx(0.25)
 
 
 def test_agentic_normalization_replaces_the_scopes() -> None:
     config = RewardShapingSettings(agentic=AgenticNormalizationSettings(method="mean"))
     rewards, groups = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1])
-    shaped = shape_rewards(rewards, groups, Sequences.from_lengths([1, 1, 1]), config)
-    assert shaped.rewards.tolist() == [-1.0, 1.0, 0.0]
+    shaped, _ = shape_rewards(rewards, groups, Sequences.from_lengths([1, 1, 1]), config)
+    assert shaped.tolist() == [-1.0, 1.0, 0.0]
 
 
 def test_agentic_methods() -> None:

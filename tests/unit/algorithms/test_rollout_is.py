@@ -201,6 +201,38 @@ def test_what_a_gpu_measures_without_waiting_is_the_same(preset: str, poison: fl
         assert found.statistics.to_tensor()[3:].isnan().sum() == 0
 
 
+@pytest.mark.parametrize(
+    ("level", "log_weights"),
+    [("token", [0.2, 0.4, -0.3]), ("sequence", [0.6, 0.6, -0.3]), ("geometric", [0.3, 0.3, -0.3])],
+)
+def test_a_level_has_the_weight_that_its_name_says(level: str, log_weights: list[float]) -> None:
+    train, sequences = torch.tensor([0.2, 0.4, -0.3]).double(), Sequences.from_lengths([2, 1])
+    config = RolloutISConfig(level=level, threshold=10.0)
+    found = rollout_is_weights(train, torch.zeros(3).double(), sequences, config)
+    torch.testing.assert_close(found.weights, torch.tensor(log_weights).double().exp())
+
+
+def test_of_kept_tokens_none_weighs_nothing() -> None:
+    config = RolloutISConfig(mode="mask", threshold=2.0, normalize_by="kept")
+    train, sequences = torch.tensor([0.0, 3.0]), Sequences.from_lengths([1, 1])
+    _, mask = rollout_is_weights(train, torch.zeros(2), sequences, config).loss_terms(config)
+    assert mask.tolist() == [True, False]
+
+
+def test_what_is_exactly_at_a_bound_stays() -> None:
+    ratios = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    rules = [{"token_k1": "0.5_2.0"}, {"token_k2": 0.5 * math.log(2.0) ** 2}]
+    bounds = {"threshold": 2.0, "threshold_lower": 0.5, "veto_threshold": 0.5}
+    config = RolloutISConfig(mode="mask", rejection=rules, **bounds)
+    result = rollout_is_weights(
+        ratios.log(), torch.zeros(2).double(), Sequences.from_lengths([1, 1]), config
+    )
+    assert result.keep.all()
+    assert torch.equal(result.weights, ratios)
+    for beyond in ("ratio_fraction_high", "ratio_fraction_low", "seq_fraction_high"):
+        assert result.metrics[f"mismatch/rollout_is_{beyond}"] == 0
+
+
 def test_a_batch_without_finite_tokens_reports_only_that() -> None:
     nan = torch.full((3,), math.nan)
     result = rollout_is_weights(nan, nan, Sequences.from_lengths([3, 0]), RolloutISConfig())

@@ -74,6 +74,15 @@ def test_ratios_far_from_one_weigh_nothing(seed: int, shift: float) -> None:
     assert float(gradient(far).abs().max()) < 1e-12
 
 
+def test_where_nothing_dampens_a_ratio_it_ends_at_20_nats() -> None:
+    batch, undamped = make_batch(0, spread=0.0), {"lambda_pos": 0.0, "lambda_neg": 0.0}
+    far, further = (
+        replace(batch, logprobs=(batch.proximal_logprobs + shift).requires_grad_())
+        for shift in (15.0, 30.0)
+    )
+    torch.testing.assert_close(gradient(far, **undamped), gradient(further, **undamped))
+
+
 @for_any
 @given(st.integers(0, 10_000))
 def test_masked_tokens_are_not_in_the_ratio(seed: int) -> None:

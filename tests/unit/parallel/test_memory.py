@@ -163,7 +163,7 @@ def sizes_of_passes(network: Network) -> list[tuple[bool, int]]:
 
 def limited(config: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, list[tuple[bool, int]]]]:
     trainer = make_trainer(config)
-    critic, reference = trainer.critic, trainer._targets._reference
+    critic, reference = trainer.critic, trainer._targets.reference
     networks = {"policy": trainer.policy.network, "reference": reference.network}
     sizes = {
         role: sizes_of_passes(n) for role, n in (networks | {"critic": critic.network}).items()

@@ -74,10 +74,9 @@ def test_a_kernel_attends_as_the_buckets_do(kernel, window, scale):
     num_tokens = sum(LENGTHS)
     query, key, value = (torch.randn(num_tokens, heads, 8) for heads in (4, 2, 2))
     packing = Packing(LENGTHS, torch.device("cpu"))
-    attended = attention.variable_length(
-        query, key, value, packing.ends, packing.longest, scale=scale, window=window
-    )
-    expected = _bucketed(query, key, value, packing, Scores(scale, window, None, None))
+    scores = Scores(scale, window, None, None)
+    attended = attention._unpadded(query, key, value, packing, scores)
+    expected = _bucketed(query, key, value, packing, scores)
     torch.testing.assert_close(attended, expected)
     assert len(kernel) == 1
 

@@ -103,14 +103,15 @@ def test_a_kernel_for_whole_trajectories_gets_them(monkeypatch):
     network, micro_batch = make_network(), make_micro_batch()
     expected = computed(network, micro_batch)
 
-    def kernel(query, key, value, ends, longest, *, scale, window):
+    def kernel(query, key, value, ends, _, longest, longest_key, *, scale, window_size):
         lengths = tuple(ends.diff().tolist())
-        assert longest == max(lengths)
+        assert longest == longest_key == max(lengths)
+        assert window_size == (-1, 0)
         packing = attention.Packing(lengths, CPU)
-        return bucketed(query, key, value, packing, attention.Scores(scale, window))
+        return bucketed(query, key, value, packing, attention.Scores(scale))
 
     bucketed = attention._bucketed
-    monkeypatch.setattr(attention, "variable_length", kernel)
+    monkeypatch.setattr(attention, "_torch_attention", kernel)
     monkeypatch.setattr(attention, "_bucketed", attention._unpadded)
     assert_alike(computed(network, micro_batch), expected)
 
