@@ -21,9 +21,11 @@ class UniformFilter:
     def __init__(self, algorithm: AlgorithmSettings, groups_per_step: int) -> None:
         self._settings = settings = algorithm.dynamic_sampling
         self._metrics: tuple[str, ...] = () if settings is None else (settings.metric,)
+        self._setting = "dynamic_sampling.metric"
         if self._metrics == ("reward",) and isinstance(algorithm.advantage_config, GdpoSettings):
             # It compares each of these among siblings, and not their sum.
-            self._metrics = tuple(algorithm.advantage_config.rewards)
+            weights, self._setting = algorithm.advantage_config.rewards, "advantage_config.rewards"
+            self._metrics = tuple(name for name, weight in weights.items() if weight)
         self._most = 0.0 if settings is None else settings.max_refills * groups_per_step
         self._left = self._most
         self._has_warned = False
@@ -41,7 +43,7 @@ class UniformFilter:
             self._warn(
                 "of too many groups all siblings have one %s: one of %g is trained nevertheless, "
                 "as algorithm.dynamic_sampling.max_refills says",
-                self._settings.metric,
+                " and one ".join(self._metrics),
                 self._settings.max_refills + 1,
             )
         self._left = min(self._most, self._left + self._settings.max_refills)
@@ -54,8 +56,8 @@ class UniformFilter:
         known = [value for value in values if value is not None]
         if len(known) < len(values):
             self._warn(
-                "algorithm.dynamic_sampling.metric: environment %s does not record %r, so no group "
-                "is left out",
+                "algorithm.%s: environment %s does not record %r, so no group is left out",
+                self._setting,
                 group.environment,
                 metric,
             )

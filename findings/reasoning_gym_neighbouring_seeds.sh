@@ -6,7 +6,7 @@
 #   chain_sum, base_conversion, number_sorting, decimal_arithmetic
 #   seed 1001: 49 shared, each one place further on; seed 1050: 0 shared
 #
-# StreamRL therefore takes blocks of seeds that lie apart by their length (actors/prompts/seeds.py).
+# StreamRL therefore takes blocks of seeds that lie apart by their length (actors/prompts/tasks.py).
 # Fails if that changes.
 set -euo pipefail
 

@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from actors.concurrency import Threads
@@ -74,6 +74,8 @@ class GameEnvironment:
             raise ValueError(f"max_moves was {max_moves}; it must be 0 or more")
         self._game = game
         self._name = type(game).__name__
+        # Its own: a game that hangs costs its episode, and not what else waits for a thread.
+        self._threads = Threads(self._name)
         self._instructions = game.instructions if instructions is None else instructions
         self._max_moves = max_moves
         self._answers: list[str] = []
@@ -138,18 +140,12 @@ class GameEnvironment:
             with attributed_to(self._name, RolloutError):
                 return method()
 
-        return await _threads_of(self._name).run(called)
+        return await self._threads.run(called)
 
     def _next(self, outcome: Outcome) -> str:
         if outcome.is_valid or not self._instructions:
             return outcome.text
         return f"Your answer names no action that is allowed.\n\n{outcome.text}"
-
-
-@cache
-def _threads_of(game: str) -> Threads:
-    """A game that hangs costs its own episodes, and not what else waits for a thread."""
-    return Threads(game)
 
 
 def said(renderer: Renderer, text: str) -> Observation:

@@ -20,7 +20,6 @@ import logging
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -70,7 +69,7 @@ _PARTS: Mapping[str, tuple[type, str]] = {
 
 
 def checked_observation(observation: Any, method: str = "start") -> Observation:
-    """With tuples of plain integers and of the parts, as they are compared and sent.
+    """A plain one, with tuples of plain integers and of the parts, as they are compared and sent.
 
     Raises:
         RolloutError: it is none, or holds what cannot be encoded.
@@ -89,12 +88,12 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
         for part in parts:
             if not isinstance(part, kind):
                 raise _wrong(f"{method}: one of observation.{name} was", part, expected)
-    return replace(
-        observation,
+    return Observation(
         token_ids=tuple(map(operator.index, ids)),
         messages=tuple(observation.messages),
         media=tuple(observation.media),
         tools=tuple(observation.tools),
+        is_new_context=observation.is_new_context,
     )
 
 
@@ -119,7 +118,15 @@ def checked_transition(transition: Any) -> Transition:
     for name, value in {"reward": transition.reward, **transition.metrics}.items():
         if not is_finite_number(value):
             raise _wrong(f"step: {name} was", value, "a finite number")
-    return replace(transition, observation=observation, in_loss=bool(transition.in_loss))
+    return Transition(
+        observation=observation,
+        done=bool(transition.done),
+        reward=float(transition.reward),
+        in_loss=bool(transition.in_loss),
+        num_tool_calls=operator.index(calls),
+        is_valid=bool(transition.is_valid),
+        metrics=transition.metrics,
+    )
 
 
 def _is_natural(value: Any) -> bool:

@@ -108,7 +108,8 @@ class MediaColumns:
         """The prompt of a row with the media of these columns in its messages.
 
         Raises:
-            ConfigError: a column is no list, does not fit the markers, or a file is not there.
+            ConfigError: a column holds something else, does not fit the markers, or a file is not
+                there.
         """
         columns = {kind: self._values(prompt, kind, key) for kind, key in self.keys.items()}
         if any(columns.values()):
@@ -125,9 +126,10 @@ class MediaColumns:
         if value is None:
             return ()
         if kind == "image" and isinstance(value, str | Mapping):
-            return [value]
+            value = [value]
         if not isinstance(value, list):
-            raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be a list")
+            allowed = "a list, or one image" if kind == "image" else "a list"
+            raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be {allowed}")
         return value
 
     def _messages(self, content: str | Sequence[Message]) -> Sequence[Message]:

@@ -430,6 +430,27 @@ async def test_http_distinguishes_refusal_silence_and_loss(tmp_path):
     await nobody.close()
 
 
+async def test_a_server_that_wants_another_key_is_left_out_while_another_one_is_up(tmp_path):
+    async def up(_: object) -> tuple[int, object]:
+        return 200, {}
+
+    async def locked(_: object) -> tuple[int, object]:
+        return 403, {"error": {"message": "no", "code": 403}}
+
+    async with contextlib.AsyncExitStack() as stack:
+        servers = []
+        for answer in (locked, up):
+            port = free_port()
+            stack.callback((await serve({"/health": answer}, "127.0.0.1", port)).close)
+            url = f"http://127.0.0.1:{port}"
+            config = run_config(tmp_path, engine="vllm", vllm={"url": url})
+            servers.append(VllmServer(config, url, Labels.new()))
+            stack.push_async_callback(servers[-1].close)
+        assert await wait_until_up(servers) == servers[1:]
+        with pytest.raises(ConfigError, match=r"wants another key .*: .*403: no"):
+            await wait_until_up(servers[:1], timeout_s=60)
+
+
 @pytest.mark.parametrize(("kept_s", "expected"), [(http_module.KEPT_S, 1), (0.0, 3)])
 async def test_an_idle_connection_is_left_before_its_server_closes_it(
     monkeypatch, kept_s: float, expected: int

@@ -112,7 +112,7 @@ class RunningBatch:
             for row, r in enumerate(self._rows)
         ]
         for chunk in self._chunks(contents):
-            self._prefill(first, chunk)
+            self._prefill(first, chunk, is_recorded=False)
             first += len(chunk)
 
     @torch.inference_mode()
@@ -172,10 +172,10 @@ class RunningBatch:
         moves.apply(self._rows)
 
     def _prefill(
-        self, first: int, contents: list[Content]
+        self, first: int, contents: list[Content], *, is_recorded: bool = True
     ) -> tuple[torch.Tensor, Sequence[Experts | None]]:
-        """Logits [k, V] behind each prompt's last token, and the experts of its tokens; rows first,
-        first + 1, ... continue."""
+        """Logits [k, V] behind each prompt's last token, and the experts of its tokens if they are
+        to be recorded; rows first, first + 1, ... continue."""
         unique = list(dict.fromkeys(contents))
         index = {content: i for i, content in enumerate(unique)}
         of = torch.tensor([index[content] for content in contents], device=self._device)
@@ -188,7 +188,7 @@ class RunningBatch:
         output = self._model(**seen, use_cache=True)
         self._cache.join(first, inputs, of)
         experts: Sequence[Experts | None] = [None] * len(unique)
-        if self._watch is not None:
+        if self._watch is not None and is_recorded:
             lengths = [len(content.token_ids) for content in unique]
             is_left_padded = not isinstance(self._cache, SlotCache)
             experts = self._watch.of_rows(lengths, is_left_padded=is_left_padded)

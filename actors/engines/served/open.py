@@ -94,19 +94,22 @@ async def wait_until_up(
     while True:
         require_alive()
         up, errors = [], list[str]()
+        refused: tuple[RefusedError, str] | None = None
         for server in servers:
             try:
                 await server.require_up()
                 up.append(server)
             except (RefusedError, TransportError) as error:
                 if isinstance(error, RefusedError) and error.status in (401, 403):
-                    raise ConfigError(
-                        f"generator: {server.http.url} wants another key (api_key_variable): "
-                        f"{error}"
-                    ) from error
+                    refused = error, server.http.url
                 errors.append(f"{server.http.url} in {timeout_s:g} s: {error}")
         if up:
             return up
+        if refused is not None:
+            error, url = refused
+            raise ConfigError(
+                f"generator: {url} wants another key (api_key_variable): {error}"
+            ) from error
         if time.monotonic() > until_s:
             raise ConfigError(f"no inference server at {errors[0]}")
         await asyncio.sleep(_CHECK_S)

@@ -14,7 +14,6 @@ which changes only while vLLM is paused. Which version the KV cache is of depend
 
 Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if vLLM has
 ended, a TransportError with the last line of vLLM's errors.
-
 """
 
 import asyncio

@@ -197,7 +197,8 @@ async def test_a_game_that_fails_costs_its_group(failing: str, seed: object, sen
         await play()
 
 
-async def test_a_game_that_hangs_holds_up_nothing_else():
+async def test_a_game_that_hangs_holds_up_nothing_else(monkeypatch):
+    monkeypatch.setattr("actors.concurrency.MAX_HUNG", 2)
     is_over = threading.Event()
 
     class Hanging:
@@ -210,11 +211,12 @@ async def test_a_game_that_hangs_holds_up_nothing_else():
         def close(self) -> None: ...
 
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    hanging = Played(GameEnvironment(Hanging(), instructions=None, max_moves=0))
     try:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(hanging.start(3), 0.05)
-        await hanging.environment.close()
+        for _ in range(3):
+            hanging = Played(GameEnvironment(Hanging(), instructions=None, max_moves=0))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(hanging.start(3), 0.05)
+            await hanging.environment.close()
         assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 5.0) == 7
     finally:
         is_over.set()

@@ -236,6 +236,23 @@ async def test_numbers_of_other_libraries_are_recorded_as_numbers(one, half):
     assert rollout.metrics["half"] == 0.5
 
 
+async def test_an_environment_may_return_records_of_its_own():
+    class Board(Observation):
+        def __init__(self, token_ids: tuple[int, ...]) -> None:
+            super().__init__(token_ids=token_ids)
+
+    class Boards(Turns):
+        async def start(self, context: EnvironmentContext) -> Observation:
+            return Board(context.prompt_token_ids)
+
+        def answer(self, completion: Completion) -> Observation:
+            return Board((9,))
+
+    own, plain = await run(Boards), await run(Turns)
+    sent = [wire.encode(structs.replace(rollout, metrics={})) for rollout in (own, plain)]
+    assert sent[0] == sent[1]
+
+
 async def test_lists_and_numbers_of_other_libraries_are_those_that_are_compared_and_sent():
     class Loose(Turns):
         async def start(self, context: EnvironmentContext) -> Observation:

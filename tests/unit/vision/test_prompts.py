@@ -88,7 +88,7 @@ def test_parts_of_parquet_rows_are_read_as_datasets_writes_them(tmp_path):
     [
         ({"prompt": "<image><image>", "images": ["a.png"]}, "line 1 .* has 2 markers <image> and"),
         ({"prompt": "a", "images": ["b.png"]}, r"line 1 .*: there is no file .*b\.png"),
-        ({"prompt": "a", "images": 3}, "line 1 .*: images was 3; it must be a list"),
+        ({"prompt": "a", "images": 3}, "line 1 .*: images was 3; it must be a list, or one"),
         ({"prompt": [{"role": "user", "content": [{"type": "x"}]}]}, "line 1 .*: prompt was "),
     ],
 )
