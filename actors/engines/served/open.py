@@ -94,22 +94,22 @@ async def wait_until_up(
     while True:
         require_alive()
         up, errors = [], list[str]()
-        refused: tuple[RefusedError, str] | None = None
+        refused: list[tuple[str, RefusedError]] = []
         for server in servers:
             try:
                 await server.require_up()
                 up.append(server)
             except (RefusedError, TransportError) as error:
                 if isinstance(error, RefusedError) and error.status in (401, 403):
-                    refused = error, server.http.url
+                    refused.append((server.http.url, error))
                 errors.append(f"{server.http.url} in {timeout_s:g} s: {error}")
         if up:
             return up
-        if refused is not None:
-            error, url = refused
+        if refused:
+            url, reason = refused[0]
             raise ConfigError(
-                f"generator: {url} wants another key (api_key_variable): {error}"
-            ) from error
+                f"generator: {url} wants another key (api_key_variable): {reason}"
+            ) from reason
         if time.monotonic() > until_s:
             raise ConfigError(f"no inference server at {errors[0]}")
         await asyncio.sleep(_CHECK_S)
