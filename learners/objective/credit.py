@@ -97,7 +97,6 @@ class CreditAssigner:
         self._roles: RoleBaselines | None = None
         if config.reads_rewards and isinstance(config.advantage_config, RaeSettings):
             self._roles = RoleBaselines(config.advantage_config.decay)
-        self._has_seen_roles = False
 
     def assign(
         self,
@@ -170,9 +169,7 @@ class CreditAssigner:
             return None
         numbers = self._config.advantage_config
         assert isinstance(numbers, RaeSettings), "these are of rae"
-        # Those of a checkpoint may have been recorded under another name.
-        roles = batch.roles(numbers.role, ranks, is_first=not self._has_seen_roles)
-        self._has_seen_roles = True
+        roles = batch.roles(numbers.role, ranks, is_first=not self._roles.values)
         return self._roles.follow(roles, returns)
 
     def _role_metrics(self) -> dict[str, float]:
