@@ -147,7 +147,10 @@ async def _serve_term(
             renewing.result()
         return stats
     finally:
-        renewing.cancel()
+        # Again and again: a client of Redis that connects just then may lose a cancellation.
+        while not renewing.done():
+            renewing.cancel()
+            await asyncio.wait({renewing}, timeout=SIBLINGS_S)
         # Both may have found that another daemon has taken over.
         await asyncio.gather(renewing, return_exceptions=True)
         await asyncio.to_thread(journal.close)

@@ -88,7 +88,8 @@ integer, `1.0` any number. A section below a section has a heading of its own.
 out of range and settings that contradict each other are refused in a sentence that names the
 setting, the value and what is allowed; so is what
 [cannot start on this machine](operating.md#before-a-run). YAML is that of version 1.2: `3e-6` is a
-number and `on` is text. A text that begins with `~/` begins in your home folder.
+number and `on` is text. A text that begins with `~/` begins in your home folder, but for what the
+policy reads.
 
 """
     return _NOTICE + introduction + "\n".join((*reference.sections(RunConfig), _extras()))

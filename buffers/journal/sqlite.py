@@ -83,7 +83,7 @@ class SqliteStorage:
         self._segments = Segments(path.with_name("payloads"), is_synced=is_synced)
 
     def read(self) -> JournalContent:
-        with translated_errors(self._path):
+        with _decoding(self._path):
             settings = self._db.execute("SELECT data FROM settings").fetchone()
             newest = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
             known = settings and json.loads(settings[0])
@@ -139,7 +139,7 @@ def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.exists():
         raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
     with (
-        translated_errors(path),
+        _decoding(path),
         closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db,
     ):
         db.execute("BEGIN")
@@ -161,12 +161,20 @@ def read_snapshot(db: sqlite3.Connection) -> LedgerSnapshot:
 
 
 @contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    """As `translated_errors`; and a ConfigError for values that are damaged."""
+    with translated_errors(path):
+        try:
+            yield
+        except DAMAGED as error:
+            raise ConfigError(f"the journal {path} is damaged: {error!r}; move it away") from error
+
+
+@contextmanager
 def translated_errors(path: Path) -> Iterator[None]:
-    """Raise StorageError or ConfigError for SQLite's errors, and for values that are damaged."""
+    """Raise StorageError or ConfigError for SQLite's errors."""
     try:
         yield
-    except DAMAGED as error:
-        raise ConfigError(f"the journal {path} is damaged: {error!r}; move it away") from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _TEMPORARY:

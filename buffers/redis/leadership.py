@@ -102,13 +102,18 @@ class Leadership:
             await self.connection.call("acquire", ("PEXPIRE", self._key, LEASE_MS))
 
     async def announce(self, url: str, key: str) -> None:
-        """Clients find the server here from now on.
+        """Clients find the server here from now on. Waits for Redis, as `renew` does.
 
         Raises:
             HandedOverError: see `renew`.
         """
         self._daemon = Daemon(self._daemon.name, url, key)
-        await _with_room(lambda: self._if_ours("announce", self._entry()))
+        while True:
+            try:
+                return await _with_room(lambda: self._if_ours("announce", self._entry()))
+            except TransportError as error:
+                log.warning("%s", error)
+                await asyncio.sleep(RENEW_S)
 
     async def renew(self) -> None:
         """Runs until cancelled. Waits RENEW_S between two renewals. While Redis does not answer it

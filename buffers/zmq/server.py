@@ -344,7 +344,8 @@ class ZmqBufferServer:
 
     def _show_stats(self) -> None:
         now_s = self._clock()
-        if self._on_stats is not None and now_s >= self._stats_s:
+        # Counts of a blank state would be read as those of a run that began anew.
+        if self._on_stats is not None and now_s >= self._stats_s and not self._is_blank:
             self._stats_s = now_s + STATS_S
             self._on_stats(self._state.stats(now_s))
 
@@ -509,7 +510,7 @@ class ZmqBufferServer:
             self._refusal = error
         else:
             if self._refusal is not None:
-                log.warning("the journal is written again; nothing was lost")
+                log.warning("the journal is open, or written again; nothing was lost")
             self._refusal = None
         self._state.refusal = str(self._refusal or "")
 

@@ -308,6 +308,7 @@ class CheckpointWriter:
                 f"another learner goes on with {self._run}; this one saves no more checkpoints"
             )
         replaced = path.with_name(f".{path.name}.{self._history.learner_id}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():
             path.rename(replaced)
         unfinished.rename(path)

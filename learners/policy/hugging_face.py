@@ -46,12 +46,29 @@ def copy_processor_files(model: str, folder: Path) -> None:
 
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
-    """The parameters that transformers leaves in float32 where it loads the model in `dtype`, such
-    as the gates of some routers; the model's own code counts on that."""
+    """The parameters that stay float32 where the model computes in `dtype`: those of modules that
+    transformers leaves in float32 where it loads the model, such as the gates of some routers,
+    whose code counts on that. Not so norms, whose output would no longer fit what follows, the
+    embeddings, which are read outside their modules, and a module of which transformers leaves a
+    part alone, since a module is sharded in one dtype. Names as without an adapter.
+    """
     # Patterns that transformers searches for in names.
     patterns = [part.replace("*", ".*") for part in model._get_dtype_plan(dtype)]
     kept = re.compile("|".join(patterns) or "(?!)")
-    return frozenset(name for name, _ in model.named_parameters() if kept.search(name))
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        own = [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        plain = [without_adapter_layer(name) for name in own]
+        is_other = module in embeddings or "norm" in prefix.rpartition(".")[2].lower()
+        if own and not is_other and all(map(kept.search, plain)):
+            names.update(plain)
+    return frozenset(names)
+
+
+def without_adapter_layer(name: str) -> str:
+    """A parameter's name in the model without an adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def save_model(

@@ -55,7 +55,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from learners.parallel.mesh import Mesh
 from learners.policy.decoding import decoder_of
-from learners.policy.hugging_face import kept_in_float32
+from learners.policy.hugging_face import kept_in_float32, without_adapter_layer
 from learners.policy.network import Network
 from streamrl.config.learner import OffloadSettings
 from streamrl.errors import ConfigError
@@ -87,7 +87,8 @@ def compute_in(network: Network, dtype: torch.dtype) -> None:
 
 def _exact_parameters(network: Network, dtype: torch.dtype) -> set[Parameter]:
     names = kept_in_float32(network.model, dtype)
-    return {p for name, p in network.model.named_parameters() if name in names}
+    named = network.model.named_parameters()
+    return {p for name, p in named if without_adapter_layer(name) in names}
 
 
 def master_of(parameter: Held) -> Held:

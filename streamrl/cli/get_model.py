@@ -151,16 +151,17 @@ def _sole_maker(config: RunConfig) -> Iterator[None]:
     if config.model.missing is None:
         yield
         return
-    parent = Path(config.model.path).parent
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(parent, os.O_RDONLY)
+    path = Path(config.model.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.with_name(f".{path.name}.lock")
+    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         # Some file systems have no locks.
         with suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(folder)
+        os.close(lock)
 
 
 def describe(folder: Path) -> str:

@@ -448,7 +448,10 @@ async def _fault(config: RunConfig, role: str, given: str | None) -> str:
     stats, fault = await read_stats(config)
     if stats is None or role == "buffer":
         return fault
-    generator_id = named_after_host(str(given))
+    return _of_generator(stats, named_after_host(str(given)))
+
+
+def _of_generator(stats: BufferStats, generator_id: str) -> str:
     states = {row.id: row.state for row in generator_rows(stats)}
     if generator_id not in states:
         return f"{generator_id} does not report to the buffer"

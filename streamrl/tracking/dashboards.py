@@ -161,7 +161,8 @@ class WandbTracker(TableTracker):
         try:
             self._run = init(mode=mode)
         except wandb.errors.Error as error:
-            if known is None or not isinstance(error, wandb.errors.CommError):
+            is_answer = isinstance(error, wandb.errors.AuthenticationError)
+            if known is None or is_answer or not isinstance(error, wandb.errors.CommError):
                 raise ConfigError(f"tracking.wandb: was {mode!r}, and W&B says: {error}") from error
             log.warning("W&B gets nothing before `wandb sync --append`: %s", error)
             # Its process holds the id of a run that it could not begin.

@@ -70,11 +70,11 @@ def _check(file: str, overrides: Sequence[str], errors: Path) -> None:
     with errors.open("wb") as output:
         os.dup2(output.fileno(), 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    # Imported here, so that the launcher imports none of it.
-    from streamrl.cli.check.command import machine_problems, refusals, run_findings
-
     code = 0
     try:
+        # Imported here, so that the launcher imports none of it.
+        from streamrl.cli.check.command import machine_problems, refusals, run_findings
+
         loaded, refused = load_usable(file, overrides)
         found = [*machine_problems(loaded.config.run.path), *run_findings(loaded, refused)]
         problems = refusals(found)

@@ -194,7 +194,7 @@ SUMMARY_METRICS = frozenset(
 """What the summary reads of every line; of the last one it reads more."""
 
 
-def summary(config: RunConfig, *, but: str = "") -> Table:
+def summary(config: RunConfig, *, but: str | None = None) -> Table:
     """The table at the end of a run, `but` for the row of that name, and of `streamrl report` at
     any time."""
     folder = config.run.path

@@ -147,15 +147,18 @@ def load_usable(
 
 def _at_home(value: Any) -> Any:
     """The value with the user's folder for the ~ that a shell leaves in `--set run.folder=~/runs`,
-    and that other systems' files have."""
+    and that other systems' files have; not in what the policy reads."""
     match value:
         case Mapping():
-            return {key: _at_home(item) for key, item in value.items()}
+            return {k: item if k in _READ else _at_home(item) for k, item in value.items()}
         case list():
             return [_at_home(item) for item in value]
         case str() if value.startswith("~/"):
             return os.path.expanduser(value)
     return value
+
+
+_READ = frozenset({"system_prompt", "prompt_template", "template", "content", "instructions"})
 
 
 def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:
@@ -225,7 +228,7 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     if any(setting.path == ("algorithm", "preset") for setting in settings):
         given = {name: value for name, value in given.items() if name not in CHOICES}
     tree = {**config.model_dump(mode="json"), "algorithm": given}
-    tree = reduce(with_setting, settings, tree)
+    tree = _at_home(reduce(with_setting, settings, tree))
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -96,6 +96,7 @@ class TransferReceiver:
             difference.apply(layout, kept[1], data, update.key, source)
             yield from layout.views(data)
         elif endpoint.is_base:
+            kept = None  # Its memory is free before the next one is made.
             size = layout.num_bytes
             data = torch.zeros(size, dtype=torch.uint8) if on_host is None else on_host
             yield from whole(data)

@@ -269,7 +269,7 @@ SAID: Mapping[str, str] = {
 }
 LATER: Mapping[str, str] = {
     "of a command, or of a daemon that is started by hand": """
-        actors/evaluation actors/validation buffers/daemon
+        actors/evaluation actors/parity actors/validation buffers/daemon
         learners/checkpoints/export learners/daemon learners/executor/place learners/replay
     """,
     "what an engine, its server or vLLM's platform says of its arguments": """

@@ -126,7 +126,7 @@ def test_of_runs_that_begin_together_one_makes_the_model_and_the_others_wait(fol
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(get_model.main, [given] * 3)) == [0, 0, 0]
     assert made == ["models/m"]
-    assert left() == ["m"]
+    assert left() == [".m.lock", "m"]
 
 
 @pytest.mark.parametrize(
