@@ -95,7 +95,7 @@ class Policy:
     def layout(self, settings: WeightSettings) -> Layout:
         """That of `weights` as the settings have them sent; no other rank is needed.
 
-        What transformers keeps in float32 is sent so: the learner computes with it, too.
+        What is `kept_in_float32` is sent so.
         """
         dtype = getattr(torch, settings.dtype) if settings.dtype else None
         loaded_in = torch.bfloat16 if dtype == float8.DTYPE else dtype

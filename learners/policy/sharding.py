@@ -13,7 +13,7 @@ those without; each option moves memory alone.
 gradients are the same bits; only memory and time change. The wrapping is inside the layer's hooks,
 so a layer that is sharded is gathered before it is computed again. It comes before sharding.
 
-Parameters that transformers keeps in float32 stay float32 in the computation, too.
+What is `kept_in_float32` stays so in the computation.
 
 `compute_in`: master weights, which are float32 parameters behind those that a narrower dtype
 computes with. On one rank the modules of a network hold copies of its parameters in the compute
