@@ -9,11 +9,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from learners.optimizer import LossScale
+from learners.policy.hugging_face import kept_in_float32
+from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.sharding import compute_in, master_of
 from learners.trainer import Trainer
 from streamrl.algorithms import logprobs as logprobs_module
+from streamrl.config.learner import LoraSettings
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import DivergedError
 from streamrl.weights.layout import dtype_of
@@ -193,6 +196,17 @@ def test_what_transformers_keeps_in_float32_stays_so(family, tmp_path) -> None:
     sent = Policy(network).layout(WeightSettings(dtype="bfloat16")).manifest
     assert all(dtype_of(spec) == expected[spec.name] for spec in sent)
     network(make_micro_batch((5, 9))).logprobs.sum().backward()
+
+
+@pytest.mark.parametrize("left", ["norm", "lm_head", "base", r"q_proj\.bias"])
+def test_norms_embeddings_adapters_and_parts_of_modules_are_computed_in_the_narrow_dtype(
+    left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("Qwen2")
+    monkeypatch.setattr(model, "_get_dtype_plan", lambda dtype: {left: torch.float32})
+    assert kept_in_float32(model, BF16) == frozenset()
+    add_adapter(model, LoraSettings(rank=2))
+    assert kept_in_float32(model, BF16) == frozenset()
 
 
 def test_float32_computes_with_the_parameters_themselves() -> None:
