@@ -499,7 +499,7 @@ class ZmqBufferServer:
         """Opens the journal, or commits it; sets the refusal of every request while it cannot."""
         if self._open_journal is None:
             return
-        is_first, again = self._journal is None, "written again; nothing was lost"
+        mended = "opened" if self._journal is None else "written again; nothing was lost"
         try:
             if self._journal is None:
                 self._journal = self._open_journal(self._clock())
@@ -511,7 +511,7 @@ class ZmqBufferServer:
             self._refusal = error
         else:
             if self._refusal is not None:
-                log.warning("the journal is %s", "opened" if is_first else again)
+                log.warning("the journal is %s", mended)
             self._refusal = None
         self._state.refusal = str(self._refusal or "")
 

@@ -18,6 +18,7 @@ from torch.nn.functional import dropout
 from transformers import PreTrainedModel
 
 from learners.parallel.mesh import OnDemand, full
+from learners.policy.hugging_face import without_adapter_layer
 from learners.policy.sharding import master_of
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
@@ -28,7 +29,6 @@ from streamrl.weights import lora
 
 ADAPTER = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_BASE = "base_layer."
 
 # What a tensor that may be sharded becomes: `full`, or `described`.
 Whole = Callable[[torch.Tensor], torch.Tensor]
@@ -152,7 +152,7 @@ class MergedWeights(OnDemand):
         self._whole = whole
         self._factors = Factors(model, whole)
         self._parameters = {
-            name.replace(f".{_BASE}", "."): master_of(parameter)
+            without_adapter_layer(name): master_of(parameter)
             for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }

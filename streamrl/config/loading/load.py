@@ -33,6 +33,8 @@ from streamrl.data_files import SUFFIXES, count_rows, has_rows
 from streamrl.errors import ConfigError
 
 _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
+# What the policy reads.
+_READ = frozenset({"system_prompt", "prompt_template", "template", "content", "instructions"})
 
 
 def with_steps(
@@ -156,9 +158,6 @@ def _at_home(value: Any) -> Any:
         case str() if value.startswith("~/"):
             return os.path.expanduser(value)
     return value
-
-
-_READ = frozenset({"system_prompt", "prompt_template", "template", "content", "instructions"})
 
 
 def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:
