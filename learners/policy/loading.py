@@ -46,6 +46,7 @@ from learners.policy.router_replay import RouterRecords
 from learners.policy.sharding import (
     checkpoint_layers,
     is_sharded,
+    narrow_frozen,
     require_gpu,
     shard,
     split_matrices,
@@ -118,7 +119,13 @@ def load_network(
     sharded = mesh if mesh is not None and is_sharded(mesh, on_host) else None
     whole: Network | None = None
     if sharded is None:
-        network = source.load(device_of(learner.device) if mesh is None else mesh.device)
+        device = device_of(learner.device) if mesh is None else mesh.device
+        # A GPU that holds a frozen model in the narrow dtype may have no room for the wide one.
+        network = source.load(device if lora is None else torch.device("cpu"))
+        if lora is not None:
+            narrow_frozen(network, getattr(torch, learner.dtype))
+            network.to(device)
+            network.device = device
     else:
         whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
         network = source.without_memory()

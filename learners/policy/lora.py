@@ -161,6 +161,8 @@ class MergedWeights(OnDemand):
     @torch.no_grad()
     def _merged(self, name: str) -> torch.Tensor:
         parameter = self._whole(self._parameters[name])
+        # A frozen one may have no float32 master, see `narrow_frozen`.
+        parameter = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
         if name + lora.LEFT not in self._factors:
             return parameter
         left, right = self._factors[name + lora.LEFT], self._factors[name + lora.RIGHT]

@@ -20,7 +20,8 @@ computes with. On one rank the modules of a network hold copies of its parameter
 dtype. Each copy's gradient is added to its master's in float32 and freed as soon as it is complete,
 so micro-batches accumulate in float32; the copies follow the masters before a forward pass. Shards
 do the same on several ranks. Optimizer, checkpoints and weight channel see masters alone, under the
-parameters' names.
+parameters' names. A parameter that is frozen, and that the dtype holds bit for bit, has none
+(`narrow_frozen`): that is nearly all of a bfloat16 model with an adapter.
 
 `split_matrices`, tensor parallelism: each of the ranks along `tensor` has a part of every matrix of
 a layer. What is split how is the plan that transformers has for the model. The embeddings and the
@@ -71,18 +72,33 @@ def compute_in(network: Network, dtype: torch.dtype) -> None:
 
     A network of which nothing is trained is cast itself and has no masters.
     """
-    exact = _exact_parameters(network, dtype)
-    narrowed = [p for p in network.parameters() if p.dtype != dtype and p not in exact]
-    if not any(p.requires_grad for p in network.parameters()):
-        # Not `network.to`: rotary frequencies are buffers, and stay exact as the policy's do.
-        for parameter in narrowed:
-            parameter.data = parameter.data.to(dtype)
-    elif narrowed:
-        copies = {parameter: _copy(parameter, dtype) for parameter in narrowed}
+    narrow_frozen(network, dtype)
+    copies = {parameter: _copy(parameter, dtype) for parameter in _wider(network, dtype)}
+    if copies:
         for module in network.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 setattr(module, name, copies.get(parameter, parameter))
         network.register_forward_pre_hook(lambda *_: _follow(copies.values()))
+
+
+@torch.no_grad()
+def narrow_frozen(network: Network, dtype: torch.dtype) -> None:
+    """Cast what is frozen in place: all of a network of which nothing is trained, or what `dtype`
+    holds bit for bit, so that what is merged with it and sent stays the same."""
+    is_all_frozen = not any(p.requires_grad for p in network.parameters())
+    # Not `network.to`: rotary frequencies are buffers, and stay exact as the policy's do.
+    for parameter in _wider(network, dtype):
+        if parameter.requires_grad:
+            continue
+        narrow = parameter.data.to(dtype)
+        if is_all_frozen or torch.equal(narrow.to(parameter.dtype), parameter.data):
+            parameter.data = narrow
+
+
+def _wider(network: Network, dtype: torch.dtype) -> list[Parameter]:
+    """Parameters that are not in `dtype`, but are to compute in it."""
+    exact = _exact_parameters(network, dtype)
+    return [p for p in network.parameters() if p.dtype != dtype and p not in exact]
 
 
 def _exact_parameters(network: Network, dtype: torch.dtype) -> set[Parameter]:

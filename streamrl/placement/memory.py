@@ -223,6 +223,15 @@ class LearnerMemory:
         return self.shape.num_parameters if lora is None else adapter_size(self.shape, lora)
 
     @property
+    def _parameters(self) -> tuple[int, int]:
+        """How many are float32 masters, and how many are in the compute dtype alone: what is
+        frozen of a model in bfloat16, which is not seen from here."""
+        learner, total = self.config.learner, self.shape.num_parameters
+        if learner.lora is None or learner.dtype != "bfloat16" or self._is_sharded:
+            return total, 0
+        return self.num_trained, total
+
+    @property
     def _num_shards(self) -> int:
         _, shard, sequence, tensor = self.config.learner.mesh.sizes(self.num_ranks)
         return shard * sequence * tensor
@@ -242,7 +251,9 @@ class LearnerMemory:
         total = self.shape.num_parameters
         critic = (self.critic or self.shape).num_parameters if algorithm.needs_values else 0
         if not learner.offload.parameters:
-            yield MemoryPart("weights", self._shard(_FLOAT32 * total))
+            masters, narrow = self._parameters
+            weights = _FLOAT32 * masters + self._compute_bytes * narrow
+            yield MemoryPart("weights", self._shard(weights))
             yield MemoryPart("gradients", self._shard(_FLOAT32 * self.num_trained))
             if algorithm.needs_values:
                 yield MemoryPart("critic", self._shard((2 * _FLOAT32 + _MOMENTS) * critic))
@@ -255,7 +266,7 @@ class LearnerMemory:
             if not learner.offload.optimizer:
                 yield MemoryPart("optimizer", self._shard(_MOMENTS * self.num_trained))
             if not self._is_sharded and self._compute_bytes < _FLOAT32:
-                copies = self._compute_bytes * (total + critic)
+                copies = self._compute_bytes * (masters + critic)
                 yield MemoryPart(f"copies in {learner.dtype}", copies)
         if self._is_sharded and not learner.sum_each_micro_batch:
             yield MemoryPart("unsummed gradients", _FLOAT32 * self.num_trained)

@@ -170,6 +170,15 @@ def test_settings_that_save_memory_are_in_the_estimate(folder, learner, gone, ch
     assert saving.num_bytes < plain.num_bytes
 
 
+def test_what_an_adapter_freezes_of_a_bfloat16_model_is_there_once(folder):
+    shape = ModelShape.of_facts(EIGHT_B)
+    learner = {"lora": {"rank": 8}, "dtype": "bfloat16", "gradient_checkpointing": True}
+    memory = LearnerMemory(with_model(folder, learner=learner), shape, 1)
+    parts = {part.name: part.num_bytes for part in memory.need().parts}
+    assert parts["weights"] == 2 * shape.num_parameters + 4 * memory.num_trained
+    assert parts["copies in bfloat16"] == 2 * memory.num_trained
+
+
 def test_the_estimate_grows_with_the_layers_that_are_not_recomputed(folder):
     shape = ModelShape.of_facts(EIGHT_B)
     settings = [{"gradient_checkpointing": every} for every in (True, 1, 2, 4, False)]

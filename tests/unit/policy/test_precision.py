@@ -9,8 +9,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from learners.optimizer import LossScale
+from learners.policy import sharding
 from learners.policy.hugging_face import kept_in_float32
-from learners.policy.lora import add_adapter
+from learners.policy.lora import adapted_layers, add_adapter
 from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.sharding import compute_in, master_of
@@ -181,6 +182,37 @@ def test_a_frozen_network_has_no_second_copy() -> None:
     network = make_network().requires_grad_(False)
     compute_in(network, BF16)
     assert all(p.dtype == BF16 and master_of(p) is p for p in network.parameters())
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_what_an_adapter_freezes_has_no_master_where_the_dtype_holds_it(is_exact, monkeypatch):
+    def adapted() -> Policy:
+        model = make_network().model
+        if is_exact:
+            model.bfloat16().float()
+        torch.manual_seed(0)
+        settings = LoraSettings(rank=2)
+        add_adapter(model, settings)
+        for layer in adapted_layers(model).values():
+            torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+        return Policy(Network(model, temperature=1.0), settings)
+
+    policy, exact, other = adapted(), adapted(), adapted()
+    compute_in(policy.network, BF16)
+    with monkeypatch.context() as patch:
+        patch.setattr(sharding, "narrow_frozen", lambda *_: None)
+        compute_in(other.network, BF16)
+    frozen = [p for p in policy.network.parameters() if not p.requires_grad]
+    assert all(p.dtype == BF16 for p in frozen)
+    assert {master_of(p) is p for p in frozen if p.ndim == 2} == {is_exact}
+    for name, tensor in exact.weights().items():
+        assert torch.equal(policy.weights()[name], tensor), name
+        assert policy.weights()[name].dtype == torch.float32
+    assert policy.layout(WeightSettings()) == exact.layout(WeightSettings())
+    for one in (policy, other):
+        one(make_micro_batch(LENGTHS)).logprobs.sum().backward()
+    for name, parameter in policy.parameters().items():
+        assert torch.equal(parameter.grad, other.parameters()[name].grad), name
 
 
 @pytest.mark.parametrize("family", ["ERNIE 4.5-MoE", "Inkling"])
