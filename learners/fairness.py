@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from streamrl.metrics import fairness_metrics, sampling_metrics
+from streamrl.metrics import fairness_metrics
 from streamrl.types import (
     BufferStats,
     DropReason,
@@ -54,6 +54,7 @@ class FairnessWindow:
         lengths = stats.lengths.with_discarded(self._discarded)
         if not lengths.contains(self._totals[-1]):
             self._totals.clear()
+        # Not a number where the buffer has lost count.
         num_tokens = lengths.sampled.num_tokens - before if self._totals else math.nan
         self._totals.append(lengths)
         window = lengths.since(self._totals[0])
@@ -61,7 +62,8 @@ class FairnessWindow:
         if self._steps_to_warning <= 0 and is_unfair(window, self._group_size):
             self._steps_to_warning = self.num_steps
             self._warn(window, stats.overdue)
-        return {**fairness_metrics(window), **sampling_metrics(num_tokens, step_s)}
+        tokens_per_s = num_tokens / max(step_s, 1e-9)
+        return {**fairness_metrics(window), "generator/tokens_per_s": tokens_per_s}
 
     def _warn(self, window: ResponseLengths, overdue: OverduePolicy) -> None:
         log.warning(

@@ -175,7 +175,10 @@ def token_logprobs(
         logprobs = fused_logprobs(hidden, weight, targets, bias, transform)
         if logprobs is not None:
             # Liger has no entropy; without gradient it takes one more matrix product.
-            measured = _entropy(hidden, weight, targets, bias, transform) if with_entropy else None
+            measured = None
+            if with_entropy:
+                with torch.no_grad():
+                    _, measured = _blocked(hidden, weight, targets, bias, transform, True)
             return TokenLogprobs(logprobs, measured)
     logprobs, entropy = _blocked(hidden, weight, targets, bias, transform, with_entropy)
     if entropy is not None and not trains_entropy:
@@ -198,13 +201,6 @@ def _blocked(
             hidden, weight, bias, targets, transform, with_entropy, keeps_logits
         )
     return result
-
-
-@torch.no_grad()
-def _entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, transform: LogitTransform
-) -> Tensor | None:
-    return _blocked(hidden, weight, targets, bias, transform, with_entropy=True)[1]
 
 
 class _BlockedLogprobs(torch.autograd.Function):
@@ -253,8 +249,14 @@ class _BlockedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        factor = _row_factor(normalizer, *upstream).mul_(ctx.transform.slope)[:, None]
-        at_target = _at_target(normalizer, *upstream)
+        of_logprobs, of_entropy = upstream
+        # A factor per row is multiplied into [R, H] tensors instead of the logits. With g and h
+        # upstream of logprobs and entropy the gradient of a row is -g times (p - onehot), or -1
+        # times (p (g + h (log p + entropy)) - g onehot) where h is there.
+        minus_one = torch.full_like(normalizer, -1.0)
+        minus_g = torch.zeros_like(normalizer) if of_logprobs is None else -of_logprobs
+        factor, at_target = (minus_g, minus_one) if of_entropy is None else (minus_one, minus_g)
+        factor = (factor * ctx.transform.slope)[:, None]
         scaled = (hidden * factor).to(hidden.dtype)
         for block, logits in ctx.kept or logit_blocks(hidden, weight, bias, ctx.transform):
             gradient = _logit_gradient(logits, normalizer, entropy, *upstream)
@@ -293,25 +295,6 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += _product(left, right)
-
-
-# The gradient of row r is factor[r] times what the next two make, so that a factor per row is
-# multiplied into [R, H] tensors instead of the logits: with g and h upstream of logprobs and
-# entropy, -g (p - onehot), or -1 (p (g + h (log p + entropy)) - g onehot) where h is there.
-
-
-def _row_factor(like: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> Tensor:
-    """[R]"""
-    if of_entropy is None and of_logprobs is not None:
-        return -of_logprobs
-    return torch.full_like(like, -1.0)
-
-
-def _at_target(like: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> Tensor:
-    """[R]"""
-    if of_logprobs is None:
-        return torch.zeros_like(like)
-    return torch.full_like(like, -1.0) if of_entropy is None else -of_logprobs
 
 
 def _logit_gradient(

@@ -206,7 +206,7 @@ def _malformed(stats: BufferStats) -> Iterator[str]:
 def _failed(stats: BufferStats) -> Iterator[str]:
     if num_failed := stats.books.dropped.get(DropReason.FAILED, 0):
         yield f"{num_failed} of {_ended(stats)} failed"
-        yield from (*_last(stats), *_rewards(stats), *_rows(stats))
+        yield from (*_last(stats), *_repeated(stats))
         if _is_nothing_scored(stats, num_failed):
             yield NOTHING_SCORED
 
@@ -235,21 +235,17 @@ def _last(stats: BufferStats) -> list[str]:
     return [] if last is None else [f"the last one, prompt {last.prompt_index}: {last.sentence}"]
 
 
-def _rewards(stats: BufferStats) -> list[str]:
-    """Where there are several, those that failed, over all generators."""
-    counts: Counter[str] = Counter()
+def _repeated(stats: BufferStats) -> Iterator[str]:
+    """Of several rewards those that failed, and the rows that failed more than once, over all
+    generators."""
+    rewards: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
     for generator in stats.generators:
-        counts.update({failed.reward: failed.num_failures for failed in generator.failed_rewards})
-    several = counts.most_common(_NAMED_PROMPTS) if len(counts) > 1 else []
-    return [f"reward {reward} failed {n} times" for reward, n in several]
-
-
-def _rows(stats: BufferStats) -> list[str]:
-    """The rows that failed more than once, over all generators."""
-    counts: Counter[str] = Counter()
-    for generator in stats.generators:
-        counts.update({failed.row: failed.num_failures for failed in generator.failed_rows})
-    return [f"{row} failed {n} times" for row, n in counts.most_common(_NAMED_PROMPTS) if n > 1]
+        rewards.update({failed.reward: failed.num_failures for failed in generator.failed_rewards})
+        rows.update({failed.row: failed.num_failures for failed in generator.failed_rows})
+    for reward, n in rewards.most_common(_NAMED_PROMPTS if len(rewards) > 1 else 0):
+        yield f"reward {reward} failed {n} times"
+    yield from (f"{row} failed {n} times" for row, n in rows.most_common(_NAMED_PROMPTS) if n > 1)
 
 
 # Fewer may be a few bad rows of the data, which every display shows all the same.

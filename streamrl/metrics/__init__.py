@@ -232,11 +232,6 @@ def reward_metrics(stats: BufferStats, rewards: Iterable[str]) -> dict[str, floa
     return {f"reward/{reward}/num_failures": count for reward, count in failed.items()}
 
 
-def sampling_metrics(num_tokens: float, seconds: float) -> dict[str, float]:
-    """Of the responses that reached the buffer in this time; NaN where it has lost count."""
-    return {"generator/tokens_per_s": num_tokens / max(seconds, 1e-9)}
-
-
 def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> dict[str, float]:
     """Versions between each group's furthest token, older or newer, and the version that trains it,
     and how many groups are in each bucket. `staleness_min` is that of the newest token: below 0

@@ -210,11 +210,7 @@ def engine_seat(
     with_gpus = [host for host in hosts if host.devices]
     fitting = [host for host in with_gpus if len(host.devices) >= size]
     if fitting:
-        load = _Load.of(taken)
-        host, devices = min(
-            ((host, load.best(host, size)) for host in fitting),
-            key=lambda choice: load.cost(*choice),
-        )
+        host, devices = _least_shared(fitting, size, taken)
         return Seat(name, role, host, devices)
     if with_gpus:
         raise ConfigError(f"{_size_setting(generator)}: was {size}, and {counted(hosts)}")
@@ -258,37 +254,29 @@ def _product(generator: GeneratorSettings, names: Sequence[str]) -> int:
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
-@dataclass(frozen=True)
-class _Load:
-    """Who has which GPU already, by the host's name and the position."""
+def _least_shared(
+    hosts: Sequence[Host], size: int, taken: Sequence[Seat]
+) -> tuple[Host, tuple[int, ...]]:
+    """The host on which the `size` GPUs with the least load are shared least, and their positions:
+    first with how many learner ranks, then with how many engines one of them is shared."""
+    loads = Counter(
+        (seat.role == "learner", seat.host.name, device)
+        for seat in taken
+        for device in seat.devices
+    )
 
-    engines: Counter[tuple[str, int]]
-    learners: Counter[tuple[str, int]]
+    def load(host: Host, device: int) -> tuple[int, int]:
+        return loads[True, host.name, device], loads[False, host.name, device]
 
-    @classmethod
-    def of(cls, taken: Sequence[Seat]) -> "_Load":
-        def count(is_learner: bool) -> Counter[tuple[str, int]]:
-            return Counter(
-                (seat.host.name, device)
-                for seat in taken
-                if (seat.role == "learner") is is_learner
-                for device in seat.devices
-            )
-
-        return cls(count(False), count(True))
-
-    def best(self, host: Host, size: int) -> tuple[int, ...]:
-        """The positions of `size` GPUs of the host with the least load."""
-        order = sorted(range(len(host.devices)), key=lambda i: (*self._of(host, i), i))
+    def best(host: Host) -> tuple[int, ...]:
+        order = sorted(range(len(host.devices)), key=lambda i: (*load(host, i), i))
         return tuple(sorted(order[:size]))
 
-    def cost(self, host: Host, devices: Sequence[int]) -> tuple[int, int]:
-        """First with how many learner ranks, then with how many engines a GPU is shared."""
-        loads = [self._of(host, device) for device in devices]
-        return max(learners for learners, _ in loads), max(engines for _, engines in loads)
+    def most(choice: tuple[Host, tuple[int, ...]]) -> tuple[int, ...]:
+        host, devices = choice
+        return tuple(map(max, zip(*(load(host, i) for i in devices), strict=True)))
 
-    def _of(self, host: Host, device: int) -> tuple[int, int]:
-        return self.learners[host.name, device], self.engines[host.name, device]
+    return min(((host, best(host)) for host in hosts), key=most)
 
 
 def _pinned(

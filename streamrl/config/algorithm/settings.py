@@ -56,6 +56,7 @@ from streamrl.config.section import (
     PositiveNumber,
     Probability,
     Section,
+    overlaid,
 )
 from streamrl.errors import did_you_mean, nearest
 from streamrl.user_code import check_user_code, is_user_code
@@ -271,12 +272,6 @@ CHOICES: Final = ("advantage", "advantage_config", "loss", "loss_config", "proxi
 """What a preset stands for."""
 
 
-def _within(ours: Any, given: Any) -> Any:
-    """What is given for a setting; of a record, with the preset's other keys."""
-    both = isinstance(ours, Mapping) and isinstance(given, Mapping)
-    return {**ours, **given} if both else given
-
-
 def _is_replaced(ours: Any, given: Any) -> bool:
     """Whether nothing of the preset's value is left beside what is given."""
     if isinstance(ours, Mapping) and isinstance(given, Mapping):
@@ -364,7 +359,7 @@ class AlgorithmSettings(Section):
                 f"algorithm.preset: was {preset}, and {', '.join(ours)} are all set to something "
                 "else, so it cannot act; leave them out, or set it to null"
             )
-        return {**ours, **{name: _within(ours.get(name), value) for name, value in section.items()}}
+        return overlaid(ours, section)
 
     @field_validator("advantage")
     @classmethod
