@@ -266,6 +266,8 @@ def as_json(status: RunStatus) -> dict[str, Any]:
 
 def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
     reading = status.reading
+    if state_of(reading) is RunState.STARTING:
+        return "has not reported since the launch began"
     if learner.activity is LearnerActivity.ENDED or not reading.is_learner_reporting:
         return f"{learner.activity}, {age(reading.learner_age_s)} ago"
     shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
