@@ -40,6 +40,7 @@ from streamrl.cli.display.numbers import (
     books_rows,
     held_out_curve,
     held_out_rows,
+    mean_of_last,
     numbers_of,
     remaining,
     remaining_texts,
@@ -49,7 +50,7 @@ from streamrl.cli.display.numbers import (
     validation_text,
     wait_shares,
 )
-from streamrl.cli.display.view import REFRESH_S, LinePrinter, screen
+from streamrl.cli.display.view import REFRESH_S, LinePrinter, means, screen
 from streamrl.cli.processes.command import unless_signaled
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
@@ -216,6 +217,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             "learner",
             f"number {stats.books.learner_term} attached, at version {stats.policy_version}",
         )
+    if recent := ", ".join(means(status.lines)):
+        yield "steps", f"{mean_of_last(len(status.lines))}: {recent}"
     failures = failures_of(status.reading)
     if failures and failures not in (found.sentence for found in diagnose(status.reading)):
         yield "failed", failures
@@ -266,6 +269,8 @@ def as_json(status: RunStatus) -> dict[str, Any]:
 
 def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
     reading = status.reading
+    if state_of(reading) is RunState.STARTING:
+        return "has not reported since the launch began"
     if learner.activity is LearnerActivity.ENDED or not reading.is_learner_reporting:
         return f"{learner.activity}, {age(reading.learner_age_s)} ago"
     shares = f"; last step: {wait_shares([status.last_line])}" if status.last_line else ""
@@ -399,8 +404,8 @@ class _Followed:
         table = self._generators(status.reading.stats, width)
         if self._config is None:
             return Group(*texts(status), table)
-        # Below it stands with the training reward.
-        said = (text for text in texts(status) if not text.plain.startswith("held-out"))
+        # Below they stand with the training reward.
+        said = (text for text in texts(status) if not text.plain.startswith(("held-out", "steps")))
         return screen(said, self._config, lines, table)
 
     async def _read(self, lines: Lines) -> RunStatus:

@@ -147,7 +147,7 @@ def state_of(reading: Reading) -> RunState:
         answers = stats is not None and stats.books.learner_term > 0
         return RunState.RUNNING if answers else RunState.STARTING
     if learner.activity is LearnerActivity.ENDED:
-        is_starting = reading.is_relaunched and stats is not None
+        is_starting = reading.is_starting or (reading.is_relaunched and stats is not None)
         return RunState.STARTING if is_starting else RunState.STOPPED
     if reading.is_learner_reporting or stats is not None:
         return RunState.RUNNING

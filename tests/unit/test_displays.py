@@ -118,6 +118,8 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     main(["status", str(config.run.path)])
     text = capsys.readouterr().out
     assert "step 6 of 550, training reward 0.550 (mean of the last 2 steps)" in text
+    recent = next(line for line in text.splitlines() if line.startswith("steps "))
+    assert recent.split(maxsplit=1)[1] in headline(config, lines)
     main(["status", str(config.run.path), "--json"])
     assert json.loads(capsys.readouterr().out)["training_reward"] == pytest.approx(0.55)
     assert not [n for n in view if "reward" in n and not n.startswith(("training", "held-out"))]

@@ -308,6 +308,19 @@ def test_a_run_that_a_launch_starts_just_now_is_starting_and_not_wrong(
         assert capsys.readouterr().out.splitlines()[1].startswith(f"{prefix} nothing listens at")
 
 
+def test_a_stopped_run_that_a_launch_goes_on_with_is_starting_before_its_buffer_answers(
+    tmp_path, capsys, closed_port
+):
+    run = make_run(tmp_path, activity=LearnerActivity.ENDED, time_s=time.time() - 900)
+    config = at_port(run, closed_port, max_steps=9)
+    launched = time.time() - 5.0
+    os.utime(config.run.path / "config.yaml", (launched, launched))
+    assert main(["status", str(config.run.path)]) == 0
+    output = capsys.readouterr().out
+    assert "\nstarting\n" in output
+    assert "learner  has not reported since the launch began" in output
+
+
 def interrupt(_: float) -> None:
     raise KeyboardInterrupt
 

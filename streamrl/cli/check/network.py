@@ -226,16 +226,16 @@ def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
 
 def _of_persistence(facts: RedisFacts) -> Finding:
     if facts.aof_error:
-        sentence = f"its last write of the append-only file failed: {facts.aof_error}"
+        sentence = f"Redis: the last write of the append-only file failed: {facts.aof_error}"
         return MACHINE.problem(sentence, "free disk space on the host of Redis")
     if not facts.is_aof:
         return MACHINE.problem(
-            "it keeps no append-only file: a restart loses the groups since the last snapshot",
+            "Redis keeps no append-only file: a restart loses the groups since the last snapshot",
             "redis-cli CONFIG SET appendonly yes, and appendonly yes in its configuration",
         )
     if facts.fsync == "no":
         return MACHINE.warning(
-            "appendfsync is no: a crash of its machine loses what the kernel has not written",
+            "Redis has appendfsync no: a crash of its machine loses what is not on the disk yet",
             "redis-cli CONFIG SET appendfsync everysec",
         )
     return MACHINE.ok(f"append-only file, appendfsync {facts.fsync or 'unknown'}")
@@ -244,11 +244,12 @@ def _of_persistence(facts: RedisFacts) -> Finding:
 def _of_memory(facts: RedisFacts) -> Finding:
     if facts.maxmemory and facts.policy not in ("noeviction", ""):
         return MACHINE.problem(
-            f"maxmemory-policy is {facts.policy}: a full Redis would evict the run's groups",
+            f"Redis: maxmemory-policy is {facts.policy}: when full it would evict the run's groups",
             "redis-cli CONFIG SET maxmemory-policy noeviction",
         )
     if facts.maxmemory and facts.used_memory > 0.8 * facts.maxmemory:
-        sentence = f"{facts.used_memory / 2**20:.0f} of {facts.maxmemory / 2**20:.0f} MiB are used"
+        used, room = facts.used_memory / 2**20, facts.maxmemory / 2**20
+        sentence = f"Redis: {used:.0f} of {room:.0f} MiB are used"
         return MACHINE.warning(sentence, "raise maxmemory, or delete runs that have ended")
     limit = f"{facts.maxmemory / 2**20:.0f} MiB" if facts.maxmemory else "no limit"
     return MACHINE.ok(f"maxmemory: {limit}, {facts.policy or 'noeviction'}")

@@ -353,12 +353,12 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     ("facts", "severity", "cause", "part"),
     [
         ("Connection refused", "problem", "redis", "does not answer: Connection refused"),
-        (RedisFacts("7"), "problem", "redis persistence", "no append-only file"),
+        (RedisFacts("7"), "problem", "redis persistence", "Redis keeps no append-only file"),
         (
             RedisFacts("7", is_aof=True, fsync="no"),
             "warning",
             "redis persistence",
-            "is no: a crash",
+            "appendfsync no: a crash",
         ),
         (RedisFacts("7", is_aof=True, aof_error="err"), "problem", "redis persistence", "failed"),
         (
@@ -367,7 +367,7 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
         ),
         (
             RedisFacts("7", is_aof=True, maxmemory=GIB, used_memory=GIB, policy="noeviction"),
-            *("warning", "redis memory", "1024 of 1024 MiB"),
+            *("warning", "redis memory", "Redis: 1024 of 1024 MiB"),
         ),
         (RedisFacts("7", is_aof=True, skew_s=-3.0), "warning", "clock skew", "3 s behind"),
     ],
