@@ -13,12 +13,13 @@ from learners.checkpoints.restore import choose, for_loading, restore, resumed
 from learners.objective.credit import CreditAssigner
 from learners.session import LearnerState
 from streamrl.checkpoints.find import read_checkpoint
+from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.errors import CheckpointWriteError, ConfigError
 from streamrl.types import GroupHeader
 from tests.full_disk import files_no_larger_than
 from tests.records import make_group
 from tests.training import make_batch, make_config
-from tests.unit.test_checkpoint import BOOKS, make_run, make_trainer, names, save
+from tests.unit.test_checkpoint import BOOKS, HISTORY, make_run, make_trainer, names, save
 
 
 @pytest.mark.parametrize(("best_is", "best"), [("highest", 20), ("lowest", 10)])
@@ -30,6 +31,11 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, best_is, best)
         save(config, trainer, LearnerState(version), means={"reward/mean": mean})
     save(config, trainer, LearnerState(50))
     assert names(config) == [f"step-{version:08d}" for version in (best, 50)]
+
+
+def test_a_checkpoint_that_was_removed_after_it_was_saved_is_no_crash(tmp_path):
+    config = make_run(tmp_path)
+    delete_older(config.run.path, HISTORY, 10, config.learner.checkpoint, Validated())
 
 
 def test_the_mean_of_a_metric_is_of_the_steps_since_the_checkpoint_before(tmp_path, caplog):
