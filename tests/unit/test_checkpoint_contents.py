@@ -33,6 +33,22 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, best_is, best)
     assert names(config) == [f"step-{version:08d}" for version in (best, 50)]
 
 
+def test_a_loaded_optimizer_is_on_the_host_before_the_first_step(tmp_path, monkeypatch):
+    config = make_run(tmp_path, "gae")
+    trainer, moved = make_trainer(config), []
+    trainer.step(make_batch())
+    path = save(config, trainer, LearnerState(1))
+    monkeypatch.setattr(
+        "learners.checkpoints.restore.move_state",
+        lambda optimizer, to_host: moved.append((optimizer, len(optimizer.state), to_host)),
+    )
+    other = make_trainer(config)
+    offloading = config.with_values(learner={"offload": {"optimizer": True}})
+    restore(read_checkpoint(path), offloading, other)
+    assert [(one, to_host) for one, _, to_host in moved] == [(o, True) for o in other.optimizers]
+    assert all(num_loaded for _, num_loaded, _ in moved)
+
+
 def test_a_checkpoint_that_was_removed_after_it_was_saved_is_no_crash(tmp_path):
     config = make_run(tmp_path)
     delete_older(config.run.path, HISTORY, 10, config.learner.checkpoint, Validated())
