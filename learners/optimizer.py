@@ -246,11 +246,11 @@ def _near(pattern: str, parameters: Mapping[str, Parameter]) -> str:
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
     """Its state is beside its parameters during a step, and in the host's memory otherwise."""
-    optimizer.register_step_pre_hook(lambda *_: _move(optimizer, to_host=False))
-    optimizer.register_step_post_hook(lambda *_: _move(optimizer, to_host=True))
+    optimizer.register_step_pre_hook(lambda *_: move_state(optimizer, to_host=False))
+    optimizer.register_step_post_hook(lambda *_: move_state(optimizer, to_host=True))
 
 
-def _move(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
     """The moments; the count of steps is one number and stays where the optimizer put it."""
     for parameter, state in optimizer.state.items():
         device = torch.device("cpu") if to_host else parameter.device

@@ -59,7 +59,7 @@ class SampleWriter:
         self._thread.shutdown()
 
     def _write(self, step: StepSamples) -> None:
-        """A failure costs the samples of the step, and is logged once in a row."""
+        """A failure costs the samples of the step."""
         number = step.policy_version + 1
         try:
             if self._decoder is None or self._file is None:
@@ -68,8 +68,9 @@ class SampleWriter:
                 self._file = SampleFile(self._path, self._first_step, num_bytes)
             samples = self._samples(step, self._decoder)
             self._file.append(samples)
-        except (OSError, ValueError) as error:
-            log.warning("step %d has no samples: %s", number, error)
+        except Exception as error:
+            # The tokenizer may be code of the model's own, and nobody reads what the future raises.
+            log.warning("step %d has no samples: %s: %s", number, type(error).__name__, error)
             return
         if number % self._settings.table_every == 0:
             self._log_table([to_builtins(sample) for sample in samples], number)

@@ -89,6 +89,11 @@ class Trainer:
         self._corrected: dict[str, float] = {}
         self._measured = self.credit.state_dict()
 
+    @property
+    def optimizers(self) -> list[torch.optim.AdamW]:
+        """The policy's, and the critic's if there is one."""
+        return [self.optimizer, *([self.critic.optimizer] if self.critic else ())]
+
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Train a batch; metrics under their public names."""
         self.accumulate(batch)

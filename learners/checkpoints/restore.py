@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from learners.checkpoints.contents import load_tensors
 from learners.checkpoints.writer import restore_random_state
+from learners.optimizer import move_state
 from learners.parallel.mesh import Mesh
 from learners.parallel.ranks import Ranks
 from learners.policy.critic import Critic
@@ -179,6 +180,10 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
             )
     require_same_scale(checkpoint, config.learner.lora)
     load_tensors(path, wanted, trainer, config.model.path)
+    if config.learner.offload.optimizer:
+        # Else it would stay on the GPU for the passes of the first step.
+        for optimizer in trainer.optimizers:
+            move_state(optimizer, to_host=True)
     if "extra" in wanted:
         trainer.load_state_dict(record["credit"])
         distributed = dist.is_initialized()

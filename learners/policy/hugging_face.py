@@ -3,24 +3,26 @@
 Invariant: weights are written under the names that public models have, from tensors in host memory
 alone, so that the model that trains is not touched.
 
-The files of a model's folder that say how it sees are copied along: without them vLLM and
-transformers cannot load one that sees images.
+The generation settings of a model's folder are copied as they are, since transformers refuses to
+write some that it reads, such as a temperature without `do_sample`. So are the files that say how
+it sees: without them vLLM and transformers cannot load one that sees images.
 """
 
 import copy
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from streamrl.config.model import ModelSettings
 from streamrl.vision.families import auto_model, has_vision
 
-FILES = (
+PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
@@ -28,13 +30,13 @@ FILES = (
 )
 
 
-def copy_processor_files(model: str, folder: Path) -> None:
+def copy_files(model: str, folder: Path, names: Iterable[str]) -> None:
     """Those that the folder or hub name `model` has, byte by byte.
 
     Raises:
         OSError: one cannot be written.
     """
-    for name in FILES:
+    for name in names:
         found = cached_file(
             model,
             name,
@@ -101,8 +103,9 @@ def save_model(
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     _save_tokenizer(folder, settings)
+    copy_files(settings.path, folder, (GENERATION_CONFIG_NAME,))
     if has_vision(model_config):
-        copy_processor_files(settings.path, folder)
+        copy_files(settings.path, folder, PROCESSOR_FILES)
 
 
 def make_skeleton(
@@ -113,8 +116,6 @@ def make_skeleton(
         model: PreTrainedModel = auto_model(model_config).from_config(
             copy.deepcopy(model_config), dtype=dtype, trust_remote_code=settings.trust_remote_code
         )
-    if (Path(settings.path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(settings.path)
     return model
 
 

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from streamrl.errors import ConfigError
@@ -77,7 +78,7 @@ class LogitTransform:
 PLAIN_LOGITS = LogitTransform()
 
 
-WRONG_LIGER = ("0.8.0", "0.8.1")
+FIRST_RIGHT_LIGER = "0.8.2"
 
 
 def takes_liger(device: torch.device, trains_entropy: bool) -> bool:
@@ -94,10 +95,10 @@ def has_liger() -> bool:
     """
     if find_spec("liger_kernel") is None:
         return False
-    if (installed := version("liger-kernel")) in WRONG_LIGER:
+    if Version(installed := version("liger-kernel")) < Version(FIRST_RIGHT_LIGER):
         raise ConfigError(
             f"liger-kernel {installed} is installed, which scales all gradients by that of the "
-            "first token; install 0.8.2 or later, or remove it"
+            f"first token; install {FIRST_RIGHT_LIGER} or later, or remove it"
         )
     return True
 

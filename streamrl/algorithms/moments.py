@@ -59,8 +59,8 @@ class Moments:
         return torch.where(mean_square > 0, self.mean.square() / mean_square, 0.0)
 
 
-def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
-    """Standardize [R] to variance 1, and to mean 0 if `shift_mean`; TRL's and verl's whitening.
+def whiten(values: Tensor) -> Tensor:
+    """Standardize [R] to mean 0 and variance 1; TRL's and verl's whitening.
 
     Raises:
         ValueError: the batch has fewer than two tokens, so it has no variance.
@@ -69,5 +69,4 @@ def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
     if moments.count < 2:
         raise ValueError(f"whitening needs at least 2 tokens, the batch has {int(moments.count)}")
     centered = values.double() - moments.mean
-    white = centered * torch.rsqrt(moments.variance(ddof=1) + 1e-8)
-    return (white if shift_mean else white + moments.mean).to(values.dtype)
+    return (centered * torch.rsqrt(moments.variance(ddof=1) + 1e-8)).to(values.dtype)

@@ -41,6 +41,9 @@ def delete_older(
     others = set(foreign(run, history, policy_version))
     ours = [path for path in list_checkpoints(run) if path not in others]
     complete = [path for path in ours if _is_complete(path)]
+    if not complete:
+        # Whoever cleaned up the disk has taken the one that was just saved.
+        return
     newest = complete[-settings.keep :]
     kept = {*newest, *_best(complete, settings, validated)}
     kept |= {path for path in complete if version_of(path) in validated.pending}

@@ -212,4 +212,6 @@ def _steps(given: str | None) -> tuple[int | None, int | None]:
     if found is None:
         raise ConfigError(f"--step: was {given!r}; it must be a step or a range, such as 10-20")
     first, is_range, last = found.groups()
+    if last and int(last) < int(first):
+        raise ConfigError(f"--step: was {given!r}; the last step must not be below the first")
     return int(first), (int(last) if last else None) if is_range else int(first)

@@ -389,6 +389,27 @@ def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
         assert torch.equal(parameter, loaded.parameters()[name])
 
 
+@pytest.mark.parametrize("is_of_the_hub", [False, True])
+def test_a_checkpoint_has_the_generation_settings_of_its_model(
+    tmp_path, monkeypatch, is_of_the_hub
+):
+    """Transformers reads these, and does not write them: a temperature without `do_sample`."""
+    config = make_run(tmp_path)
+    model, settings = Path(config.model.path), '{"eos_token_id": [1, 2], "temperature": 0.9}'
+    (model / "generation_config.json").write_text(settings)
+    trainer = make_trainer(config)
+    if is_of_the_hub:
+        repository = tmp_path / "hub" / "models--somebody--tiny"
+        shutil.copytree(model, repository / "snapshots" / "1234")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("1234")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        config = config.with_values(model={"path": "somebody/tiny"})
+    path = save(config, trainer, LearnerState(1))
+    assert (path / "generation_config.json").read_text() == settings
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

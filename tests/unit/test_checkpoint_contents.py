@@ -13,12 +13,13 @@ from learners.checkpoints.restore import choose, for_loading, restore, resumed
 from learners.objective.credit import CreditAssigner
 from learners.session import LearnerState
 from streamrl.checkpoints.find import read_checkpoint
+from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.errors import CheckpointWriteError, ConfigError
 from streamrl.types import GroupHeader
 from tests.full_disk import files_no_larger_than
 from tests.records import make_group
 from tests.training import make_batch, make_config
-from tests.unit.test_checkpoint import BOOKS, make_run, make_trainer, names, save
+from tests.unit.test_checkpoint import BOOKS, HISTORY, make_run, make_trainer, names, save
 
 
 @pytest.mark.parametrize(("best_is", "best"), [("highest", 20), ("lowest", 10)])
@@ -30,6 +31,27 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, best_is, best)
         save(config, trainer, LearnerState(version), means={"reward/mean": mean})
     save(config, trainer, LearnerState(50))
     assert names(config) == [f"step-{version:08d}" for version in (best, 50)]
+
+
+def test_a_loaded_optimizer_is_on_the_host_before_the_first_step(tmp_path, monkeypatch):
+    config = make_run(tmp_path, "gae")
+    trainer, moved = make_trainer(config), []
+    trainer.step(make_batch())
+    path = save(config, trainer, LearnerState(1))
+    monkeypatch.setattr(
+        "learners.checkpoints.restore.move_state",
+        lambda optimizer, to_host: moved.append((optimizer, len(optimizer.state), to_host)),
+    )
+    other = make_trainer(config)
+    offloading = config.with_values(learner={"offload": {"optimizer": True}})
+    restore(read_checkpoint(path), offloading, other)
+    assert [(one, to_host) for one, _, to_host in moved] == [(o, True) for o in other.optimizers]
+    assert all(num_loaded for _, num_loaded, _ in moved)
+
+
+def test_a_checkpoint_that_was_removed_after_it_was_saved_is_no_crash(tmp_path):
+    config = make_run(tmp_path)
+    delete_older(config.run.path, HISTORY, 10, config.learner.checkpoint, Validated())
 
 
 def test_the_mean_of_a_metric_is_of_the_steps_since_the_checkpoint_before(tmp_path, caplog):

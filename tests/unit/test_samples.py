@@ -359,6 +359,7 @@ def test_the_command_prints_what_is_asked_for_and_refuses_the_rest(tmp_path, cap
     assert "held out" in capsys.readouterr().out
     for arguments, sentence in (
         (["--step", "x"], "--step: was 'x'; it must be a step or a range, such as 10-20"),
+        (["--step", "3-1"], "--step: was '3-1'; the last step must not be below the first"),
         (["--grep", "("], "--grep: '(' is no regular expression"),
         (["--validation", "7"], "there are no responses of version 7, but of 4"),
     ):
@@ -475,6 +476,18 @@ def test_a_model_without_a_tokenizer_costs_the_samples_alone(tmp_path, caplog):
     writer.add(step_samples())
     writer.close()
     assert "step 5 has no samples" in caplog.text
+
+
+def test_a_tokenizer_that_fails_costs_the_samples_alone(tmp_path, monkeypatch, caplog):
+    """Its code may be the model's own, and raise anything."""
+
+    def unknown(token_ids) -> str:
+        raise KeyError(token_ids[0])
+
+    writer = make_writer(tmp_path, monkeypatch, unknown)
+    writer.add(step_samples())
+    writer.close()
+    assert "step 5 has no samples: KeyError" in caplog.text
 
 
 @pytest.mark.parametrize("num_groups", [0, 1])

@@ -18,5 +18,5 @@ def test_no_recorded_case_is_forgotten() -> None:
         *kl_and_rewards.KL_CASES,
     ]
     left_out = kl_and_rewards.NOT_OFFERED.keys()
-    assert len(left_out) == 2
+    assert len(left_out) == 3
     assert {case["id"] for case in compared} | left_out == {case["id"] for case in all_cases()}

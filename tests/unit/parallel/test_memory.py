@@ -97,7 +97,7 @@ def test_inputs_of_recomputed_layers_go_to_the_host(monkeypatch):
 def test_an_optimizers_state_comes_for_a_step_and_leaves_after_it(monkeypatch):
     events: list[str] = []
     monkeypatch.setattr(
-        optimizers, "_move", lambda _, to_host: events.append("leaves" if to_host else "comes")
+        optimizers, "move_state", lambda _, to_host: events.append("leaves" if to_host else "comes")
     )
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.register_hook(lambda gradient: events.append("backward"))
@@ -115,7 +115,7 @@ def test_moments_come_to_the_device_of_their_parameter():
     optimizer = torch.optim.AdamW([parameter])
     names = ("exp_avg", "exp_avg_sq")
     optimizer.state[parameter] = {"step": torch.tensor(1.0)} | {n: torch.zeros(3) for n in names}
-    optimizers._move(optimizer, to_host=False)
+    optimizers.move_state(optimizer, to_host=False)
     assert {n: t.device.type for n, t in optimizer.state[parameter].items()} == {
         "step": "cpu",
         "exp_avg": "meta",
