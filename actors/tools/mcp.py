@@ -129,8 +129,9 @@ class McpConnection:
             program, *arguments = settings.command
             parameters = {"args": arguments, "env": settings.environment}
             return Client(StdioServerParameters(command=program, **parameters))
-        # A call and the beginning of a session have limits of their own.
-        client = httpx2.AsyncClient(headers=settings.headers, timeout=None)
+        # Calls have a limit of their own, before this one ends the session.
+        longest_s = 2 * settings.time_limit_s
+        client = httpx2.AsyncClient(headers=settings.headers, timeout=longest_s)
         http = await stack.enter_async_context(client)
         return Client(streamable_http_client(settings.url, http_client=http))
 
