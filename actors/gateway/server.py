@@ -53,6 +53,7 @@ _GONE = 410
 @web.middleware
 async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The handler, whose refusals are answered in the form of the API."""
+    allowed: Mapping[str, str] = {}
     try:
         return await handler(request)
     except web.HTTPRequestEntityTooLarge as error:
@@ -60,6 +61,7 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
     except web.HTTPException as error:
         # There is no such path, or it takes another method.
         refusal = RequestError(f"{request.method} {request.path} is not served", error.status)
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     except RequestError as error:
         refusal = error
     except StreamRLError as error:
@@ -68,7 +70,7 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
         refusal = RequestError("the body is nested too deeply")
     is_anthropic = "/v1/messages" in request.path
     form = anthropic_messages.write_error if is_anthropic else chat.write_error
-    return json_answer(form(refusal), refusal.status)
+    return json_answer(form(refusal), refusal.status, allowed)
 
 
 def _refusal(error: StreamRLError) -> RequestError:
@@ -88,10 +90,12 @@ def _refusal(error: StreamRLError) -> RequestError:
     raise error
 
 
-def json_answer(content: Any, status: int = 200) -> web.Response:
+def json_answer(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
     """Also of what a prompt's row may hold beside JSON's types, as text."""
     body = msgspec.json.encode(content, enc_hook=str)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
 async def event_stream(

@@ -172,7 +172,7 @@ class Session:
         self._finish_reason = FinishReason.STOP
         self._end: str | None = None
         self.num_invalid_turns = 0
-        """Completions whose tool calls cannot be read."""
+        """Completions that no limit cut, and whose tool calls cannot be read."""
         self.idle_s = 0.0
         """For how long, between completions, none was being sampled."""
         self.messages: tuple[Message, ...] = ()
@@ -264,7 +264,7 @@ class Session:
         completion: Completion,
     ) -> PolicyReply:
         sampled = tuple(completion.token_ids.tolist())
-        message = self._parsed(sampled, tools)
+        message = self._parsed(completion, tools)
         self._last_num_tool_calls = len(message.get("tool_calls") or ())
         self.record.judge(num_tool_calls=self._last_num_tool_calls)
         self._finish_reason = completion.finish_reason
@@ -273,11 +273,12 @@ class Session:
         self.messages = tuple(conversation)
         return PolicyReply(message, completion, len(context), uuid.uuid4().hex)
 
-    def _parsed(self, token_ids: tuple[int, ...], tools: Sequence[ToolSchema]) -> Message:
+    def _parsed(self, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
         """The policy's message, whose calls have ids: nine letters and digits, as Mistral's chat
         templates want them."""
-        message = dict(self.renderer.parse(token_ids, tools))
-        self.num_invalid_turns += message.pop("parse_error", None) is not None
+        message = dict(self.renderer.parse(completion.token_ids.tolist(), tools))
+        is_unread = message.pop("parse_error", None) is not None
+        self.num_invalid_turns += is_unread and not completion.finish_reason.is_truncated
         calls = message.get("tool_calls") or ()
         named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
         return {**message, "tool_calls": named} if named else message

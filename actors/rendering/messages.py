@@ -23,6 +23,8 @@ def normalized(message: Message) -> Message:
 
     >>> normalized({"role": "user", "content": [{"type": "text", "text": "a", "image": None}]})
     {'role': 'user', 'content': 'a'}
+    >>> normalized({"role": "assistant", "content": "a", "tool_calls": []})
+    {'role': 'assistant', 'content': 'a'}
     """
     found: dict[str, Any] = _without_nulls(message)
     content, calls = found.get("content"), found.get("tool_calls")
@@ -30,6 +32,9 @@ def normalized(message: Message) -> Message:
         found["content"] = "".join(part["text"] for part in content)
     if calls:
         found["tool_calls"] = [_normalized_call(call) for call in calls]
+    elif calls is not None:
+        # Llama's templates take it for a call.
+        del found["tool_calls"]
     return {**found, "content": found.get("content", "")}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
-from mcp_types import CONNECTION_CLOSED, CallToolResult, Tool
+from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolResult, Tool
 
 from actors.tools import ToolError, ToolSession
 from streamrl.config.generator import CallLimits, McpServerSettings
@@ -26,6 +26,9 @@ from streamrl.interfaces import ToolSchema
 from streamrl.user_code import attributed_to
 
 log = logging.getLogger(__name__)
+
+# Also what servers say of a session that they do not know, since they have started again.
+_BROKEN = (CONNECTION_CLOSED, INVALID_REQUEST, -32001)
 
 
 class McpServer:
@@ -107,9 +110,11 @@ class McpConnection:
             log.info("the session with the MCP server %s ended with: %s", self.name, error)
         self._task = None
 
-    def forget(self) -> None:
-        """The session is broken: the next call begins another one."""
-        self._client = None
+    def forget(self, client: Client) -> None:
+        """The session of this client is broken: the next call begins another one, unless one has
+        begun."""
+        if self._client is client:
+            self._client = None
 
     async def _serve(self, begun: asyncio.Future[Client], ending: asyncio.Event) -> None:
         """The session from its beginning to its end, in one task, as the package demands."""
@@ -124,7 +129,10 @@ class McpConnection:
             program, *arguments = settings.command
             parameters = {"args": arguments, "env": settings.environment}
             return Client(StdioServerParameters(command=program, **parameters))
-        http = await stack.enter_async_context(httpx2.AsyncClient(headers=settings.headers))
+        # Calls have a limit of their own, before this one ends the session.
+        longest_s = 2 * settings.time_limit_s
+        client = httpx2.AsyncClient(headers=settings.headers, timeout=longest_s)
+        http = await stack.enter_async_context(client)
         return Client(streamable_http_client(settings.url, http_client=http))
 
 
@@ -141,17 +149,19 @@ class _McpSession:
         self._is_shared = is_shared
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        server = f"the MCP server of {name}"
+        with attributed_to(server, ToolError):
+            client = await self._connection.client()
         try:
-            with attributed_to(f"the MCP server of {name}", ToolError):
-                client = await self._connection.client()
+            with attributed_to(server, ToolError):
                 result = await client.call_tool(name, dict(arguments))
         except ToolError as error:
             cause = error.__cause__
             if not isinstance(cause, MCPError):
-                self._connection.forget()
+                self._connection.forget(client)
                 raise
-            if cause.code == CONNECTION_CLOSED:
-                self._connection.forget()
+            if cause.code in _BROKEN:
+                self._connection.forget(client)
             raise ToolError(cause.message) from cause
         return _text(result)
 

@@ -262,8 +262,9 @@ class ToolEnvironment:
         assert self._context is not None, "start comes first"
         message = self._context.renderer.parse(completion.token_ids.tolist(), self._tools.schemas)
         calls = message.get("tool_calls", ())
-        if not calls or completion.finish_reason is not FinishReason.STOP:
-            is_valid = "parse_error" not in message
+        is_cut = completion.finish_reason is not FinishReason.STOP
+        if is_cut or not calls:
+            is_valid = is_cut or "parse_error" not in message
             return Transition(done=True, is_valid=is_valid, metrics=self._tools.metrics)
         answers = await asyncio.gather(
             *(self._tools.answer(call) for call in calls[:_MAX_CALLS]),

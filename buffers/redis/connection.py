@@ -186,5 +186,5 @@ def _certificate_error(error: BaseException | None) -> str:
 
 
 def _summary(error: Exception) -> str:
-    """The first sentence of Redis' message."""
-    return str(error).partition(". ")[0] or type(error).__name__
+    """The first sentence of Redis' message, without the clients of sentinels that it names."""
+    return str(error).partition(". ")[0].partition(" : <")[0] or type(error).__name__

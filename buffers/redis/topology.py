@@ -117,10 +117,14 @@ def _sentinel_client(url: str, options: dict[str, Any]) -> "Redis":
     if not service:
         raise ValueError("it must end with the name of the service: /SERVICE")
     sentinels = [(host, int(port or SENTINEL_PORT)) for host, _, port in addresses]
-    sentinel = Sentinel(sentinels, sentinel_kwargs={**options, "socket_timeout": SENTINEL_S})
     user: dict[str, Any] = {
         "username": parts.username and unquote(parts.username),
         "password": parts.password and unquote(parts.password),
     }
+    asked = {**options, "socket_timeout": SENTINEL_S}
+    sentinel = Sentinel(sentinels, sentinel_kwargs=asked)
+    if parts.password:
+        # One that has a password has that of the servers; one that has none refuses any.
+        sentinel.sentinels += Sentinel(sentinels, sentinel_kwargs={**asked, **user}).sentinels
     client: Redis = sentinel.master_for(service, db=int(db or 0), **user, **options)
     return client

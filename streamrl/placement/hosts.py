@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,22 @@ def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[De
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return found
-    names = [name.strip() for name in listed.split(",")]
+    names = _visible(listed)
     are_numbers = all(map(str.isdecimal, names))
     return tuple(
         replace(device, index=int(name) if are_numbers else device.index, visible_as=name)
         for name, device in zip(names, found, strict=False)
     )
+
+
+def _visible(listed: str) -> list[str]:
+    """The names of devices before the first that is none, such as -1, which hides those behind it.
+
+    >>> _visible("1, GPU-2e,-1,0"), _visible("NoDevFiles")
+    (['1', 'GPU-2e'], [])
+    """
+    names = (name.strip() for name in listed.split(","))
+    return list(takewhile(re.compile(r"\d+|(GPU|MIG)-.*").fullmatch, names))
 
 
 def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -118,7 +129,7 @@ def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return {"CUDA_VISIBLE_DEVICES": number}
-    names = [name.strip() for name in listed.split(",") if name.strip()]
+    names = _visible(listed)
     if int(number) >= len(names):
         raise ConfigError(
             f"generator.device: was {device!r}, and CUDA_VISIBLE_DEVICES names {len(names)}: "

@@ -163,13 +163,14 @@ class Exported(Tracker):
     def collect(self) -> Iterator["Metric"]:
         """Families with their samples; what prometheus-client asks a collector for."""
         newest = {k: v for reading in self._newest.values() for k, v in reading.items()}
-        families: dict[str, list[tuple[Family, float]]] = {}
+        # By labels: a-b and a_b have one name here, and Prometheus takes one value of each series.
+        families: dict[str, dict[tuple[tuple[str, str], ...], tuple[Family, float]]] = {}
         for metric, value in {**newest, **self._sums}.items():
             family = family_of(metric)
             if not family.name.startswith(self._left_out or ("-",)):
-                families.setdefault(family.name, []).append((family, value))
+                families.setdefault(family.name, {})[family.labels] = (family, value)
         for name, found in families.items():
-            yield _metric(name, found)
+            yield _metric(name, found.values())
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -281,6 +281,29 @@ class TestMessages:
             await create(model="m", max_tokens=4, messages=messages)
             assert played.recorded == ["u:q;>t|;u:q;>b;"]
 
+    async def test_what_claude_code_sends_is_taken(self):
+        async with playing("a;", "b;") as played:
+            messages = [QUESTION]
+            for nonce in ("1f", "2e"):
+                account = f"x-anthropic-billing-header: cc_version=2.1; cch={nonce};"
+                answer = await played.anthropic.beta.messages.create(
+                    model="m",
+                    max_tokens=4,
+                    system=[{"type": "text", "text": text} for text in (account, "s")],
+                    messages=messages,
+                    context_management={"edits": []},
+                    output_config={"effort": "high"},
+                )
+                said = {"role": "assistant", "content": answer.content}
+                messages = [*messages, said, {"role": "user", "content": "r"}]
+            assert played.recorded == ["s:s;u:q;>a;u:r;>b;"]
+
+    async def test_what_claude_code_asks_again_for_is_refused_in_its_words(self):
+        async with playing() as played:
+            messages = [QUESTION, {"role": "system", "content": "s"}]
+            with pytest.raises(anthropic.BadRequestError, match="role 'system' is not supported"):
+                await played.anthropic.messages.create(model="m", max_tokens=4, messages=messages)
+
     async def test_a_stream(self):
         async with playing("a;", "add(1)") as played:
             messages = played.anthropic.messages

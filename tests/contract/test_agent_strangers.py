@@ -73,6 +73,7 @@ async def test_what_is_not_served_is_said_in_the_form_of_the_api(method, path, s
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (status, kind)
         assert error["message"] == f"{method} {path} is not served"
+        assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
 
 
 async def test_a_body_in_an_encoding_that_it_has_not_is_refused_and_logged_in_a_line(caplog):

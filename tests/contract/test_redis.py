@@ -12,6 +12,7 @@ from redis import Redis
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.messages import AttachReply, AttachRequest
 from buffers.redis.client import RedisBuffer
+from buffers.redis.connection import RedisConnection
 from buffers.redis.journal_storage import forget, read_events, read_snapshot
 from buffers.redis.leadership import LEASE_S
 from streamrl.cli.buffer import running
@@ -197,10 +198,25 @@ async def test_sentinels_tell_where_the_server_is(
         await fill(buffer, "a")
         assert (await redis_client(own_redis.url).stats()).books.buffered == 1
         unknown = f"redis+sentinel://127.0.0.1:{sentinel.port}/theirs"
-        with pytest.raises(TransportError, match="No master found for 'theirs'"):
+        with pytest.raises(TransportError, match=r"\(No master found for 'theirs'\)"):
             await redis_client(unknown, deadline_s=3.0).stats()
     finally:
         sentinel.kill()
+
+
+@pytest.mark.parametrize("own", ["", "requirepass secret"])
+async def test_sentinels_may_have_the_password_of_the_server(own: str, tmp_path: Path):
+    sentinel = RedisServer(tmp_path / "sentinel")
+    with redis_server(tmp_path / "server", "requirepass secret") as server:
+        monitor = f"sentinel monitor ours 127.0.0.1 {server.port} 1"
+        sentinel.start_sentinel(f"{monitor}\nsentinel auth-pass ours secret\n{own}")
+        url = f"redis+sentinel://:secret@127.0.0.1:{sentinel.port}/ours"
+        connection = RedisConnection(url, "run", deadline_s=5.0, retry_s=2.0)
+        try:
+            assert await connection.call("PING", ("PING",)) == [True]
+        finally:
+            await connection.close()
+            sentinel.kill()
 
 
 async def test_a_server_that_comes_back_blank_shows_it_to_everybody(

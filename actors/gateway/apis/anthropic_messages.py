@@ -29,7 +29,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (),
     "cache_control": (),
     "inference_geo": (),
+    "context_management": (),
+    "output_config": ({},),
+    "speed": (),
 }
+# Claude Code opens its instructions with one that is about its accounts, and another in each
+# request, after which no conversation would go on with an earlier one.
+_ABOUT_ACCOUNTS = "x-anthropic-"
 # Blocks of an answer that say nothing to the policy.
 _THOUGHTS = ("thinking", "redacted_thinking")
 _ERRORS = {
@@ -66,8 +72,10 @@ class _Body(Struct, forbid_unknown_fields=True):
 
 
 def _read(body: Json, session: Session) -> ApiRequest:
+    if isinstance(config := body.get("output_config"), dict):
+        body = {**body, "output_config": {k: config[k] for k in config if k != "effort"}}
     asked = converted(body, _Body, _NEUTRAL)
-    system = only_text(asked.system, ("text",), "system")
+    system = _instructions(asked.system)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = [read for message in asked.messages for read in _messages(message)]
     return ApiRequest(
@@ -78,6 +86,12 @@ def _read(body: Json, session: Session) -> ApiRequest:
         model=asked.model,
         is_streamed=asked.stream,
     )
+
+
+def _instructions(system: str | list[dict[str, Any]]) -> str:
+    if isinstance(system, list):
+        system = [b for b in system if not str(b.get("text")).startswith(_ABOUT_ACCOUNTS)]
+    return only_text(system, ("text",), "system")
 
 
 def _tool(tool: _Tool) -> Mapping[str, Any]:
@@ -94,7 +108,10 @@ def _tool(tool: _Tool) -> Mapping[str, Any]:
 def _messages(message: _Message) -> Iterator[Message]:
     """Results of tools first, each a message of its own; then what the rest of it says."""
     if message.role not in ("user", "assistant"):
-        raise RequestError(f"messages: role was {message.role!r}; allowed: user, assistant")
+        # Claude Code looks for these words, and asks again without its messages of the system.
+        raise RequestError(
+            f"messages: role {message.role!r} is not supported; allowed: user, assistant"
+        )
     blocks = message.content
     if isinstance(blocks, str):
         yield {"role": message.role, "content": blocks}

@@ -106,7 +106,7 @@ def test_a_device_is_shown_alone_by_the_name_that_it_has_here():
     assert visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "5, 3"})["CUDA_VISIBLE_DEVICES"] == "3"
     assert visible_alone("auto", {"CUDA_VISIBLE_DEVICES": "5"}) == {}
     with pytest.raises(ConfigError, match=r"generator.device: was 'cuda:1', and CUDA_VI.* names 1"):
-        visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "5"})
+        visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "5,-1"})
 
 
 def test_copies_that_rescore_are_said_and_refused_where_the_machine_cannot_hold_them(

@@ -115,6 +115,11 @@ class TestEpisodes:
         assert rollout.metrics["tool/calculator/num_calls"] == 0
         assert rollout.finish_reason is FinishReason.LENGTH
 
+    async def test_half_a_call_that_a_limit_cut_is_no_invalid_turn(self) -> None:
+        engine = ScriptedEngine('<tool_call>{"name": "ca', finish_reason=FinishReason.LENGTH)
+        rollout = await play(engine, "calculator")
+        assert INVALID_TURNS not in rollout.metrics
+
     async def test_too_many_calls_are_refused(self) -> None:
         calls = "\n".join(call("calculator", expression="1") for _ in range(40))
         engine = ScriptedEngine(calls + END, "Done." + END)

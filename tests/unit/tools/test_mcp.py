@@ -9,8 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mcp import MCPError
+from mcp_types import INVALID_REQUEST, CallToolResult, TextContent
 
-from actors.tools import name_of
+from actors.tools import ToolError, name_of
+from actors.tools.mcp import McpConnection, McpServer
 from actors.tools.toolset import EpisodeTools, Toolset
 from streamrl.config import load_config
 from streamrl.config.generator import GeneratorSettings, McpServerSettings
@@ -104,6 +107,47 @@ async def test_a_server_by_its_url_that_dies(http: tuple[str, "subprocess.Popen[
     assert (await answer(tools, "count", name="a")).startswith("error: ")
     with pytest.raises(RolloutError, match="ConnectError"):
         await toolset(url=url).open()
+
+
+async def test_a_call_may_take_longer_than_a_client_of_http_waits(
+    http: tuple[str, "subprocess.Popen[bytes]"],
+):
+    tools = await toolset(url=http[0]).open()
+    assert await answer(tools, "sleep", seconds=5.5) == "slept"
+
+
+class Server:
+    """One session; `code` is that of its answer to calls, if it does not know the session."""
+
+    def __init__(self, code: int = 0) -> None:
+        self._code = code
+
+    async def __aenter__(self) -> "Server":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> CallToolResult:
+        if self._code:
+            raise MCPError(self._code, "Session not found")
+        return CallToolResult(content=[TextContent(text="7")])
+
+
+@pytest.mark.parametrize("code", [INVALID_REQUEST, -32001])
+async def test_a_session_that_a_server_has_lost_is_begun_again(monkeypatch, code: int):
+    sessions = [Server(code), Server()]
+
+    async def make_client(self: McpConnection, stack: object) -> Server:
+        return sessions.pop(0)
+
+    monkeypatch.setattr(McpConnection, "_make_client", make_client)
+    server = McpServer(McpServerSettings(url="http://host/mcp"), "generator.mcp_servers.0")
+    server._schemas = ()
+    session = await server.open()
+    with pytest.raises(ToolError, match="Session not found"):
+        await session.call("count", {})
+    assert await session.call("count", {}) == "7"
 
 
 def test_a_server_has_a_command_or_a_url():

@@ -147,6 +147,13 @@ def test_steps_are_added_up_and_states_replaced():
     assert values["streamrl_learner_staleness_versions{statistic=max}"] == 6.0
 
 
+def test_metrics_that_have_one_name_for_prometheus_are_one_series():
+    exported = Exported(is_on=True)
+    exported.log({"mine/a-b": 1.0, "mine/a_b": 2.0}, step=1)
+    (metric,) = (m for m in exported.collect() if m.name == "streamrl_mine_a_b")
+    assert [sample.value for sample in metric.samples] == [2.0]
+
+
 def test_the_buffers_families_are_the_buffers_alone():
     line = {"buffer/leased": 2, "buffer/staleness_mean": 1.0, "generator/g/tokens_per_s": 3.0}
     both = {}
