@@ -69,12 +69,14 @@ def test_a_server_elsewhere_may_be_said_to_be_as_it_is():
     assert config("sglang", sglang=server).generator.num_ranks == 1
 
 
-def test_tensor_parallel_workers_receive_weights_each_for_itself():
+def test_workers_of_one_engine_receive_weights_each_for_itself():
     tensor_parallel = {"vllm": {"tensor_parallel_size": 4}}
     assert config("vllm", **tensor_parallel).generator.num_ranks == 4
     assert config("hf", **tensor_parallel).generator.num_ranks == 1
 
 
+    by_layers = {**tensor_parallel, "engine_kwargs": {"pipeline_parallel_size": 2}}
+    assert config("vllm", **by_layers).generator.num_ranks == 8
 def test_the_documents_show_the_command_that_starts_a_vllm_elsewhere():
     root = Path(__file__).parents[2]
     lines = (root / "docs" / "engines.md").read_text().splitlines()

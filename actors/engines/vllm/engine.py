@@ -234,7 +234,9 @@ class VllmEngine(UpdatableEngine):
         self._gauges = Gauges()
         self._processes = processes
         self._llm = _start(arguments, self._gauges, processes)
-        self._loader = WeightLoader(InProcessVerbs(self._llm, processes), settings)
+        num_workers = self._llm.vllm_config.parallel_config.world_size_across_dp
+        verbs = InProcessVerbs(self._llm, processes)
+        self._loader = WeightLoader(verbs, settings, num_workers=num_workers)
         self._eos = facts.eos
         self._vision = vision
         self._max_model_len: int = self._llm.model_config.max_model_len
