@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from streamrl.config.model import ModelSettings
 from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.placement.limits import num_experts
 from streamrl.types import SamplingParams, TensorSpec
-from streamrl.vision.families import auto_model, has_vision
+from streamrl.vision.families import empty_model, has_vision
 from streamrl.vision.places import Placeholders
 from streamrl.weights import lora
 
@@ -92,15 +93,13 @@ class ModelFacts:
     """Of a model that sees images."""
     expert_shape: tuple[int, int] = (0, 0)
     """Decoder layers, and the experts that a token is given to in each."""
+    has_experts: bool = False
 
     @classmethod
     def of(cls, model: ModelSettings) -> "ModelFacts":
-        """Costs no memory: the model is made on the meta device."""
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        with torch.device("meta"):
-            empty = auto_model(config).from_config(
-                config, trust_remote_code=model.trust_remote_code
-            )
+        """Costs no memory."""
+        empty = empty_model(model.path, trust_remote_code=model.trust_remote_code)
+        config = empty.config
         text_config = config.get_text_config()
         return cls(
             shapes={name: tuple(p.shape) for name, p in empty.named_parameters()},
@@ -112,6 +111,7 @@ class ModelFacts:
                 text_config.num_hidden_layers,
                 getattr(text_config, "num_experts_per_tok", None) or 1,
             ),
+            has_experts=num_experts(text_config.to_dict()) > 1,
         )
 
 
