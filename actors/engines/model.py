@@ -10,8 +10,9 @@ import torch
 from msgspec import structs
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
+from streamrl.config.generator import GeneratorSettings
 from streamrl.config.model import ModelSettings
-from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.errors import ConfigError, RolloutError, WeightTransferError
 from streamrl.placement.limits import num_experts
 from streamrl.types import SamplingParams, TensorSpec
 from streamrl.vision.families import empty_model, has_vision
@@ -94,6 +95,8 @@ class ModelFacts:
     expert_shape: tuple[int, int] = (0, 0)
     """Decoder layers, and the experts that a token is given to in each."""
     has_experts: bool = False
+    unsent: tuple[str, ...] = ()
+    """Tensors of the model's files that no learner changes or sends: persistent buffers."""
 
     @classmethod
     def of(cls, model: ModelSettings) -> "ModelFacts":
@@ -112,6 +115,19 @@ class ModelFacts:
                 getattr(text_config, "num_experts_per_tok", None) or 1,
             ),
             has_experts=num_experts(text_config.to_dict()) > 1,
+            unsent=tuple(sorted(dict(empty.named_buffers()).keys() & empty.state_dict().keys())),
+        )
+
+
+def require_all_sent(generator: GeneratorSettings, facts: ModelFacts) -> None:
+    """
+    Raises:
+        ConfigError: an engine that starts without weights would never get all of them.
+    """
+    if facts.unsent and generator.lacks_weights and generator.url is None:
+        raise ConfigError(
+            f"generator.{generator.engine}.load_format: was dummy, and the learner does not send "
+            f"{facts.unsent[0]}, which the model's files have: leave it out"
         )
 
 
