@@ -10,10 +10,12 @@ import torch
 from msgspec import structs
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
+from streamrl.config.generator import GeneratorSettings
 from streamrl.config.model import ModelSettings
-from streamrl.errors import RolloutError, WeightTransferError
+from streamrl.errors import ConfigError, RolloutError, WeightTransferError
+from streamrl.placement.limits import num_experts
 from streamrl.types import SamplingParams, TensorSpec
-from streamrl.vision.families import auto_model, has_vision
+from streamrl.vision.families import empty_model, has_vision
 from streamrl.vision.places import Placeholders
 from streamrl.weights import lora
 
@@ -92,15 +94,15 @@ class ModelFacts:
     """Of a model that sees images."""
     expert_shape: tuple[int, int] = (0, 0)
     """Decoder layers, and the experts that a token is given to in each."""
+    has_experts: bool = False
+    unsent: tuple[str, ...] = ()
+    """Tensors of the model's files that no learner changes or sends: persistent buffers."""
 
     @classmethod
     def of(cls, model: ModelSettings) -> "ModelFacts":
-        """Costs no memory: the model is made on the meta device."""
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        with torch.device("meta"):
-            empty = auto_model(config).from_config(
-                config, trust_remote_code=model.trust_remote_code
-            )
+        """Costs no memory."""
+        empty = empty_model(model.path, trust_remote_code=model.trust_remote_code)
+        config = empty.config
         text_config = config.get_text_config()
         return cls(
             shapes={name: tuple(p.shape) for name, p in empty.named_parameters()},
@@ -112,6 +114,20 @@ class ModelFacts:
                 text_config.num_hidden_layers,
                 getattr(text_config, "num_experts_per_tok", None) or 1,
             ),
+            has_experts=num_experts(text_config.to_dict()) > 1,
+            unsent=tuple(sorted(dict(empty.named_buffers()).keys() & empty.state_dict().keys())),
+        )
+
+
+def require_all_sent(generator: GeneratorSettings, facts: ModelFacts) -> None:
+    """
+    Raises:
+        ConfigError: an engine that starts without weights would never get all of them.
+    """
+    if facts.unsent and generator.lacks_weights and generator.url is None:
+        raise ConfigError(
+            f"generator.{generator.engine}.load_format: was dummy, and the learner does not send "
+            f"{facts.unsent[0]}, which the model's files have: leave it out"
         )
 
 

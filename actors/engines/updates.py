@@ -9,12 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from time import perf_counter
+from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from actors.engines.model import Shapes, require_same_parameters
 from streamrl.types import LoadReport, TensorSpec, WeightUpdate
-from streamrl.vision.families import load_pretrained
+from streamrl.vision.families import empty_model, load_pretrained
 from streamrl.weights import lora
 
 
@@ -44,8 +46,8 @@ class StagedWeights:
 
 
 class WholeModel:
-    """Completes updates of LoRA's factors with the model at `path`, in host memory from the first
-    such update on."""
+    """The model at `path`: completes updates of LoRA's factors, in host memory from the first such
+    update on, and says how its files hold the parameters."""
 
     def __init__(self, path: str, *, trust_remote_code: bool) -> None:
         self._path = path
@@ -62,6 +64,17 @@ class WholeModel:
         for name, tensor in lora.merged(received, self._base.__getitem__):
             yield name, tensor.to(others.pop(name).dtype)
         yield from others.items()
+
+    def as_in_files(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> lora.Tensors:
+        """All tensors of the model, by the names and in the parts that its files have, which are
+        those that inference libraries load: transformers renames modules, and keeps the experts of
+        a layer in one tensor."""
+        by_name: dict[str, torch.Tensor] = revert_weight_conversion(self._empty, dict(tensors))
+        return by_name.items()
+
+    @cached_property
+    def _empty(self) -> Any:
+        return empty_model(self._path, trust_remote_code=self._trust_remote_code)
 
     @cached_property
     def _base(self) -> Mapping[str, torch.Tensor]:

@@ -4,6 +4,7 @@
 """
 
 import ipaddress
+import math
 import os
 import shlex
 from pathlib import Path
@@ -507,4 +508,9 @@ class GeneratorSettings(Section):
     @property
     def num_ranks(self) -> int:
         """Processes of one generator that receive weights."""
-        return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1
+        if self.engine != "vllm":
+            return 1
+        names = ("pipeline_parallel_size", "data_parallel_size")
+        sizes = (self.engine_kwargs.get(name) for name in names)
+        others = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+        return self.vllm.tensor_parallel_size * others

@@ -21,6 +21,13 @@ def auto_model(config: Any) -> Any:
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
+def empty_model(path: str, *, trust_remote_code: bool) -> Any:
+    """The model of the folder or hub name without its weights, which costs no memory."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return auto_model(config).from_config(config, trust_remote_code=trust_remote_code)
+
+
 def load_pretrained(
     path: str,
     *,

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from actors import engines
+from actors.engines.model import ModelFacts, require_all_sent
 from actors.engines.vllm.server import serve_command
 from streamrl.config import RunConfig, load_config
+from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
+from tests.model_families import make_model
 
 
 def config(engine: str, **generator: object) -> RunConfig:
@@ -69,10 +72,25 @@ def test_a_server_elsewhere_may_be_said_to_be_as_it_is():
     assert config("sglang", sglang=server).generator.num_ranks == 1
 
 
-def test_tensor_parallel_workers_receive_weights_each_for_itself():
+def test_workers_of_one_engine_receive_weights_each_for_itself():
     tensor_parallel = {"vllm": {"tensor_parallel_size": 4}}
     assert config("vllm", **tensor_parallel).generator.num_ranks == 4
+    by_layers = {**tensor_parallel, "engine_kwargs": {"pipeline_parallel_size": 2}}
+    assert config("vllm", **by_layers).generator.num_ranks == 8
     assert config("hf", **tensor_parallel).generator.num_ranks == 1
+
+
+@pytest.mark.parametrize(("family", "is_refused"), [("DeepSeek-V3", True), ("Qwen3", False)])
+def test_an_engine_without_weights_has_to_get_all_of_them(family, is_refused, tmp_path):
+    make_model(family).save_pretrained(tmp_path)
+    facts = ModelFacts.of(ModelSettings(path=str(tmp_path)))
+    dummy = config("vllm", vllm={"load_format": "dummy"}).generator
+    require_all_sent(config("vllm").generator, facts)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"load_format: was dummy.*e_score_correction_bias"):
+            require_all_sent(dummy, facts)
+    else:
+        require_all_sent(dummy, facts)
 
 
 def test_the_documents_show_the_command_that_starts_a_vllm_elsewhere():

@@ -6,9 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from actors.engines.requests import InFlightRequests, answered
-from actors.engines.updates import UpdatableEngine
+from actors.engines.updates import UpdatableEngine, WholeModel
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.types import (
     Completion,
@@ -19,6 +20,7 @@ from streamrl.types import (
     WeightUpdate,
 )
 from streamrl.weights.layout import manifest_of
+from tests.model_families import make_model
 
 
 def model(width: int = 3) -> torch.nn.Module:
@@ -69,6 +71,17 @@ async def test_a_manifest_of_another_model_is_refused():
     with pytest.raises(WeightTransferError, match=r"0\.weight"):
         await engine.load_weights(update_of(model(width=4), 1))
     assert engine.steps == []
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE", "Qwen3"])
+def test_inference_libraries_are_given_the_tensors_of_the_models_files(family: str, tmp_path):
+    source = make_model(family)
+    source.save_pretrained(tmp_path)
+    parameters = [(name, p.detach()) for name, p in source.named_parameters()]
+    found = dict(WholeModel(str(tmp_path), trust_remote_code=False).as_in_files(parameters))
+    expected = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 async def test_an_update_that_does_not_arrive_is_not_loaded():

@@ -9,6 +9,7 @@ from actors.engines.vllm import cpu
 from actors.engines.vllm.server import open_vllm
 from streamrl.errors import ConfigError
 from tests.engines import run_config
+from tests.model_families import make_model
 from tests.ports import free_port
 from tests.tiny_model import save_llama
 
@@ -24,6 +25,13 @@ def test_a_head_width_without_a_kernel_is_refused(width: int, dtype: str):
     message = rf"model\.path: narrow has attention heads of width {width}, .*32, 48, .*engine hf"
     with pytest.raises(ConfigError, match=message):
         cpu.require_servable(config, facts_of(width))
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path):
+    make_model("Mixtral", head_dim=32).save_pretrained(tmp_path)
+    config = run_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path: .* has experts, .*engine hf"):
+        cpu.require_servable(config, ModelFacts.of(config.model))
 
 
 def test_amx_tiles_that_the_system_does_not_grant_are_refused(monkeypatch):

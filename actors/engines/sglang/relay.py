@@ -37,6 +37,7 @@ from streamrl.config.generator import SglangSettings
 from streamrl.errors import StreamRLError, WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights.layout import dtype_name
+from streamrl.weights.lora import Tensors
 from streamrl.weights.transports import groups
 from streamrl.weights.transports.receive import TransferReceiver
 
@@ -72,6 +73,7 @@ class Relay:
         self._timeout_s = timeout_s
         self._transfer = TransferReceiver()
         self._staged = StagedWeights()
+        self._in_files: Tensors = ()
         self._store = groups.OpenStore(host, timeout_s)
         self._membership: RelayGroup | None = None
 
@@ -128,8 +130,10 @@ class Relay:
         self._transfer.close()
 
     def _stage(self, update: WeightUpdate) -> None:
+        self._in_files = ()  # Its memory is free before the next one is made.
         received = self._transfer.tensors(update)
         self._staged.fill(self._model.tensors(update.manifest, received))
+        self._in_files = self._model.as_in_files(self._staged)
 
     def _mode(self) -> PauseMode:
         if self._settings.pause_mode == "abort":
@@ -158,7 +162,7 @@ class Relay:
     async def _broadcast(
         self, membership: RelayGroup, label: str, require_current: Callable[[], None]
     ) -> None:
-        buckets = list(buckets_of(self._staged, self._bucket_bytes))
+        buckets = list(buckets_of(self._in_files, self._bucket_bytes))
         for i, bucket in enumerate(buckets):
             require_current()
             is_last = i == len(buckets) - 1

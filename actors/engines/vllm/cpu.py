@@ -23,10 +23,10 @@ def require_servable(config: RunConfig, facts: ModelFacts) -> None:
             f"on a CPU vLLM serves those of {', '.join(map(str, HEAD_WIDTHS))} only: take another "
             "model, or generator.engine hf"
         )
-    if config.algorithm.records_experts:
+    if facts.has_experts:
         raise ConfigError(
-            f"algorithm.router_replay: was {config.algorithm.router_replay}, and vLLM reports "
-            "experts with its model runner V2 alone, which a CPU does not have: use "
+            f"model.path: {config.model.path} has experts, and on a CPU vLLM brings only their "
+            "first weights into the order that its kernels read, no later ones: use "
             "generator.engine hf"
         )
     if config.generator.dtype == "bfloat16" and not request_amx():

@@ -42,7 +42,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from actors.engines import require_torchvision
-from actors.engines.model import ModelFacts, fitted
+from actors.engines.model import ModelFacts, fitted, require_all_sent
 from actors.engines.reported import candidates, completion, num_asked, recorded, sets_of
 from actors.engines.requests import InFlightRequests, aborted_on, answered, stops_of
 from actors.engines.served.process import death
@@ -234,7 +234,9 @@ class VllmEngine(UpdatableEngine):
         self._gauges = Gauges()
         self._processes = processes
         self._llm = _start(arguments, self._gauges, processes)
-        self._loader = WeightLoader(InProcessVerbs(self._llm, processes), settings)
+        num_workers = self._llm.vllm_config.parallel_config.world_size_across_dp
+        verbs = InProcessVerbs(self._llm, processes)
+        self._loader = WeightLoader(verbs, settings, num_workers=num_workers)
         self._eos = facts.eos
         self._vision = vision
         self._max_model_len: int = self._llm.model_config.max_model_len
@@ -254,6 +256,7 @@ class VllmEngine(UpdatableEngine):
         """The engine a run's configuration describes, with the weights of `model.path`; no other
         generator shares it."""
         facts = ModelFacts.of(config.model)
+        require_all_sent(config.generator, facts)
         processes = VllmProcesses(config.run.path / "logs")
         vision = VllmVision.of(config.model, facts)
         arguments = engine_arguments(config, facts, seed=seed)

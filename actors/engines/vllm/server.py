@@ -196,6 +196,7 @@ class VllmServer(Server):
         return WeightLoader(
             HttpVerbs(self.http, self._request_timeout_s),
             self._config.generator.vllm,
+            num_workers=self._config.generator.num_ranks,
             address=address_towards(host_of(self.http.url)),
             deadline_s=self._config.weights.deadline_s,
         )

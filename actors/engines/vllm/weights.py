@@ -57,11 +57,12 @@ class WeightLoader:
         vllm: WeightVerbs,
         settings: VllmSettings,
         *,
+        num_workers: int,
         address: str = "127.0.0.1",
         deadline_s: float | None = None,
     ) -> None:
         self._vllm = vllm
-        self._num_workers = settings.tensor_parallel_size
+        self._num_workers = num_workers
         self.settings = settings
         """Say how to pause."""
         self._deadline_s = deadline_s

@@ -15,10 +15,12 @@ the update has arrived. Sampling goes on while the update arrives.
 
 import logging
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
+import torch
 import zmq
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -26,12 +28,14 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.engines.updates import StagedWeights, WholeModel
 from actors.engines.vllm.weights import WorkerReport
 from streamrl.curve import use_key
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
+from streamrl.weights.lora import Tensors
 from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
@@ -68,6 +72,7 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _thread: threading.Thread | None = None
     _is_complete = _is_discarded = False
     _transfer: TransferReceiver | None = None
+    _in_files: Tensors = ()
     _socket: "zmq.Socket[bytes] | None" = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -100,7 +105,8 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Loads what was received; if that was discarded, vLLM need not be paused.
 
         Raises:
-            WeightTransferError: it is loaded already, or another generator has begun an update.
+            WeightTransferError: it is loaded already, another generator has begun an update, or
+                vLLM does not take all of it.
         """
         self.drain_pending()
         if self._is_discarded:
@@ -109,7 +115,8 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightTransferError("there is no complete update to load")
         self._is_complete = False
         initialize_layerwise_reload(self.model)
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self._staged)
+        on_device = ((name, tensor.to(self.device)) for name, tensor in self._in_files)
+        require_kept(self.model, self.model.load_weights(on_device) or ())
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -147,8 +154,10 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._staged = StagedWeights(is_pinned=self.device.type == "cuda")
             model = self.model_config
             self._whole = WholeModel(model.model, trust_remote_code=model.trust_remote_code)
+        self._in_files = ()  # Its memory is free before the next one is made.
         received = self._transfer.tensors(self._as_this_worker(update))
         self._staged.fill(self._whole.tensors(update.manifest, received))
+        self._in_files = self._whole.as_in_files(self._staged)
 
     def _as_this_worker(self, update: WeightUpdate) -> WeightUpdate:
         """The endpoint names the rank of the engine's first worker; the others follow it."""
@@ -158,3 +167,26 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel = self.parallel_config
         offset = parallel.data_parallel_index * parallel.world_size + parallel.rank
         return replace(update, endpoint=replace(endpoint, rank=endpoint.rank + offset))
+
+
+def require_kept(model: torch.nn.Module, loaded: Collection[str]) -> None:
+    """Between the two halves of a reload, while parameters are on the meta device: they keep what
+    comes by their `weight_loader`, and what a model copies into them otherwise is lost.
+
+    Args:
+        loaded: what the model says that it has loaded.
+
+    Raises:
+        WeightTransferError: a parameter would stay as it was.
+    """
+    for prefix, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            continue  # All of it has come.
+        lost = info.restore_metadata[0].keys() - {name for name, _ in info.loaded_weights}
+        for name in sorted(lost):
+            if f"{prefix}.{name}".removeprefix(".") in loaded:
+                raise WeightTransferError(
+                    f"vLLM's {type(model).__name__} loads {prefix}.{name} at its start and in no "
+                    "update: use generator.engine hf"
+                )
