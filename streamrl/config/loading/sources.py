@@ -39,7 +39,16 @@ def construct(node: yaml.Node) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: true and false alone are booleans, and 1e-6 is a number."""
+    """YAML 1.2 scalars: true and false alone are booleans, and 1e-6 is a number. A value that holds
+    itself is refused."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        node = super().compose_node(parent, index)
+        # One that is still being read has no end.
+        if node is not None and node.end_mark is None:
+            problem = "the alias stands inside of what it names"
+            raise yaml.composer.ComposerError(None, None, problem, parent and parent.start_mark)
+        return node
 
 
 class Dumper(yaml.SafeDumper):
