@@ -216,6 +216,8 @@ def _hint(field: str, detail: "ErrorDetails") -> str:
     value = detail["input"]
     if isinstance(value, str) and "${" in value:
         return "; nothing is filled in for ${...}: write the value, or repeat it by a YAML anchor"
+    if detail["type"] == "string_type" and isinstance(value, int | float):
+        return "; in quotes of YAML it is one, in a shell within others: '\"...\"'"
     is_plain = isinstance(value, str | int | float) and detail["type"] != "extra_forbidden"
     hint = meant(field, value) if is_plain else ""
     return f"; {hint}" if hint else ""
