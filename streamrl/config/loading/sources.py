@@ -47,7 +47,7 @@ class Loader(yaml.SafeLoader):
         # One that is still being read has no end.
         if node is not None and node.end_mark is None:
             problem = "the alias stands inside of what it names"
-            raise yaml.composer.ComposerError(None, None, problem, parent and parent.start_mark)
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
