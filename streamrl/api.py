@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -293,10 +294,13 @@ def train(
     """
     if resume and new:
         raise ConfigError("resume and new exclude each other: go on with the run, or start another")
-    file, overrides = _file_of(config), _overrides(settings or {})
-    named = _named(file, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
-    overrides = [*overrides, *_overrides(named)]
-    loaded = load_config(file, overrides).config
+    overrides = _overrides(settings or {})
+    with _file_of(config) as given:
+        named = _named(given, overrides, reward=reward, dataset=dataset, eval_dataset=eval_dataset)
+        overrides = [*overrides, *_overrides(named)]
+        loaded = load_config(given, overrides).config
+        is_file = isinstance(config, str | Path)
+        file = given if is_file else _written(_inputs(loaded), given.read_bytes(), ".yaml")
     mode = ["--resume"] if resume else ["--new"] if new else []
     mode += ["--strict"] if strict else []
     run = Run(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)
@@ -321,7 +325,7 @@ def _named(
     """The settings of the arguments that are given; what has to be written is, beside the runs."""
     # A configuration that names no source of prompts is complete with the dataset alone.
     known = [*overrides, 'data.source=""'] if dataset is not None else overrides
-    folder = load_config(file, known).config.run.folder / "inputs"
+    folder = _inputs(load_config(file, known).config)
     named: dict[str, str] = {}
     if reward is not None:
         named |= {"data.reward": function_setting(reward, folder)}
@@ -332,11 +336,18 @@ def _named(
     return named
 
 
-def _file_of(config: str | Path | Mapping[str, Any] | RunConfig) -> Path:
-    """A YAML file of it. One that is written stays, since a launch reads it later."""
+def _inputs(config: RunConfig) -> Path:
+    """The folder of what is written for runs, beside them."""
+    return config.run.folder / "inputs"
+
+
+@contextmanager
+def _file_of(config: str | Path | Mapping[str, Any] | RunConfig) -> Iterator[Path]:
+    """A YAML file of it; one that is written is there for the block."""
     match config:
         case str() | Path():
-            return Path(config)
+            yield Path(config)
+            return
         case RunConfig():
             text = to_yaml(config)
         case Mapping():
@@ -348,6 +359,7 @@ def _file_of(config: str | Path | Mapping[str, Any] | RunConfig) -> Path:
             raise ConfigError(
                 f"config: was {type(config).__name__}; it must be a path, a mapping or a RunConfig"
             )
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
         file.write(text)
-    return Path(file.name)
+        file.flush()
+        yield Path(file.name)

@@ -4,6 +4,8 @@ For the small files of a run, its checkpoints and its journal, and those of its 
 nothing of StreamRL.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 import uuid
@@ -80,16 +82,36 @@ def new_folder(path: Path) -> Iterator[Path]:
     killed process has left of it is removed.
 
     Raises:
-        OSError: it cannot be made, or there is one of that name.
+        OSError: it cannot be made, there is one of that name, or another process is writing it.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    held = os.open(unfinished, os.O_RDONLY)
     try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        unfinished.rename(path)
+        # Behind the lock it may have its name already, and a new one may stand in its place.
+        if not _is_locked(held) or not os.path.samestat(os.fstat(held), os.stat(unfinished)):
+            raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
+        for left in os.scandir(unfinished):
+            shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
+        try:
+            yield unfinished
+            unfinished.rename(path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        os.close(held)
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # Some file systems have no locks.
+        return True
+    return True
 
 
 def sync(path: Path) -> None:

@@ -205,7 +205,7 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """
     names = sorted(allowed)
     close = nearest(name, names)
-    return f"allowed: {', '.join(names)}" if close is None else f"did you mean {close!r}?"
+    return f"allowed: {', '.join(names) or 'none'}" if close is None else f"did you mean {close!r}?"
 
 
 def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Models that see images: their vision tower takes patches with their grid, and their text model
 positions of three axes, as `streamrl.vision.tower` has it."""
 _LONGEST_HEADER = 100_000_000
+_SAMPLE = 4096
+"""Bytes of each tensor that tell weights apart."""
 _TENSOR = {"shape", "data_offsets"}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -59,6 +62,14 @@ class ModelFolder:
         """Of the tensors in its safetensors, by their names; {} where none can be read."""
         headers = (_header(self.path / name)[0] for name in self._weight_files)
         return {name: tensor["shape"] for header in headers for name, tensor in header.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the names, the shapes and the first bytes of the tensors in its safetensors, however
+        they are divided into files; "" where none can be read."""
+        samples = {n: s for name in self._weight_files for n, s in _samples(self.path / name)}
+        whole = b"".join(samples[name] for name in sorted(samples))
+        return sha256(whole).hexdigest() if samples else ""
 
     @cached_property
     def damage(self) -> str:
@@ -208,6 +219,19 @@ def _header(file: Path) -> tuple[Mapping[str, Any], int]:
     tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
     known = (isinstance(t, dict) and t.keys() >= _TENSOR for t in tensors.values())
     return (tensors, 8 + length) if all(known) else ({}, 0)
+
+
+def _samples(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Of the tensors in a file, by their names: what each is, and how it begins."""
+    tensors, begin = _header(file)
+    if not tensors:
+        return
+    with file.open("rb") as content:
+        for name, tensor in tensors.items():
+            first, last = tensor["data_offsets"]
+            content.seek(begin + first)
+            described = f"{name} {tensor.get('dtype')} {tensor['shape']}".encode()
+            yield name, described + content.read(min(last - first, _SAMPLE))
 
 
 def _num_bytes(file: Path) -> int:

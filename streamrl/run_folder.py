@@ -256,8 +256,20 @@ def read_launch(folder: Path) -> Launch:
 
 def resume_command(folder: Path) -> str:
     """What a person types to go on with the run, where it was."""
-    options = (*read_launch(folder).options, "--resume")
+    options = (*read_launch(folder).options, "--resume", *_place(folder))
     return shlex.join(("streamrl", "launch", str(folder / RESOLVED_FILE), *options))
+
+
+def _place(folder: Path) -> tuple[str, ...]:
+    """The options that name the run's folder, where its configuration names another one: it was
+    moved, or it is seen from elsewhere."""
+    try:
+        run = load_config(folder / RESOLVED_FILE, environment={}).config.run
+    except ConfigError:
+        return ()
+    is_elsewhere = run.folder.resolve() != folder.parent.resolve()
+    place = ("--set", f"run.folder={folder.parent}") if is_elsewhere else ()
+    return (*place, "--set", f"run.name={folder.name}") if run.name != folder.name else place
 
 
 def note_restart(folder: Path, role: str, exit_code: int, sentence: str) -> None:

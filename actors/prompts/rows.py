@@ -18,6 +18,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -125,12 +126,11 @@ class MediaColumns:
         value = prompt.row.get(key)
         if value is None:
             return ()
-        if kind == "image" and isinstance(value, str | Mapping):
-            value = [value]
-        if not isinstance(value, list):
-            allowed = "a list, or one image" if kind == "image" else "a list"
-            raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be {allowed}")
-        return value
+        if isinstance(value, list):
+            return value
+        if kind == "video":
+            raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be a list")
+        return (value,)
 
     def _messages(self, content: str | Sequence[Message]) -> Sequence[Message]:
         if not isinstance(content, str):
@@ -142,9 +142,13 @@ class MediaColumns:
 
     def _require_files(self, prompt: Prompt) -> None:
         assert not isinstance(prompt.content, str), "asked of messages"
-        for name in paths_in(prompt.content):
-            if not (self.folder / name).is_file():
-                raise ConfigError(f"{prompt.origin}: there is no file {self.folder / name}")
+        try:
+            for name in paths_in(prompt.content, prompt.origin):
+                # Of a name that is too long, such as base64 without its data: URL, pathlib raises.
+                if not os.path.isfile(path := str(self.folder / name)):
+                    raise ConfigError(f"{prompt.origin}: there is no file {path[:200]}")
+        except RolloutError as error:
+            raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from streamrl.checkpoints.find import (
     newest,
     path_of,
     read_checkpoint,
+    require_same_adapter,
     version_of,
 )
 from streamrl.config.learner import LoraSettings
@@ -88,6 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
         # The settings of the run may have changed since.
         alpha = checkpoint.record.get("lora_alpha") or lora.alpha
         lora = lora.model_copy(update={"alpha": alpha})
+        require_same_adapter(checkpoint, model, lora)
     if arguments.adapter:
         export_adapter(checkpoint.path, folder, model, lora, dtype)
     else:

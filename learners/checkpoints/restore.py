@@ -35,7 +35,7 @@ from streamrl.checkpoints.find import (
     is_taken,
     newest,
     read_checkpoint,
-    require_same_scale,
+    require_same_adapter,
 )
 from streamrl.checkpoints.history import History, continued, finished, new_history, read_history
 from streamrl.config import RunConfig
@@ -178,7 +178,7 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
                 f"learner.checkpoint.load_contents: {path} has no {content!r}, since it was saved "
                 f"with learner.checkpoint.contents [{', '.join(record['contents'])}]"
             )
-    require_same_scale(checkpoint, config.learner.lora)
+    require_same_adapter(checkpoint, config.model, config.learner.lora)
     load_tensors(path, wanted, trainer, config.model.path)
     if config.learner.offload.optimizer:
         # Else it would stay on the GPU for the passes of the first step.

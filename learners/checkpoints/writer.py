@@ -54,7 +54,13 @@ from learners.checkpoints.contents import (
 from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
-from streamrl.checkpoints.find import FORMAT, STATE_FILE, checkpoints_of, path_of
+from streamrl.checkpoints.find import (
+    FORMAT,
+    STATE_FILE,
+    base_digest,
+    checkpoints_of,
+    path_of,
+)
 from streamrl.checkpoints.history import History, survives
 from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
 from streamrl.checkpoints.retention import Validated, delete_older
@@ -153,6 +159,9 @@ class CheckpointWriter:
         self._validated = validated
         self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
+        is_asked = self._is_main and config.learner.lora is not None
+        # At the start, since others may write to the folder while the run goes on.
+        self._base = base_digest(config.model) if is_asked else ""
         # A learner on a CPU takes no memory of a GPU that is there for others.
         self._has_gpu = torch.cuda.is_initialized()
         # `DefaultStager` of torch 2.11 and 2.12 copies once only, so its part that copies is used.
@@ -193,8 +202,9 @@ class CheckpointWriter:
             "books": msgspec.to_builtins(state.books, str_keys=True),
             "history": msgspec.to_builtins(self._history),
             "contents": contents,
-            # Of the adapter all but this is in its tensors.
+            # Of the adapter all but these is in its tensors.
             "lora_alpha": learner.lora and learner.lora.alpha,
+            "lora_base": self._base,
             "means": means or {},
             "credit": trainer.state_dict(),
             "random": random_state(),

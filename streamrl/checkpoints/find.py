@@ -26,7 +26,9 @@ from streamrl.checkpoints.history import History, read_history
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
+from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, DamagedCheckpointError, OtherReleaseError
+from streamrl.model_folder import local_folder
 from streamrl.types import Books
 
 PREFIX = "step-"
@@ -204,13 +206,29 @@ def require_steps_left(checkpoint: Checkpoint, max_steps: int) -> None:
         )
 
 
-def require_same_scale(checkpoint: Checkpoint, lora: LoraSettings | None) -> None:
+def base_digest(model: ModelSettings) -> str:
+    """Of the weights that an adapter is trained on; "" where that is not known."""
+    folder = local_folder("model.path", model.path)
+    return "" if folder is None else folder.digest
+
+
+def require_same_adapter(
+    checkpoint: Checkpoint, model: ModelSettings, lora: LoraSettings | None
+) -> None:
     """
     Raises:
-        ConfigError: the checkpoint's adapter was trained with another scale.
+        ConfigError: the checkpoint's adapter was trained with another scale, or on other weights.
     """
-    alpha = checkpoint.record.get("lora_alpha")
-    if lora is not None and alpha not in (None, lora.alpha):
+    if lora is None:
+        return
+    alpha, base = (checkpoint.record.get(name) for name in ("lora_alpha", "lora_base"))
+    if base and base_digest(model) not in ("", base):
+        raise ConfigError(
+            f"model.path: the weights of {model.path} are not those that the adapter of "
+            f"{checkpoint.path} was trained on: with others it makes another policy; name the "
+            "model that it began with"
+        )
+    if alpha not in (None, lora.alpha):
         raise ConfigError(
             f"learner.lora.alpha: was {lora.alpha:g}, and the adapter of {checkpoint.path} was "
             f"trained with {alpha:g}: another scale makes another policy of it; set it to "
@@ -222,7 +240,7 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Ch
     """The checkpoint that a launch with these flags goes on from, if any.
 
     Raises:
-        ConfigError: see `require_steps_left`, `require_same_scale`, `newest` and `read_checkpoint`.
+        ConfigError: see `require_steps_left`, `require_same_adapter`, `newest`, `read_checkpoint`.
     """
     match config.run.resume:
         case Path() as named if not (resume and is_taken(config.run.path, named)):
@@ -233,7 +251,7 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Ch
             checkpoint = None
     if checkpoint is not None:
         require_steps_left(checkpoint, config.run.max_steps)
-        require_same_scale(checkpoint, config.learner.lora)
+        require_same_adapter(checkpoint, config.model, config.learner.lora)
     return checkpoint
 
 

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed.run_config = configuration(parsed).config
         ended = getattr(import_command(module), function)(parsed)
         code: int = ended if isinstance(ended, int) else import_command("asyncio").run(ended)
-        sys.stdout.flush()
+        # There is no sys.stdout where the shell has closed it.
+        print(end="", flush=True)
     except (StreamRLError, ImportError) as error:
         return _report(parsed.command, error)
     except KeyboardInterrupt as interruption:

@@ -7,10 +7,7 @@ settings; `RunConfig` asks for all of them, so a person reads every sentence at 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
-from streamrl.config.loading.explain import explain
 from streamrl.config.section import twice
 from streamrl.config.validation import SAMPLING
 from streamrl.errors import did_you_mean
@@ -452,11 +449,7 @@ def _bad_generator(c: "RunConfig") -> str | None:
     if name := next((name for name in SAMPLING if name in c.validation.generator), None):
         own = "num_samples" if name == "group_size" else name
         return f"validation.generator: {name} has no effect there; set validation.{own}"
-    try:
-        engine = c.validation.engine_settings(c.generator)
-    except ValidationError as error:
-        sentences = str(explain(error, type(c.generator))).splitlines()
-        return "\n".join(f"validation.generator.{sentence}" for sentence in sentences)
+    engine = c.validation.engine_settings(c.generator)
     if not c.is_validated or engine.url is None or engine.url != c.generator.url:
         return None
     return (

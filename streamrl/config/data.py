@@ -67,10 +67,6 @@ class MessageTemplate(Section):
     """Jinja, with the row's columns."""
 
 
-FORMS = ("Text", "List")
-"""What pydantic puts into the place of an error in one of them."""
-
-
 def _form(value: Any) -> str:
     return "List" if isinstance(value, list | tuple) else "Text"
 

@@ -8,19 +8,17 @@ cannot move a prompt is not among them, so a run may go on with another value of
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Struct
 from pydantic import Field, ValidationError
-from pydantic_core import InitErrorDetails
 
-from streamrl.config.data import FORMS, DataSettings
-from streamrl.config.section import Positive, PositiveNumber, Section
+from streamrl.config.data import DataSettings
+from streamrl.config.section import Positive, PositiveNumber, Section, SomeOf, refused_at
 from streamrl.data_files import fingerprint, has_rows
-from streamrl.errors import did_you_mean
 from streamrl.user_code import is_user_code
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ class EnvironmentSettings(Section):
     """Null: `data.reward`."""
     reward_kwargs: dict[str, Any] | None = None
     """Null: none, or `data.reward_kwargs` where reward is null, too."""
-    data: dict[str, Any] = Field(default_factory=dict)
+    data: Annotated[dict[str, Any], SomeOf(DataSettings)] = Field(default_factory=dict)
     """Settings of its prompts other than those of `data`: source, source_kwargs, ..."""
 
 
@@ -132,40 +130,19 @@ def _entry(config: "RunConfig", index: int, settings: EnvironmentSettings) -> En
 
 def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> DataSettings:
     """The run's `data` with what the entry sets."""
-    own = set(DataSettings.model_fields) - set(_OF_THE_RUN)
-    unknown = [
-        {"type": "value_error", "loc": (key,), "input": value, "ctx": {"error": _why_not(key, own)}}
+    place = ("environments", index, "data")
+    misplaced = [
+        {"type": "value_error", "loc": (key,), "input": value, "ctx": {"error": _why_not(key)}}
         for key, value in settings.data.items()
-        if key not in own
+        if key in _OF_THE_RUN
     ]
-    if unknown:
-        raise _refused(index, unknown)
+    if misplaced:
+        raise refused_at(place, misplaced)
     changed = {**_inherited(data, settings), **settings.data, **_reward(settings)}
     try:
         return DataSettings.model_validate(changed)
     except ValidationError as error:
-        raise _refused(index, error.errors()) from error
-
-
-def _refused(index: int, details: Iterable[Any]) -> ValidationError:
-    """Of `data` of an entry: what pydantic says of it, at its place in the configuration."""
-    return ValidationError.from_exception_data(
-        "RunConfig",
-        [
-            InitErrorDetails(
-                type=detail["type"],
-                loc=("environments", index, "data", *filter(_is_key, detail["loc"])),
-                input=detail["input"],
-                ctx=detail.get("ctx", {}),
-            )
-            for detail in details
-        ],
-    )
-
-
-def _is_key(part: int | str) -> bool:
-    """Whether a part of a place is no form of prompts and sources."""
-    return part not in FORMS
+        raise refused_at(place, error.errors()) from error
 
 
 def _inherited(data: DataSettings, settings: EnvironmentSettings) -> dict[str, Any]:
@@ -182,12 +159,10 @@ def _reward(settings: EnvironmentSettings) -> dict[str, Any]:
     return {"reward": settings.reward, "reward_kwargs": settings.reward_kwargs or {}}
 
 
-def _why_not(key: str, own: set[str]) -> ValueError:
+def _why_not(key: str) -> ValueError:
     if key in ("reward", "reward_kwargs"):
         return ValueError(f"stands beside data, as {key} of the entry")
-    if key in _OF_THE_RUN:
-        return ValueError(f"is one for the whole run: set data.{key}")
-    return ValueError(f"unknown key; {did_you_mean(key, own)}")
+    return ValueError(f"is one for the whole run: set data.{key}")
 
 
 _PromptSetting: TypeAlias = tuple[str, str]

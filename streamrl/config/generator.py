@@ -68,7 +68,7 @@ class ServerSettings(Section):
     @model_validator(mode="after")
     def _has_a_server_for_its_key(self) -> Self:
         if self.api_key_variable is not None and self.url is None:
-            raise ValueError("api_key_variable is for a server elsewhere; set url, or leave it out")
+            raise ValueError("api_key_variable: is of a server elsewhere; set url, or leave it out")
         return self
 
     @property
@@ -95,8 +95,8 @@ class ServerSettings(Section):
         if self.url and changed:
             engine = self.section.removeprefix("generator.")
             raise ValueError(
-                f"{changed[0]} is chosen where the server of {engine}.url is started; leave it out "
-                "here"
+                f"{changed[0]}: is chosen where the server of {engine}.url is started; leave it "
+                "out here"
             )
         return self
 
@@ -240,7 +240,7 @@ class AgentSettings(Section):
     @model_validator(mode="after")
     def _is_one_agent(self) -> "AgentSettings":
         if self.function is not None and self.command is not None:
-            raise ValueError("function and command are two agents; leave one of them out")
+            raise ValueError("function: is an agent, and command another; leave one of them out")
         if self.command is not None and not self.command:
             raise ValueError("command: is empty; it must name a program")
         is_local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback

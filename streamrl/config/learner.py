@@ -122,8 +122,8 @@ class OffloadSettings(Section):
     def _acts(self) -> "OffloadSettings":
         if self.parameters and (self.optimizer or self.reference):
             raise ValueError(
-                f"{'optimizer' if self.optimizer else 'reference'} does nothing beside parameters, "
-                "which puts the parameters and the optimizer state of all roles on the host"
+                f"{'optimizer' if self.optimizer else 'reference'}: does nothing beside "
+                "parameters, which puts parameters and optimizer state of all roles on the host"
             )
         return self
 
@@ -343,8 +343,8 @@ class LearnerSettings(Section):
     def _keeps_what_it_offloads(self) -> "LearnerSettings":
         if self.offload.activations and not self.gradient_checkpointing:
             raise ValueError(
-                "offload.activations moves the inputs of layers that gradient_checkpointing keeps, "
-                "and gradient_checkpointing is false: set it to true"
+                "learner.offload.activations: moves the inputs of layers that "
+                "gradient_checkpointing keeps, and that is false: set it to true"
             )
         return self
 

@@ -88,6 +88,13 @@ class RunSettings(Section):
     log_format: Literal["text", "json"] = "text"
     """`json`: an object a line, with time, level, role, pid, logger, message and exception."""
 
+    @field_validator("folder")
+    @classmethod
+    def _is_filled_in(cls, folder: Path) -> Path:
+        if "$" in str(folder):
+            raise ValueError(f"was {str(folder)!r}; nothing is filled in for $: write the folder")
+        return folder
+
     @field_validator("resume")
     @classmethod
     def _is_a_path(cls, resume: str | Path) -> str | Path:

@@ -6,9 +6,18 @@ Invariant: a section is frozen and refuses keys that it does not know.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
 from streamrl.types.ranges import MAX_VERSION
 
@@ -40,6 +49,29 @@ class Section(BaseModel):
             if isinstance(section := getattr(self, name), Section) and isinstance(value, Mapping)
         }
         return self.model_copy(update={**values, **sections})
+
+
+@dataclass(frozen=True)
+class SomeOf:
+    """Marks a mapping whose keys are some of a section's."""
+
+    section: type[Section]
+
+
+def refused_at(place: tuple[int | str, ...], details: Iterable[Any]) -> ValidationError:
+    """What pydantic says of a section, at its place in the configuration."""
+    return ValidationError.from_exception_data(
+        "RunConfig",
+        [
+            InitErrorDetails(
+                type=detail["type"],
+                loc=(*place, *detail["loc"]),
+                input=detail["input"],
+                ctx=detail.get("ctx", {}),
+            )
+            for detail in details
+        ],
+    )
 
 
 def twice(names: Iterable[str]) -> str | None:

@@ -1,8 +1,8 @@
 """`validation`: when a version is validated, how it is sampled, and what the run does by it."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.section import (
@@ -12,7 +12,9 @@ from streamrl.config.section import (
     Seconds,
     Section,
     Share,
+    SomeOf,
     overlaid,
+    refused_at,
 )
 
 MAX_COST_FRAC = 0.05
@@ -58,7 +60,7 @@ class ValidationSettings(Section):
     """Null: `generator.max_new_tokens`."""
     pass_reward: float = 1.0
     """From this reward on a response passes."""
-    generator: dict[str, Any] = Field(default_factory=dict)
+    generator: Annotated[dict[str, Any], SomeOf(GeneratorSettings)] = Field(default_factory=dict)
     """Settings of the validator's engine other than `generator`'s, such as {device: "cuda:1",
     max_num_seqs: 32}."""
     keep: Positive = 20
@@ -103,4 +105,7 @@ class ValidationSettings(Section):
         }
         if self.max_new_tokens is not None:
             sampling["max_new_tokens"] = self.max_new_tokens
-        return GeneratorSettings.model_validate({**given, **sampling})
+        try:
+            return GeneratorSettings.model_validate({**given, **sampling})
+        except ValidationError as error:
+            raise refused_at(("validation", "generator"), error.errors()) from error

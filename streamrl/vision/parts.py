@@ -159,15 +159,19 @@ def _with_medium(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[s
     return {"type": medium.kind, medium.kind: medium}
 
 
-def paths_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The files that `loaded` will read."""
+def paths_in(messages: Sequence[Mapping[str, Any]], place: str) -> Iterator[str]:
+    """The files that `loaded` will read.
+
+    Raises:
+        RolloutError: an image has none of the forms that are read.
+    """
     for part in media_parts(messages):
-        value = _value(part)
-        for image in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(image, Mapping) and not isinstance(image.get("bytes"), bytes):
-                image = image.get("path") or image.get("url")
-            if isinstance(image, str | Path) and not str(image).startswith("data:"):
-                yield str(image).removeprefix("file:")
+        if isinstance(_value(part), Media):
+            continue
+        for image in _images(part, place):
+            inner = _unwrapped(image, place)
+            if isinstance(inner, str | Path) and not str(inner).startswith("data:"):
+                yield str(inner).removeprefix("file:")
 
 
 def as_template_reads(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -183,20 +187,28 @@ def _placed(content: Any) -> Any:
 
 
 def _medium(part: Mapping[str, Any], place: str, folder: Path | None) -> Media:
-    kind = _KINDS[part["type"]]
     value = _value(part)
     if isinstance(value, Media):
         return value
-    if kind == "image":
-        return Media.image(_bytes(value, place, folder))
+    images = [_bytes(image, place, folder) for image in _images(part, place)]
+    if _KINDS[part["type"]] == "image":
+        return Media.image(*images)
+    fps = part.get("fps", DEFAULT_FPS)
+    if not isinstance(fps, int | float) or not 0 < fps < 1e6:
+        raise RolloutError(f"{place}: the fps of a video was {shown(fps)}; it must be above 0")
+    return Media.video(images, float(fps))
+
+
+def _images(part: Mapping[str, Any], place: str) -> Sequence[Any]:
+    """The image, or the frames of the video."""
+    value = _value(part)
+    if _KINDS[part["type"]] == "image":
+        return (value,)
     if not isinstance(value, list | tuple) or not value:
         raise RolloutError(
             f"{place}: a video was {shown(value)}; it must be the list of its frames, each {_FORMS}"
         )
-    fps = part.get("fps", DEFAULT_FPS)
-    if not isinstance(fps, int | float) or not 0 < fps < 1e6:
-        raise RolloutError(f"{place}: the fps of a video was {shown(fps)}; it must be above 0")
-    return Media.video([_bytes(frame, place, folder) for frame in value], float(fps))
+    return value
 
 
 def _value(part: Mapping[str, Any]) -> Any:
@@ -212,21 +224,34 @@ def _bytes(value: Any, place: str, folder: Path | None) -> bytes:
 
 
 def _read(value: Any, place: str, folder: Path | None) -> bytes:
+    match _unwrapped(value, place):
+        case bytes() as data:
+            return data
+        case str() as url if url.startswith("data:"):
+            return _of_url(url, place)
+        case str() | Path() as path:
+            return _of_file(str(path), place, folder)
+        case image:
+            return encode_png(image)
+
+
+def _unwrapped(value: Any, place: str) -> Any:
+    """Bytes, a data: URL, a path, or a Pillow image."""
     match value:
         case {"url": inner}:
-            return _read(inner, place, folder)
+            return _unwrapped(inner, place)
         case {"bytes": bytes() as data}:
             return data
         case {"path": str() as inner}:
-            return _read(inner, place, folder)
+            return _unwrapped(inner, place)
         case bytes():
             return value
         case str() if value.startswith("data:"):
-            return _of_url(value, place)
+            return value
         case str() | Path() if "://" not in str(value).removeprefix("file://"):
-            return _of_file(str(value), place, folder)
+            return value
         case _ if hasattr(value, "convert") and hasattr(value, "save"):
-            return encode_png(value)
+            return value
     raise RolloutError(f"{place}: an image was {shown(value)}; it must be {_FORMS}")
 
 

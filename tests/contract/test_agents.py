@@ -449,7 +449,7 @@ def test_a_token_that_is_not_there_is_missed():
     [
         ({"host": "0.0.0.0"}, "which other machines can reach; that needs a token"),
         ({"host": "here"}, "must be an IP address or localhost"),
-        ({"function": "a.py:b", "command": "c"}, "function and command are two agents"),
+        ({"function": "a.py:b", "command": "c"}, r"function: is an agent, and command another"),
         ({"function": "agents"}, "code of your own is named PATH.py:NAME"),
         ({"command": ""}, "command: is empty"),
         ({"silence_s": 0}, "greater than 0"),

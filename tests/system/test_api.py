@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
         show=False,
     )
     assert [row["step"] for row in again.metrics()] == [1, 2, 3]
-    assert len(list(Path("runs/inputs").glob("*.jsonl"))) == 1
+    written = [file.suffix for file in Path("runs/inputs").iterdir()]
+    assert (written.count(".jsonl"), written.count(".yaml")) == (1, 2)
     # Stopped while it starts, it has nothing of the run that it replaces.
     new = streamrl.train(config, reward=length, dataset=ROWS, new=True, wait=False, show=False)
     assert (new.metrics(), new.checkpoint, new.evaluation) == ([], None, {})
@@ -69,7 +71,10 @@ def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
     assert new.metrics() == []
 
 
-def test_what_is_wrong_is_raised_as_the_command_line_says_it(config):
+def test_what_is_wrong_is_raised_as_the_command_line_says_it(config, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with pytest.raises(ConfigError, match=r"reward: was int; it must be a function or PATH"):
         streamrl.train(config, reward=3, dataset=ROWS)
     with pytest.raises(ConfigError, match=r"dataset: row 1 was str; it must be a mapping"):
@@ -84,6 +89,7 @@ def test_what_is_wrong_is_raised_as_the_command_line_says_it(config):
             streamrl.train({**config, "run": {"max_steps": bad}}, dataset=ROWS)
     with pytest.raises(ConfigError, match=r"launch: .*data\.reward.*exact_match"):
         streamrl.train(config, dataset=ROWS, reward="exact_mtach", show=False)
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
@@ -521,6 +522,21 @@ def test_an_adapter_goes_on_with_the_scale_that_it_was_trained_with(tmp_path):
     path = save(config, make_trainer(config), LearnerState(1, BOOKS))
     other = make_run(tmp_path, lora={"rank": 4, "alpha": 32})
     sentence = r"learner\.lora\.alpha: was 32, and the adapter of .* with 16: .*; set it to 16"
+    with pytest.raises(ConfigError, match=sentence):
+        restore(read_checkpoint(path), other, make_trainer(other))
+    with pytest.raises(ConfigError, match=sentence):
+        require_steps_to_launch(other, resume=True, new=False)
+
+
+def test_an_adapter_goes_on_with_the_model_that_it_was_trained_on(tmp_path):
+    config = make_run(tmp_path, lora={"rank": 4})
+    path = save(config, make_trainer(config), LearnerState(1, BOOKS))
+    moved = (tmp_path / "model").rename(tmp_path / "moved")
+    other = config.with_values(model={"path": str(moved)})
+    restore(read_checkpoint(path), other, make_trainer(other))
+    weights = load_file(moved / "model.safetensors")
+    save_file({name: tensor + 0.1 for name, tensor in weights.items()}, moved / "model.safetensors")
+    sentence = r"model\.path: the weights of .*moved are not those that the adapter of .*-00000001"
     with pytest.raises(ConfigError, match=sentence):
         restore(read_checkpoint(path), other, make_trainer(other))
     with pytest.raises(ConfigError, match=sentence):

@@ -179,6 +179,24 @@ def test_an_unknown_command_is_named_with_the_nearest(capsys):
     assert "no command 'lunch': did you mean 'launch'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("launch a.yaml run.name=x", "launch: error: no argument 'run.name=x': a setting is"),
+        ("launch a.yaml ++run.name=x", "a setting is changed by --set run.name=x"),
+        ("check a.yaml --run.name x", "a setting is changed by --set run.name=VALUE"),
+        ("launch a.yaml --reusme", "no argument '--reusme': did you mean '--resume'?"),
+        ("buffer inspct runs/a", "'inspct' is no verb of buffer: did you mean 'inspect'?"),
+        ("report runs/my run", "no argument 'run': the command takes no more; words with blanks"),
+    ],
+)
+def test_what_a_command_does_not_take_is_said_with_what_was_meant(line, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -47,13 +47,13 @@ def test_an_unknown_engine_is_named(name, meant):
         ({"vllm": {"url": "node:8000"}}, "must be http://host:port"),
         (
             {"vllm": {"url": "http://node:8000", "enforce_eager": True}},
-            "enforce_eager is chosen where the server of vllm.url is started",
+            "enforce_eager: is chosen where the server of vllm.url is started",
         ),
         (
             {"sglang": {"url": "http://node:8000", "mem_fraction_static": 0.8}},
-            "mem_fraction_static is chosen where the server of sglang.url is started",
+            "mem_fraction_static: is chosen where the server of sglang.url is started",
         ),
-        ({"vllm": {"api_key_variable": "KEY"}}, "is for a server elsewhere; set url"),
+        ({"vllm": {"api_key_variable": "KEY"}}, "is of a server elsewhere; set url"),
         (
             {"vllm": {"url": "http://node:8000"}, "engine_kwargs": {"seed": 1}},
             "does not get to see",

@@ -276,6 +276,13 @@ def test_a_file_that_cannot_be_read_is_refused(folder, capsys, text, name, sente
     assert "cannot read nowhere.yaml" in capsys.readouterr().err
 
 
+def test_files_that_include_each_other_are_refused(folder, capsys):
+    Path("a.yaml").write_text("defaults: [b]\n")
+    Path("b.yaml").write_text("defaults: [a]\n")
+    assert main(["import", "a.yaml", "--from", "verl"]) == 2
+    assert "b.yaml: defaults: a is the file itself, or includes it" in capsys.readouterr().err
+
+
 def test_what_cannot_be_filled_in_is_said_and_nothing_is_written_over(folder, capsys):
     Path("a.yaml").write_text(
         "algorithm: {gamma: '${loop}'}\nloop: ${algorithm.gamma}\n"

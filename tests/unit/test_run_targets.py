@@ -210,6 +210,16 @@ def test_status_says_how_the_launch_ended(
     assert json.loads(capsys.readouterr().out)["state"] == "stopped"
 
 
+def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path, capsys):
+    config = at_port(make_run(tmp_path, **JUST_ENDED), 1)
+    moved = tmp_path / "of others" / "it"
+    moved.parent.mkdir()
+    config.run.path.rename(moved)
+    main(["status", str(moved)])
+    where = f"--resume --set 'run.folder={moved.parent}' --set run.name=it"
+    assert f"'{moved}/config.yaml' {where} --set run.max_steps=N goes" in capsys.readouterr().out
+
+
 def test_a_run_that_is_finished_without_its_validator_is_not_in_order(tmp_path, capsys):
     config = at_port(make_run(tmp_path, activity=LearnerActivity.ENDED), 1)
     launch = argparse.Namespace()

@@ -10,6 +10,7 @@ command.
 
 import argparse
 import csv
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ def verbs_of(name: str) -> Mapping[str, Command]:
     return {verb: _VERBS[f"{first} {verb}"] for first, _, verb in found if first == name}
 
 
+# As other systems take one: `key=value`, `+key=value`, `--key=value`, `--key value`.
+_SETTING = re.compile(r"--([a-z_]+\.[\w.]+)|[+~-]*([a-z_]+\.[\w.]+)=(.*)", re.DOTALL)
 _WIDTH = max(len(name) for commands in GROUPS.values() for name in commands) + 2
 
 
@@ -86,7 +89,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: usage is wrong (exit code 2), or help or the version was printed (0).
     """
-    parser = _parser()
+    parser, parsers = _parser()
     words = _joined(arguments)
     options = [word.partition("=")[0] for word in words if word.startswith("--")]
     for word in (*words[:1], *options):
@@ -94,7 +97,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"{word} has gone: {GONE[word]}")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"no command {words[0]!r}: {did_you_mean(words[0], COMMANDS)}")
-    return parser.parse_args(words)
+    parsed, extra = parser.parse_known_args(words)
+    if extra:
+        own = parsers[parsed.command]
+        known = re.findall(r"--[\w-]+", own.format_usage())
+        own.error(f"no argument {extra[0]!r}: {_meant(parsed, extra[0], known)}")
+    return parsed
+
+
+def _meant(parsed: argparse.Namespace, word: str, known: Sequence[str]) -> str:
+    """What was probably meant by a word that the command does not take."""
+    if "--set" in known and (setting := _SETTING.fullmatch(word)):
+        return f"a setting is changed by --set {setting[1] or setting[2]}={setting[3] or 'VALUE'}"
+    if word.startswith("-"):
+        return did_you_mean(word, known)
+    if verbs := verbs_of(parsed.command):
+        given = vars(parsed).get("file") or vars(parsed).get("target", "")
+        return f"{given!r} is no verb of {parsed.command}: {did_you_mean(given, verbs)}"
+    return "the command takes no more; words with blanks stand in quotes"
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
@@ -110,7 +130,8 @@ def _joined(arguments: Sequence[str]) -> list[str]:
     return [two_words, *arguments[2:]] if is_verb else list(arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """With the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="streamrl",
         usage="streamrl [-h] [--version] COMMAND ...",
@@ -132,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(entry=command.entry, imports_much=command.imports_much)
         for add in command.option_sets:
             add(sub)
-    return parser
+    return parser, commands.choices
 
 
 def _grouped_summaries() -> Iterator[str]:

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from actors.sandbox.isolation import KINDS, why_not
 from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
+from streamrl.cli.check.idle import check_idle
 from streamrl.cli.check.machine import (
     check_disk,
     check_isolation,
@@ -64,6 +65,7 @@ _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_model,
     check_data,
     check_effects,
+    check_idle,
     check_user_code,
     check_sandbox,
     check_extras,

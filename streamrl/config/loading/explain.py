@@ -20,7 +20,7 @@ from streamrl.config.loading.foreign_names import (
     is_foreign_section,
 )
 from streamrl.config.loading.foreign_names.values import answer, meant
-from streamrl.config.section import leaves
+from streamrl.config.section import SomeOf, leaves
 from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
@@ -179,7 +179,7 @@ def _path(loc: tuple[int | str, ...], kind: str, model: type[BaseModel]) -> tupl
     at: Any = model
     for number, part in enumerate(loc, start=1):
         if (field := _field(at, part)) is not None:
-            at = field.annotation
+            at = _held(field)
         elif isinstance(part, str) and get_origin(at) not in (dict, Mapping):
             is_key = number == len(loc) and kind in _OF_KEYS
             if not is_key:
@@ -201,6 +201,8 @@ def _in_yaml(detail: "ErrorDetails") -> str:
     match detail["type"]:
         case "tuple_type":
             return "input should be a list"
+        case "dict_type":
+            return "input should be a mapping"
         case "path_type":
             return "input should be a path"
         case "value_error":
@@ -214,6 +216,8 @@ def _hint(field: str, detail: "ErrorDetails") -> str:
     value = detail["input"]
     if isinstance(value, str) and "${" in value:
         return "; nothing is filled in for ${...}: write the value, or repeat it by a YAML anchor"
+    if detail["type"] == "string_type" and isinstance(value, int | float):
+        return "; in quotes of YAML it is one, in a shell within others: '\"...\"'"
     is_plain = isinstance(value, str | int | float) and detail["type"] != "extra_forbidden"
     hint = meant(field, value) if is_plain else ""
     return f"; {hint}" if hint else ""
@@ -287,13 +291,19 @@ def _field(at: Any, part: int | str) -> FieldInfo | None:
     return next((fields[part] for fields in sections if part in fields), None)
 
 
+def _held(field: FieldInfo) -> Any:
+    """What stands there, as an annotation."""
+    of = (mark.section for mark in field.metadata if isinstance(mark, SomeOf))
+    return next(of, field.annotation)
+
+
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     """Names that may stand below `path`."""
     at: Any = model
     for part in path:
         if not part.isdecimal():
             field = _field(at, part)
-            at = None if field is None else field.annotation
+            at = None if field is None else _held(field)
     section = next(sections_at(at), None)
     return [] if section is None else list(section.model_fields)
 

@@ -39,7 +39,26 @@ def construct(node: yaml.Node) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: true and false alone are booleans, and 1e-6 is a number."""
+    """YAML 1.2 scalars: true and false alone are booleans, and 1e-6 is a number. A value that holds
+    itself, and a key that stands twice, are refused."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        node = super().compose_node(parent, index)
+        # One that is still being read has no end.
+        if node is not None and node.end_mark is None:
+            problem = "the alias stands inside of what it names"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # In a file `_leaves` sees the sections; this is for what stands in lists and in --set.
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"{key.value!r} stands twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):

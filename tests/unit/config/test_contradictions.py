@@ -11,9 +11,9 @@ from tests.training import make_config
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
-        ({"offload": {"activations": True}}, "gradient_checkpointing is false: set it to true"),
-        ({"offload": {"parameters": True, "optimizer": True}}, "optimizer does nothing beside"),
-        ({"offload": {"parameters": True, "reference": True}}, "reference does nothing beside"),
+        ({"offload": {"activations": True}}, "learner.offload.activations: moves the inputs"),
+        ({"offload": {"parameters": True, "optimizer": True}}, "optimizer: does nothing beside"),
+        ({"offload": {"parameters": True, "reference": True}}, "reference: does nothing beside"),
         ({"offload": {"reference": True}}, "offload.reference has no reference policy to move"),
         (
             {"max_tokens_per_forward_pass": {"proximal": 100}},

@@ -97,7 +97,7 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ),
         (
             "environments=[{name: a, environment: tools, data: {source: [{path: a, wieght: 1}]}}]",
-            "environments.0.data.source.0.wieght: unknown key; none of this section (--set",
+            "environments.0.data.source.0.wieght: unknown key; did you mean 'weight'? (--set",
         ),
         (
             "generator.mcp_servers=[{command: [a], environment: {Level: 1}}]",
@@ -328,7 +328,11 @@ def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
         ),
         ("run:\n\tname: x\n", "line 2: found character '\\t' that cannot start any token"),
         ("run: {seed: 1, seed: 2}\n", "run.seed: stands twice, the second time at"),
+        ("environments: [{name: a, name: b}]\n", "is not YAML: line 1: 'name' stands twice"),
+        ("run: {folder: $HOME/runs}\n", "run.folder: was '$HOME/runs'; nothing is filled in for $"),
+        ("run: {name: 42}\n", "run.name: was 42; input should be a valid string; in quotes"),
         ("run: {<<: {seed: 1}}\n", "run.yaml:1: YAML 1.2 merges no mappings by <<: write"),
+        ("data: &d {source_kwargs: *d}\n", "is not YAML: line 1: the alias stands inside of what"),
         ("run: {name: !host x}\n", "is not YAML: line 1: could not determine a constructor for"),
         (
             "learner.optimizer.lr: 1e-6\n",

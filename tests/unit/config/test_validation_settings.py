@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from streamrl.config import RunConfig
+from streamrl.config.loading.explain import explain
 from streamrl.config.loading.load import load_config
 from streamrl.errors import ConfigError
 
@@ -37,6 +39,12 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
             {},
             "validation.generator.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
         ),
+        (
+            {"generator": {"vllm": 3}},
+            {},
+            "validation.generator.vllm: was 3; it is a section, with keys such as "
+            "validation.generator.vllm.url",
+        ),
         ({"generator": {"max_num_seqs": 0}}, {}, "validation.generator.max_num_seqs: was 0"),
         (
             {"generator": {"temperature": 1}},
@@ -62,9 +70,9 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
     ],
 )
 def test_what_cannot_act_is_refused(validation, sections, sentence):
-    with pytest.raises(ValueError, match="Value error") as refused:
+    with pytest.raises(ValidationError) as refused:
         make(validation, **sections)
-    assert sentence in str(refused.value)
+    assert sentence in str(explain(refused.value, RunConfig))
 
 
 def test_the_validator_has_the_generators_settings_but_for_its_own():

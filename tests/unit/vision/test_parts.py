@@ -60,12 +60,13 @@ def test_a_path_may_be_a_url_of_this_machine(tmp_path):
     (tmp_path / "a.png").write_bytes(DATA)
     part = messages({"type": "image", "image": f"file://{tmp_path}/a.png"})
     assert media_of(loaded(part, "a row", Path("elsewhere")), "a row") == (Media.image(DATA),)
-    assert all(Path("elsewhere", name).is_file() for name in paths_in(part))
+    assert all(Path("elsewhere", name).is_file() for name in paths_in(part, "a row"))
 
 
 def test_a_path_is_read_for_the_prompts_of_data_alone(tmp_path):
     part = {"type": "image", "image": "a.png"}
-    assert list(paths_in(messages(part, {"type": "image", "image": URL}))) == ["a.png"]
+    both = messages(part, {"type": "image", "image": URL})
+    assert list(paths_in(both, "row 1")) == ["a.png"]
     with pytest.raises(RolloutError, match=r"^row 1: an image was the path 'a.png'; files"):
         media_of(messages(part), "row 1")
     with pytest.raises(RolloutError, match=r"^row 1: cannot read .*a\.png: No such file"):

@@ -88,7 +88,13 @@ def test_parts_of_parquet_rows_are_read_as_datasets_writes_them(tmp_path):
     [
         ({"prompt": "<image><image>", "images": ["a.png"]}, "line 1 .* has 2 markers <image> and"),
         ({"prompt": "a", "images": ["b.png"]}, r"line 1 .*: there is no file .*b\.png"),
-        ({"prompt": "a", "images": 3}, "line 1 .*: images was 3; it must be a list, or one"),
+        ({"prompt": "a", "images": 3}, "line 1 .*: an image was 3; it must be a path, bytes"),
+        ({"prompt": "a", "images": [{}]}, "line 1 .*: an image was {}; it must be a path, bytes"),
+        ({"prompt": "a", "images": ["iVBORw0KGgo" * 500]}, "line 1 .*: there is no file .*iVBOR"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "line 1 .*: an image was None; it must be a path, bytes",
+        ),
         ({"prompt": [{"role": "user", "content": [{"type": "x"}]}]}, "line 1 .*: prompt was "),
     ],
 )

@@ -59,8 +59,9 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def _yaml(path: Path, missing: list[str]) -> Tree:
-    """Of the file, over those of its `defaults`, or under those that stand behind `_self_`."""
+def _yaml(path: Path, missing: list[str], within: tuple[Path, ...] = ()) -> Tree:
+    """Of the file, over those of its `defaults`, or under those that stand behind `_self_`;
+    `within` are the files whose defaults it is among."""
     try:
         tree = yaml.load(_text(path), Loader=Loader)
     except yaml.YAMLError as error:
@@ -77,11 +78,19 @@ def _yaml(path: Path, missing: list[str]) -> Tree:
     }
     merged: Tree = {}
     for entry in defaults:
-        merged = overlaid(merged, tree if entry == "_self_" else _of(entry, path, chosen, missing))
+        merged = overlaid(
+            merged, tree if entry == "_self_" else _of(entry, path, chosen, missing, within)
+        )
     return merged
 
 
-def _of(entry: Any, path: Path, chosen: Mapping[str, Any], missing: list[str]) -> Tree:
+def _of(
+    entry: Any,
+    path: Path,
+    chosen: Mapping[str, Any],
+    missing: list[str],
+    within: tuple[Path, ...],
+) -> Tree:
     """The file of `folder/name@package` or `group@package: name`, below its package, which is its
     folder if none is given; `_here_` is the whole."""
     group, name = next(iter(entry.items())) if isinstance(entry, dict) else (str(entry), "")
@@ -92,12 +101,13 @@ def _of(entry: Any, path: Path, chosen: Mapping[str, Any], missing: list[str]) -
     if not found.is_file():
         missing.append(file)
         return {}
-    if found.samefile(path):
-        raise ConfigError(f"{path}: defaults: {file} is the file itself")
+    within = (*within, path)
+    if any(map(found.samefile, within)):
+        raise ConfigError(f"{path}: defaults: {file} is the file itself, or includes it")
     is_global = "# @package _global_" in _text(found)
     keys = [] if is_global else (package or file.rpartition("/")[0].replace("/", ".")).split(".")
     keys = [key for key in keys if key and not key.startswith("_")]
-    return reduce(lambda below, key: {key: below}, reversed(keys), _yaml(found, missing))
+    return reduce(lambda below, key: {key: below}, reversed(keys), _yaml(found, missing, within))
 
 
 def _script(text: str) -> Tree:
