@@ -21,7 +21,10 @@ _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
 # Behind "####"; other lines are headings, where text follows them.
 _NUMBER_FIRST = re.compile(r"(?!\**\d+[.)]\s+\S)\**[-\N{MINUS SIGN}+$€£(\\.\d]")
-_MINUS = dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}"), "-")
+_HYPHENS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}\N{HYPHEN}"
+_MINUS = dict.fromkeys(map(ord, f"{_HYPHENS}\N{NON-BREAKING HYPHEN}"), "-")
+# Between spaces it is punctuation.
+_DASH = re.compile("\N{EN DASH}(?! )")
 _ONE_SIGN_FRACTIONS = {
     sign: f" {normalize('NFKC', chr(sign))}".replace("\N{FRACTION SLASH}", "/")
     for sign in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
@@ -47,6 +50,9 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
 # Digits behind one are a factor.
 _FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}(?!\d)")
+_REPEATING = re.compile(
+    r"(?<![\d,])(\d{0,99})\.(\d{0,99})\\(?:overline|bar)\s*(?:\{\s*(\d{1,99})\s*\}|(\d))"
+)
 _POWER = re.compile(
     # From the first of many spaces on: each of them would look through all behind it.
     rf"(?<!\s)\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
@@ -65,7 +71,8 @@ _NUMBER = re.compile(
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
-_TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.'$\-])*")
+_TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
+_TIME = re.compile(r"(\d{1,2}:\d\d) ?([ap])\.? ?m")
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 # Words that are formulas.
@@ -105,18 +112,29 @@ def marked_answer(text: str) -> str | None:
 
 
 def _marked(text: str) -> Iterator[str | None]:
-    """From the last mark on; None of one that has no end. Bold type is none of an answer."""
+    """From the last mark on; None of one that has no end."""
     for mark in reversed(list(_MARKS.finditer(text))):
         behind = text[mark.end() :]
         if mark[0] == "####":
             line, _, rest = behind.lstrip().partition("\n")
             if _NUMBER_FIRST.match(line) or not rest.strip():
-                yield line.strip().removeprefix("**").removesuffix("**")
+                yield bare(line)
         elif mark[0] == "<answer>":
             inside, _, _ = behind.partition("</answer>")
-            yield inside.strip().removeprefix("**").removesuffix("**")
+            yield bare(inside)
         else:
-            yield _in_braces(behind)
+            inside_braces = _in_braces(behind)
+            yield None if inside_braces is None else bare(inside_braces)
+
+
+def bare(answer: str) -> str:
+    """Without white space and bold type around it, and a full stop behind it.
+
+    >>> bare("**B.**"), bare("1, 2, ...")
+    ('B', '1, 2, ...')
+    """
+    text = answer.strip().removeprefix("**").removesuffix("**")
+    return text if text.endswith("..") else text.removesuffix(".")
 
 
 def _in_braces(text: str) -> str | None:
@@ -124,7 +142,7 @@ def _in_braces(text: str) -> str | None:
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
         if not depth:
-            return text[: found.start()].strip()
+            return text[: found.start()]
     return None
 
 
@@ -137,7 +155,14 @@ def plain(text: str) -> str:
     """
     text = _joined(text.replace("\\$", "$").replace("{.}", "."))
     text = _POWER.sub(lambda m: f"e{m[1] or m[2]}", text)
-    return _FRACTION.sub(_typed_fraction, text)
+    return _FRACTION.sub(_typed_fraction, _REPEATING.sub(_typed_repeating, text))
+
+
+def _typed_repeating(found: re.Match[str]) -> str:
+    """As a fraction."""
+    once, again = found[1] + found[2], found[3] or found[4]
+    above = int(once + again) - int(once or "0")
+    return f"{above}/{10 ** len(found[2]) * (10 ** len(again) - 1)}"
 
 
 def _typed_fraction(found: re.Match[str]) -> str:
@@ -156,7 +181,7 @@ def latex(text: str) -> str:
 
 def _joined(text: str) -> str:
     """The digits of a number side by side or with commas, its minus that of a keyboard."""
-    text = text.translate(_TYPED).replace("\\!", "").replace("{,}", ",")
+    text = _DASH.sub("-", text.translate(_TYPED)).replace("\\!", "").replace("{,}", ",")
     return _THOUSANDS.sub("", text)
 
 
@@ -174,12 +199,14 @@ def written(text: str) -> str:
 def words(text: str) -> str:
     """An answer that is a word, a name or a date, for comparing; "" of a formula or a number.
 
-    >>> words("\\\\text{June  20}"), words("Left."), words("(C)"), words("2x"), words("\\\\sin x")
-    ('june 20', 'left', '', '', '')
+    >>> words("\\\\text{June  20}"), words("6:00 p.m."), words("(C)"), words("2x")
+    ('june 20', '6:00 pm', '', '')
     """
     if _TEXTS.fullmatch(text.strip()):
         text = _TEXT.sub(r"\1", text).strip("$ ")
     plainly = " ".join(text.split()).strip(" .").casefold()
+    if time := _TIME.fullmatch(plainly):
+        return f"{time[1]} {time[2]}m"
     if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FUNCTIONS & set(plainly.split()):
         return ""
     return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""

@@ -15,6 +15,7 @@ from typing import Any
 from actors.rewards.answers import (
     answer_of,
     answered_number,
+    bare,
     counted,
     marked_answer,
     shown_number,
@@ -81,7 +82,7 @@ def acceptable(gold: Any) -> Sequence[str]:
         except ValueError:
             return [gold]
     golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
-    return [(marked_answer(one) or one) if "####" in one else one for one in golds]
+    return [bare((marked_answer(one) or one) if "####" in one else one) for one in golds]
 
 
 def compared(gold: str, given: str) -> bool | None:
