@@ -19,6 +19,7 @@ from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
+_STATES = re.compile(r"\banswer\b[\s*]*(?:is\b)?[\s*]*:?", re.IGNORECASE)
 # Behind "####"; other lines are headings, where text follows them.
 _NUMBER_FIRST = re.compile(r"(?!\**\d+[.)]\s+\S)\**[-\N{MINUS SIGN}+$€£(\\.\d]")
 _HYPHENS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}\N{HYPHEN}"
@@ -68,8 +69,10 @@ _NUMBER = re.compile(
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
 )
+_SPACED = re.compile(r"-?\d{1,3}(?: \d{3})+")
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+_LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
 _TIME = re.compile(r"(\d{1,2}:\d\d) ?([ap])\.? ?m")
@@ -127,14 +130,36 @@ def _marked(text: str) -> Iterator[str | None]:
             yield None if inside_braces is None else bare(inside_braces)
 
 
+def stated_answer(text: str) -> str | None:
+    """What stands behind its last "answer is" or "answer:", None without one.
+
+    >>> stated_answer("A is too short. The answer is **(B)**.")
+    '(B)'
+    """
+    places = list(_STATES.finditer(text))
+    return bare(text[places[-1].end() :]) if places else None
+
+
+def given_answer(text: str) -> str:
+    """What a text answers: its marked answer, else what it states, else all of it."""
+    marked = marked_answer(text)
+    return (stated_answer(text) or text.strip()) if marked is None else marked
+
+
+def shown_answer(text: str) -> str:
+    """Of a text without a mark, for people and for votes: its number, else what it states."""
+    number = answered_number(text)
+    return (stated_answer(text) or "") if number is None else shown_number(number)
+
+
 def bare(answer: str) -> str:
     """Without white space and bold type around it, and a full stop behind it.
 
-    >>> bare("**B.**"), bare("1, 2, ...")
-    ('B', '1, 2, ...')
+    >>> bare("**B.**"), bare("**B**."), bare("1, 2, ...")
+    ('B', 'B', '1, 2, ...')
     """
-    text = answer.strip().removeprefix("**").removesuffix("**")
-    return text if text.endswith("..") else text.removesuffix(".")
+    text = answer.strip()
+    return text if text.endswith("..") else text.removesuffix(".").strip("*").removesuffix(".")
 
 
 def _in_braces(text: str) -> str | None:
@@ -182,18 +207,20 @@ def latex(text: str) -> str:
 def _joined(text: str) -> str:
     """The digits of a number side by side or with commas, its minus that of a keyboard."""
     text = _DASH.sub("-", text.translate(_TYPED)).replace("\\!", "").replace("{,}", ",")
-    return _THOUSANDS.sub("", text)
+    return _THOUSANDS.sub("", text).replace("~", " ")
 
 
 def written(text: str) -> str:
-    """A formula without what changes its look alone: sizes of brackets and fractions, white space
-    but between digits.
+    """A formula without what changes its look alone: sizes of brackets and fractions, text in a
+    formula, brackets around a letter, white space but between digits.
 
-    >>> written("\\\\left( 3, \\\\dfrac{x}{2} \\\\right)"), written("1 1/2")
-    ('(3,\\\\frac{x}{2})', '1 1/2')
+    >>> written("\\\\left( 3, \\\\dfrac{x}{2} \\\\right)"), written("1 1/2"), written("(C)")
+    ('(3,\\\\frac{x}{2})', '1 1/2', 'C')
     """
-    text = _SIZES.sub("", latex(text).strip("$")).replace("\\dfrac", "\\frac")
-    return _SPACES.sub("", text.replace("\\tfrac", "\\frac").replace("\\varnothing", "\\emptyset"))
+    text = _TEXT.sub(r"\1", _SIZES.sub("", latex(text).strip("$")))
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = _SPACES.sub("", text.replace("\\varnothing", "\\emptyset"))
+    return _LETTER.sub(r"\1", text)
 
 
 def words(text: str) -> str:
@@ -227,7 +254,8 @@ def number_in(text: str) -> Fraction | None:
 
 def whole_number(text: str) -> Fraction | None:
     """The number that all of a text is, with or without the sign of a currency."""
-    found = _NUMBER.fullmatch(plain(text).strip().strip("$").removesuffix("."))
+    text = plain(text).strip().strip("$").removesuffix(".")
+    found = _NUMBER.fullmatch(text.replace(" ", "") if _SPACED.fullmatch(text) else text)
     return _value(found) if found else None
 
 

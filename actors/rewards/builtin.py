@@ -17,7 +17,9 @@ from actors.rewards.answers import (
     answered_number,
     bare,
     counted,
+    given_answer,
     marked_answer,
+    shown_answer,
     shown_number,
     whole_number,
     words,
@@ -59,18 +61,11 @@ def math_at_once(episode: Episode) -> Score | None:
     except FinalError:
         return None
     text = answer_of(episode)
-    marked = marked_answer(text)
-    given = text.strip() if marked is None else marked
+    marked, given = marked_answer(text), given_answer(text)
     same = [compared(gold, given) for gold in golds]
     if None in same and not any(same):
         return None
-    return Score(float(any(same)), extracted=_number_text(text) if marked is None else marked)
-
-
-def _number_text(text: str) -> str:
-    """Of the number that it answers with; "" without one."""
-    number = answered_number(text)
-    return "" if number is None else shown_number(number)
+    return Score(float(any(same)), extracted=shown_answer(text) if marked is None else marked)
 
 
 def acceptable(gold: Any) -> Sequence[str]:

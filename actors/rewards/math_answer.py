@@ -27,9 +27,10 @@ from sympy import Derivative, Integral, Limit, Product, Sum
 from actors.rewards.answers import (
     answer_of,
     answered_number,
+    given_answer,
     latex,
     marked_answer,
-    shown_number,
+    shown_answer,
     whole_number,
     written,
 )
@@ -150,8 +151,7 @@ def _score(episode: Episode, strict: bool) -> Score:
     if (decided := math_at_once(episode)) is not None:
         return decided
     text = answer_of(episode)
-    marked = marked_answer(text)
-    given = text.strip() if marked is None else marked
+    marked, given = marked_answer(text), given_answer(text)
     undecided = [gold for gold in golds if compared(gold, given) is None and not is_vast(gold)]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold), _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
@@ -161,7 +161,7 @@ def _score(episode: Episode, strict: bool) -> Score:
     if marked is None and not parsed:
         number = answered_number(text)
         is_right = number is not None and number in map(whole_number, golds)
-        return Score(float(is_right), extracted="" if number is None else shown_number(number))
+        return Score(float(is_right), extracted=shown_answer(text))
     is_right = bool(parsed) and any(
         _is_equal(_marked_gold(gold), expression, forms, strict) for gold in undecided
     )

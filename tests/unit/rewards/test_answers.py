@@ -102,6 +102,13 @@ def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
         (r"\boxed{6:00 \text{ p.m.}}", "6:00 PM", 1),
         (r"\boxed{6:00 \text{ a.m.}}", "6:00 PM", 0),
         (r"\boxed{B.}", "(B)", 1),
+        ("B is too small. The answer is **(C)**.", "C", 1),
+        ("B is too small. Answer: C", r"\text{(B)}", 0),
+        ("The answer is yes.", "Yes", 1),
+        ("The answer is 7.\n\nIt is \\boxed{8}.", "7", 0),
+        (r"\boxed{42 000}", "42,000", 1),
+        (r"\boxed{12~\text{square units}}", "12", 1),
+        (r"\boxed{5 m/s}", r"5 \text{ m/s}", 1),
         (r"\boxed{1 + x}", "x + 1.", 1),
         ("\\boxed{x\N{EN DASH}5}", "x - 5", 1),
     ],
@@ -267,6 +274,8 @@ def test_a_numeric_answer_says_which_number_it_has_read(response, extracted):
         ("so it is 3 apples", "3", "3"),
         ("so $2x + 1$", "1 + 2x", "2x + 1"),
         ("I do not know", "3", ""),
+        ("So the answer is (C).", "C", "(C)"),
+        ("So the answer is (C).", "D", "(C)"),
     ],
 )
 def test_math_says_which_expression_it_has_read(response, answer, extracted):
