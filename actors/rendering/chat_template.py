@@ -320,11 +320,11 @@ def _with_ids(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
+def _with_json_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [
         {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
-        else message
+        else dict(message)
         for message in messages
     ]
 

@@ -7,7 +7,7 @@ nothing, nor 1, which pays for anything.
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -48,8 +48,8 @@ def expression_to_match(prompt: Prompt) -> Any:
         FinalError: there is none.
     """
     gold = gold_of(prompt)
-    if gold is None or gold in ([], {}) or not str(gold).strip():
-        raise no_gold(prompt, gold, "math needs an expression")
+    if gold is None or gold == [] or isinstance(gold, Mapping) or not str(gold).strip():
+        raise no_gold(prompt, gold, "math needs an expression, or a list of them")
     return gold
 
 

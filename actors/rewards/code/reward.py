@@ -238,7 +238,7 @@ def _same_word(given: str, wanted: str) -> bool:
         return False
     if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
         return first == second
-    return abs(first - second) <= Decimal(_NEAR) * max(1, abs(first), abs(second))
+    return abs(first - second) <= Decimal(_NEAR) * max(Decimal(1), abs(first), abs(second))
 
 
 def _number(word: str) -> Decimal | None:
