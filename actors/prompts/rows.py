@@ -248,7 +248,7 @@ class RowColumns:
         if answer is None or (isinstance(answer, float) and math.isnan(answer)):
             raise ConfigError(f"{place} was {answer}; it must have a value")
         try:
-            text = json.dumps(answer, default=_unpacked)
+            text = json.dumps(answer)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{place} was {shown(answer)}; it must be text, a number, or lists and records "
@@ -452,13 +452,6 @@ def _written(answer: Any) -> str:
     """A number without an exponent, as people write it."""
     is_usual = isinstance(answer, float) and 1e-20 < abs(answer) < 1e20
     return format(Decimal(repr(float(answer))), "f") if is_usual else str(answer)
-
-
-def _unpacked(value: Any) -> Any:
-    """An array or a number of numpy or torch as a plain one."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no value of JSON")
 
 
 def _is_message(turn: Any) -> bool:

@@ -14,6 +14,7 @@ once others follow it (Qwen3 leaves out earlier thinking) renders a conversation
 was sampled; a reply follows the tokens as they were sampled.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ class ChatTemplate:
             ConfigError: the template cannot render it; the sentence names `place`.
         """
         read = as_template_reads(messages)
+        if any(message.get("tool_calls") for message in read) and self._wants_json:
+            read = _with_json_arguments(read)
         try:
             return self._rendered(
                 _in_parts(read) if self._wants_parts else read,
@@ -186,8 +189,7 @@ class ChatTemplate:
         """Two calls of the probed tool, or one where the template renders no more; None where it
         renders none."""
         for number in (2, 1):
-            calls = [_call(f"call{i:05}", "streamrltool", _ARGUMENTS[i]) for i in range(number)]
-            made = {"role": "assistant", "content": "", "tool_calls": calls}
+            made = _calling_with(*_ARGUMENTS[:number])
             try:
                 asked = self.render([_ASKED], [PROBED_TOOL], is_open=False)
                 opened = self.render([_ASKED], [PROBED_TOOL])
@@ -200,13 +202,27 @@ class ChatTemplate:
             if opening != opened:
                 # Both may go on with a tag of their own.
                 opening = re.sub(r"<[^<>]*\Z", "", opening)
-            return RenderedCalls(calls, opening.removeprefix(asked), whole.removeprefix(opening))
+            return RenderedCalls(
+                made["tool_calls"], opening.removeprefix(asked), whole.removeprefix(opening)
+            )
         return None
 
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether it leaves out a content that is a string, and not one that is a list of parts."""
         return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    @cached_property
+    def _wants_json(self) -> bool:
+        """Whether it renders the arguments of calls as JSON text alone (DeepSeek)."""
+        made = _calling_with({"text": _PROBE})
+        return not self._writes(made) and self._writes(*_with_json_arguments([made]))
+
+    def _writes(self, made: Message) -> bool:
+        try:
+            return _PROBE in self._rendered([_ASKED, made], tools=[PROBED_TOOL])
+        except ValueError:
+            return False
 
     def _shows(self, content: Any) -> bool:
         try:
@@ -277,6 +293,12 @@ def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> Mapping[str,
     return {"id": call_id, "type": "function", "function": function}
 
 
+def _calling_with(*arguments: Mapping[str, Any]) -> Message:
+    """An assistant's turn that calls the probed tool with each of these."""
+    calls = [_call(f"call{i:05}", "streamrltool", given) for i, given in enumerate(arguments)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 def _calling(results: Sequence[Message]) -> Message:
     """The assistant's turn whose calls have these results; each has the mark."""
     calls = [
@@ -296,6 +318,21 @@ def _with_ids(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
+
+
+def _with_json_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [
+        {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_json(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function, arguments = call["function"], call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:

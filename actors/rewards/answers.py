@@ -19,9 +19,13 @@ from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
+_STATES = re.compile(r"\banswer\b[\s*]*(?:is\b)?[\s*]*:?", re.IGNORECASE)
 # Behind "####"; other lines are headings, where text follows them.
 _NUMBER_FIRST = re.compile(r"(?!\**\d+[.)]\s+\S)\**[-\N{MINUS SIGN}+$€£(\\.\d]")
-_MINUS = dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}"), "-")
+_HYPHENS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}\N{HYPHEN}"
+_MINUS = dict.fromkeys(map(ord, f"{_HYPHENS}\N{NON-BREAKING HYPHEN}"), "-")
+# Between spaces it is punctuation.
+_DASH = re.compile("\N{EN DASH}(?! )")
 _ONE_SIGN_FRACTIONS = {
     sign: f" {normalize('NFKC', chr(sign))}".replace("\N{FRACTION SLASH}", "/")
     for sign in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
@@ -47,6 +51,9 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
 # Digits behind one are a factor.
 _FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}(?!\d)")
+_REPEATING = re.compile(
+    r"(?<![\d,])(\d{0,99})\.(\d{0,99})\\(?:overline|bar)\s*(?:\{\s*(\d{1,99})\s*\}|(\d))"
+)
 _POWER = re.compile(
     # From the first of many spaces on: each of them would look through all behind it.
     rf"(?<!\s)\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
@@ -62,10 +69,13 @@ _NUMBER = re.compile(
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
 )
+_SPACED = re.compile(r"-?\d{1,3}(?: \d{3})+")
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+_LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
-_TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.'$\-])*")
+_TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
+_TIME = re.compile(r"(\d{1,2}:\d\d) ?([ap])\.? ?m")
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 # Words that are formulas.
@@ -105,18 +115,51 @@ def marked_answer(text: str) -> str | None:
 
 
 def _marked(text: str) -> Iterator[str | None]:
-    """From the last mark on; None of one that has no end. Bold type is none of an answer."""
+    """From the last mark on; None of one that has no end."""
     for mark in reversed(list(_MARKS.finditer(text))):
         behind = text[mark.end() :]
         if mark[0] == "####":
             line, _, rest = behind.lstrip().partition("\n")
             if _NUMBER_FIRST.match(line) or not rest.strip():
-                yield line.strip().removeprefix("**").removesuffix("**")
+                yield bare(line)
         elif mark[0] == "<answer>":
             inside, _, _ = behind.partition("</answer>")
-            yield inside.strip().removeprefix("**").removesuffix("**")
+            yield bare(inside)
         else:
-            yield _in_braces(behind)
+            inside_braces = _in_braces(behind)
+            yield None if inside_braces is None else bare(inside_braces)
+
+
+def stated_answer(text: str) -> str | None:
+    """What stands behind its last "answer is" or "answer:", None without one.
+
+    >>> stated_answer("A is too short. The answer is **(B)**.")
+    '(B)'
+    """
+    places = list(_STATES.finditer(text))
+    return bare(text[places[-1].end() :]) if places else None
+
+
+def given_answer(text: str) -> str:
+    """What a text answers: its marked answer, else what it states, else all of it."""
+    marked = marked_answer(text)
+    return (stated_answer(text) or text.strip()) if marked is None else marked
+
+
+def shown_answer(text: str) -> str:
+    """Of a text without a mark, for people and for votes: its number, else what it states."""
+    number = answered_number(text)
+    return (stated_answer(text) or "") if number is None else shown_number(number)
+
+
+def bare(answer: str) -> str:
+    """Without white space and bold type around it, and a full stop behind it.
+
+    >>> bare("**B.**"), bare("**B**."), bare("1, 2, ...")
+    ('B', 'B', '1, 2, ...')
+    """
+    text = answer.strip()
+    return text if text.endswith("..") else text.removesuffix(".").strip("*").removesuffix(".")
 
 
 def _in_braces(text: str) -> str | None:
@@ -124,7 +167,7 @@ def _in_braces(text: str) -> str | None:
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
         if not depth:
-            return text[: found.start()].strip()
+            return text[: found.start()]
     return None
 
 
@@ -137,7 +180,14 @@ def plain(text: str) -> str:
     """
     text = _joined(text.replace("\\$", "$").replace("{.}", "."))
     text = _POWER.sub(lambda m: f"e{m[1] or m[2]}", text)
-    return _FRACTION.sub(_typed_fraction, text)
+    return _FRACTION.sub(_typed_fraction, _REPEATING.sub(_typed_repeating, text))
+
+
+def _typed_repeating(found: re.Match[str]) -> str:
+    """As a fraction."""
+    once, again = found[1] + found[2], found[3] or found[4]
+    above = int(once + again) - int(once or "0")
+    return f"{above}/{10 ** len(found[2]) * (10 ** len(again) - 1)}"
 
 
 def _typed_fraction(found: re.Match[str]) -> str:
@@ -156,30 +206,34 @@ def latex(text: str) -> str:
 
 def _joined(text: str) -> str:
     """The digits of a number side by side or with commas, its minus that of a keyboard."""
-    text = text.translate(_TYPED).replace("\\!", "").replace("{,}", ",")
-    return _THOUSANDS.sub("", text)
+    text = _DASH.sub("-", text.translate(_TYPED)).replace("\\!", "").replace("{,}", ",")
+    return _THOUSANDS.sub("", text).replace("~", " ")
 
 
 def written(text: str) -> str:
-    """A formula without what changes its look alone: sizes of brackets and fractions, white space
-    but between digits.
+    """A formula without what changes its look alone: sizes of brackets and fractions, text in a
+    formula, brackets around a letter, white space but between digits.
 
-    >>> written("\\\\left( 3, \\\\dfrac{x}{2} \\\\right)"), written("1 1/2")
-    ('(3,\\\\frac{x}{2})', '1 1/2')
+    >>> written("\\\\left( 3, \\\\dfrac{x}{2} \\\\right)"), written("1 1/2"), written("(C)")
+    ('(3,\\\\frac{x}{2})', '1 1/2', 'C')
     """
-    text = _SIZES.sub("", latex(text).strip("$")).replace("\\dfrac", "\\frac")
-    return _SPACES.sub("", text.replace("\\tfrac", "\\frac").replace("\\varnothing", "\\emptyset"))
+    text = _TEXT.sub(r"\1", _SIZES.sub("", latex(text).strip("$")))
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = _SPACES.sub("", text.replace("\\varnothing", "\\emptyset"))
+    return _LETTER.sub(r"\1", text)
 
 
 def words(text: str) -> str:
     """An answer that is a word, a name or a date, for comparing; "" of a formula or a number.
 
-    >>> words("\\\\text{June  20}"), words("Left."), words("(C)"), words("2x"), words("\\\\sin x")
-    ('june 20', 'left', '', '', '')
+    >>> words("\\\\text{June  20}"), words("6:00 p.m."), words("(C)"), words("2x")
+    ('june 20', '6:00 pm', '', '')
     """
     if _TEXTS.fullmatch(text.strip()):
         text = _TEXT.sub(r"\1", text).strip("$ ")
     plainly = " ".join(text.split()).strip(" .").casefold()
+    if time := _TIME.fullmatch(plainly):
+        return f"{time[1]} {time[2]}m"
     if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FUNCTIONS & set(plainly.split()):
         return ""
     return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""
@@ -200,7 +254,8 @@ def number_in(text: str) -> Fraction | None:
 
 def whole_number(text: str) -> Fraction | None:
     """The number that all of a text is, with or without the sign of a currency."""
-    found = _NUMBER.fullmatch(plain(text).strip().strip("$").removesuffix("."))
+    text = plain(text).strip().strip("$").removesuffix(".")
+    found = _NUMBER.fullmatch(text.replace(" ", "") if _SPACED.fullmatch(text) else text)
     return _value(found) if found else None
 
 

@@ -7,7 +7,7 @@ nothing, nor 1, which pays for anything.
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -15,8 +15,11 @@ from typing import Any
 from actors.rewards.answers import (
     answer_of,
     answered_number,
+    bare,
     counted,
+    given_answer,
     marked_answer,
+    shown_answer,
     shown_number,
     whole_number,
     words,
@@ -45,8 +48,8 @@ def expression_to_match(prompt: Prompt) -> Any:
         FinalError: there is none.
     """
     gold = gold_of(prompt)
-    if gold is None or gold in ([], {}) or not str(gold).strip():
-        raise no_gold(prompt, gold, "math needs an expression")
+    if gold is None or gold == [] or isinstance(gold, Mapping) or not str(gold).strip():
+        raise no_gold(prompt, gold, "math needs an expression, or a list of them")
     return gold
 
 
@@ -58,18 +61,11 @@ def math_at_once(episode: Episode) -> Score | None:
     except FinalError:
         return None
     text = answer_of(episode)
-    marked = marked_answer(text)
-    given = text.strip() if marked is None else marked
+    marked, given = marked_answer(text), given_answer(text)
     same = [compared(gold, given) for gold in golds]
     if None in same and not any(same):
         return None
-    return Score(float(any(same)), extracted=_number_text(text) if marked is None else marked)
-
-
-def _number_text(text: str) -> str:
-    """Of the number that it answers with; "" without one."""
-    number = answered_number(text)
-    return "" if number is None else shown_number(number)
+    return Score(float(any(same)), extracted=shown_answer(text) if marked is None else marked)
 
 
 def acceptable(gold: Any) -> Sequence[str]:
@@ -81,7 +77,7 @@ def acceptable(gold: Any) -> Sequence[str]:
         except ValueError:
             return [gold]
     golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
-    return [(marked_answer(one) or one) if "####" in one else one for one in golds]
+    return [bare((marked_answer(one) or one) if "####" in one else one) for one in golds]
 
 
 def compared(gold: str, given: str) -> bool | None:

@@ -6,6 +6,8 @@ one process, which keeps what it has read and compared.
 
 `quick`: most of math-verify's time goes into ANTLR's full prediction, and into `simplify` of
 differences that are not 0. Its answers stay: what the quick ways do not decide, the slow ones do.
+
+`near` is stricter than math-verify, to which all numbers below a millionth are one.
 """
 
 import logging
@@ -19,15 +21,16 @@ from typing import Any
 from antlr4 import CommonTokenStream
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import latex2sympy2
-from math_verify import grader, parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, verify
 from sympy import Derivative, Integral, Limit, Product, Sum
 
 from actors.rewards.answers import (
     answer_of,
     answered_number,
+    given_answer,
     latex,
     marked_answer,
-    shown_number,
+    shown_answer,
     whole_number,
     written,
 )
@@ -43,6 +46,10 @@ from streamrl.interfaces import Episode, Score
 # It warns of being called without a limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _KEPT = 512
+Forms = tuple[LatexExtractionConfig | ExprExtractionConfig, ...]
+_FORMULA: Forms = (LatexExtractionConfig(),)
+"""Of a marked answer: of one that is no formula, a number within it is another answer."""
+_ANYWHERE: Forms = (*_FORMULA, ExprExtractionConfig())
 _SLOW = (Derivative, Integral, Limit, Product, Sum)
 _VAST = re.compile(r"\^[{(]*\d{7}|(?:\d{5}|!\))[)}]*!|\\binom\{?\d{6}")
 _TOWER = re.compile(r"\^[{(]*(\d{1,6})\^[{(]*(\d{1,6})(\^?)")
@@ -103,6 +110,29 @@ def quick(*, is_on: bool = True) -> None:
 
 
 quick()
+_numeric_eq = grader.sympy_numeric_eq
+
+
+def near(one: Any, other: Any, *limits: int) -> bool:
+    """Whether two numbers are one, exact or rounded; n% is n or n / 100."""
+    bare = [grader.get_pct_val(formula, formula) for formula in (one, other)]
+    if _numeric_eq(one, other, *limits) and not _is_far(one, other):
+        return True
+    return bare != [one, other] and _numeric_eq(*bare, *limits) and not _is_far(*bare)
+
+
+def _is_far(one: Any, other: Any) -> bool:
+    """Whether exact numbers differ at all, or rounded ones by more than a share of them."""
+    try:
+        gap = one - other
+        if gap.is_rational:
+            return bool(gap.doit() != 0)
+        return bool(abs(gap.evalf()) > _CLEAR * max(abs(one.evalf()), abs(other.evalf())))
+    except Exception:  # Of what has no value sympy raises what it likes.
+        return False
+
+
+grader.sympy_numeric_eq = near
 
 
 def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[Score]:
@@ -121,19 +151,19 @@ def _score(episode: Episode, strict: bool) -> Score:
     if (decided := math_at_once(episode)) is not None:
         return decided
     text = answer_of(episode)
-    marked = marked_answer(text)
-    given = text.strip() if marked is None else marked
+    marked, given = marked_answer(text), given_answer(text)
     undecided = [gold for gold in golds if compared(gold, given) is None and not is_vast(gold)]
-    if empty := [gold for gold in undecided if not _parse(_marked_gold(gold))]:
+    if empty := [gold for gold in undecided if not _parse(_marked_gold(gold), _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
     expression = latex(text if marked is None else f"\\boxed{{{marked}}}")
-    parsed = [] if is_vast(expression) else _parse(expression)
+    forms = _ANYWHERE if marked is None else _FORMULA
+    parsed = [] if is_vast(expression) else _parse(expression, forms)
     if marked is None and not parsed:
         number = answered_number(text)
         is_right = number is not None and number in map(whole_number, golds)
-        return Score(float(is_right), extracted="" if number is None else shown_number(number))
+        return Score(float(is_right), extracted=shown_answer(text))
     is_right = bool(parsed) and any(
-        _is_equal(_marked_gold(gold), expression, strict) for gold in undecided
+        _is_equal(_marked_gold(gold), expression, forms, strict) for gold in undecided
     )
     # math-verify ends its list with the text that it has read.
     return Score(float(is_right), extracted=str(parsed[-1]) if marked is None else marked)
@@ -159,11 +189,12 @@ def _marked_gold(gold: str) -> str:
 
 
 @lru_cache(maxsize=_KEPT)
-def _is_equal(gold: str, expression: str, strict: bool) -> bool:
+def _is_equal(gold: str, expression: str, forms: Forms, strict: bool) -> bool:
+    wanted, given = _parse(gold, _FORMULA), _parse(expression, forms)
     # The limits of the call end it, with its process; math-verify's own need the main thread.
-    return bool(verify(_parse(gold), _parse(expression), strict=strict, timeout_seconds=None))
+    return bool(verify(wanted, given, strict=strict, timeout_seconds=None))
 
 
 @lru_cache(maxsize=_KEPT)
-def _parse(text: str) -> list[Any]:
-    return list(parse(text, parsing_timeout=None))
+def _parse(text: str, forms: Forms) -> list[Any]:
+    return list(parse(text, forms, parsing_timeout=None))

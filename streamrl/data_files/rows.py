@@ -61,8 +61,8 @@ _OF_JSON = frozenset({str, int, float, bool, type(None)})
 
 def as_json_values(value: Any) -> Any:
     """A value of Arrow or Python as a JSON file has it: dates, decimals and bytes of text are text,
-    at every depth. Libraries that read JSON make times of dates, which are dates again; the bytes
-    of images stay.
+    and arrays (pandas has them for lists) and tuples are lists, at every depth. Libraries that read
+    JSON make times of dates, which are dates again; the bytes of images stay.
 
     >>> as_json_values({"day": datetime(2024, 5, 1), "sum": Decimal("18.90"), "name": b"a"})
     {'day': '2024-05-01', 'sum': '18.90', 'name': 'a'}
@@ -73,7 +73,7 @@ def as_json_values(value: Any) -> Any:
                 key: inner if type(inner) in _OF_JSON or key == "bytes" else as_json_values(inner)
                 for key, inner in value.items()
             }
-        case list():
+        case list() | tuple():
             return [v if type(v) in _OF_JSON else as_json_values(v) for v in value]
         case datetime() if value.tzinfo is None and value.time() == time.min:
             return str(value.date())
@@ -84,6 +84,8 @@ def as_json_values(value: Any) -> Any:
         case bytes():
             with suppress(UnicodeDecodeError):
                 return value.decode()
+        case _ if hasattr(value, "tolist"):
+            return as_json_values(value.tolist())
     return value
 
 

@@ -115,6 +115,14 @@ TYPED = {
     "image": [{"bytes": b"GIF89a", "path": None}],
     "nested": [{"day": datetime.date(2024, 5, 2)}],
 }
+OF_PANDAS = """
+import numpy as np
+
+def rows():
+    message = {"role": "user", "content": "1 + 1?"}
+    info = {"index": np.int64(3), "tests": np.array(["assert f(1) == 2"], dtype=object)}
+    return [{"prompt": np.array([message]), "answer": np.array(["2", "two"]), "extra_info": info}]
+"""
 
 
 @pytest.mark.parametrize("suffix", [".parquet", "", ".py", "python"])
@@ -136,6 +144,15 @@ def test_dates_decimals_and_bytes_are_what_a_json_file_has(tmp_path, suffix):
     assert prompt.content == "2024-05-01 03:04:00 18.90 n\u00e9 2024-05-02 0.00001"
     assert prompt.answer == ('["2024-05-01", 1e-05]' if suffix == ".py" else "2024-05-01")
     assert prompt.row["image"][0]["bytes"] == ("GIF89a" if suffix == "python" else b"GIF89a")
+
+
+def test_arrays_are_lists(tmp_path):
+    """Pandas makes them of lists of parquet, also of messages."""
+    (tmp_path / "own.py").write_text(OF_PANDAS)
+    prompt = open_prompts(settings(source=str(tmp_path / "own.py:rows")), seed=0)[0]
+    assert prompt.content == ({"role": "user", "content": "1 + 1?"},)
+    assert prompt.answer == '["2", "two"]'
+    assert prompt.row["extra_info"] == {"index": 3, "tests": ["assert f(1) == 2"]}
 
 
 def test_dates_that_a_library_made_times_of_are_dates(tmp_path):

@@ -229,16 +229,16 @@ def _same_line(given: str, wanted: str) -> bool:
 
 
 def _same_word(given: str, wanted: str) -> bool:
-    """Whole numbers by their value, others to a millionth, all else as text."""
-    if given == wanted:
+    """Whole numbers by their value, others to a millionth, or one of it, as judges of contests have
+    it; yes and no in any case, all else as text."""
+    if given == wanted or given.casefold() == wanted.casefold() in ("yes", "no"):
         return True
     first, second = _number(given), _number(wanted)
     if first is None or second is None:
         return False
     if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
         return first == second
-    near = Decimal(_NEAR) * max(abs(first), abs(second))
-    return abs(first - second) <= max(near, Decimal(_NOTHING))
+    return abs(first - second) <= Decimal(_NEAR) * max(Decimal(1), abs(first), abs(second))
 
 
 def _number(word: str) -> Decimal | None:

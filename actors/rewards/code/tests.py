@@ -151,7 +151,7 @@ def _item(place: str, item: Any, given: Mapping[str, Any]) -> Iterator[Test]:
 
 def _record(place: str, value: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Test]:
     for key in _NESTED:
-        if key in value:
+        if value.get(key) is not None:
             yield from _read(f"{place}.{key}", value[key], {**given, **value})
             return
     plural = "" if "input" in value else "s"

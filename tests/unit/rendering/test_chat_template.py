@@ -11,7 +11,7 @@ from actors.rendering.renderer import ChatRenderer
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Message, Prompt
-from tests.unit.rendering.test_parsing import ADD, ASKED, CHATML, FOLDER, TEMPLATES, call
+from tests.unit.rendering.test_parsing import ADD, ASKED, CHATML, FOLDER, HERMES, TEMPLATES, call
 
 SPECIAL = ["<turn|>", "<|tool_response>", "<tool_call|>", '<|"|>', "<|end|>", "<|call|>", "[/INST]"]
 RESULT: Message = {"role": "tool", "name": "add", "content": "7"}
@@ -142,6 +142,15 @@ class TestSchemas:
 
     def test_nobody_asks_for_them_without_tools(self) -> None:
         assert make(CHATML).encode_messages([ASKED])
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_json():
+    """Those of DeepSeek-V3 to V3.1."""
+    renderer = make(HERMES.replace("f.arguments | tojson", "'' + f.arguments"))
+    renderer.require_tools()
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **call("add", a=3)}]}
+    text = read(renderer, renderer.encode_messages([ASKED, said, RESULT], [ADD]))
+    assert '{"name": "add", "arguments": {"a": 3}}' in text
 
 
 class TestParts:

@@ -94,6 +94,12 @@ async def test_numeric_answer():
         ("math", " ", "was ' '; math needs an expression"),
         ("math", None, "was None; math needs an expression"),
         ("math", [], r"was \[\]; math needs an expression"),
+        # Of Search-R1.
+        (
+            "math",
+            {"target": ["7"]},
+            r"was {'target': \['7'\]}; math needs an expression, or a list",
+        ),
     ],
 )
 def test_a_row_without_what_is_compared_with_fails_its_group(reward, answer, needed):

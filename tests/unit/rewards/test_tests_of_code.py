@@ -364,3 +364,6 @@ def test_inputs_and_outputs_are_read_as_programs_or_calls():
     functional = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
     functional[0]["metadata"] = {"func_name": "add"}
     assert read(tests=functional) == [CallTest("add", [1, 2], 3)]
+    # As Arrow has it beside rows of another form.
+    filled = {"inputs": ["1"], "outputs": ["3"], "fn_name": None, "assert_case": None}
+    assert read(tests=filled) == [ProgramTest("1", "3")]
