@@ -18,7 +18,7 @@ parameters.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,8 @@ def load_network(
         whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
         network = source.without_memory()
         _agree(network, whole, sharded)
+        if lora is not None:
+            _narrow_together(network, whole, sharded, getattr(torch, learner.dtype))
         network.device = sharded.device
     attention.use_flash_attention(learner.flash_attention, network.device)
     fuse_layers(network, config)
@@ -261,6 +263,20 @@ def _agree(network: Network, whole: Network | None, mesh: Mesh) -> None:
         head: Any = network.model.get_output_embeddings()
         weight = head.weight
         head.weight = Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)
+
+
+@torch.no_grad()
+def _narrow_together(
+    network: Network, whole: Network | None, mesh: Mesh, dtype: torch.dtype
+) -> None:
+    """`narrow_frozen`, as the first rank sees what the dtype holds."""
+    if whole is not None:
+        narrow_frozen(whole, dtype)
+    named, seen = (dict(one.named_parameters()) for one in (network, whole or network))
+    is_narrow = torch.tensor([seen[name].dtype == dtype for name in named])
+    is_narrow = Ranks(mesh.rank, mesh.world_size).first(is_narrow)
+    for parameter in compress(named.values(), is_narrow.tolist()):
+        parameter.data = parameter.data.to(dtype)
 
 
 def _tensors(network: Network, *, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:

@@ -124,8 +124,12 @@ def peft_config(settings: LoraSettings) -> Any:
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
     """The policy of `model.path` meanwhile; for passes without gradient."""
     layers = list(adapted_layers(model).values())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
+    # peft freezes them; FSDP keeps what it finds in its first pass, which may be this one.
+    for parameter in trained:
+        parameter.requires_grad_(True)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A network's parameters over the ranks of a mesh: each holds a shard, in float32.
+"""A network's parameters over the ranks of a mesh: each holds a shard, in float32 if it is trained.
 
 A layer's parameters are gathered in the compute dtype before it runs and freed after that; its
 gradients are summed over the ranks in float32. Summed, not averaged, because a loss has the

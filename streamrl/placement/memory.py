@@ -227,7 +227,7 @@ class LearnerMemory:
         """How many are float32 masters, and how many are in the compute dtype alone: what is
         frozen of a model in bfloat16, which is not seen from here."""
         learner, total = self.config.learner, self.shape.num_parameters
-        if learner.lora is None or learner.dtype != "bfloat16" or self._is_sharded:
+        if learner.lora is None or learner.dtype != "bfloat16":
             return total, 0
         return self.num_trained, total
 

@@ -18,13 +18,14 @@ from streamrl.config.weights import WeightSettings
 from streamrl.types import GroupHeader
 from streamrl.weights.layout import manifest_of
 from tests.ranks import run_ranks
-from tests.tiny_model import save_llama
+from tests.tiny_model import make_llama, save_llama
 from tests.training import make_config, make_groups
 
 LORA = {"rank": 4, "alpha": 16}
 CASES: dict[str, dict[str, Any]] = {
     "adapter": {"lora": LORA},
     "factors": {"lora": {**LORA, "publish": "adapter"}},
+    "bfloat16": {"lora": LORA, "dtype": "bfloat16"},
 }
 
 
@@ -52,7 +53,9 @@ def trained(
     # The first rank alone: were another needed, this would wait for it.
     manifest = policy.layout(WeightSettings()).manifest if ranks.index == 0 else None
     weights = policy.weights()
+    frozen = [p for p in policy.network.parameters() if not p.requires_grad]
     return {
+        "frozen": {p.dtype for p in frozen},
         "manifest": manifest,
         "parameters": {n: full(p).clone() for n, p in policy.parameters().items()},
         "weights": {name: full(weights[name]).clone() for name in weights},
@@ -67,7 +70,7 @@ def on_rank(folder: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_two_ranks_make_the_steps_of_one(tmp_path: Path):
-    names = tuple(CASES)
+    names = ("adapter", "factors")
     folder = str(save_llama(tmp_path / "model", num_hidden_layers=1))
     expected = {name: trained(folder, CASES[name]) for name in names}
     for index, found in enumerate(run_ranks(on_rank, 2, tmp_path, folder, names)):
@@ -83,6 +86,24 @@ def test_two_ranks_make_the_steps_of_one(tmp_path: Path):
                 assert ours["actor/kl_loss"] == pytest.approx(theirs["actor/kl_loss"], abs=1e-5)
     moved = expected["adapter"]["parameters"]
     assert all(bool(tensor.any()) for name, tensor in moved.items() if "lora_B" in name)
+
+
+def test_two_ranks_hold_what_is_frozen_in_the_narrow_dtype_as_one_does(tmp_path: Path):
+    model = make_llama(num_hidden_layers=1).bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    expected = trained(folder, CASES["bfloat16"])
+    for index, found in enumerate(run_ranks(on_rank, 2, tmp_path, folder, ("bfloat16",))):
+        ours = found["bfloat16"]
+        assert ours["frozen"] == expected["frozen"] == {torch.bfloat16}
+        assert index or ours["manifest"] == manifest_of(expected["weights"])
+        for name, tensor in expected["weights"].items():
+            torch.testing.assert_close(ours["weights"][name], tensor, rtol=0, atol=0.02)
+        for name in ("learner/grad_norm", "actor/kl_loss"):
+            pairs = zip(ours["metrics"], expected["metrics"], strict=True)
+            assert all(
+                one[name] == pytest.approx(two[name], rel=0.1, abs=1e-3) for one, two in pairs
+            )
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
