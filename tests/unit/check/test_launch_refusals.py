@@ -278,8 +278,8 @@ LATER: Mapping[str, str] = {
         actors/engines/vllm/server actors/rewards/remote/teachers
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
-        learners/checkpoints/contents learners/policy/decoding learners/policy/packing_check
-        learners/policy/router_replay
+        actors/engines/model learners/checkpoints/contents learners/policy/decoding
+        learners/policy/packing_check learners/policy/router_replay
     """,
     "what other processes or an earlier run left, or send": """
         buffers/journal/journal buffers/journal/sqlite buffers/ledger/ledger buffers/messages
