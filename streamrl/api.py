@@ -19,6 +19,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -256,7 +257,8 @@ def _written(folder: Path, data: bytes, suffix: str) -> Path:
     path = folder.resolve() / f"input_{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, data)
+        # A configuration may have a password in it.
+        write_file(path, data, is_private=True)
     return path
 
 
@@ -362,4 +364,8 @@ def _file_of(config: str | Path | Mapping[str, Any] | RunConfig) -> Iterator[Pat
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
         file.write(text)
         file.flush()
-        yield Path(file.name)
+        try:
+            yield Path(file.name)
+        except ConfigError as error:
+            place = re.compile(rf" \({re.escape(file.name)}:\d+\)")
+            raise ConfigError(place.sub("", str(error))) from error

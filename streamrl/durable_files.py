@@ -86,11 +86,15 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
-    held = os.open(unfinished, os.O_RDONLY)
+    is_taken = BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
+    # It may have its name at any time before it is locked, and a new one may stand in its place.
     try:
-        # Behind the lock it may have its name already, and a new one may stand in its place.
-        if not _is_locked(held) or not os.path.samestat(os.fstat(held), os.stat(unfinished)):
-            raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
+        held = os.open(unfinished, os.O_RDONLY)
+    except FileNotFoundError:
+        raise is_taken from None
+    try:
+        if not _is_locked(held) or not _is_at(unfinished, held):
+            raise is_taken
         for left in os.scandir(unfinished):
             shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
         try:
@@ -101,6 +105,13 @@ def new_folder(path: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(held)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -268,8 +268,11 @@ def _place(folder: Path) -> tuple[str, ...]:
     except ConfigError:
         return ()
     is_elsewhere = run.folder.resolve() != folder.parent.resolve()
-    place = ("--set", f"run.folder={folder.parent}") if is_elsewhere else ()
-    return (*place, "--set", f"run.name={folder.name}") if run.name != folder.name else place
+    # In quotes, without which YAML reads some names as numbers.
+    place = ("--set", f"run.folder={json.dumps(str(folder.parent))}") if is_elsewhere else ()
+    if run.name == folder.name:
+        return place
+    return (*place, "--set", f"run.name={json.dumps(folder.name)}")
 
 
 def note_restart(folder: Path, role: str, exit_code: int, sentence: str) -> None:

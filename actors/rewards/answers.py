@@ -19,13 +19,14 @@ from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
-_STATES = re.compile(r"\banswer\b[\s*]*(?:is\b)?[\s*]*:?", re.IGNORECASE)
+_STATES = re.compile(r"\banswer\b[\s*]*(?:is\b[\s*]*:?|:)", re.IGNORECASE)
 # Behind "####"; other lines are headings, where text follows them.
-_NUMBER_FIRST = re.compile(r"(?!\**\d+[.)]\s+\S)\**[-\N{MINUS SIGN}+$€£(\\.\d]")
-_HYPHENS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}\N{HYPHEN}"
-_MINUS = dict.fromkeys(map(ord, f"{_HYPHENS}\N{NON-BREAKING HYPHEN}"), "-")
-# Between spaces it is punctuation.
-_DASH = re.compile("\N{EN DASH}(?! )")
+_SIGNS_OF_MINUS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
+_DASHES = "\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
+_NUMBER_FIRST = re.compile(rf"(?!\**\d+[.)]\s+\S)\**[-{_SIGNS_OF_MINUS}{_DASHES}+$€£(\\.\d]")
+_MINUS = dict.fromkeys(map(ord, _SIGNS_OF_MINUS), "-")
+# Between numbers one is a range, and between spaces punctuation.
+_DASH = re.compile(rf"(?<!\d)[{_DASHES}](?! )")
 _ONE_SIGN_FRACTIONS = {
     sign: f" {normalize('NFKC', chr(sign))}".replace("\N{FRACTION SLASH}", "/")
     for sign in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
@@ -75,7 +76,11 @@ _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
-_TIME = re.compile(r"(\d{1,2}:\d\d) ?([ap])\.? ?m")
+_TIME = re.compile(r"0?(\d{1,2}:\d\d) ?([ap])\.? ?m")
+# What says nothing of a value, in front of it.
+_LEADING = re.compile(
+    r"(?:\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴)\s*"
+)
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 # Words that are formulas.
@@ -147,9 +152,11 @@ def given_answer(text: str) -> str:
 
 
 def shown_answer(text: str) -> str:
-    """Of a text without a mark, for people and for votes: its number, else what it states."""
-    number = answered_number(text)
-    return (stated_answer(text) or "") if number is None else shown_number(number)
+    """Of a text without a mark, for people and for votes: a word or letter that it states, else
+    its number, else what it states."""
+    number, stated = answered_number(text), stated_answer(text) or ""
+    is_word = words(stated) or re.fullmatch("[a-zA-Z]", written(stated))
+    return stated if is_word or number is None else shown_number(number)
 
 
 def bare(answer: str) -> str:
@@ -159,7 +166,10 @@ def bare(answer: str) -> str:
     ('B', 'B', '1, 2, ...')
     """
     text = answer.strip()
-    return text if text.endswith("..") else text.removesuffix(".").strip("*").removesuffix(".")
+    if not text.endswith(".."):
+        text = text.removesuffix(".").removeprefix("**").removesuffix("**").strip()
+        text = text.removesuffix(".")
+    return _LEADING.sub("", text, count=1) if _LEADING.match(text) else text
 
 
 def _in_braces(text: str) -> str | None:

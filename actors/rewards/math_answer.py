@@ -185,6 +185,8 @@ def is_vast(formula: str) -> bool:
 
 def _marked_gold(gold: str) -> str:
     inner = latex(gold)
+    if inner.count("$") == 1:  # A currency.
+        inner = inner.replace("$", "")
     return inner if "$" in inner or "\\boxed" in inner else f"\\boxed{{{inner}}}"
 
 

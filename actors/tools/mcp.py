@@ -27,8 +27,8 @@ from streamrl.user_code import attributed_to
 
 log = logging.getLogger(__name__)
 
-# Also what servers say of a session that they do not know, since they have started again.
-_BROKEN = (CONNECTION_CLOSED, INVALID_REQUEST, -32001)
+# What servers by URL say of a session that they do not know, since they have started again.
+_UNKNOWN = (INVALID_REQUEST, -32001)
 
 
 class McpServer:
@@ -116,6 +116,12 @@ class McpConnection:
         if self._client is client:
             self._client = None
 
+    def is_broken(self, error: MCPError) -> bool:
+        """Whether no call of the session will be answered after this answer. A tool may refuse
+        arguments with the same codes."""
+        is_unknown = error.code in _UNKNOWN and "session" in error.message.casefold()
+        return error.code == CONNECTION_CLOSED or (self._settings.url is not None and is_unknown)
+
     async def _serve(self, begun: asyncio.Future[Client], ending: asyncio.Event) -> None:
         """The session from its beginning to its end, in one task, as the package demands."""
         async with AsyncExitStack() as stack:
@@ -160,7 +166,7 @@ class _McpSession:
             if not isinstance(cause, MCPError):
                 self._connection.forget(client)
                 raise
-            if cause.code in _BROKEN:
+            if self._connection.is_broken(cause):
                 self._connection.forget(client)
             raise ToolError(cause.message) from cause
         return _text(result)

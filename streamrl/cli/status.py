@@ -405,7 +405,9 @@ class _Followed:
         if self._config is None:
             return Group(*texts(status), table)
         # Below they stand with the training reward.
-        said = (text for text in texts(status) if not text.plain.startswith(("held-out", "steps")))
+        said = (
+            text for text in texts(status) if not text.plain.startswith(("held-out ", "steps "))
+        )
         return screen(said, self._config, lines, table)
 
     async def _read(self, lines: Lines) -> RunStatus:

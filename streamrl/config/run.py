@@ -4,6 +4,7 @@
 in common; which these are, Ray or Slurm says.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -91,7 +92,7 @@ class RunSettings(Section):
     @field_validator("folder")
     @classmethod
     def _is_filled_in(cls, folder: Path) -> Path:
-        if "$" in str(folder):
+        if re.search(r"\$\{|(^|/)\$\w", str(folder)):
             raise ValueError(f"was {str(folder)!r}; nothing is filled in for $: write the folder")
         return folder
 

@@ -102,13 +102,16 @@ def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[De
 
 
 def _visible(listed: str) -> list[str]:
-    """The names of devices before the first that is none, such as -1, which hides those behind it.
+    """The names of devices before the first that is none, such as -1, or is named otherwise, which
+    hides those behind it; one that stands twice hides all.
 
-    >>> _visible("1, GPU-2e,-1,0"), _visible("NoDevFiles")
-    (['1', 'GPU-2e'], [])
+    >>> _visible("1,2,-1,0"), _visible("GPU-2e, GPU-1f"), _visible("NoDevFiles"), _visible("0,0")
+    (['1', '2'], ['GPU-2e', 'GPU-1f'], [], [])
     """
-    names = (name.strip() for name in listed.split(","))
-    return list(takewhile(re.compile(r"\d+|(GPU|MIG)-.*").fullmatch, names))
+    names = [name.strip() for name in listed.split(",")]
+    form = r"\d+" if names[0].isdecimal() else "(GPU|MIG)-.*"
+    found = list(takewhile(re.compile(form).fullmatch, names))
+    return found if len({*found}) == len(found) else []
 
 
 def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]:

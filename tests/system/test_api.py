@@ -63,6 +63,7 @@ def test_a_run_with_a_local_reward_and_rows_of_ones_own(config, capsys):
     )
     assert [row["step"] for row in again.metrics()] == [1, 2, 3]
     written = [file.suffix for file in Path("runs/inputs").iterdir()]
+    assert all(file.stat().st_mode & 0o077 == 0 for file in Path("runs/inputs").glob("*.yaml"))
     assert (written.count(".jsonl"), written.count(".yaml")) == (1, 2)
     # Stopped while it starts, it has nothing of the run that it replaces.
     new = streamrl.train(config, reward=length, dataset=ROWS, new=True, wait=False, show=False)

@@ -73,7 +73,10 @@ class _Body(Struct, forbid_unknown_fields=True):
 
 def _read(body: Json, session: Session) -> ApiRequest:
     if isinstance(config := body.get("output_config"), dict):
-        body = {**body, "output_config": {k: config[k] for k in config if k != "effort"}}
+        body = {
+            **body,
+            "output_config": {k: v for k, v in config.items() if k != "effort" and v is not None},
+        }
     asked = converted(body, _Body, _NEUTRAL)
     system = _instructions(asked.system)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []

@@ -15,6 +15,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 
 from streamrl import __version__
 from streamrl.cli.arguments import options
@@ -113,6 +114,8 @@ def _meant(parsed: argparse.Namespace, word: str, known: Sequence[str]) -> str:
         return did_you_mean(word, known)
     if verbs := verbs_of(parsed.command):
         given = vars(parsed).get("file") or vars(parsed).get("target", "")
+        if "/" in given or Path(given).exists():
+            return f"allowed before {given!r}: {', '.join(verbs)}"
         return f"{given!r} is no verb of {parsed.command}: {did_you_mean(given, verbs)}"
     return "the command takes no more; words with blanks stand in quotes"
 

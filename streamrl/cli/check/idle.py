@@ -15,7 +15,7 @@ from streamrl.findings import CONFIGURATION, Finding
 _ENGINES = ("hf", "vllm", "sglang")
 _VALIDATION = (
     *("at_start", "at_end", "end_wait_s", "num_samples", "num_prompts", "temperature", "top_p"),
-    *("top_k", "max_new_tokens", "pass_reward", "generator", "keep", "metric", "best_is"),
+    *("top_k", "max_new_tokens", "pass_reward", "generator", "keep"),
 )
 
 
@@ -51,13 +51,8 @@ def _idle(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
     learner, tracking, algorithm = c.learner, c.tracking, c.algorithm
     yield (
         not learner.profiler.steps,
-        _below("learner.profiler", "ranks memory nvtx"),
+        _below("learner.profiler", "ranks memory"),
         "learner.profiler.steps is empty",
-    )
-    yield (
-        not learner.checkpoint.keep_best,
-        _below("learner.checkpoint", "best_by best_is"),
-        "learner.checkpoint.keep_best is 0",
     )
     yield (
         not c.is_validated,
@@ -69,7 +64,11 @@ def _idle(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
         ("validation.early_stop.min_improvement",),
         "validation.early_stop.patience is 0",
     )
-    yield not c.validation.at_end, ("validation.end_wait_s",), "validation.at_end is false"
+    yield (
+        c.is_validated and not c.validation.at_end,
+        ("validation.end_wait_s",),
+        "validation.at_end is false",
+    )
     yield from _of_generator(c)
     yield from _of_transport(c)
     yield c.data.truncation != "filter", ("data.filter_workers",), "data.truncation is not filter"
@@ -108,12 +107,6 @@ def _of_generator(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
             tuple(f"generator.{name}.{field}" for field in fields),
             f"generator.engine is {c.generator.engine}",
         )
-    served = c.generator.engine in ("vllm", "sglang")
-    yield (
-        served and c.generator.served.pause_mode != "keep",
-        (f"generator.{c.generator.engine}.recompute_kv",),
-        f"generator.{c.generator.engine}.pause_mode is not keep",
-    )
     yield (
         not c.generator.oversample.num_siblings,
         ("generator.oversample.keep",),

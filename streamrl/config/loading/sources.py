@@ -52,12 +52,12 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         # In a file `_leaves` sees the sections; this is for what stands in lists and in --set.
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
                 problem = f"{key.value!r} stands twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(str(key.value))
+            seen.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep)
 
 

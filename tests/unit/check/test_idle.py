@@ -24,7 +24,6 @@ def config(*settings: str) -> RunConfig:
 IDLE = [
     ("learner.profiler.steps=[5, 50]", "run.max_steps=60"),
     ("learner.profiler.ranks=[1]", "learner.profiler.steps=[1]"),
-    ("learner.checkpoint.best_is=lowest", "learner.checkpoint.keep_best=1"),
     ("validation.temperature=0.5", "validation.every=5"),
     ("validation.generator={max_num_seqs: 3}", "validation.every=5"),
     ("generator.vllm.enforce_eager=true", "generator.engine=vllm"),

@@ -329,6 +329,7 @@ def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
         ("run:\n\tname: x\n", "line 2: found character '\\t' that cannot start any token"),
         ("run: {seed: 1, seed: 2}\n", "run.seed: stands twice, the second time at"),
         ("environments: [{name: a, name: b}]\n", "is not YAML: line 1: 'name' stands twice"),
+        ("run: {folder: a/$NAME}\n", "run.folder: was 'a/$NAME'; nothing is filled in for $"),
         ("run: {folder: $HOME/runs}\n", "run.folder: was '$HOME/runs'; nothing is filled in for $"),
         ("run: {name: 42}\n", "run.name: was 42; input should be a valid string; in quotes"),
         ("run: {<<: {seed: 1}}\n", "run.yaml:1: YAML 1.2 merges no mappings by <<: write"),

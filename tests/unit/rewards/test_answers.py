@@ -5,7 +5,13 @@ from fractions import Fraction
 
 import pytest
 
-from actors.rewards.answers import answer_part, answered_number, marked_answer, words
+from actors.rewards.answers import (
+    answer_part,
+    answered_number,
+    marked_answer,
+    shown_answer,
+    words,
+)
 from actors.rewards.builtin import format_of_tags, math_at_once, numeric_answer
 from actors.rewards.math_answer import math as math_of_siblings
 from streamrl.interfaces import Episode, Prompt
@@ -54,6 +60,17 @@ def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
         ("\\boxed{\N{MINUS SIGN}5}", "-5", 1),
         (r"\boxed{0.00001}", "1e-05", 1),
         (r"\boxed{1}", "1e-05", 0),
+        ("He pays 3 * 6 = 18 dollars.", "$18", 1),
+        ("He pays 3 * 6 = 19 dollars.", "$3,500.", 0),
+        ("\\boxed{-4}", "1\N{EN DASH}5", 0),
+        ("It takes 3\N{EN DASH}5 days", "-2", 0),
+        ("42 / 6 = 7.\nAnswer - 7", "7", 1),
+        ("The answer cannot be determined", "The answer cannot be determined", 1),
+        (r"\boxed{\approx 5}", "5", 1),
+        (r"\boxed{\therefore x = 5}", "5", 1),
+        ("The answer is $x^*$.", "x^*", 1),
+        (r"\boxed{6:00 PM}", "06:00 PM", 1),
+        ("#### \N{EN DASH}7\n\nI hope this helps with all 4.", "-7", 1),
         ("<answer>42</answer>", "2", 0),
         ("<think>2", "2", 0),
         ("#### 42", "so 6 * 7 = 42\n#### 42", 1),
@@ -282,3 +299,12 @@ def test_math_says_which_expression_it_has_read(response, answer, extracted):
     """At once, or in its process."""
     (score,) = math_of_siblings([episode(response, answer)])
     assert score.extracted == extracted
+
+
+def test_a_word_or_letter_is_shown_before_the_numbers_on_the_way_to_it():
+    for text, shown in (
+        ("12 + 30 = 42. The answer is B.", "B"),
+        ("3 * 3 = 9. The answer is Tuesday.", "Tuesday"),
+        ("The answer is 5 apples.", "5"),
+    ):
+        assert shown_answer(text) == shown

@@ -129,7 +129,8 @@ def test_a_result_that_cannot_be_read_is_wrong(result: str):
         ([1, 2], [1, 2, 3], False),
         ("0.3", 0.3, False),
         (0.1 + 0.2 - 0.3, 0.0, True),
-        (1e-8, 0.0, False),
+        (1e-5, 0.0, False),
+        (0.166667, 0.166666666667, True),
         (3, [3], True),
     ],
 )
