@@ -67,7 +67,9 @@ class ModelFolder:
     def digest(self) -> str:
         """Of the names, the shapes and the first bytes of the tensors in its safetensors, however
         they are divided into files; "" where none can be read."""
-        samples = {n: s for name in self._weight_files for n, s in _samples(self.path / name)}
+        samples = {
+            n: s for name in sorted(self._weight_files) for n, s in _samples(self.path / name)
+        }
         whole = b"".join(samples[name] for name in sorted(samples))
         return sha256(whole).hexdigest() if samples else ""
 
@@ -87,9 +89,11 @@ class ModelFolder:
 
     @property
     def _weight_files(self) -> set[str]:
-        """The safetensors, by their index where there is one."""
+        """The safetensors, by their index where there is one; without it, of the usual name where
+        there is one, since others beside it hold the same again."""
         listed = self._read("model.safetensors.index.json").get("weight_map") or {}
-        return {*listed.values()} or {file.name for file in self.path.glob("*.safetensors")}
+        found = {file.name for file in self.path.glob("*.safetensors")}
+        return {*listed.values()} or ({"model.safetensors"} & found) or found
 
     @property
     def sees_images(self) -> bool:

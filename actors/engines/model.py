@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, WeightTransferError
-from streamrl.placement.limits import num_experts
 from streamrl.types import SamplingParams, TensorSpec
 from streamrl.vision.families import empty_model, has_vision
 from streamrl.vision.places import Placeholders
@@ -114,7 +113,9 @@ class ModelFacts:
                 text_config.num_hidden_layers,
                 getattr(text_config, "num_experts_per_tok", None) or 1,
             ),
-            has_experts=num_experts(text_config.to_dict()) > 1,
+            has_experts=any(
+                ".experts." in n or ".router." in n for n, _ in empty.named_parameters()
+            ),
             unsent=tuple(sorted(dict(empty.named_buffers()).keys() & empty.state_dict().keys())),
         )
 

@@ -510,7 +510,7 @@ class GeneratorSettings(Section):
         """Processes of one generator that receive weights."""
         if self.engine != "vllm":
             return 1
-        names = ("pipeline_parallel_size", "data_parallel_size")
+        names = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
         sizes = (self.engine_kwargs.get(name) for name in names)
         others = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
         return self.vllm.tensor_parallel_size * others

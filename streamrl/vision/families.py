@@ -24,8 +24,11 @@ def auto_model(config: Any) -> Any:
 def empty_model(path: str, *, trust_remote_code: bool) -> Any:
     """The model of the folder or hub name without its weights, which costs no memory."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    # Without a dtype transformers sets that of all threads of the process meanwhile.
     with torch.device("meta"):
-        return auto_model(config).from_config(config, trust_remote_code=trust_remote_code)
+        return auto_model(config).from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
 
 
 def load_pretrained(
