@@ -3,9 +3,10 @@
 Invariant: weights are written under the names that public models have, from tensors in host memory
 alone, so that the model that trains is not touched.
 
-The generation settings of a model's folder are copied as they are, since transformers refuses to
-write some that it reads, such as a temperature without `do_sample`. So are the files that say how
-it sees: without them vLLM and transformers cannot load one that sees images.
+Some files of a model's folder are copied as they are: its generation settings, since transformers
+refuses to write some that it reads, such as a temperature without `do_sample`; its tokenizer, whose
+class transformers 5 writes by a name that 4 and llama.cpp do not know; and what says how it sees,
+without which vLLM and transformers cannot load one that sees images.
 """
 
 import copy
@@ -22,6 +23,12 @@ from transformers.utils.hub import cached_file
 from streamrl.config.model import ModelSettings
 from streamrl.vision.families import auto_model, has_vision
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -129,3 +136,5 @@ def _save_tokenizer(folder: Path, settings: ModelSettings) -> None:
         if type(error) is Exception:
             raise OSError(str(error)) from error
         raise
+    # Over what was written; of a tokenizer without these files that stays.
+    copy_files(settings.tokenizer_path, folder, TOKENIZER_FILES)

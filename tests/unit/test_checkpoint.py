@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from actors.evaluation import named_model, newest_model
 from actors.make_model import make_tokenizer
@@ -409,6 +410,17 @@ def test_a_checkpoint_has_the_generation_settings_of_its_model(
         config = config.with_values(model={"path": "somebody/tiny"})
     path = save(config, trainer, LearnerState(1))
     assert (path / "generation_config.json").read_text() == settings
+
+
+def test_a_checkpoint_has_the_tokenizer_of_its_model_as_it_is(tmp_path):
+    """Transformers 5 renames this class in what it writes, and 4 does not know the new name."""
+    config = make_run(tmp_path)
+    file = Path(config.model.path) / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(settings))
+    path = save(config, make_trainer(config), LearnerState(1))
+    assert (path / file.name).read_text() == file.read_text()
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == make_tokenizer("abc").get_vocab()
 
 
 @pytest.mark.parametrize(
