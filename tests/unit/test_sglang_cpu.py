@@ -55,7 +55,7 @@ def test_without_a_gpu_the_kernels_and_the_cache_are_those_of_a_cpu(monkeypatch)
     assert "--device" not in command()
     assert "--sleep-on-idle" not in command()
     assert launch_environment(run_config(Path("m"))) == {}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-2e")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f,GPU-2e")
     alone = launch_environment(run_config(Path("m"), device="cuda:1"))
     assert alone == {"CUDA_VISIBLE_DEVICES": "GPU-2e"}
 
