@@ -60,9 +60,9 @@ test-lowest: $(LOWEST)/lowest.stamp
 test-deploy: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory $(SGLANG)/sglang.stamp || { \
 	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
-	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG) -n 2 --dist loadfile
+	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long -n 2 --dist loadfile
-	$(BIN)/pytest tests -m "long or deploy" --ignore tests/vllm --ignore tests/sglang -n $(WORKERS) \
+	$(BIN)/pytest tests -m "long or deploy" --ignore tests/vllm --ignore tests/sglang -n 2 \
 	  --dist loadgroup --no-loadscope-reorder
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
