@@ -252,13 +252,12 @@ def _kept_by_value(function: Callable[..., Any], folder: Path) -> str:
     return f"{path.with_suffix('.py')}:{name}"
 
 
-def _written(folder: Path, data: bytes, suffix: str) -> Path:
+def _written(folder: Path, data: bytes, suffix: str, *, is_private: bool = False) -> Path:
     # A module's name begins with a letter.
     path = folder.resolve() / f"input_{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # A configuration may have a password in it.
-        write_file(path, data, is_private=True)
+        write_file(path, data, is_private=is_private)
     return path
 
 
@@ -302,7 +301,11 @@ def train(
         overrides = [*overrides, *_overrides(named)]
         loaded = load_config(given, overrides).config
         is_file = isinstance(config, str | Path)
-        file = given if is_file else _written(_inputs(loaded), given.read_bytes(), ".yaml")
+        file = given
+        if not is_file:
+            # It may have a password in it.
+            data = given.read_bytes()
+            file = _written(_inputs(loaded), data, ".yaml", is_private=True)
     mode = ["--resume"] if resume else ["--new"] if new else []
     mode += ["--strict"] if strict else []
     run = Run(loaded, [*mode, *(f"--set={o}" for o in overrides)], file, show=show)

@@ -93,7 +93,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     except FileNotFoundError:
         raise is_taken from None
     try:
-        if not _is_locked(held) or not _is_at(unfinished, held):
+        if not is_locked(held) or not _is_at(unfinished, held):
             raise is_taken
         for left in os.scandir(unfinished):
             shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
@@ -114,7 +114,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _is_locked(descriptor: int) -> bool:
+def is_locked(descriptor: int) -> bool:
+    """Locks the open file or folder for this process, unless another one holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -264,7 +264,7 @@ class Session:
         completion: Completion,
     ) -> PolicyReply:
         sampled = tuple(completion.token_ids.tolist())
-        message = self._parsed(completion, tools)
+        message = self._parsed(sampled, completion.finish_reason, tools)
         self._last_num_tool_calls = len(message.get("tool_calls") or ())
         self.record.judge(num_tool_calls=self._last_num_tool_calls)
         self._finish_reason = completion.finish_reason
@@ -273,12 +273,14 @@ class Session:
         self.messages = tuple(conversation)
         return PolicyReply(message, completion, len(context), uuid.uuid4().hex)
 
-    def _parsed(self, completion: Completion, tools: Sequence[ToolSchema]) -> Message:
+    def _parsed(
+        self, token_ids: tuple[int, ...], finish_reason: FinishReason, tools: Sequence[ToolSchema]
+    ) -> Message:
         """The policy's message, whose calls have ids: nine letters and digits, as Mistral's chat
         templates want them."""
-        message = dict(self.renderer.parse(completion.token_ids.tolist(), tools))
+        message = dict(self.renderer.parse(token_ids, tools))
         is_unread = message.pop("parse_error", None) is not None
-        self.num_invalid_turns += is_unread and not completion.finish_reason.is_truncated
+        self.num_invalid_turns += is_unread and not finish_reason.is_truncated
         calls = message.get("tool_calls") or ()
         named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
         return {**message, "tool_calls": named} if named else message

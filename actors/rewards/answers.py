@@ -79,7 +79,7 @@ _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
 _TIME = re.compile(r"0?(\d{1,2}:\d\d) ?([ap])\.? ?m")
 # What says nothing of a value, in front of it.
 _LEADING = re.compile(
-    r"(?:\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴)\s*"
+    r"\A(?:\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴)\s*"
 )
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
@@ -145,10 +145,9 @@ def stated_answer(text: str) -> str | None:
     return bare(text[places[-1].end() :]) if places else None
 
 
-def given_answer(text: str) -> str:
-    """What a text answers: its marked answer, else what it states, else all of it."""
-    marked = marked_answer(text)
-    return (stated_answer(text) or text.strip()) if marked is None else marked
+def unmarked_answer(text: str) -> str:
+    """What a text without a mark answers: what it states, else all of it."""
+    return stated_answer(text) or text.strip()
 
 
 def shown_answer(text: str) -> str:
@@ -169,7 +168,7 @@ def bare(answer: str) -> str:
     if not text.endswith(".."):
         text = text.removesuffix(".").removeprefix("**").removesuffix("**").strip()
         text = text.removesuffix(".")
-    return _LEADING.sub("", text, count=1) if _LEADING.match(text) else text
+    return _LEADING.sub("", text)
 
 
 def _in_braces(text: str) -> str | None:

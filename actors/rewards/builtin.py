@@ -17,10 +17,10 @@ from actors.rewards.answers import (
     answered_number,
     bare,
     counted,
-    given_answer,
     marked_answer,
     shown_answer,
     shown_number,
+    unmarked_answer,
     whole_number,
     words,
     written,
@@ -61,7 +61,8 @@ def math_at_once(episode: Episode) -> Score | None:
     except FinalError:
         return None
     text = answer_of(episode)
-    marked, given = marked_answer(text), given_answer(text)
+    marked = marked_answer(text)
+    given = unmarked_answer(text) if marked is None else marked
     same = [compared(gold, given) for gold in golds]
     if None in same and not any(same):
         return None

@@ -27,10 +27,10 @@ from sympy import Derivative, Integral, Limit, Product, Sum
 from actors.rewards.answers import (
     answer_of,
     answered_number,
-    given_answer,
     latex,
     marked_answer,
     shown_answer,
+    unmarked_answer,
     whole_number,
     written,
 )
@@ -151,7 +151,8 @@ def _score(episode: Episode, strict: bool) -> Score:
     if (decided := math_at_once(episode)) is not None:
         return decided
     text = answer_of(episode)
-    marked, given = marked_answer(text), given_answer(text)
+    marked = marked_answer(text)
+    given = unmarked_answer(text) if marked is None else marked
     undecided = [gold for gold in golds if compared(gold, given) is None and not is_vast(gold)]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold), _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")

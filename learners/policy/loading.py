@@ -118,20 +118,22 @@ def load_network(
     is_policy = not (has_values or is_reference)
     sharded = mesh if mesh is not None and is_sharded(mesh, on_host) else None
     whole: Network | None = None
+    dtype = getattr(torch, learner.dtype)
+    narrows = lora is not None and dtype != torch.float32
     if sharded is None:
         device = device_of(learner.device) if mesh is None else mesh.device
         # A GPU that holds a frozen model in the narrow dtype may have no room for the wide one.
-        network = source.load(device if lora is None else torch.device("cpu"))
-        if lora is not None:
-            narrow_frozen(network, getattr(torch, learner.dtype))
+        network = source.load(torch.device("cpu") if narrows else device)
+        if narrows:
+            narrow_frozen(network, dtype)
             network.to(device)
             network.device = device
     else:
         whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
         network = source.without_memory()
         _agree(network, whole, sharded)
-        if lora is not None:
-            _narrow_together(network, whole, sharded, getattr(torch, learner.dtype))
+        if narrows:
+            _narrow_together(network, whole, sharded, dtype)
         network.device = sharded.device
     attention.use_flash_attention(learner.flash_attention, network.device)
     fuse_layers(network, config)

@@ -7,6 +7,7 @@ import ipaddress
 import math
 import os
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -511,6 +512,9 @@ class GeneratorSettings(Section):
         if self.engine != "vllm":
             return 1
         names = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+        return self.vllm.tensor_parallel_size * self.product_of(names)
+
+    def product_of(self, names: Iterable[str]) -> int:
+        """Of these keywords of the engine, where they are set."""
         sizes = (self.engine_kwargs.get(name) for name in names)
-        others = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
-        return self.vllm.tensor_parallel_size * others
+        return math.prod(size for size in sizes if isinstance(size, int) and size > 0)

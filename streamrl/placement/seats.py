@@ -10,7 +10,6 @@ one GPU, since NCCL refuses that, and the ranks of a block that shares tokens or
 (`learner.mesh.sequence` x `tensor`) are on one host.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,7 +227,7 @@ def devices_per_engine(generator: GeneratorSettings) -> int:
     return (
         tensor_parallel_size(generator)
         * pipeline_parallel_size(generator)
-        * _product(generator, _DATA)
+        * generator.product_of(_DATA)
     )
 
 
@@ -245,13 +244,7 @@ def tensor_parallel_size(generator: GeneratorSettings) -> int:
 
 def pipeline_parallel_size(generator: GeneratorSettings) -> int:
     """Into how many parts an engine divides its layers."""
-    return _product(generator, _PIPELINE)
-
-
-def _product(generator: GeneratorSettings, names: Sequence[str]) -> int:
-    """Of these keywords of the engine, where they are set."""
-    sizes = (generator.engine_kwargs.get(name) for name in names)
-    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    return generator.product_of(_PIPELINE)
 
 
 def _least_shared(

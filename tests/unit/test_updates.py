@@ -78,7 +78,7 @@ def test_inference_libraries_are_given_the_tensors_of_the_models_files(family: s
     source = make_model(family)
     source.save_pretrained(tmp_path)
     parameters = [(name, p.detach()) for name, p in source.named_parameters()]
-    found = dict(WholeModel(str(tmp_path), trust_remote_code=False).as_in_files(parameters))
+    found = dict(WholeModel(str(tmp_path), trust_remote_code=False).as_in_files(dict(parameters)))
     expected = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

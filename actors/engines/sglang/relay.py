@@ -37,7 +37,6 @@ from streamrl.config.generator import SglangSettings
 from streamrl.errors import StreamRLError, WeightTransferError
 from streamrl.types import WeightUpdate
 from streamrl.weights.layout import dtype_name
-from streamrl.weights.lora import Tensors
 from streamrl.weights.transports import groups
 from streamrl.weights.transports.receive import TransferReceiver
 
@@ -68,12 +67,10 @@ class Relay:
     ) -> None:
         self._http = http
         self._settings = settings
-        self._model = model
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._transfer = TransferReceiver()
-        self._staged = StagedWeights()
-        self._in_files: Tensors = ()
+        self._staged = StagedWeights(model)
         self._store = groups.OpenStore(host, timeout_s)
         self._membership: RelayGroup | None = None
 
@@ -130,10 +127,7 @@ class Relay:
         self._transfer.close()
 
     def _stage(self, update: WeightUpdate) -> None:
-        self._in_files = ()  # Its memory is free before the next one is made.
-        received = self._transfer.tensors(update)
-        self._staged.fill(self._model.tensors(update.manifest, received))
-        self._in_files = self._model.as_in_files(self._staged)
+        self._staged.fill(update.manifest, self._transfer.tensors(update))
 
     def _mode(self) -> PauseMode:
         if self._settings.pause_mode == "abort":
@@ -162,7 +156,7 @@ class Relay:
     async def _broadcast(
         self, membership: RelayGroup, label: str, require_current: Callable[[], None]
     ) -> None:
-        buckets = list(buckets_of(self._in_files, self._bucket_bytes))
+        buckets = list(buckets_of(self._staged, self._bucket_bytes))
         for i, bucket in enumerate(buckets):
             require_current()
             is_last = i == len(buckets) - 1

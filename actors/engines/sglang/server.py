@@ -289,7 +289,8 @@ def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Eng
     make = partial(SglangServer, config, seed=seed)
     if config.generator.sglang.urls:
         return open_urls(config, make, is_shared=is_shared)
-    require_all_sent(config.generator, ModelFacts.of(config.model))
+    if config.generator.lacks_weights:
+        require_all_sent(config.generator, ModelFacts.of(config.model))
     with bound_socket("127.0.0.1") as bound:
         port: int = bound.getsockname()[1]
     command = launch_command(config, host="127.0.0.1", port=port, seed=seed)

@@ -35,7 +35,6 @@ from actors.engines.vllm.weights import WorkerReport
 from streamrl.curve import use_key
 from streamrl.errors import WeightTransferError
 from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
-from streamrl.weights.lora import Tensors
 from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,6 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _thread: threading.Thread | None = None
     _is_complete = _is_discarded = False
     _transfer: TransferReceiver | None = None
-    _in_files: Tensors = ()
     _socket: "zmq.Socket[bytes] | None" = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -115,7 +113,7 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightTransferError("there is no complete update to load")
         self._is_complete = False
         initialize_layerwise_reload(self.model)
-        on_device = ((name, tensor.to(self.device)) for name, tensor in self._in_files)
+        on_device = ((name, tensor.to(self.device)) for name, tensor in self._staged)
         require_kept(self.model, self.model.load_weights(on_device) or ())
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -151,13 +149,11 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _stage(self, update: WeightUpdate) -> None:
         if self._transfer is None:
             self._transfer = TransferReceiver(self.device)
-            self._staged = StagedWeights(is_pinned=self.device.type == "cuda")
-            model = self.model_config
-            self._whole = WholeModel(model.model, trust_remote_code=model.trust_remote_code)
-        self._in_files = ()  # Its memory is free before the next one is made.
+            served = self.model_config
+            model = WholeModel(served.model, trust_remote_code=served.trust_remote_code)
+            self._staged = StagedWeights(model, is_pinned=self.device.type == "cuda")
         received = self._transfer.tensors(self._as_this_worker(update))
-        self._staged.fill(self._whole.tensors(update.manifest, received))
-        self._in_files = self._whole.as_in_files(self._staged)
+        self._staged.fill(update.manifest, received)
 
     def _as_this_worker(self, update: WeightUpdate) -> WeightUpdate:
         """The endpoint names the rank of the engine's first worker; the others follow it."""

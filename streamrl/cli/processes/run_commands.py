@@ -7,14 +7,13 @@ that ends. Called by `streamrl.cli.launch` and by the launchers, by chaos and by
 """
 
 import argparse
-import fcntl
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +26,7 @@ from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
 from streamrl.cli.report import reported
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
-from streamrl.durable_files import write_file
+from streamrl.durable_files import is_locked, write_file
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import prepare, read_books
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics, read_validations
@@ -60,7 +59,7 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
-    if _is_locked(descriptor):
+    if is_locked(descriptor):
         return
     if wait_s:
         print(
@@ -71,7 +70,7 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
     until_s = time.monotonic() + wait_s
     while time.monotonic() < until_s:
         time.sleep(_POLL_S)
-        if _is_locked(descriptor):
+        if is_locked(descriptor):
             return
     raise ConfigError(f"{_held(descriptor, folder)}: stop it, or choose another run.name")
 
@@ -79,16 +78,6 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
 def _held(descriptor: int, folder: Path) -> str:
     other = os.pread(descriptor, 300, 0).decode(errors="replace")
     return f"run.name: {other} is a launch of {folder} already"
-
-
-def _is_locked(descriptor: int) -> bool:
-    # Some file systems have no locks.
-    with suppress(OSError):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
 
 
 def call_for(
