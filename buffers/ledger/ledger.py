@@ -273,6 +273,12 @@ class Batches:
             versions = self._lent if entry.state is State.TAKEN else self._trained
             versions.setdefault(entry.version, []).append(entry.prompt_index)
 
+    def give_back_parts(self) -> None:
+        """What is lent of a batch that is not complete is buffered again."""
+        parts = [v for v, lent in self._lent.items() if len(lent) < self._groups_per_step]
+        for prompt_index in [index for version in parts for index in self._lent.pop(version)]:
+            self.make_ready(self._entries[prompt_index])
+
     def awaited(self, version: int) -> tuple[Entry, ...]:
         """The leased groups among which the batch for `version` waits for some, because they are
         due; first due first. () unless enough others are finished.
@@ -625,6 +631,9 @@ class Ledger:
                 self._expiries.add(entry)
             else:
                 self._batches.restore(entry)
+        # A journal that has lost its last commits knows only a part of a batch that the learner has
+        # got whole since: the step over the whole would count as one over the part.
+        self._batches.give_back_parts()
 
     def _end(self, entry: Entry, reason: DropReason) -> None:
         may_go_on = entry.min_policy_version <= self.version and not self.finished

@@ -415,6 +415,28 @@ def test_a_steered_bound_outlasts_the_buffer(tmp_path):
     journal.close()
 
 
+def test_a_step_over_a_batch_of_which_only_a_part_is_known_is_refused(tmp_path):
+    """The commit that lent the rest is lost: its groups would be trained again."""
+    state, journal = open_journal(tmp_path)
+    term = state.attach(0, None)
+    slow, slower = (state.lease([name], "g", 0.0)[0] for name in ("slow", "slower"))
+    fill(state, "a", "b")
+    state.take(2, 0, term, 0.0)
+    state.advance(1, term)
+    fill(state, "c", "d", version=1)
+    put(state, slow, 0)
+    assert len(state.take(2, 1, term, 0.0, num_held=0).headers) == 1
+    journal.commit()
+    put(state, slower, 0)
+    assert len(state.take(2, 1, term, 0.0, num_held=1).headers) == 2
+    journal.close()
+    state, journal = open_journal(tmp_path)
+    with pytest.raises(LedgerError, match="has lent for"):
+        state.advance(2, term)
+    journal.close()
+    assert audit_journal(journal_path(tmp_path)).faults == ()
+
+
 def test_totals_after_a_commit_whose_answer_was_lost_are_those_of_the_next_one(
     tmp_path, monkeypatch
 ):
