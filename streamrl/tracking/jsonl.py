@@ -40,8 +40,9 @@ class JsonlTracker:
             _keep_before(path, first_step)
         self._path = path
         self._file = path.open("ab", buffering=0)
-        self._num_bytes = path.stat().st_size
-        self._pending = b""
+        self._num_synced = path.stat().st_size
+        self._unsynced = self._pending = b""
+        self._is_torn = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Append a line; if it cannot be written it is written before the next one."""
@@ -61,7 +62,14 @@ class JsonlTracker:
             OSError: it is full, for example; what could not be written stays in memory.
         """
         self._write()
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            # A network file system that is full has dropped them.
+            self._pending, self._unsynced, self._is_torn = self._unsynced, b"", True
+            raise
+        self._num_synced += len(self._unsynced)
+        self._unsynced = b""
 
     def close(self) -> None:
         try:
@@ -71,15 +79,23 @@ class JsonlTracker:
 
     def _write(self) -> None:
         """All that is pending, or nothing of it: a full disk may take a part of a line."""
+        if self._is_torn:
+            self._cut()
         data = memoryview(self._pending)
         try:
             while data:
                 data = data[self._file.write(data) :]
         except OSError:
-            os.ftruncate(self._file.fileno(), self._num_bytes)
+            self._is_torn = True
+            with suppress(OSError):
+                self._cut()
             raise
-        self._num_bytes += len(self._pending)
+        self._unsynced += self._pending
         self._pending = b""
+
+    def _cut(self) -> None:
+        os.ftruncate(self._file.fileno(), self._num_synced + len(self._unsynced))
+        self._is_torn = False
 
 
 def read_metrics(path: Path, names: Collection[str] | None = None) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
 """Metrics arrive once per step, survive a resume, and no tracker can end a run."""
 
+import errno
 import json
 import logging
 import math
+import os
 import socket
 import sys
 import threading
@@ -96,6 +98,37 @@ def test_a_full_disk_costs_no_line_and_tears_none(tmp_path, caplog):
     tracker.log({"prompt_indices": [4]}, 4)
     tracker.close()
     assert steps_of(path) == [1, 2, 3, 4]
+
+
+def failing_call(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_line_of_which_the_disk_keeps_a_part_tears_none(tmp_path, monkeypatch):
+    path = tmp_path / "trained.jsonl"
+    tracker = JsonlTracker(path, first_step=1)
+    with files_no_larger_than(5), monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", failing_call)
+        tracker.log({}, 1)
+    assert path.stat().st_size == 5
+    tracker.log({}, 2)
+    assert steps_of(path) == [1, 2]
+
+
+def test_lines_that_the_disk_took_and_did_not_keep_are_written_again(tmp_path, monkeypatch):
+    """As a network file system does whose quota is used up."""
+    path = tmp_path / "trained.jsonl"
+    tracker = JsonlTracker(path, first_step=1)
+    tracker.log({}, 1)
+    tracker.flush()
+    tracker.log({}, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing_call)
+        with pytest.raises(OSError, match="output error"):
+            tracker.flush()
+    os.truncate(path, path.stat().st_size - 5)
+    tracker.flush()
+    assert steps_of(path) == [1, 2]
 
 
 def test_a_file_is_cut_where_a_run_goes_on_although_the_disk_is_full(tmp_path):
