@@ -20,6 +20,8 @@ from learners.session import LearnerState
 from learners.step_record import Recorder, forget, keep_settings
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
+from streamrl.checkpoints.find import checkpoints_of
+from streamrl.checkpoints.history import require_surviving
 from streamrl.checkpoints.retention import Validated
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, did_you_mean
@@ -130,7 +132,13 @@ class RunRecords:
         steered: str = "",
     ) -> None:
         """The lines of a step, which has trained the groups of these headers; those that cannot be
-        written wait in memory. `steered` says how and why the bound on staleness has changed."""
+        written wait in memory. `steered` says how and why the bound on staleness has changed.
+
+        Raises:
+            FencedError: another learner writes the lines of the run.
+        """
+        # One that was cut off from the buffer does not hear from it that another has taken over.
+        require_surviving(checkpoints_of(self._config.run.path), self._start.history)
         line = self._trained_line(headers)
         self._files.trained.log({**line, "steered": steered} if steered else line, step)
         self._files.trackers.log(metrics, step)

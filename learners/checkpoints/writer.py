@@ -58,15 +58,14 @@ from streamrl.checkpoints.find import (
     FORMAT,
     STATE_FILE,
     base_digest,
-    checkpoints_of,
     path_of,
 )
-from streamrl.checkpoints.history import History, survives
+from streamrl.checkpoints.history import History, require_surviving
 from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
 from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
 from streamrl.durable_files import sync
-from streamrl.errors import CheckpointWriteError, FencedError, StreamRLError, TransportError
+from streamrl.errors import CheckpointWriteError, StreamRLError, TransportError
 from streamrl.service import FORCED_S, force_s
 
 Result = TypeVar("Result")
@@ -313,10 +312,7 @@ class CheckpointWriter:
         if not self._is_main:
             return
         write_manifest(unfinished, {name: r for some in files for name, r in some.items()})
-        if not survives(checkpoints_of(self._run), self._history):
-            raise FencedError(
-                f"another learner goes on with {self._run}; this one saves no more checkpoints"
-            )
+        require_surviving(path.parent, self._history)
         replaced = path.with_name(f".{path.name}.{self._history.learner_id}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():

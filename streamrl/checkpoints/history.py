@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, FencedError
 from streamrl.types import Books
 from streamrl.types.index_ranges import IndexRanges, ranges_of
 
@@ -103,6 +103,18 @@ def survives(checkpoints: Path, history: History) -> bool:
     """
     surviving = read_history(checkpoints)
     return surviving is None or surviving.learner_id == history.learner_id
+
+
+def require_surviving(checkpoints: Path, history: History) -> None:
+    """
+    Raises:
+        FencedError: another learner has made its history the surviving one.
+        ConfigError: the file cannot be read.
+    """
+    if not survives(checkpoints, history):
+        raise FencedError(
+            f"another learner goes on with {checkpoints.parent}; this one writes nothing more"
+        )
 
 
 def write_history(checkpoints: Path, history: History) -> None:

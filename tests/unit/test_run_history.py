@@ -300,6 +300,16 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_trains_nothing_twice(tmp_pa
     assert check.findings[2].startswith("abandoned after step 10: the checkpoints at version 20")
 
 
+def test_a_learner_that_was_taken_over_writes_no_line_between_those_of_its_successor(tmp_path):
+    ledger, _ = make_ledger()
+    older = run_to(LearnerProcess(make_run(tmp_path), ledger), 3)
+    run_to(LearnerProcess(make_run(tmp_path), ledger), 2)
+    with pytest.raises(FencedError, match="another learner goes on"):
+        older.records.log(4, [make_header(8, 3)], {})
+    lines = read_metrics(tmp_path / "run" / TRAINED_FILE)
+    assert [line["step"] for line in lines] == [1, 2]
+
+
 def test_the_responses_of_abandoned_validations_are_no_longer_the_runs(tmp_path):
     """Else those of later versions would seem the newest, and the run's own be deleted first."""
     ledger, _ = make_ledger()
