@@ -118,9 +118,15 @@ class Segments:
             self._delete(self._number)
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            os.close(file)
+        except OSError as error:
+            # A network file system writes late, and says here that it is full; a restart finds what
+            # is missing by its checksum.
+            log.warning("a segment may lack its last payloads: %s", error)
 
     def _create(self) -> int:
         self._folder.mkdir(exist_ok=True)
