@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from buffers import messages as m
 from buffers.zmq import multipart
 from streamrl import wire
-from streamrl.curve import set_client_keys
+from streamrl.curve import reconnect_soon, set_client_keys
 from streamrl.errors import ConfigError, StorageError, TransportError
 from streamrl.types import PackedGroup, SiblingHeader, TrajectoryGroup, pack
 
@@ -153,7 +153,7 @@ class ZmqBuffer(m.RequestClient):
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        reconnect_soon(socket)
         # Without a connection requests wait in `_send_and_wait`, until the caller's deadline.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         try:

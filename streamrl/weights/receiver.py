@@ -19,7 +19,7 @@ import zmq.asyncio
 from msgspec import structs
 
 from streamrl import wire
-from streamrl.curve import set_client_keys
+from streamrl.curve import reconnect_soon, set_client_keys
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import LoadReport, Locality, ValidatorStatus, WeightUpdate
 from streamrl.weights.protocol import (
@@ -103,7 +103,7 @@ class WeightReceiver:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        reconnect_soon(self._socket)
         set_client_keys(self._socket, address, curve, "weights.address")
         self._socket.connect(address)
 
