@@ -14,6 +14,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from buffers.redis.topology import RedisTopology, redacted
+from buffers.zmq.client import STOPPED_S
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, TransportError
 
@@ -121,9 +122,10 @@ class RedisConnection:
         retry_timeout_s = self._retry_s + work_s
         delay_s = FIRST_DELAY_S
         while True:
-            client = self.client
+            client, begun_s = self.client, loop.time()
+            timeout_s = min(deadline - begun_s, retry_timeout_s)
             try:
-                async with asyncio.timeout(min(deadline - loop.time(), retry_timeout_s)):
+                async with asyncio.timeout(timeout_s):
                     if client is not self._topology.holder:
                         await client.execute_command(*self._exists)
                         self._topology.holder = client
@@ -136,6 +138,8 @@ class RedisConnection:
                 else:
                     self._raise_if_final(error)
                     self._topology.switch_node(client)
+                if (took_s := loop.time() - begun_s) > timeout_s + STOPPED_S:
+                    deadline += took_s
                 if loop.time() + delay_s >= deadline:
                     raise self._timed_out(name, error) from error
                 message = _summary(error)

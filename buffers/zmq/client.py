@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 MAX_PUTS = 4
 MESSAGE_BYTES = 2**18
 REFUSED_S = 0.5
+STOPPED_S = 1.0
+"""An attempt that ends so much too late does not count: this process was stopped, and has not seen
+whether there is an answer."""
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -98,7 +101,10 @@ class ZmqBuffer(m.RequestClient):
         retry_timeout_s = self._retry_s
         refusal: StorageError | None = None
         while (remaining_s := deadline - loop.time()) > 0:
-            reply = await self._send_and_wait(frames, min(remaining_s, wait_s + retry_timeout_s))
+            timeout_s, begun_s = min(remaining_s, wait_s + retry_timeout_s), loop.time()
+            reply = await self._send_and_wait(frames, timeout_s)
+            if (took_s := loop.time() - begun_s) > timeout_s + STOPPED_S:
+                deadline += took_s
             if reply is not None:
                 try:
                     return self._decode(reply, expected)

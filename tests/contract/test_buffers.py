@@ -947,6 +947,16 @@ async def test_a_buffer_that_is_not_there_is_an_error_at_the_deadline():
     await buffer.close()
 
 
+async def test_the_time_for_which_a_client_was_stopped_is_none_for_the_buffer_to_answer(tmp_path):
+    """As a process is that Slurm suspends."""
+    with zmq_server(tmp_path) as server:
+        buffer = ZmqBuffer(server.url, deadline_s=1.5, retry_s=1.5)
+        await buffer.attach(0, None)
+        asyncio.get_running_loop().call_later(0.2, time.sleep, 4.0)
+        assert not (await buffer.take(2, 0, 0.5)).headers
+        await buffer.close()
+
+
 async def test_a_client_has_few_payloads_on_their_way():
     buffer = ZmqBuffer("zmq://127.0.0.1:9")
     puts = [asyncio.create_task(buffer.put(f"s/{i}", make_group(i))) for i in range(MAX_PUTS + 2)]

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import msgspec
@@ -93,6 +94,18 @@ async def test_a_server_that_stands_still_is_waited_for(
     await filling
     assert len((await taking).headers) == 2
     assert (await buffer.stats()).books.granted == 2
+
+
+async def test_the_time_for_which_a_client_was_stopped_is_none_for_redis_to_answer(
+    redis: RedisServer,
+):
+    connection = RedisConnection(redis.url, "run", deadline_s=1.5, retry_s=1.5)
+    await connection.call("ping", ("PING",))
+    asked = asyncio.create_task(connection.call("ping", ("PING",)))
+    await asyncio.sleep(0)
+    time.sleep(4.0)  # noqa: ASYNC251
+    assert await asked == [True]
+    await connection.close()
 
 
 async def test_a_server_that_is_not_there_is_an_error_at_the_deadline(redis_client: Connect):
