@@ -392,8 +392,12 @@ def write_books(config: RunConfig, stats: BufferStats) -> None:
     books = msgspec.to_builtins(stats.books, str_keys=True)
     kept = {key: value for key, value in books.items() if key != "open_ranges"}
     path = config.run.path / BOOKS_FILE
-    write_file(path, json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
     log.info("books: %s", kept)
+    try:
+        write_file(path, json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
+    except OSError as error:
+        # The journal has them, and a full disk is no crash of a buffer that is told to end.
+        log.warning("%s cannot be written: %s", path, error)
 
 
 def read_books(folder: Path) -> Books | None:

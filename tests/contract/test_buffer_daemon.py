@@ -218,6 +218,14 @@ async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
         await client.close()
 
 
+async def test_a_buffer_that_is_told_to_end_on_a_full_disk_has_not_crashed(daemon: Daemon):
+    client = daemon.client()
+    await client.attach(0, None)
+    await client.close()
+    daemon.limit_files(0)
+    assert daemon.end() == 0
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte, where we may make one."""
