@@ -235,6 +235,11 @@ def _lock(path: Path) -> TextIO:
         raise StorageError(f"the journal {path} cannot be opened: {error}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise ConfigError(f"{path} is in use by another buffer") from error
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder: the file system of {path} has no locks ({error.strerror}), which the "
+            "journal needs: mount it with them (flock, of Lustre), or name a folder on another one"
+        ) from error
     return lock

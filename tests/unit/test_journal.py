@@ -1,6 +1,7 @@
 """What the journal recovers is what was committed, after any call; its events pass the audit."""
 
 import errno
+import fcntl
 import os
 import shutil
 import sqlite3
@@ -500,6 +501,15 @@ def test_a_journal_in_use_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="in use by another buffer"):
         open_journal(tmp_path)
     journal.close()
+
+
+def test_a_file_system_without_locks_is_told_from_another_buffer(tmp_path, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match="has no locks"):
+        open_journal(tmp_path)
 
 
 def test_a_journal_that_could_not_be_opened_is_not_in_use(tmp_path, monkeypatch):
