@@ -31,7 +31,8 @@ from learners.trainer import Trainer
 from learners.validations import Validations
 from streamrl import service
 from streamrl.algorithms.objective import require_algorithm
-from streamrl.checkpoints.find import require_new_run, require_steps_left
+from streamrl.checkpoints.find import checkpoints_of, require_new_run, require_steps_left
+from streamrl.checkpoints.history import History, survives
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.weights import WeightSettings
@@ -105,8 +106,7 @@ async def _lead(
         place.all.send(End())
         return None
     service.keep_settings(config)
-    learner_id = start.history.learner_id
-    sender = _make_sender(config, trainer.policy, learner_id)
+    sender = _make_sender(config, trainer.policy, start.history)
     recorder = _make_recorder(config, place, start)
     records = RunRecords(config, start, sender.validating, (exported,), recorder)
     reporter = StatusReporter(config, buffer, sender)
@@ -125,7 +125,7 @@ async def _lead(
     moves = place.mesh is not None or config.algorithm.rescore_share > 0
     lockstep = Lockstep(rank, place.all, place.liveness, moves_parameters=moves)
     fetch = lockstep.fetch if place.all.count > 1 else None
-    session = LearnerSession(config, buffer, reporter, state, fetch, learner_id)
+    session = LearnerSession(config, buffer, reporter, state, fetch, start.history.learner_id)
     learner = Learner(config, lockstep, session, sender, records, reporter, validations)
     place.liveness.on_order(lambda: shutdown.ask("another rank was told to end"))
     signaled = asyncio.create_task(shutdown.requested.wait())
@@ -221,7 +221,7 @@ def _make_recorder(config: RunConfig, place: RankPlace, start: LearnerStart) -> 
     return Recorder(config, start.history, place.data.index, place.data.count)
 
 
-def _make_sender(config: RunConfig, policy: Policy, learner_id: str) -> WeightSender:
+def _make_sender(config: RunConfig, policy: Policy, history: History) -> WeightSender:
     weights = config.weights
     if weights.dtype == "float8_e4m3fn":
         log.warning(
@@ -231,9 +231,16 @@ def _make_sender(config: RunConfig, policy: Policy, learner_id: str) -> WeightSe
     layout = policy.layout(weights)
     folder = config.run.path / "weights"
     with service.binding("weights.address", weights.address):
-        keys = config.buffer.curve
-        name = config.run.name
-        sender = WeightSender(weights, layout, policy.device, folder, keys, learner_id, name)
+        sender = WeightSender(
+            weights,
+            layout,
+            policy.device,
+            folder,
+            config.buffer.curve,
+            history.learner_id,
+            config.run.name,
+            partial(survives, checkpoints_of(config.run.path), history),
+        )
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
     return sender
 

@@ -63,7 +63,8 @@ class WeightSender:
 
     `folder` is for files, `device` is where the parameters are, and `curve` the folder of the keys.
     `learner_id` is new for every learner process, whose versions it distinguishes from others of
-    the same number; "" makes one up. `run` is the run's name in `weights.store`.
+    the same number; "" makes one up. `run` is the run's name in `weights.store`, where nothing is
+    written once the run no longer `survives` as this learner's.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class WeightSender:
         curve: Path | None = None,
         learner_id: str = "",
         run: str = "run",
+        survives: Callable[[], bool] = lambda: True,
     ) -> None:
         self._settings = settings
         self._layout = layout
@@ -95,7 +97,7 @@ class WeightSender:
         if settings.store is not None:
             place = ObjectStore(settings.store, run)
             self._store = StoreSender(
-                settings, place, layout, folder, self._learner_id, self._secret
+                settings, place, layout, folder, self._learner_id, self._secret, survives
             )
         self._num_failed = 0
         self._snapshot_s: float | None = None

@@ -26,6 +26,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -115,7 +116,8 @@ class ObjectStore(StoreFolder):
 
 
 class StoreSender:
-    """The learner's end. Calls take turns; `folder` is for the object that is under way.
+    """The learner's end. Calls take turns; `folder` is for the object that is under way, and
+    `survives` tells whether no other learner goes on with the run.
 
     Keeps a copy of the version that was stored last, which the next one is a difference to.
     """
@@ -128,8 +130,10 @@ class StoreSender:
         folder: Path,
         learner_id: str,
         secret: bytes,
+        survives: Callable[[], bool] = lambda: True,
     ) -> None:
         self._settings = settings
+        self._survives = survives
         self._store = store
         self._layout = layout
         self._file = folder / "store" / "newest.safetensors"
@@ -231,6 +235,11 @@ class StoreSender:
         # Also where the manifest then seems not to be written: readers may have it.
         self._before = self._before | {manifest.name_of(stored)}
         self._store.put(self._file, manifest.name_of(stored))
+        if not self._survives():
+            # Generators would wait with these weights, and the other learner for their groups.
+            raise WeightTransferError(
+                f"weights.store {self._store.url}: another learner goes on with the run"
+            )
         self._store.replace_manifest(manifest)
         if not stored.is_delta and self._manifest is not None:
             self._old |= self._before

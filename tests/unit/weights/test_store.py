@@ -112,6 +112,17 @@ def test_a_generator_follows_by_differences_to_exactly_the_learners_bits(tmp_pat
     assert delta.st_size < whole.st_size / 10
 
 
+def test_a_learner_that_was_taken_over_replaces_no_version_of_its_successor(tmp_path):
+    """Its upload may end after the first one of the successor, whose generators would wait."""
+    older, learner = Learner(tmp_path, "older"), Learner(tmp_path, "newer")
+    older.sender._survives = lambda: False
+    assert learner.publish()
+    assert not older.publish()
+    generator = Generator(tmp_path, learner)
+    assert generator.load()
+    assert generator.known == ("newer", 1)
+
+
 def test_who_missed_versions_takes_what_it_lacks_and_who_has_none_the_whole_one(tmp_path):
     learner = Learner(tmp_path)
     generator = Generator(tmp_path, learner)
