@@ -53,6 +53,7 @@ class Liveness:
         self._others = [other for other in range(num_ranks) if other != rank]
         self._deadline_s = deadline_s
         self._seen: dict[int, Seen] = {}
+        self._beat_s = time.monotonic()
         self._lost: TransportError | None = None
         self._parting, self._changed = threading.Event(), threading.Event()
         self._notify: Callable[[], object] = lambda: None
@@ -126,6 +127,10 @@ class Liveness:
         """Set this rank's beat and read the others'; why one of them is lost, or ""."""
         assert self._store is not None, "without a store nothing beats"
         self._store.set(_key(self._rank), _beat_of(count))
+        before_s, self._beat_s = self._beat_s, time.monotonic()
+        if self._beat_s - before_s > self._deadline_s / 2:
+            # This process stood still, and the others may have, as Slurm suspends them.
+            self._seen = {}
         if self._is_ordered:
             self._store.set(_key("end"), str(self._rank))
         elif self._rank == 0 and self._store.check([_key("end")]):

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -90,6 +91,23 @@ async def test_a_rank_of_another_machine_is_lost_when_its_beat_stands_still(exit
     (silent_s,) = re.findall(sentence, str(caught.value))
     assert int(silent_s) < DEADLINE_S
     assert exits.called.wait(DEADLINE_S)
+
+
+def test_a_process_that_stood_still_misses_nobody_for_it(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now_s))
+    store = dist.HashStore()
+    store.set(liveness._key(1), "elsewhere 1 7")
+    watched = Liveness(store, 0, 2, deadline_s=10.0)
+    assert not watched._beat(1)
+    now_s = 1000.0
+    assert not watched._beat(2)
+    now_s = 1004.0
+    assert not watched._beat(3)
+    now_s = 1008.0
+    assert not watched._beat(4)
+    now_s = 1012.0
+    assert watched._beat(5) == "rank 1 of the learner has not reported for 12 s"
 
 
 def test_ranks_that_beat_or_have_parted_are_not_missed(exits):
