@@ -950,9 +950,9 @@ async def test_a_buffer_that_is_not_there_is_an_error_at_the_deadline():
 async def test_the_time_for_which_a_client_was_stopped_is_none_for_the_buffer_to_answer(tmp_path):
     """As a process is that Slurm suspends."""
     with zmq_server(tmp_path) as server:
-        buffer = ZmqBuffer(server.url, deadline_s=1.5, retry_s=1.5)
+        buffer = ZmqBuffer(server.url, deadline_s=5.0, retry_s=5.0)
         await buffer.attach(0, None)
-        asyncio.get_running_loop().call_later(0.2, time.sleep, 4.0)
+        asyncio.get_running_loop().call_later(0.2, time.sleep, 8.0)
         assert not (await buffer.take(2, 0, 0.5)).headers
         await buffer.close()
 

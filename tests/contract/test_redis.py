@@ -99,11 +99,11 @@ async def test_a_server_that_stands_still_is_waited_for(
 async def test_the_time_for_which_a_client_was_stopped_is_none_for_redis_to_answer(
     redis: RedisServer,
 ):
-    connection = RedisConnection(redis.url, "run", deadline_s=1.5, retry_s=1.5)
+    connection = RedisConnection(redis.url, "run", deadline_s=5.0, retry_s=5.0)
     await connection.call("ping", ("PING",))
     asked = asyncio.create_task(connection.call("ping", ("PING",)))
     await asyncio.sleep(0)
-    time.sleep(4.0)  # noqa: ASYNC251
+    time.sleep(8.0)  # noqa: ASYNC251
     assert await asked == [True]
     await connection.close()
 
