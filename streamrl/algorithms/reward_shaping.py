@@ -175,10 +175,12 @@ def token_rewards(
 ) -> Tensor:
     """[R] the reward at the last token of each trajectory, less `kl_coef` times `kl` [R].
 
-    Of it, `turn_rewards` [R] stand where they are; the rest is what is left of the whole.
+    Of it, `turn_rewards` [R] stand where they are; the rest is what is left of the whole. Then the
+    result is float64: in float32 siblings of one reward would have sums that differ.
     """
     if turn_rewards is not None:
-        rewards = rewards - sequences.sum(turn_rewards).to(rewards.dtype)
+        turn_rewards = turn_rewards.double()
+        rewards = rewards.double() - sequences.sum(turn_rewards)
     lengths = sequences.lengths.to(rewards.device)
     last = (lengths.cumsum(0) - 1)[lengths > 0]
     placed = rewards.new_zeros(sequences.num_tokens).index_copy_(0, last, rewards[lengths > 0])
