@@ -5,7 +5,9 @@
     weigh log p                                     gpg, reinforce, dro, topr
     drop tokens outside a trust region              dppo_tv, dppo_kl
 
-Ratios, clipping, weighting, aggregation and metrics are the same code for all.
+Ratios, clipping, weighting, aggregation and metrics are the same code for all. Those that pick by
+covariance pick among the tokens of one call, as the authors' code does: of a batch that is cut into
+micro-batches they take other tokens, and at least one of each. All others add up however it is cut.
 """
 
 from collections.abc import Callable

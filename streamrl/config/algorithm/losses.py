@@ -78,7 +78,7 @@ class ClipCovSettings(ClipRangeSettings):
     """clip_cov: drops the loss of random tokens of high covariance."""
 
     clip_cov_ratio: Share = 2e-4
-    """Share of tokens whose loss is dropped."""
+    """Share of the tokens of a micro-batch whose loss is dropped; at least one."""
     clip_cov_lb: float = 1.0
     """Only above this covariance."""
     clip_cov_ub: float = 5.0
@@ -89,7 +89,7 @@ class KlCovSettings(LossSettings):
     """kl_cov: penalizes the tokens of highest covariance."""
 
     kl_cov_ratio: Share = 2e-4
-    """Share of tokens with the penalty."""
+    """Share of the tokens of a micro-batch with the penalty; at least one."""
     kl_cov_coef: NotNegativeNumber = 0.1
     """Weight of the penalty."""
 
