@@ -89,7 +89,8 @@ def _run(code: CodeType, number: int, source: int, output: int) -> int:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        if not getattr(sys.stdout, "closed", False):
+            sys.stdout.flush()
     except BaseException:
         failed = True
     return int(failed)

@@ -183,6 +183,7 @@ ONE_PROCESS_EACH = [
     ("import os\nprint(1)\nos._exit(0)", 1.0),
     ("import sys\nprint(1)\nsys.exit('wrong')", 0.0),
     ("import sys\nprint(1)\nsys.exit()", 1.0),
+    ("import sys\nprint(1)\nsys.stdout.close()", 1.0),
     ("if len(input()) == 0:\n    print(1)", 1 / 3),
     ("print(1)\nraise ValueError", 0.0),
     ("if __name__ == '__main__':\n    print(open(0).read().count('x'))", 1 / 3),
