@@ -126,7 +126,8 @@ def normalize(
     std_over: NormScope | None,
     running: RunningMoments | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + 1e-6), each over its own scope; None leaves that step out.
+    """(x - mean) / (std + 1e-6), each over its own scope; None leaves that step out, and rewards
+    without spread are not divided.
 
     Raises:
         ValueError: a scope is `running` and there is no state for it.
@@ -137,8 +138,8 @@ def normalize(
         running.update(rewards)
     mean = _over(mean_over, rewards, groups, running)[0]
     std = _over(std_over, rewards, groups, running)[1]
-    scale = 1.0 if std_over is None else std + _STD_FLOOR
-    return ((rewards - mean) / scale).to(rewards.dtype)
+    scale = std + _STD_FLOOR if std_over else std
+    return ((rewards - mean) / torch.where(std > _STD_FLOOR, scale, 1.0)).to(rewards.dtype)
 
 
 def normalize_agentic(scores: Tensor, groups: Tensor, method: str) -> Tensor:
