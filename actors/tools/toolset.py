@@ -5,7 +5,7 @@
     ToolEnvironment  the policy calls tools until a turn of its makes no call
 
 Invariant: a call is answered within its wait for a slot and its time limit, by a result or by a
-sentence that begins with "error:".
+sentence that begins with "error:", unless the tool is out of reach, which fails the episode.
 
 A completion that calls nothing, that was cut, or whose call cannot be read ends the episode; the
 last of these counts as an invalid turn. The reward judges the last turn, or the conversation.
@@ -132,7 +132,11 @@ class EpisodeTools:
         self._num_unknown = 0
 
     async def answer(self, call: Mapping[str, Any]) -> Message:
-        """The message of the role `tool` that answers a call of `Renderer.parse`."""
+        """The message of the role `tool` that answers a call of `Renderer.parse`.
+
+        Raises:
+            RolloutError: the tool is out of reach.
+        """
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if name not in self._tools:
             self._num_unknown += 1
