@@ -4,8 +4,8 @@ A new one is a few lines in the function of its subject, which yields a sentence
 settings; `RunConfig` asks for all of them, so a person reads every sentence at once.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
 from streamrl.config.section import twice
@@ -220,6 +220,8 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
     ours = _OURS_OF_ENGINES.get(generator.engine, frozenset())
     if clash := min(ours & generator.engine_kwargs.keys(), default=None):
         yield f"generator.engine_kwargs.{clash}: is set by StreamRL; leave it out"
+    if generator.engine == "sglang":
+        yield from _of_sglang(generator.engine_kwargs)
     columns = [name for name in ("image_key", "video_key") if getattr(data, name) is not None]
     engine = "sglang" if generator.engine == "sglang" else "vllm.url"
     is_served = engine == "sglang" or (generator.engine == "vllm" and generator.vllm.url)
@@ -233,6 +235,16 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
             "data.video_key with generator.engine vllm, which cuts videos into frames of its own: "
             "use generator.engine hf"
         )
+
+
+def _of_sglang(kwargs: Mapping[str, Any]) -> Iterator[str]:
+    replicas = 1 if kwargs.get("enable_dp_attention") else kwargs.get("dp_size", 1)
+    for name, size in (("dp_size", replicas), ("pp_size", kwargs.get("pp_size", 1))):
+        if size != 1:
+            yield (
+                f"generator.engine_kwargs.{name}: was {size}, and updates reach the ranks of "
+                "generator.sglang.tp_size alone in SGLang: leave it out"
+            )
 
 
 def _of_passes(c: "RunConfig") -> Iterator[str]:
