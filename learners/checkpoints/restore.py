@@ -31,6 +31,7 @@ from streamrl.checkpoints.find import (
     Checkpoint,
     Found,
     checkpoints_of,
+    has_other_base,
     is_checkpoint,
     is_taken,
     newest,
@@ -179,6 +180,13 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
                 f"with learner.checkpoint.contents [{', '.join(record['contents'])}]"
             )
     require_same_adapter(checkpoint, config.model, config.learner.lora)
+    if config.algorithm.needs_reference and has_other_base(checkpoint, config.model):
+        log.warning(
+            "model.path: the weights of %s are not those that the run of %s began with, and the "
+            "reference policy has them from here on",
+            config.model.path,
+            path,
+        )
     load_tensors(path, wanted, trainer, config.model.path)
     if config.learner.offload.optimizer:
         # Else it would stay on the GPU for the passes of the first step.

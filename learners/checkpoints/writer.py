@@ -159,9 +159,9 @@ class CheckpointWriter:
         self._validated = validated
         self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
-        is_asked = self._is_main and config.learner.lora is not None
+        has_base = config.learner.lora is not None or config.algorithm.needs_reference
         # At the start, since others may write to the folder while the run goes on.
-        self._base = base_digest(config.model) if is_asked else ""
+        self._base = base_digest(config.model) if self._is_main and has_base else ""
         # A learner on a CPU takes no memory of a GPU that is there for others.
         self._has_gpu = torch.cuda.is_initialized()
         # `DefaultStager` of torch 2.11 and 2.12 copies once only, so its part that copies is used.
@@ -204,7 +204,7 @@ class CheckpointWriter:
             "contents": contents,
             # Of the adapter all but these is in its tensors.
             "lora_alpha": learner.lora and learner.lora.alpha,
-            "lora_base": self._base,
+            "base": self._base,
             "means": means or {},
             "credit": trainer.state_dict(),
             "random": random_state(),

@@ -553,3 +553,13 @@ def test_an_adapter_goes_on_with_the_model_that_it_was_trained_on(tmp_path):
         restore(read_checkpoint(path), other, make_trainer(other))
     with pytest.raises(ConfigError, match=sentence):
         require_steps_to_launch(other, resume=True, new=False)
+
+
+def test_a_reference_policy_of_other_weights_is_told(tmp_path, caplog):
+    config = make_run(tmp_path)
+    path = save(config, make_trainer(config), LearnerState(1, BOOKS))
+    restore(read_checkpoint(path), config, make_trainer(config))
+    assert "reference policy" not in caplog.text
+    save_llama(tmp_path / "model", seed=1)
+    restore(read_checkpoint(path), config, make_trainer(config))
+    assert "not those that the run of" in caplog.text
