@@ -166,6 +166,7 @@ class _Source:
                 setting=self.setting,
                 needs_head=not self.has_values,
             )
+        self._require_declared_head(model)
         network = self._network(model.to(device))
         if self.config.learner.check_packing:
             choose_packing(network)
@@ -205,6 +206,21 @@ class _Source:
             sizes = {axis: self.mesh.size(axis) for axis in ("sequence", "tensor")}
             require_undivided_images(facts_of(model.config), sizes)
         return tower
+
+    def _require_declared_head(self, model: PreTrainedModel) -> None:
+        """
+        Raises:
+            ConfigError: transformers found an LM head in the files that config.json denies, by
+                which the generators' library, or what it is sent, goes.
+        """
+        engine, may_tie = self.config.generator.engine, bool(model._tied_weights_keys)
+        is_denied = may_tie and model.config.tie_word_embeddings and not _is_tied(model)
+        if self.setting == "model.path" and engine != "hf" and is_denied:
+            raise ConfigError(
+                f"model.path: {self.name} has an LM head of its own, and its config.json says "
+                f"tie_word_embeddings: true, which generator.engine {engine} goes by: set it to "
+                "false there"
+            )
 
     @property
     def _trust(self) -> bool:
