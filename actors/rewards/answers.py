@@ -239,7 +239,7 @@ def written(text: str) -> str:
 def choice(text: str) -> tuple[str, str] | None:
     """The letter of a choice and what it says; None of another answer.
 
-    >>> choice("\\textbf{(A)}\\ 12"), choice("B. Paris"), choice("(C)")
+    >>> choice("\\\\textbf{(A)}\\\\ 12"), choice("B. Paris"), choice("(C)")
     (('A', '12'), ('B', 'Paris'), None)
     """
     found = _CHOICE.match(_TEXT.sub(r"\1", text))
