@@ -13,10 +13,10 @@ last of these counts as an invalid turn. The reward judges the last turn, or the
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.tools import ToolError, ToolSession, ToolSource, name_of
 from actors.tools.builtin import Calculator, PythonTool
@@ -29,6 +29,7 @@ from streamrl.types import Completion, FinishReason
 from streamrl.user_code import is_user_code
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TOOLS = "tools"
 """The name of the environment."""
@@ -233,11 +234,16 @@ def cut(text: str, longest: int) -> str:
 
 
 async def _close(sessions: Sequence[ToolSession]) -> None:
-    """Closes all, then raises the first error."""
-    closed = await asyncio.gather(*(s.close() for s in sessions), return_exceptions=True)
-    for outcome in closed:
+    await _all(session.close() for session in sessions)
+
+
+async def _all(awaited: Iterable[Awaitable[T]]) -> list[T]:
+    """Waits for the end of each, then raises the first error."""
+    outcomes = await asyncio.gather(*awaited, return_exceptions=True)
+    for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
+    return outcomes  # type: ignore[return-value]
 
 
 class ToolEnvironment:
@@ -270,9 +276,7 @@ class ToolEnvironment:
         if is_cut or not calls:
             is_valid = is_cut or "parse_error" not in message
             return Transition(done=True, is_valid=is_valid, metrics=self._tools.metrics)
-        answers = await asyncio.gather(
-            *(self._tools.answer(call) for call in calls[:_MAX_CALLS]),
-        )
+        answers = await _all(self._tools.answer(call) for call in calls[:_MAX_CALLS])
         refused = tuple(_refusal(call) for call in calls[_MAX_CALLS:])
         return Transition(
             Observation(messages=(*answers, *refused)),
