@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +111,9 @@ class RunStatus:
         return (self.reading.idle_s or 0.0) <= longest_s and may_move(self.reading)
 
 
-def texts(status: RunStatus) -> Iterator[Text]:
-    """The lines of a status: where the run is, what is wrong with it, what its parts do."""
+def texts(status: RunStatus, without: Container[str] = ()) -> Iterator[Text]:
+    """The lines of a status: where the run is, what is wrong with it, what its parts do, but for
+    the rows of these names."""
     reading = status.reading
     yield Text(printable(headline(status)), style="bold")
     for finding in diagnose(reading):
@@ -124,7 +125,8 @@ def texts(status: RunStatus) -> Iterator[Text]:
     if is_healthy(reading):
         yield Text(printable(verdict(status)), style="green")
     for name, value in rows(status):
-        yield Text(printable(f"{name:<8} {value}"))
+        if name not in without:
+            yield Text(printable(f"{name:<8} {value}"))
 
 
 async def read_status(target: str) -> RunStatus:
@@ -405,9 +407,7 @@ class _Followed:
         if self._config is None:
             return Group(*texts(status), table)
         # Below they stand with the training reward.
-        said = (
-            text for text in texts(status) if not text.plain.startswith(("held-out ", "steps "))
-        )
+        said = texts(status, without=("held-out", "steps"))
         return screen(said, self._config, lines, table)
 
     async def _read(self, lines: Lines) -> RunStatus:
