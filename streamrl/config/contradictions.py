@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
 from streamrl.config.section import twice
-from streamrl.config.validation import SAMPLING
 from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
 
@@ -39,7 +38,11 @@ _SHAPING = (
 
 
 def contradictions(c: "RunConfig") -> Iterator[str]:
-    """A sentence for each, subject by subject."""
+    """A sentence for each, subject by subject.
+
+    Raises:
+        ValidationError: `validation.generator`, or `data` of an environment, is refused by itself.
+    """
     yield from _of_lengths(c)
     yield from _of_groups(c)
     yield from _of_what_is_recorded(c)
@@ -458,9 +461,6 @@ def _of_validation(c: "RunConfig") -> Iterator[str]:
 
 
 def _bad_generator(c: "RunConfig") -> str | None:
-    if name := next((name for name in SAMPLING if name in c.validation.generator), None):
-        own = "num_samples" if name == "group_size" else name
-        return f"validation.generator: {name} has no effect there; set validation.{own}"
     engine = c.validation.engine_settings(c.generator)
     if not c.is_validated or engine.url is None or engine.url != c.generator.url:
         return None

@@ -169,9 +169,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_contradiction(self) -> "RunConfig":
-        # Of mappings that are some of a section's settings, what is refused.
-        _ = self.entries
-        self.validation.engine_settings(self.generator)
         if sentences := list(contradictions(self)):
             raise ValueError("\n".join(sentences))
         if refused := list(refusals(self.algorithm, self.learner.num_updates)):
