@@ -1,8 +1,9 @@
 """Settings that were given and that nothing reads beside the others of this configuration.
 
-A new one is a line in `_idle`: whether it is so, the settings, and what would make them act. A
-setting with its default is not said, whoever has written it. What cannot act in the algorithm is
-refused by the configuration itself, see `streamrl.config.algorithm.inert`.
+A new one is a line in `_idle`, or in `_refused` where no other run could mean it: whether it is
+so, the settings, and what would make them act. A setting with its default is not said, whoever has
+written it. What cannot act in the algorithm is refused by the configuration itself, see
+`streamrl.config.algorithm.inert`.
 """
 
 from collections.abc import Iterator
@@ -20,12 +21,13 @@ _VALIDATION = (
 
 
 def check_idle(config: RunConfig) -> Iterator[Finding]:
-    """A warning for each: it may be meant for another engine, or for a run that goes on."""
+    """A warning for what may be meant for another engine, or for a run that goes on."""
     yield from _check_profiler(config)
-    for is_idle, names, why in _idle(config):
-        for name in names if is_idle else ():
-            if (value := attrgetter(name)(config)) != _default(config, name):
-                yield CONFIGURATION.warning(f"{name}: was {value!r}, and nothing reads it: {why}")
+    for finding, table in ((CONFIGURATION.problem, _refused), (CONFIGURATION.warning, _idle)):
+        for is_idle, names, why in table(config):
+            for name in names if is_idle else ():
+                if (value := attrgetter(name)(config)) != _default(config, name):
+                    yield finding(f"{name}: was {value!r}, and nothing reads it: {why}")
 
 
 def _default(config: RunConfig, name: str) -> Any:
@@ -45,6 +47,20 @@ def _check_profiler(config: RunConfig) -> Iterator[Finding]:
             f"learner.profiler.steps: step {late[0]} has no trace: run.max_steps {last} is the "
             "last one"
         )
+
+
+def _refused(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    agentic = c.algorithm.reward.agentic
+    yield (
+        {entry.environment for entry in c.entries} == {"single_turn"},
+        ("algorithm.reward.format_penalty",),
+        "environment single_turn has no form that a turn could break; the others have one",
+    )
+    yield (
+        agentic is not None and agentic.grouping == "inductive" and len(c.entries) == 1,
+        ("algorithm.reward.agentic.grouping",),
+        "the run has one environment, for which batch does the same",
+    )
 
 
 def _idle(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
