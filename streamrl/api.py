@@ -334,9 +334,11 @@ def _named(
     named: dict[str, str] = {}
     if reward is not None:
         named |= {"data.reward": function_setting(reward, folder)}
-    for argument, rows in (("dataset", dataset), ("eval_dataset", eval_dataset)):
+    for argument, setting, rows in (
+        ("dataset", "data.source", dataset),
+        ("eval_dataset", "data.eval_source", eval_dataset),
+    ):
         if rows is not None:
-            setting = {"dataset": "data.source", "eval_dataset": "data.eval_source"}[argument]
             named |= {setting: dataset_setting(argument, rows, folder)}
     return named
 

@@ -385,11 +385,10 @@ class _Followed:
 
     def __init__(self, target: str) -> None:
         self.has_ended = False
-        self._url = target if "://" in target else ""
-        if self._url:
-            require_url(target)
         self._target, self._read_s = target, time.time()
-        self._config = None if self._url else find_config(target)
+        self._config = None if "://" in target else find_config(target)
+        if self._config is None:
+            require_url(target)
         self._metrics = self._config and FollowedMetrics(self._config.run.path / "metrics.jsonl")
         self._earlier: deque[tuple[float, BufferStats]] = deque()
 
@@ -411,7 +410,9 @@ class _Followed:
         return screen(said, self._config, lines, table)
 
     async def _read(self, lines: Lines) -> RunStatus:
-        status = await (_status_at(self._url) if self._config is None else status_of(self._config))
+        status = await (
+            _status_at(self._target) if self._config is None else status_of(self._config)
+        )
         return dataclasses.replace(status, lines=lines[-RECENT:]) if lines else status
 
     def _lines(self) -> Lines:

@@ -146,9 +146,10 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             f"learner.compile compiles the routers, and algorithm.router_replay "
             f"{algorithm.router_replay} stands in for what they choose: set one of them off"
         )
+    by_url = algorithm.distillation is not None and algorithm.distillation.by_url
     wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     others = [name for name, value in wanted.items() if getattr(generator, name) != value]
-    if algorithm.distillation is not None and algorithm.distillation.by_url and others:
+    if by_url and others:
         yield (
             f"generator.{others[0]} {getattr(generator, others[0]):g} samples from another "
             "distribution than the one whose log-probabilities a teacher by url answers with: set "
@@ -156,7 +157,7 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             "algorithm.distillation.teachers"
         )
     seen = [n for e in c.entries for n in ("image_key", "video_key") if getattr(e.data, n)]
-    if algorithm.distillation is not None and algorithm.distillation.by_url and seen:
+    if by_url and seen:
         yield (
             f"data.{seen[0]}: a teacher by url reads token ids alone, in which an image is places "
             "without content: name a model folder in algorithm.distillation.teachers"

@@ -27,13 +27,11 @@ from streamrl.config.algorithm.losses import (
     DppoSettings,
     DroSettings,
     GeoMeanSettings,
-    GpgSettings,
     GspoSettings,
     KlCovSettings,
     LossSettings,
     LuspoSettings,
     PpoSettings,
-    ReinforceSettings,
     SapoSettings,
     ToprSettings,
     VespoSettings,
@@ -260,12 +258,12 @@ def _num_counted(batch: LossInput) -> int:
     return batch.sequences.num_tokens if batch.loss_mask is None else int(batch.loss_mask.sum())
 
 
-def gpg(batch: LossInput, config: GpgSettings) -> LossOutput:
+def gpg(batch: LossInput, config: LossSettings) -> LossOutput:
     """Group policy gradient (arXiv 2504.02546): -A log p."""
     return finish(batch, config, -batch.logprobs * batch.advantages, batch.log_ratio)
 
 
-def reinforce(batch: LossInput, config: ReinforceSettings) -> LossOutput:
+def reinforce(batch: LossInput, config: LossSettings) -> LossOutput:
     """-A log p; importance weights make it off-policy (arXiv 1802.01561)."""
     return finish(batch, config, -batch.advantages * batch.logprobs, batch.log_ratio)
 

@@ -95,10 +95,9 @@ ANSWER_S = 0.05
 def check_deadlines(config: RunConfig) -> Iterator[Finding]:
     generator = config.generator
     engine = generator.engine
-    starts_server = engine in ("vllm", "sglang") and generator.url is None
     weights_s, group_s = config.weights.deadline_s, generator.group_deadline_s
     turn_s, episode = generator.episode.turn_deadline_s, "the first token of an episode takes"
-    start_s = generator.served.start_timeout_s if starts_server else None
+    start_s = generator.served.start_timeout_s if generator.starts_server else None
     rank_s = config.learner.rank_deadline_s if config.learner.num_ranks > 1 else None
     for name, given, needed, what in (
         # Each of two hops has half of it.
