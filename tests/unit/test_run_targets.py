@@ -394,6 +394,8 @@ def test_a_file_of_a_run_names_the_run(tmp_path, capsys):
     (run / "samples.jsonl").touch()
     assert main(["samples", str(run / "samples.jsonl")]) == 0
     assert f"{run} has no such" in capsys.readouterr().out
+    assert main(["replay", str(run / "config.yaml")]) == 2
+    assert "is no run folder" not in capsys.readouterr().err
 
 
 def test_a_run_of_another_release_is_refused_with_the_release(tmp_path, capsys):
