@@ -21,6 +21,7 @@ from streamrl.cli.check import command, model
 from streamrl.cli.check.command import refusals, run_findings
 from streamrl.cli.check.machine import Machine
 from streamrl.cli.main import main
+from streamrl.cli.processes import fork_server
 from streamrl.config import LoadedConfig, load_config
 from streamrl.config.loading.load import load_usable
 from streamrl.errors import ConfigError, DamagedCheckpointError
@@ -684,11 +685,7 @@ def test_what_the_users_code_prints_is_not_part_of_the_configuration(folder, cap
     assert "hello" not in output.out
 
 
-def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [str(Path(sys.executable).with_name("streamrl")), *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
+@pytest.mark.usefixtures("torch_is_known")
 @pytest.mark.parametrize(
     ("line", "trap", "field"),
     [
@@ -697,15 +694,19 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
         ("weights: {", "learner: {device: 'cuda:99'}\nweights: {", "learner.device"),
     ],
 )
-def test_a_launch_begins_with_the_check(folder, line, trap, field):
+def test_a_launch_begins_with_the_check(folder, capsys, monkeypatch, line, trap, field):
+    monkeypatch.setattr(fork_server, "_can_fork", lambda: False)
     text = CONFIG.format(folder=folder)
     assert line in text
     (folder / "trap.yaml").write_text(text.replace(line, trap))
-    checked, launched = run(folder, "check", "trap.yaml"), run(folder, "launch", "trap.yaml")
-    assert (checked.returncode, launched.returncode) == (2, 2)
-    assert checked.stderr.startswith(f"streamrl check: {field}")
-    assert "trap.yaml:" in checked.stderr
-    assert launched.stderr == checked.stderr.replace("streamrl check", "streamrl launch")
+    said = []
+    for name in ("check", "launch"):
+        assert main([name, "trap.yaml"]) == 2
+        said.append(capsys.readouterr().err)
+    checked, launched = said
+    assert checked.startswith(f"streamrl check: {field}")
+    assert "trap.yaml:" in checked
+    assert launched == checked.replace("streamrl check", "streamrl launch")
     assert not (folder / "run").exists()
 
 
