@@ -118,8 +118,11 @@ def on_rank(folder: str, sizes: list[dict[str, int]]) -> list[dict[int, dict[str
 @pytest.mark.parametrize(
     ("num_ranks", "sizes"),
     [
-        (2, [{"shard": 2}, {"sequence": 2}]),
-        (4, [{"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}]),
+        (2, [{"shard": 2}, {"sequence": 2}, {"tensor": 2}]),
+        pytest.param(
+            *(4, [{"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}]),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["two ranks", "four ranks"],
 )
