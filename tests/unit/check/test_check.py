@@ -21,7 +21,6 @@ from streamrl.cli.check import command, model
 from streamrl.cli.check.command import refusals, run_findings
 from streamrl.cli.check.machine import Machine
 from streamrl.cli.main import main
-from streamrl.cli.processes import fork_server
 from streamrl.config import LoadedConfig, load_config
 from streamrl.config.loading.load import load_usable
 from streamrl.errors import ConfigError, DamagedCheckpointError
@@ -686,27 +685,32 @@ def test_what_the_users_code_prints_is_not_part_of_the_configuration(folder, cap
 
 
 @pytest.mark.usefixtures("torch_is_known")
-@pytest.mark.parametrize(
-    ("line", "trap", "field"),
-    [
+def test_a_launch_begins_with_the_check(folder, capsys):
+    text, names, said = CONFIG.format(folder=folder), [], []
+    for line, trap, field in (
         ("data: {source: copy,", "data: {source: nowhere.jsonl,", "data.source"),
         ("generator: {", "generator: {engine: vlm, ", "generator.engine"),
         ("weights: {", "learner: {device: 'cuda:99'}\nweights: {", "learner.device"),
-    ],
-)
-def test_a_launch_begins_with_the_check(folder, capsys, monkeypatch, line, trap, field):
-    monkeypatch.setattr(fork_server, "_can_fork", lambda: False)
-    text = CONFIG.format(folder=folder)
-    assert line in text
-    (folder / "trap.yaml").write_text(text.replace(line, trap))
-    said = []
-    for name in ("check", "launch"):
-        assert main([name, "trap.yaml"]) == 2
+    ):
+        assert line in text
+        names.append(f"{field}.yaml")
+        Path(names[-1]).write_text(text.replace(line, trap))
+        assert main(["check", names[-1]]) == 2
         said.append(capsys.readouterr().err)
-    checked, launched = said
-    assert checked.startswith(f"streamrl check: {field}")
-    assert "trap.yaml:" in checked
-    assert launched == checked.replace("streamrl check", "streamrl launch")
+        assert said[-1].startswith(f"streamrl check: {field}")
+        assert f"{names[-1]}:" in said[-1]
+    # It forks, and the fork of a process with threads, as pytest may have, may hang.
+    code = """
+import sys
+from streamrl.cli.main import main
+from streamrl.cli.processes import fork_server
+fork_server._can_fork = lambda: False
+print([main(["launch", name]) for name in sys.argv[1:]])
+"""
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "[2, 2, 2]\n"
+    assert done.stderr == "".join(said).replace("streamrl check", "streamrl launch")
     assert not (folder / "run").exists()
 
 
