@@ -86,6 +86,16 @@ def test_a_step_gets_its_variables_on_its_node(tmp_path):
     assert log.read_text() == "2,3\nfailed\n"
 
 
+def test_a_step_keeps_the_interface_and_threads_that_the_job_has(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    planned = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    words = step_command("learner", "n2", ("env",), planned, tmp_path / "learner.log")
+    subprocess.run(words[words.index("sh") :], check=True)
+    lines = (tmp_path / "learner.log").read_text().splitlines()
+    assert {"NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=eth0"} <= {*lines}
+
+
 def test_a_run_that_another_launch_has_is_left_as_it_is(capsys, file, tmp_path, monkeypatch):
     """Before its first step."""
     monkeypatch.setattr("streamrl.cli.launchers.slurm._LOST_LOCK_S", 0.0)
