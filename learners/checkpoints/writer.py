@@ -51,6 +51,7 @@ from learners.checkpoints.contents import (
     tensors_of,
     whole_tensors,
 )
+from learners.parallel.ranks import UNBOUNDED
 from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
@@ -65,7 +66,7 @@ from streamrl.checkpoints.history import History, survives
 from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
 from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
-from streamrl.durable_files import sync
+from streamrl.durable_files import share_weights, sync
 from streamrl.errors import CheckpointWriteError, FencedError, StreamRLError, TransportError
 from streamrl.service import FORCED_S, force_s
 
@@ -78,7 +79,7 @@ class WritingRanks:
     def __init__(self) -> None:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # Of its own, since messages of a writing thread must not mix with those of a step.
-        self.group: Group = None if is_alone else dist.new_group(backend="gloo")
+        self.group: Group = None if is_alone else dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self.rank = 0 if is_alone else dist.get_rank()
 
     def run(self, work: Callable[[], Result]) -> list[Result]:
@@ -312,6 +313,7 @@ class CheckpointWriter:
         """Give a complete checkpoint its name; what had it before is deleted after that."""
         if not self._is_main:
             return
+        share_weights(unfinished)
         write_manifest(unfinished, {name: r for some in files for name, r in some.items()})
         if not survives(checkpoints_of(self._run), self._history):
             raise FencedError(

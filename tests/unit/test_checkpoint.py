@@ -385,6 +385,8 @@ def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
     path = save(config, trainer, LearnerState(1, BOOKS))
     suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
+    # Who may read the one may read the other.
+    assert len({file.stat().st_mode for file in path.rglob("*") if file.is_file()}) == 1
     assert json.loads((path / "state.json").read_text())["policy_version"] == 1
     loaded = Policy.from_config(config, path)
     for name, parameter in trainer.policy.parameters().items():
