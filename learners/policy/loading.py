@@ -34,7 +34,7 @@ from transformers import (
 
 from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, assign
-from learners.parallel.ranks import Ranks, in_time
+from learners.parallel.ranks import UNBOUNDED, Ranks, in_time
 from learners.policy import attention
 from learners.policy.decoding import sequence_block
 from learners.policy.fusion import fuse_layers
@@ -129,9 +129,12 @@ def load_network(
             network.to(device)
             network.device = device
     else:
+        # Made before the others wait, as long as the first one reads the model or downloads it.
+        waiting = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
         network = source.without_memory()
-        _agree(network, whole, sharded)
+        _agree(network, whole, Ranks.of(waiting))
+        dist.destroy_process_group(waiting)
         if narrows:
             _narrow_together(network, whole, sharded, dtype)
         network.device = sharded.device
@@ -270,10 +273,10 @@ def within_vocabulary(network: Network, micro_batches: Sequence[MicroBatch]) -> 
     ]
 
 
-def _agree(network: Network, whole: Network | None, mesh: Mesh) -> None:
+def _agree(network: Network, whole: Network | None, ranks: Ranks) -> None:
     """Run packed as the first rank has decided, and tie the embeddings where its file has them
     tied, which may be another than the configuration says."""
-    ranks, deciding = Ranks(mesh.rank, mesh.world_size), whole or network
+    deciding = whole or network
     facts = ranks.first(torch.tensor([deciding.is_packed, _is_tied(deciding.model)]))
     is_packed, is_tied = map(bool, facts.tolist())
     network.run_packed(is_packed)
