@@ -122,6 +122,14 @@ def test_an_allocation_gets_keys_and_steps_that_can_be_pasted(capsys, file, monk
     assert all(words[words.index("-c") + 1].endswith('>>"$log" 2>&1') for words in steps)
 
 
+def test_a_launch_in_a_pod_for_torchrun_is_no_rank(file, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
+    assert main(["launch", file, "--dry-run"]) == 0
+    assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()
+
+
 def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
     is_held, ends = threading.Event(), threading.Event()
 
