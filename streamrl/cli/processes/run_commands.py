@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -45,7 +45,11 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """
     file = folder.parent / _LOCKS / folder.name
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.parent.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Whoever may write runs there may lock them; some file systems have no modes.
+            with suppress(OSError):
+                file.parent.chmod(folder.parent.stat().st_mode & 0o7777)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {file}: {error.strerror}") from error

@@ -130,6 +130,12 @@ def test_a_launch_in_a_pod_for_torchrun_is_no_rank(file, monkeypatch):
     assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()
 
 
+def test_who_shares_the_folder_of_runs_shares_its_locks(tmp_path):
+    tmp_path.chmod(0o2770)
+    with sole_launch(tmp_path / "run"):
+        assert (tmp_path / ".launches").stat().st_mode & 0o7777 == 0o2770
+
+
 def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
     is_held, ends = threading.Event(), threading.Event()
 
