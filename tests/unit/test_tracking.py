@@ -19,7 +19,7 @@ import wandb
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
+from streamrl.metrics import books_metrics, buffer_metrics, generator_metrics, staleness_metrics
 from streamrl.samples.files import write_validation
 from streamrl.samples.record import Sample
 from streamrl.tracking import Trackers, open_trackers
@@ -480,7 +480,7 @@ def test_generators_are_told_apart_and_together():
         books=Books(),
         generators=generators,
     )
-    metrics = buffer_metrics(stats)
+    metrics = {**buffer_metrics(stats), **generator_metrics(stats)}
     assert math.isnan(metrics["generator/g0/tokens_per_s"]), "it has reported no token yet"
     assert metrics["generator/g1/tokens_per_s"] == 10.0
     assert metrics["generator/g1/policy_version"] == 1
