@@ -42,7 +42,7 @@ from streamrl.checkpoints.history import History, continued, finished, new_histo
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.errors import ConfigError
-from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
+from streamrl.tracking.jsonl import TRAINED_FILE, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _after(checkpoint: Checkpoint, run: Path, resume: str, reason: str) -> Learn
 def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
     """The folder of another run, or of what this one has abandoned, with the line of each step."""
     for folder in (path.parent, path.parent.parent):
-        steps = {line["step"] for line in read_metrics(folder / TRAINED_FILE)}
+        steps = {line["step"] for line in read_lines(folder / TRAINED_FILE)}
         if steps.issuperset(range(first_step, last_step + 1)):
             return folder
     return None
