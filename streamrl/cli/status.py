@@ -279,10 +279,15 @@ def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
     return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
 
 
+_NAMED = 8
+
+
 def _weights_row(learner: LearnerStatus) -> str:
     number = learner.num_receivers
     sent = f"version {learner.policy_version} for {number} receiver{'s' if number != 1 else ''}"
-    behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
+    names = ", ".join(learner.behind[:_NAMED])
+    more = f" and {len(learner.behind) - _NAMED} more" if learner.behind[_NAMED:] else ""
+    behind = f"; no answer yet from {names}{more}" if names else ""
     return sent + behind + (f"; {learner.stored}" if learner.stored else "")
 
 
