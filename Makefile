@@ -7,11 +7,12 @@ ON_VLLM := $(VLLM)/bin/pytest tests/vllm tests/contract/test_engines.py
 SGLANG := .venv-sglang
 ON_SGLANG := $(SGLANG)/bin/pytest tests/sglang tests/contract/test_engines.py
 LOWEST := .venv-lowest
-OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/test_child_processes.py \
-  unit/test_deploy*.py unit/test_docs*.py unit/test_inert_settings.py unit/test_layout.py \
-  unit/test_ledger*.py unit/test_segments.py unit/rewards/test_tests_of_code.py \
-  unit/weights/test_slow_receivers.py unit/weights/test_strangers.py \
-  contract/test_buffer_limits.py contract/test_hostile_servers.py
+OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/check/test_before_launch.py \
+  unit/test_child_processes.py unit/test_deploy*.py unit/test_docs*.py unit/test_fork_server.py \
+  unit/test_inert_settings.py unit/test_install.py unit/test_late_tests.py unit/test_layout.py \
+  unit/test_ledger*.py unit/test_log_lines.py unit/test_parts.py unit/test_segments.py \
+  unit/parallel/test_equal_ranks.py unit/rewards/test_*code.py unit/weights/test_slow_receivers.py \
+  unit/weights/test_strangers.py contract/test_buffer_limits.py contract/test_hostile_servers.py
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 INSTALL := $(BIN)/python deploy/install.py
 # One more than there are cores, since tests wait for daemons a fifth of their time; at most four.
@@ -45,8 +46,9 @@ test: check
 # With every direct dependency at the lowest version that pyproject.toml allows: unit and contract, a
 # whole run that nothing disturbs, and the tools of `make check` whose findings depend on no library.
 # Left out is what has the standard library and our own code alone: files of this repository, sandbox,
-# launchers, the ledger, sockets that strangers write to; and loads of the buffer. uv finds the versions,
-# pip cannot.
+# processes, launchers, the ledger, sockets that strangers write to; and, since other tests call the same
+# of the libraries, loads of the buffer and the many algorithms that two ranks or parts train alike. uv
+# finds the versions, pip cannot.
 test-lowest: $(LOWEST)/lowest.stamp
 	$(LOWEST)/bin/ruff check .
 	$(LOWEST)/bin/ruff format --check .

@@ -88,13 +88,15 @@ async def evaluate(
 def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
     """What `evaluation.json` says of them."""
     left_out = {"num_too_long": greedy.num_too_long, "num_failed": greedy.num_failed}
-    trajectories = [group.trajectories[0] for group in greedy.groups]
+    # Of one episode each, whose segments all have its reward.
+    episodes = [group.trajectories for group in greedy.groups]
+    lengths = [sum(segment.num_response_tokens for segment in segments) for segments in episodes]
     return {
         "model": model,
         "num_prompts": len(greedy.groups),
         **{name: count for name, count in left_out.items() if count},
-        "greedy_reward_mean": statistics.fmean(t.reward for t in trajectories),
-        "response_length_mean": statistics.fmean(t.num_response_tokens for t in trajectories),
+        "greedy_reward_mean": statistics.fmean(segments[0].reward for segments in episodes),
+        "response_length_mean": statistics.fmean(lengths),
     }
 
 

@@ -59,6 +59,7 @@ from streamrl.types import (
     ValidatorStatus,
     WeightUpdate,
 )
+from streamrl.types.rollouts import ALIKE_WITHIN
 from streamrl.types.validation import MAX_METRICS
 from streamrl.weights.receiver import WeightReceiver
 
@@ -110,7 +111,9 @@ def _named(
         return statistics.fmean(values)
 
     yield f"{prefix}/mean@{num_samples}", over_prompts(statistics.fmean(r.rewards) for r in results)
-    passed = [sum(reward >= pass_reward for reward in r.rewards) for r in results]
+    # A sum of equal parts may be below by rounding.
+    least = pass_reward - ALIKE_WITHIN
+    passed = [sum(reward >= least for reward in r.rewards) for r in results]
     for k in sizes(num_samples):
         yield f"{prefix}/pass@{k}", over_prompts(pass_at(num_samples, c, k) for c in passed)
     if num_samples > 1:
@@ -234,7 +237,7 @@ class Validator:
             await asyncio.sleep(0)
         metrics = {
             **scores(results, self._settings.num_samples, self._settings.pass_reward),
-            **_length_metrics([t for group in first.groups for t in group.trajectories]),
+            **length_metrics(first.groups),
             f"{PREFIX}/num_failed": float(first.num_failed),
             f"{PREFIX}/num_too_long": float(first.num_too_long),
             f"{PREFIX}/time_s": time.monotonic() - start_s,
@@ -348,12 +351,14 @@ def _episodes(group: TrajectoryGroup) -> list[list[Trajectory]]:
     return list(by_sibling.values())
 
 
-def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    num_tokens = sum(t.num_response_tokens for t in trajectories)
-    num_cut = sum(t.finish_reason.is_truncated for t in trajectories)
+def length_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Means over the episodes, of all their segments."""
+    episodes = [segments for group in groups for segments in _episodes(group)]
+    num_tokens = sum(t.num_response_tokens for segments in episodes for t in segments)
+    num_cut = sum(segments[-1].finish_reason.is_truncated for segments in episodes)
     return {
-        f"{PREFIX}/response_length_mean": num_tokens / len(trajectories),
-        f"{PREFIX}/truncated_frac": num_cut / len(trajectories),
+        f"{PREFIX}/response_length_mean": num_tokens / len(episodes),
+        f"{PREFIX}/truncated_frac": num_cut / len(episodes),
     }
 
 

@@ -1,11 +1,12 @@
-"""What each setting and feature of verl, ROLL, TRL and prime-rl is here, and what is missing.
+"""What settings and features of verl, ROLL, TRL and prime-rl are here, and what is missing.
 
-Invariant: what `streamrl check` says of a name and what the page says of it are one text.
+Invariant: what `streamrl check` says of a name and what the page says of it are one text. A name
+with which nothing is lost is not on the page: `streamrl check` and `streamrl import` say what it is
+here.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 
 from streamrl.config.loading.foreign_names import SYSTEMS, ForeignName, foreign_names
 
@@ -47,20 +48,21 @@ def counts(found: Iterable[ForeignName]) -> str:
 
 
 def parts(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
-    """One system in Markdown: a table for each section of what is a setting here, and a list for
-    each status that has none; names that are one thing here are in one line."""
-    own = [entry for entry in found if entry.system == system]
+    """One system in Markdown: a table of what is a setting here with a limit, or has no name, and a
+    list for each status that has none; names that are one thing here are in one line."""
+    own = [entry for entry in found if entry.system == system and is_shown(entry)]
     set_here = [entry for entry in own if entry.status not in _LISTS]
     often = Counter(note for _, _, note in _same(set_here) if note)
     marks = dict(zip((note for note, count in often.items() if count > 2), _MARKS, strict=False))
     legend = "".join(f"{mark} {note[:1].upper()}{note[1:]}.  \n" for note, mark in marks.items())
     yield f"## {system}\n" + (f"\n{legend}" if legend else "")
-    for section, members in groupby(set_here, lambda entry: entry.section):
-        rows = "".join(
-            f"| {_names(names)} | {here}{_limits(note, marks)} |\n"
-            for (_, here, note), names in _same(members).items()
-        )
-        yield f"### {section} ({system})\n\n| in {system} | here |\n|---|---|\n{rows}"
+    rows = "".join(
+        f"| {_names(names)} | {here}{_limits(note, marks)} |\n"
+        for (_, here, note), names in _same(set_here).items()
+    )
+    if rows:
+        title = f"### In part, or in another way ({system})"
+        yield f"{title}\n\n| in {system} | here |\n|---|---|\n{rows}"
     for status, title in _LISTS.items():
         without = _same(entry for entry in own if entry.status == status)
         lines = "".join(
@@ -69,6 +71,12 @@ def parts(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
         )
         if lines:
             yield f"### {title} ({system})\n\n{lines}"
+
+
+def is_shown(entry: ForeignName) -> bool:
+    """Whether the page says more of it than `streamrl check` does."""
+    is_a_loss = entry.status in ("partly", "missing")
+    return is_a_loss or " " in entry.name or bool(entry.note and entry.status == "have")
 
 
 def _same(members: Iterable[ForeignName]) -> dict[tuple[str, str, str], list[str]]:

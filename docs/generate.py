@@ -170,8 +170,9 @@ def _shown(row: Metric) -> str:
 def _migration() -> str:
     introduction = """# Names from verl, ROLL, TRL and prime-rl
 
-What settings and features of other systems are here. A configuration that uses one of these names
-or values is refused with ours: `streamrl check FILE` names all at once. Metrics share
+What settings and features of other systems are here in another way, or not at all. A configuration
+that uses one of their names or values is refused with ours: `streamrl check FILE` names all at
+once, also those with which nothing is lost, which are not on this page. Metrics share
 [verl's names](importance-sampling.md#metrics).
 
     streamrl import FILE --from verl --output run.yaml

@@ -32,7 +32,14 @@ from learners.validations import Validations
 from streamrl.config import RunConfig
 from streamrl.diagnosis.learning import Signs
 from streamrl.errors import CheckpointWriteError, TransportError, UnreachableBufferError
-from streamrl.metrics import books_metrics, buffer_metrics, reward_metrics, staleness_metrics
+from streamrl.metrics import (
+    MAX_NAMED_GENERATORS,
+    books_metrics,
+    buffer_metrics,
+    generator_metrics,
+    reward_metrics,
+    staleness_metrics,
+)
 from streamrl.placement.hosts import num_cores, usable_devices
 from streamrl.run_folder import Rows, read_rows
 from streamrl.tracking.jsonl import METRICS_FILE, read_lines
@@ -236,6 +243,7 @@ class Learner:
     ) -> None:
         now_s = time.perf_counter()
         step_s, self._logged_s = now_s - self._logged_s, now_s
+        is_few = len(stats.generators) <= MAX_NAMED_GENERATORS
         line = {
             **metrics,
             # Of the save after the step before, if there was one.
@@ -244,6 +252,7 @@ class Learner:
             **staleness_metrics(taken.headers, self._version - 1),
             **books_metrics(stats.books),
             **buffer_metrics(stats),
+            **(generator_metrics(stats) if is_few else {}),
             **reward_metrics(stats, [r.label for r in self._config.data.all_rewards]),
             **self._fairness.metrics(stats, step_s, taken.headers),
             **self._scaling.metrics(stats, step_s, metrics),

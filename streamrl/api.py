@@ -44,7 +44,7 @@ from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, ErrorPipe, error_of, sentence_of
 from streamrl.extras import missing
 from streamrl.run_folder import read_json
-from streamrl.tracking.jsonl import METRICS_FILE, read_metrics
+from streamrl.tracking.jsonl import METRICS_FILE, read_after, read_metrics
 
 _POLL_S = 0.2
 _KEPT_LINES = 200
@@ -111,10 +111,9 @@ class Run:
         last = -1
         while True:
             is_over = self.exit_code is not None
-            for row in self.metrics():
-                if row.get("step", -1) > last:
-                    last = row["step"]
-                    yield row
+            for row in read_after(self.path / METRICS_FILE, last) if self._has_begun else ():
+                last = row["step"]
+                yield row
             if is_over:
                 return
             time.sleep(_POLL_S)
@@ -334,9 +333,11 @@ def _named(
     named: dict[str, str] = {}
     if reward is not None:
         named |= {"data.reward": function_setting(reward, folder)}
-    for argument, rows in (("dataset", dataset), ("eval_dataset", eval_dataset)):
+    for argument, setting, rows in (
+        ("dataset", "data.source", dataset),
+        ("eval_dataset", "data.eval_source", eval_dataset),
+    ):
         if rows is not None:
-            setting = {"dataset": "data.source", "eval_dataset": "data.eval_source"}[argument]
             named |= {setting: dataset_setting(argument, rows, folder)}
     return named
 

@@ -11,11 +11,12 @@ keys.
 """
 
 from pathlib import Path
+from socket import AF_INET6
 from typing import Any
 
 import zmq
 
-from streamrl.config.addresses import host_of, lacks_keys
+from streamrl.config.addresses import family_of, host_of, lacks_keys
 from streamrl.durable_files import open_private
 from streamrl.errors import ConfigError
 
@@ -112,7 +113,7 @@ def reconnect_soon(socket: "zmq.Socket[Any]") -> None:
 def choose_family(socket: "zmq.Socket[Any]", url: str) -> None:
     """ZeroMQ takes an IPv6 address with this option only; with it a name such as localhost would be
     its IPv6 address alone."""
-    if ":" in host_of(url):
+    if family_of(host_of(url)) == AF_INET6:
         socket.setsockopt(zmq.IPV6, 1)
 
 

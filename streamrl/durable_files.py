@@ -76,10 +76,20 @@ def link_folder(folder: Path, links: Path) -> bool:
     return True
 
 
+def share_weights(folder: Path) -> None:
+    """Let those read the weights in a folder, at any depth, who may read the folder: safetensors
+    makes files that their owner alone can read, whatever the umask."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*.safetensors"):
+        # Others may own it, and some file systems have no modes.
+        with suppress(OSError):
+            file.chmod(mode)
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to write, which gets its name at the end of the block; none if that fails. What a
-    killed process has left of it is removed.
+    killed process has left of it is removed. Its weights are shared.
 
     Raises:
         OSError: it cannot be made, there is one of that name, or another process is writing it.
@@ -99,6 +109,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
         try:
             yield unfinished
+            share_weights(unfinished)
             unfinished.rename(path)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -336,14 +336,16 @@ def config_of(folder: Path) -> RunConfig:
 
 
 def find_config(target: str) -> RunConfig:
-    """The configuration of the run that a command names: its folder, or a configuration of it.
+    """The configuration of the run that a command names: its folder, a file there, or a
+    configuration of it.
 
     That in the run's folder, if there is one, since a launch writes the ports into it.
     """
     path = Path(target)
     if path.is_dir() or not (path.exists() or path.suffix):
         return config_of(path)
-    if path.name == RESOLVED_FILE and _holds_a_run(path.parent):
+    is_other = path.suffix not in (".yaml", ".yml") and (path.parent / RESOLVED_FILE).is_file()
+    if (path.name == RESOLVED_FILE or is_other) and _holds_a_run(path.parent):
         return config_of(path.parent)
     config = load_config(path).config
     return config_of(config.run.path) if (config.run.path / RESOLVED_FILE).exists() else config

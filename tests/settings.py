@@ -26,8 +26,6 @@ class LossConfig(
     losses.VespoSettings,
     losses.ToprSettings,
     losses.DroSettings,
-    losses.GpgSettings,
-    losses.ReinforceSettings,
 ):
     """The numbers of all losses in one record, which every loss accepts."""
 

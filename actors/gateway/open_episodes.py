@@ -54,9 +54,15 @@ class OpenEpisode:
         self.taken.set()
 
     def close(self, result: AgentResult) -> None:
-        """The agent has ended the episode; the first result stands."""
+        """The agent has ended the episode; the first result stands.
+
+        Raises:
+            SessionEndedError: there was another one before, or none will come.
+        """
         if not self.result.done():
             self.result.set_result(result)
+        elif self.result.exception() is not None or self.result.result() != result:
+            raise SessionEndedError("the episode is over, and its first result stands")
 
     def fail(self, error: RolloutError) -> None:
         """The agent will not go on."""

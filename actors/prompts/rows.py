@@ -40,6 +40,7 @@ from streamrl.user_code import attributed_to, load_user_code
 from streamrl.vision.parts import has_media, is_medium, paths_in
 
 _PROMPT = "it must be text, or a list of messages that have a role and a content"
+_SHAREGPT = "; with ShareGPT's from and value set data.prompt_template: '{{{{ {}[0].value }}}}'"
 _MARKERS = {"<image>": "image", "<video>": "video"}
 _SPLIT = re.compile("(<image>|<video>)")
 _JINJA = ImmutableSandboxedEnvironment(
@@ -213,7 +214,8 @@ class RowColumns:
         content = _content(value)
         if not content:
             place = f"{self.setting}: {row.place}: {self.prompt_key}"
-            raise ConfigError(f"{place} was {shown(value)}; {_PROMPT}")
+            hint = _SHAREGPT.format(self.prompt_key) if _is_sharegpt(value) else ""
+            raise ConfigError(f"{place} was {shown(value)}; {_PROMPT}{hint}")
         return content
 
     def _require_unicode(self, content: str | tuple[Message, ...], row: Row) -> None:
@@ -440,6 +442,11 @@ def _content(value: Any) -> str | tuple[Message, ...]:
         return value
     messages = value if isinstance(value, list) and all(map(_is_message, value)) else ()
     return tuple(map(normalized, messages))
+
+
+def _is_sharegpt(value: Any) -> bool:
+    turns = value if isinstance(value, list) else []
+    return any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
 
 
 def _is_call(turn: Mapping[str, Any]) -> bool:

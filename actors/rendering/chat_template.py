@@ -214,15 +214,19 @@ class ChatTemplate:
 
     @cached_property
     def _wants_json(self) -> bool:
-        """Whether it renders the arguments of calls as JSON text alone (DeepSeek)."""
-        made = _calling_with({"text": _PROBE})
-        return not self._writes(made) and self._writes(*_with_json_arguments([made]))
+        """Whether it renders the arguments of calls as JSON text alone (DeepSeek), and others not
+        at all or as Python writes them."""
+        arguments = {"text": _PROBE}
+        made = _calling_with(arguments)
+        text = self._with_call(made)
+        is_lost = _PROBE not in text or str(arguments) in text
+        return is_lost and _PROBE in self._with_call(*_with_json_arguments([made]))
 
-    def _writes(self, made: Message) -> bool:
+    def _with_call(self, made: Message) -> str:
         try:
-            return _PROBE in self._rendered([_ASKED, made], tools=[PROBED_TOOL])
+            return self._rendered([_ASKED, made], tools=[PROBED_TOOL])
         except ValueError:
-            return False
+            return ""
 
     def _shows(self, content: Any) -> bool:
         try:

@@ -19,7 +19,10 @@ from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
-_STATES = re.compile(r"\banswer\b[\s*]*(?:is\b[\s*]*:?|:)", re.IGNORECASE)
+_STATES = re.compile(
+    r"\banswer\b[\s*]*(?:is\b(?:\s+not\b[^\n]{1,80}?\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
+    re.IGNORECASE,
+)
 # Behind "####"; other lines are headings, where text follows them.
 _SIGNS_OF_MINUS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
 _DASHES = "\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
@@ -73,6 +76,7 @@ _NUMBER = re.compile(
 _SPACED = re.compile(r"-?\d{1,3}(?: \d{3})+")
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+_CHOICE = re.compile(r"\A\(?([A-Z])[).:](?:\\[ ,;:]|[~\s*])*(\S.*)", re.DOTALL)
 _LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
@@ -232,6 +236,16 @@ def written(text: str) -> str:
     return _LETTER.sub(r"\1", text)
 
 
+def choice(text: str) -> tuple[str, str] | None:
+    """The letter of a choice and what it says; None of another answer.
+
+    >>> choice("\\\\textbf{(A)}\\\\ 12"), choice("B. Paris"), choice("(C)")
+    (('A', '12'), ('B', 'Paris'), None)
+    """
+    found = _CHOICE.match(_TEXT.sub(r"\1", text))
+    return (found[1], found[2]) if found else None
+
+
 def words(text: str) -> str:
     """An answer that is a word, a name or a date, for comparing; "" of a formula or a number.
 
@@ -274,13 +288,14 @@ def counted(text: str) -> Fraction | None:
     >>> counted("12 slices"), counted("They cost $12"), counted("12 xy"), counted("5 of 12 slices")
     (Fraction(12, 1), Fraction(12, 1), None, None)
     """
+    is_text = _TEXT.fullmatch(text.strip())
     text = plain(_TEXT.sub(r"\1", text))
     found = list(_NUMBER.finditer(text))
     if len(found) != 1:
         return None
     before, behind = text[: found[0].start()], text[found[0].end() :]
     rest = f"{before} {behind}"
-    if before[-1:].isalnum() or behind[:1].isalnum() or not _PROSE.fullmatch(rest):
+    if before[-1:].isalnum() or behind[:1].isalnum() or not (is_text or _PROSE.fullmatch(rest)):
         return None
     changing = _FUNCTIONS | _SCALES
     return None if changing & set(re.findall(r"\w+", rest.casefold())) else _value(found[0])

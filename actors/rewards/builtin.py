@@ -16,6 +16,7 @@ from actors.rewards.answers import (
     answer_of,
     answered_number,
     bare,
+    choice,
     counted,
     marked_answer,
     shown_answer,
@@ -86,6 +87,9 @@ def compared(gold: str, given: str) -> bool | None:
     takes a word for a product of letters."""
     if written(gold) == written(given):
         return True
+    if (chosen := choice(given)) and not choice(gold):
+        letter, said = chosen
+        return compared(gold, letter if re.fullmatch("[A-Z]", written(gold)) else said)
     if words(gold):
         return words(gold) == words(given)
     wanted, found = whole_number(gold), whole_number(given)

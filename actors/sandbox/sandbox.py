@@ -6,6 +6,7 @@ daemon's environment, files and network are not the code's.
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -57,8 +58,8 @@ class Sandbox:
         limits = self.limits if limits is None else limits
         async with self._slots:
             isolation = await asyncio.to_thread(choose, self._isolation)
-            with _folder_of(code) as folder:
-                return await _run(job(isolation, folder, limits), stdin, limits)
+            with _folder_of(code) as folder, _file_of(stdin) as given:
+                return await _run(job(isolation, folder, limits), given, limits)
 
 
 @contextlib.contextmanager
@@ -70,14 +71,30 @@ def _folder_of(code: str) -> Iterator[Path]:
         yield folder
 
 
-async def _run(job: Mapping[str, Any], stdin: str, limits: SandboxLimits) -> SandboxResult:
+@contextlib.contextmanager
+def _file_of(text: str) -> Iterator[int]:
+    """An open file of the text in memory, which nobody can change: programs may ask a standard
+    input for its size, which a pipe does not have."""
+    descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(text.encode(errors="replace"))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        size = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, size | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+async def _run(job: Mapping[str, Any], stdin: int, limits: SandboxLimits) -> SandboxResult:
     """Waits for the supervisor's end, for the time limit or for too much output."""
     status, written = os.pipe()
     try:
-        process = await _start(job, written)
+        process = await _start(job, stdin, written)
         outputs = _Output(process.stdout, limits), _Output(process.stderr, limits)
         try:
-            is_timed_out = await _follow(process, outputs, stdin, limits.time_s)
+            is_timed_out = await _follow(process, outputs, limits.time_s)
         finally:
             await _end(process, outputs)
         outcome = json.loads(os.read(status, 2**16) or b"{}")
@@ -96,12 +113,12 @@ async def _run(job: Mapping[str, Any], stdin: str, limits: SandboxLimits) -> San
     )
 
 
-async def _start(job: Mapping[str, Any], status: int) -> Process:
+async def _start(job: Mapping[str, Any], stdin: int, status: int) -> Process:
     """The supervisor. Closes this process's end of the status pipe, however it goes."""
     try:
         return await asyncio.create_subprocess_exec(
             *command(job, status),
-            stdin=PIPE,
+            stdin=stdin,
             stdout=PIPE,
             stderr=PIPE,
             pass_fds=(status,),
@@ -140,11 +157,8 @@ class _Output:
             pass
 
 
-async def _follow(
-    process: Process, outputs: tuple[_Output, _Output], stdin: str, time_s: float
-) -> bool:
+async def _follow(process: Process, outputs: tuple[_Output, _Output], time_s: float) -> bool:
     """Whether the program ran out of time. Waits for its end, for `time_s` or for a flood."""
-    feeding = asyncio.create_task(_feed(process, stdin.encode(errors="replace")))
     readings = [asyncio.create_task(output.read()) for output in outputs]
     ended = asyncio.create_task(process.wait())
     try:
@@ -157,22 +171,10 @@ async def _follow(
     except TimeoutError:
         return True
     finally:
-        for task in (feeding, *readings, ended):
+        for task in (*readings, ended):
             task.cancel()
-        await asyncio.gather(feeding, *readings, ended, return_exceptions=True)
+        await asyncio.gather(*readings, ended, return_exceptions=True)
     return False
-
-
-async def _feed(process: Process, stdin: bytes) -> None:
-    """Waits for the program to read it; its end unblocks."""
-    assert process.stdin is not None, "the program's streams are pipes"
-    try:
-        process.stdin.write(stdin)
-        await process.stdin.drain()
-    except (BrokenPipeError, ConnectionResetError):
-        """The program need not read it."""
-    finally:
-        process.stdin.close()
 
 
 async def _end(process: Process, outputs: tuple[_Output, _Output]) -> None:

@@ -8,7 +8,8 @@
 A new kind of tool is a `ToolSource` and a line in `toolset.py`.
 
 Invariant: whatever a call comes to (an error, no answer, an unknown name) is a message that the
-policy reads, and a number in the episode's metrics; it never costs an episode.
+policy reads, and a number in the episode's metrics; an episode fails only where its tools are out
+of reach.
 """
 
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ class ToolSession(Protocol):
 
         Raises:
             ToolError: there is none.
+            RolloutError: the tool is out of reach.
         """
         ...
 

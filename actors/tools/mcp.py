@@ -3,8 +3,9 @@
     McpServer     the server of the settings: which tools it has, and one session or many
     Connection    a session, in a task of its own; begun when it is needed, and again when it broke
 
-Invariant: a server that dies costs the calls that wait for it, which are answered with an error;
-the next call starts it, or reaches for it, again.
+Invariant: a server that dies costs the calls that wait for it, which are answered with an error: a
+call may have been the reason. The next call starts it, or reaches for it, again; where that fails,
+the episode does.
 """
 
 import asyncio
@@ -156,7 +157,7 @@ class _McpSession:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         server = f"the MCP server of {name}"
-        with attributed_to(server, ToolError):
+        with attributed_to(server, RolloutError):
             client = await self._connection.client()
         try:
             with attributed_to(server, ToolError):

@@ -5,7 +5,7 @@
     ToolEnvironment  the policy calls tools until a turn of its makes no call
 
 Invariant: a call is answered within its wait for a slot and its time limit, by a result or by a
-sentence that begins with "error:".
+sentence that begins with "error:", unless the tool is out of reach, which fails the episode.
 
 A completion that calls nothing, that was cut, or whose call cannot be read ends the episode; the
 last of these counts as an invalid turn. The reward judges the last turn, or the conversation.
@@ -13,10 +13,10 @@ last of these counts as an invalid turn. The reward judges the last turn, or the
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.tools import ToolError, ToolSession, ToolSource, name_of
 from actors.tools.builtin import Calculator, PythonTool
@@ -29,6 +29,7 @@ from streamrl.types import Completion, FinishReason
 from streamrl.user_code import is_user_code
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TOOLS = "tools"
 """The name of the environment."""
@@ -132,7 +133,11 @@ class EpisodeTools:
         self._num_unknown = 0
 
     async def answer(self, call: Mapping[str, Any]) -> Message:
-        """The message of the role `tool` that answers a call of `Renderer.parse`."""
+        """The message of the role `tool` that answers a call of `Renderer.parse`.
+
+        Raises:
+            RolloutError: the tool is out of reach.
+        """
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if name not in self._tools:
             self._num_unknown += 1
@@ -229,11 +234,16 @@ def cut(text: str, longest: int) -> str:
 
 
 async def _close(sessions: Sequence[ToolSession]) -> None:
-    """Closes all, then raises the first error."""
-    closed = await asyncio.gather(*(s.close() for s in sessions), return_exceptions=True)
-    for outcome in closed:
+    await _all(session.close() for session in sessions)
+
+
+async def _all(awaited: Iterable[Awaitable[T]]) -> list[T]:
+    """Waits for the end of each, then raises the first error."""
+    outcomes = await asyncio.gather(*awaited, return_exceptions=True)
+    for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
+    return outcomes  # type: ignore[return-value]
 
 
 class ToolEnvironment:
@@ -266,9 +276,7 @@ class ToolEnvironment:
         if is_cut or not calls:
             is_valid = is_cut or "parse_error" not in message
             return Transition(done=True, is_valid=is_valid, metrics=self._tools.metrics)
-        answers = await asyncio.gather(
-            *(self._tools.answer(call) for call in calls[:_MAX_CALLS]),
-        )
+        answers = await _all(self._tools.answer(call) for call in calls[:_MAX_CALLS])
         refused = tuple(_refusal(call) for call in calls[_MAX_CALLS:])
         return Transition(
             Observation(messages=(*answers, *refused)),

@@ -3,13 +3,15 @@
 Invariant: a call returns the server's reply, raises the error that the server names, or raises
 TransportError at its deadline; it never hangs. A request without a reply is sent again: at once
 after a reconnection, else each time with twice the timeout. So is one that the server refused
-because its disk is full. The ledger answers a repeated request alike. At most MAX_PUTS payloads are
-sent at a time, so that a slow server does not receive one twice before it has read it.
+because its disk is full, after a pause that grows. The ledger answers a repeated request alike. At
+most MAX_PUTS payloads are sent at a time, so that a slow server does not receive one twice before
+it has read it.
 """
 
 import asyncio
 import itertools
 import logging
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 MAX_PUTS = 4
 MESSAGE_BYTES = 2**18
+LONGEST_REFUSED_S = 8.0
 REFUSED_S = 0.5
 STOPPED_S = 1.0
 """An attempt that ends so much too late does not count: this process was stopped, and has not seen
@@ -114,7 +117,11 @@ class ZmqBuffer(m.RequestClient):
                         raise
                     log.warning("%s waits: %s", type(request).__name__, error)
                     refusal = error
-                    await asyncio.sleep(min(REFUSED_S, remaining_s))
+                    # The longer the disk has been full, the longer the pause, and not all at once:
+                    # a thousand clients send their groups again.
+                    pause_s = (wait_s + self._deadline_s - remaining_s) / 2
+                    pause_s = min(max(REFUSED_S, pause_s), LONGEST_REFUSED_S)
+                    await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), remaining_s))
                     continue
             retry_timeout_s *= 2
             log.warning("no answer from the buffer at %s to %s", self._url, type(request).__name__)

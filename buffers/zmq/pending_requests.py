@@ -98,12 +98,14 @@ class PendingRequests:
             self._release(pending)
             yield pending
 
-    def forget_leases(self, session: str) -> None:
+    def forget_leases(self, generator_id: str, session: str) -> None:
         """Remove those of a session that ends: a lease granted to it would have to expire."""
         ended = [
             number
             for number, pending in self._leases.items()
             if isinstance(pending.request, m.LeaseRequest)
+            # A thousand may leave at once: only the ids of its own requests are looked at.
+            and pending.request.generator_id == generator_id
             and any(name.partition("/")[0] == session for name in pending.request.lease_ids)
         ]
         for number in ended:

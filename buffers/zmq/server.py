@@ -451,9 +451,9 @@ class ZmqBufferServer:
                 return request.apply(self._state, self._clock(), self._sibling(frames))
             case m.HeartbeatRequest(status):
                 if (before := self._state.registry.session_before(status)) is not None:
-                    self._pending_requests.forget_leases(before)
+                    self._pending_requests.forget_leases(status.generator_id, before)
                 if status.is_leaving:
-                    self._pending_requests.forget_leases(status.session)
+                    self._pending_requests.forget_leases(status.generator_id, status.session)
         return request.apply(self._state, self._clock())
 
     def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> m.Answer | None:

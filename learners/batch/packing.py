@@ -26,6 +26,7 @@ rank, which alone fetches its payload; the plan is a function of the headers and
 ranks, so every rank makes the same one.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
@@ -60,9 +61,16 @@ def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> lis
     members = [np.flatnonzero(owners == r) for r in range(max(rank, owners.max()) + 1)]
     own = members[rank][longest_first(lengths[members[rank]])]
     shares = [sorted(lengths[of_rank].tolist(), reverse=True) for of_rank in members]
-    num_bins = max(_num_needed(lengths[of_rank], max_tokens) for of_rank in members)
-    while not all(_fill(share, max_tokens, num_bins) for share in shares):
-        num_bins += 1
+
+    def has_room(num_bins: int) -> bool:
+        return all(_fill(share, max_tokens, num_bins) for share in shares)
+
+    # Mostly the first number or the next one has room; where no two trajectories fit into one bin,
+    # to try each number would take quadratic time.
+    fewest, step = max(_num_needed(lengths[of_rank], max_tokens) for of_rank in members), 1
+    while not has_room(fewest + step - 1):
+        step *= 2
+    num_bins = bisect_left(range(fewest + step - 1), True, lo=fewest + step // 2, key=has_room)
     return [own[places].tolist() for places in _fill(shares[rank], max_tokens, num_bins) or ()]
 
 

@@ -31,6 +31,7 @@ from streamrl.checkpoints.find import (
     Checkpoint,
     Found,
     checkpoints_of,
+    has_other_base,
     is_checkpoint,
     is_taken,
     newest,
@@ -41,7 +42,7 @@ from streamrl.checkpoints.history import History, continued, finished, new_histo
 from streamrl.config import RunConfig
 from streamrl.config.run import RunSettings
 from streamrl.errors import ConfigError
-from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
+from streamrl.tracking.jsonl import TRAINED_FILE, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _after(checkpoint: Checkpoint, run: Path, resume: str, reason: str) -> Learn
 def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
     """The folder of another run, or of what this one has abandoned, with the line of each step."""
     for folder in (path.parent, path.parent.parent):
-        steps = {line["step"] for line in read_metrics(folder / TRAINED_FILE)}
+        steps = {line["step"] for line in read_lines(folder / TRAINED_FILE)}
         if steps.issuperset(range(first_step, last_step + 1)):
             return folder
     return None
@@ -179,6 +180,13 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
                 f"with learner.checkpoint.contents [{', '.join(record['contents'])}]"
             )
     require_same_adapter(checkpoint, config.model, config.learner.lora)
+    if config.algorithm.needs_reference and has_other_base(checkpoint, config.model):
+        log.warning(
+            "model.path: the weights of %s are not those that the run of %s began with, and the "
+            "reference policy has them from here on",
+            config.model.path,
+            path,
+        )
     load_tensors(path, wanted, trainer, config.model.path)
     if config.learner.offload.optimizer:
         # Else it would stay on the GPU for the passes of the first step.

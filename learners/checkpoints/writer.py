@@ -51,6 +51,7 @@ from learners.checkpoints.contents import (
     tensors_of,
     whole_tensors,
 )
+from learners.parallel.ranks import UNBOUNDED
 from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
@@ -64,7 +65,7 @@ from streamrl.checkpoints.history import History, require_surviving
 from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
 from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
-from streamrl.durable_files import sync
+from streamrl.durable_files import share_weights, sync
 from streamrl.errors import CheckpointWriteError, StreamRLError, TransportError
 from streamrl.service import FORCED_S, force_s
 
@@ -77,7 +78,7 @@ class WritingRanks:
     def __init__(self) -> None:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # Of its own, since messages of a writing thread must not mix with those of a step.
-        self.group: Group = None if is_alone else dist.new_group(backend="gloo")
+        self.group: Group = None if is_alone else dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self.rank = 0 if is_alone else dist.get_rank()
 
     def run(self, work: Callable[[], Result]) -> list[Result]:
@@ -158,9 +159,9 @@ class CheckpointWriter:
         self._validated = validated
         self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
-        is_asked = self._is_main and config.learner.lora is not None
+        has_base = config.learner.lora is not None or config.algorithm.needs_reference
         # At the start, since others may write to the folder while the run goes on.
-        self._base = base_digest(config.model) if is_asked else ""
+        self._base = base_digest(config.model) if self._is_main and has_base else ""
         # A learner on a CPU takes no memory of a GPU that is there for others.
         self._has_gpu = torch.cuda.is_initialized()
         # `DefaultStager` of torch 2.11 and 2.12 copies once only, so its part that copies is used.
@@ -203,7 +204,7 @@ class CheckpointWriter:
             "contents": contents,
             # Of the adapter all but these is in its tensors.
             "lora_alpha": learner.lora and learner.lora.alpha,
-            "lora_base": self._base,
+            "base": self._base,
             "means": means or {},
             "credit": trainer.state_dict(),
             "random": random_state(),
@@ -311,6 +312,7 @@ class CheckpointWriter:
         """Give a complete checkpoint its name; what had it before is deleted after that."""
         if not self._is_main:
             return
+        share_weights(unfinished)
         write_manifest(unfinished, {name: r for some in files for name, r in some.items()})
         require_surviving(path.parent, self._history)
         replaced = path.with_name(f".{path.name}.{self._history.learner_id}.replaced")

@@ -15,13 +15,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from learners.executor.liveness import Liveness
 from learners.parallel.mesh import Mesh, make_mesh
-from learners.parallel.ranks import Ranks
+from learners.parallel.ranks import UNBOUNDED, Ranks
 from learners.policy.loading import device_of
 from streamrl.config.learner import LearnerSettings
 from streamrl.errors import ConfigError
 
-# Commands wait as long as the first rank waits for groups; who is lost, `Liveness` knows.
-_UNBOUNDED = timedelta(days=3650)
 _RENDEZVOUS = timedelta(minutes=5)
 
 
@@ -79,7 +77,7 @@ def join(settings: LearnerSettings) -> RankPlace:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
     return RankPlace(
-        all=Ranks.of(dist.new_group(backend="gloo", timeout=_UNBOUNDED)),
+        all=Ranks.of(dist.new_group(backend="gloo", timeout=UNBOUNDED)),
         data=data_ranks(mesh),
         mesh=mesh,
         liveness=Liveness(store, mesh.rank, mesh.world_size, settings.rank_deadline_s),

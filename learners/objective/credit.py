@@ -152,8 +152,8 @@ class CreditAssigner:
         advantages, of_teachers = self._advantages(advantage_input, teacher_logprobs)
         returns = None if values is None else gae_returns(advantage_input, config.advantage_config)
         return CreditAssignment(
-            advantages=advantages,
-            returns=returns,
+            advantages=advantages.float(),
+            returns=None if returns is None else returns.float(),
             loss_mask=self._loss_mask(batch),
             sample_weights=self._sample_weights(batch),
             metrics={**metrics, **of_teachers, **self._role_metrics()},

@@ -11,6 +11,7 @@ of them ends.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,10 @@ from streamrl import wire
 from streamrl.errors import TransportError
 
 Record = TypeVar("Record")
+
+UNBOUNDED = timedelta(days=3650)
+"""Of a group that waits as long as one of its ranks does, for groups or a disk; who is lost,
+`Liveness` knows."""
 
 
 @dataclass(frozen=True, eq=False)

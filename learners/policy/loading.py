@@ -34,7 +34,7 @@ from transformers import (
 
 from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, assign
-from learners.parallel.ranks import Ranks, in_time
+from learners.parallel.ranks import UNBOUNDED, Ranks, in_time
 from learners.policy import attention
 from learners.policy.decoding import sequence_block
 from learners.policy.fusion import fuse_layers
@@ -129,9 +129,12 @@ def load_network(
             network.to(device)
             network.device = device
     else:
+        # Made before the others wait, as long as the first one reads the model or downloads it.
+        waiting = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
         network = source.without_memory()
-        _agree(network, whole, sharded)
+        _agree(network, whole, Ranks.of(waiting))
+        dist.destroy_process_group(waiting)
         if narrows:
             _narrow_together(network, whole, sharded, dtype)
         network.device = sharded.device
@@ -166,6 +169,7 @@ class _Source:
                 setting=self.setting,
                 needs_head=not self.has_values,
             )
+        self._require_declared_head(model)
         network = self._network(model.to(device))
         if self.config.learner.check_packing:
             choose_packing(network)
@@ -205,6 +209,21 @@ class _Source:
             sizes = {axis: self.mesh.size(axis) for axis in ("sequence", "tensor")}
             require_undivided_images(facts_of(model.config), sizes)
         return tower
+
+    def _require_declared_head(self, model: PreTrainedModel) -> None:
+        """
+        Raises:
+            ConfigError: transformers found an LM head in the files that config.json denies, by
+                which the generators' library, or what it is sent, goes.
+        """
+        engine, may_tie = self.config.generator.engine, bool(model._tied_weights_keys)
+        is_denied = may_tie and model.config.tie_word_embeddings and not _is_tied(model)
+        if self.setting == "model.path" and engine != "hf" and is_denied:
+            raise ConfigError(
+                f"model.path: {self.name} has an LM head of its own, and its config.json says "
+                f"tie_word_embeddings: true, which generator.engine {engine} goes by: set it to "
+                "false there"
+            )
 
     @property
     def _trust(self) -> bool:
@@ -254,10 +273,10 @@ def within_vocabulary(network: Network, micro_batches: Sequence[MicroBatch]) -> 
     ]
 
 
-def _agree(network: Network, whole: Network | None, mesh: Mesh) -> None:
+def _agree(network: Network, whole: Network | None, ranks: Ranks) -> None:
     """Run packed as the first rank has decided, and tie the embeddings where its file has them
     tied, which may be another than the configuration says."""
-    ranks, deciding = Ranks(mesh.rank, mesh.world_size), whole or network
+    deciding = whole or network
     facts = ranks.first(torch.tensor([deciding.is_packed, _is_tied(deciding.model)]))
     is_packed, is_tied = map(bool, facts.tolist())
     network.run_packed(is_packed)

@@ -126,7 +126,8 @@ def normalize(
     std_over: NormScope | None,
     running: RunningMoments | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + 1e-6), each over its own scope; None leaves that step out.
+    """(x - mean) / (std + 1e-6), each over its own scope; None leaves that step out, and rewards
+    without spread are not divided.
 
     Raises:
         ValueError: a scope is `running` and there is no state for it.
@@ -137,8 +138,8 @@ def normalize(
         running.update(rewards)
     mean = _over(mean_over, rewards, groups, running)[0]
     std = _over(std_over, rewards, groups, running)[1]
-    scale = 1.0 if std_over is None else std + _STD_FLOOR
-    return ((rewards - mean) / scale).to(rewards.dtype)
+    scale = std + _STD_FLOOR if std_over else std
+    return ((rewards - mean) / torch.where(std > _STD_FLOOR, scale, 1.0)).to(rewards.dtype)
 
 
 def normalize_agentic(scores: Tensor, groups: Tensor, method: str) -> Tensor:
@@ -175,10 +176,12 @@ def token_rewards(
 ) -> Tensor:
     """[R] the reward at the last token of each trajectory, less `kl_coef` times `kl` [R].
 
-    Of it, `turn_rewards` [R] stand where they are; the rest is what is left of the whole.
+    Of it, `turn_rewards` [R] stand where they are; the rest is what is left of the whole. Then the
+    result is float64: in float32 siblings of one reward would have sums that differ.
     """
     if turn_rewards is not None:
-        rewards = rewards - sequences.sum(turn_rewards).to(rewards.dtype)
+        turn_rewards = turn_rewards.double()
+        rewards = rewards.double() - sequences.sum(turn_rewards)
     lengths = sequences.lengths.to(rewards.device)
     last = (lengths.cumsum(0) - 1)[lengths > 0]
     placed = rewards.new_zeros(sequences.num_tokens).index_copy_(0, last, rewards[lengths > 0])

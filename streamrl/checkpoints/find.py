@@ -207,9 +207,16 @@ def require_steps_left(checkpoint: Checkpoint, max_steps: int) -> None:
 
 
 def base_digest(model: ModelSettings) -> str:
-    """Of the weights that an adapter is trained on; "" where that is not known."""
+    """Of the weights that an adapter is trained on, and a reference policy has; "" where that is
+    not known."""
     folder = local_folder("model.path", model.path)
     return "" if folder is None else folder.digest
+
+
+def has_other_base(checkpoint: Checkpoint, model: ModelSettings) -> bool:
+    """Whether the run of the checkpoint is known to have begun with other weights than these."""
+    base = checkpoint.record.get("base")
+    return bool(base) and base_digest(model) not in ("", base)
 
 
 def require_same_adapter(
@@ -221,8 +228,8 @@ def require_same_adapter(
     """
     if lora is None:
         return
-    alpha, base = (checkpoint.record.get(name) for name in ("lora_alpha", "lora_base"))
-    if base and base_digest(model) not in ("", base):
+    alpha = checkpoint.record.get("lora_alpha")
+    if has_other_base(checkpoint, model):
         raise ConfigError(
             f"model.path: the weights of {model.path} are not those that the adapter of "
             f"{checkpoint.path} was trained on: with others it makes another policy; name the "

@@ -33,9 +33,15 @@ from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import resume_command
 
+# As a pod that is made for torchrun has them, such as Kubeflow's.
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """On this machine, or wherever the options say; the exit code."""
+    for name in _OF_RANKS:
+        # A learner would wait for ranks that nobody starts: a launch starts its own.
+        os.environ.pop(name, None)
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
     hand_down(arguments, loaded.config.buffer.password_of_url)
     name = chosen(arguments)

@@ -10,6 +10,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from rich.console import Console
 from streamrl.config.loading.load import configuration
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
-from streamrl.placement.plan import Host, Plan, gib
+from streamrl.placement.plan import Device, Host, Plan, gib
 
 
 def tables(plan: Plan) -> Iterator[str]:
@@ -80,8 +81,10 @@ def _described(host: Host) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments).config
-    print_plan(make_plan(config, [this_machine()]), is_json=arguments.json)
+    config, host = configuration(arguments).config, this_machine()
+    if arguments.gpus is not None:
+        host = replace(host, devices=tuple(map(Device, range(arguments.gpus))), is_counted=True)
+    print_plan(make_plan(config, [host]), is_json=arguments.json)
     return 0
 
 

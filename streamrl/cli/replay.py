@@ -18,12 +18,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from learners.replay import Replay, ReplayReport
 from streamrl.errors import StreamRLError
+from streamrl.run_folder import find_run
 
 REPORT_FILE = "replay.json"
 
 
 def main(arguments: argparse.Namespace) -> int:
-    run, console = Path(arguments.folder), Console(soft_wrap=True)
+    run, console = find_run(arguments.folder).run.path, Console(soft_wrap=True)
     disable_progress_bar()
     replay = Replay(run, arguments.overrides, arguments.start, arguments.steps)
     for step in replay.steps():

@@ -373,7 +373,7 @@ def _model(config: RunConfig) -> str:
 
 def _changed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings by dotted name that a person has changed, but for those that stand above."""
-    for name, value in leaves(config.model_dump(mode="json", exclude_defaults=True)):
+    for name, value in leaves(config.shown(exclude_defaults=True)):
         is_above = name.startswith(_PLACES) or name in _SHOWN_ABOVE
         if not is_above and _OF_LAUNCH.get(name) != value:
             yield name, printable(str(value))

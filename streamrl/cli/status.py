@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +111,9 @@ class RunStatus:
         return (self.reading.idle_s or 0.0) <= longest_s and may_move(self.reading)
 
 
-def texts(status: RunStatus) -> Iterator[Text]:
-    """The lines of a status: where the run is, what is wrong with it, what its parts do."""
+def texts(status: RunStatus, without: Container[str] = ()) -> Iterator[Text]:
+    """The lines of a status: where the run is, what is wrong with it, what its parts do, but for
+    the rows of these names."""
     reading = status.reading
     yield Text(printable(headline(status)), style="bold")
     for finding in diagnose(reading):
@@ -124,7 +125,8 @@ def texts(status: RunStatus) -> Iterator[Text]:
     if is_healthy(reading):
         yield Text(printable(verdict(status)), style="green")
     for name, value in rows(status):
-        yield Text(printable(f"{name:<8} {value}"))
+        if name not in without:
+            yield Text(printable(f"{name:<8} {value}"))
 
 
 async def read_status(target: str) -> RunStatus:
@@ -277,10 +279,15 @@ def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
     return f"{learner.activity}, for {reading.waited_s:.1f} s{shares}"
 
 
+_NAMED = 8
+
+
 def _weights_row(learner: LearnerStatus) -> str:
     number = learner.num_receivers
     sent = f"version {learner.policy_version} for {number} receiver{'s' if number != 1 else ''}"
-    behind = f"; no answer yet from {', '.join(learner.behind)}" if learner.behind else ""
+    names = ", ".join(learner.behind[:_NAMED])
+    more = f" and {len(learner.behind) - _NAMED} more" if learner.behind[_NAMED:] else ""
+    behind = f"; no answer yet from {names}{more}" if names else ""
     return sent + behind + (f"; {learner.stored}" if learner.stored else "")
 
 
@@ -383,11 +390,10 @@ class _Followed:
 
     def __init__(self, target: str) -> None:
         self.has_ended = False
-        self._url = target if "://" in target else ""
-        if self._url:
-            require_url(target)
         self._target, self._read_s = target, time.time()
-        self._config = None if self._url else find_config(target)
+        self._config = None if "://" in target else find_config(target)
+        if self._config is None:
+            require_url(target)
         self._metrics = self._config and FollowedMetrics(self._config.run.path / "metrics.jsonl")
         self._earlier: deque[tuple[float, BufferStats]] = deque()
 
@@ -405,13 +411,13 @@ class _Followed:
         if self._config is None:
             return Group(*texts(status), table)
         # Below they stand with the training reward.
-        said = (
-            text for text in texts(status) if not text.plain.startswith(("held-out ", "steps "))
-        )
+        said = texts(status, without=("held-out", "steps"))
         return screen(said, self._config, lines, table)
 
     async def _read(self, lines: Lines) -> RunStatus:
-        status = await (_status_at(self._url) if self._config is None else status_of(self._config))
+        status = await (
+            _status_at(self._target) if self._config is None else status_of(self._config)
+        )
         return dataclasses.replace(status, lines=lines[-RECENT:]) if lines else status
 
     def _lines(self) -> Lines:

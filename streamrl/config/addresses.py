@@ -68,8 +68,12 @@ def places_of(url: str) -> Iterator[tuple[str, str]]:
 
 
 def host_of(url: str) -> str:
-    """The host of scheme://host:port, without the brackets of IPv6."""
-    return url.partition("://")[2].rpartition(":")[0].strip("[]")
+    """The first host that the URL names, without the brackets of IPv6.
+
+    >>> host_of("zmq://[::1]:29610"), host_of("https://host/path")
+    ('::1', 'host')
+    """
+    return next(places_of(url))[0]
 
 
 def port_of(url: str) -> int:
@@ -83,8 +87,13 @@ def url_host(host: str) -> str:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """That of an IPv6 address, else that of IPv4, which names are resolved to as well."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    """That of the address; of a name IPv6 only where it has no address of IPv4. Waits for the name
+    to be resolved."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):
+            socket.getaddrinfo(host, None, family)
+            return family
+    return socket.AF_INET
 
 
 def address_towards(host: str) -> str:

@@ -4,12 +4,11 @@ A new one is a few lines in the function of its subject, which yields a sentence
 settings; `RunConfig` asks for all of them, so a person reads every sentence at once.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
 from streamrl.config.section import twice
-from streamrl.config.validation import SAMPLING
 from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
 
@@ -39,7 +38,11 @@ _SHAPING = (
 
 
 def contradictions(c: "RunConfig") -> Iterator[str]:
-    """A sentence for each, subject by subject."""
+    """A sentence for each, subject by subject.
+
+    Raises:
+        ValidationError: `validation.generator`, or `data` of an environment, is refused by itself.
+    """
     yield from _of_lengths(c)
     yield from _of_groups(c)
     yield from _of_what_is_recorded(c)
@@ -143,9 +146,10 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             f"learner.compile compiles the routers, and algorithm.router_replay "
             f"{algorithm.router_replay} stands in for what they choose: set one of them off"
         )
+    by_url = algorithm.distillation is not None and algorithm.distillation.by_url
     wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     others = [name for name, value in wanted.items() if getattr(generator, name) != value]
-    if algorithm.distillation is not None and algorithm.distillation.by_url and others:
+    if by_url and others:
         yield (
             f"generator.{others[0]} {getattr(generator, others[0]):g} samples from another "
             "distribution than the one whose log-probabilities a teacher by url answers with: set "
@@ -153,7 +157,7 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             "algorithm.distillation.teachers"
         )
     seen = [n for e in c.entries for n in ("image_key", "video_key") if getattr(e.data, n)]
-    if algorithm.distillation is not None and algorithm.distillation.by_url and seen:
+    if by_url and seen:
         yield (
             f"data.{seen[0]}: a teacher by url reads token ids alone, in which an image is places "
             "without content: name a model folder in algorithm.distillation.teachers"
@@ -220,6 +224,8 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
     ours = _OURS_OF_ENGINES.get(generator.engine, frozenset())
     if clash := min(ours & generator.engine_kwargs.keys(), default=None):
         yield f"generator.engine_kwargs.{clash}: is set by StreamRL; leave it out"
+    if generator.engine == "sglang":
+        yield from _of_sglang(generator.engine_kwargs)
     columns = [name for name in ("image_key", "video_key") if getattr(data, name) is not None]
     engine = "sglang" if generator.engine == "sglang" else "vllm.url"
     is_served = engine == "sglang" or (generator.engine == "vllm" and generator.vllm.url)
@@ -233,6 +239,16 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
             "data.video_key with generator.engine vllm, which cuts videos into frames of its own: "
             "use generator.engine hf"
         )
+
+
+def _of_sglang(kwargs: Mapping[str, Any]) -> Iterator[str]:
+    replicas = 1 if kwargs.get("enable_dp_attention") else kwargs.get("dp_size", 1)
+    for name, size in (("dp_size", replicas), ("pp_size", kwargs.get("pp_size", 1))):
+        if size != 1:
+            yield (
+                f"generator.engine_kwargs.{name}: was {size}, and updates reach the ranks of "
+                "generator.sglang.tp_size alone in SGLang: leave it out"
+            )
 
 
 def _of_passes(c: "RunConfig") -> Iterator[str]:
@@ -446,9 +462,6 @@ def _of_validation(c: "RunConfig") -> Iterator[str]:
 
 
 def _bad_generator(c: "RunConfig") -> str | None:
-    if name := next((name for name in SAMPLING if name in c.validation.generator), None):
-        own = "num_samples" if name == "group_size" else name
-        return f"validation.generator: {name} has no effect there; set validation.{own}"
     engine = c.validation.engine_settings(c.generator)
     if not c.is_validated or engine.url is None or engine.url != c.generator.url:
         return None

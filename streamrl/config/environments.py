@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Struct
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from streamrl.config.data import DataSettings
-from streamrl.config.section import Positive, PositiveNumber, Section, SomeOf, refused_at
+from streamrl.config.section import Positive, PositiveNumber, Section, SomeOf, some_of
 from streamrl.data_files import fingerprint, has_rows
 from streamrl.user_code import is_user_code
 
@@ -50,19 +50,13 @@ class EnvironmentSettings(Section):
 
 
 # The renderer and the evaluation are one for all entries, and the reward has settings of its own.
-_OF_THE_RUN = (
-    "chat_template",
-    "tool_parser",
-    "tool_schemas",
-    "system_prompt",
-    "max_prompt_length",
-    "truncation",
-    "num_eval_prompts",
-    "changed",
-    "first_prompt_index",
-    "reward",
-    "reward_kwargs",
-)
+_OF_THE_RUN = {
+    name: f"is one for the whole run: set data.{name}"
+    for name in (
+        *("chat_template", "tool_parser", "tool_schemas", "system_prompt", "max_prompt_length"),
+        *("truncation", "num_eval_prompts", "changed", "first_prompt_index"),
+    )
+} | {name: f"stands beside data, as {name} of the entry" for name in ("reward", "reward_kwargs")}
 
 
 @dataclass(frozen=True)
@@ -130,19 +124,9 @@ def _entry(config: "RunConfig", index: int, settings: EnvironmentSettings) -> En
 
 def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> DataSettings:
     """The run's `data` with what the entry sets."""
+    values = {**_inherited(data, settings), **settings.data, **_reward(settings)}
     place = ("environments", index, "data")
-    misplaced = [
-        {"type": "value_error", "loc": (key,), "input": value, "ctx": {"error": _why_not(key)}}
-        for key, value in settings.data.items()
-        if key in _OF_THE_RUN
-    ]
-    if misplaced:
-        raise refused_at(place, misplaced)
-    changed = {**_inherited(data, settings), **settings.data, **_reward(settings)}
-    try:
-        return DataSettings.model_validate(changed)
-    except ValidationError as error:
-        raise refused_at(place, error.errors()) from error
+    return some_of(DataSettings, values, place, settings.data, _OF_THE_RUN)
 
 
 def _inherited(data: DataSettings, settings: EnvironmentSettings) -> dict[str, Any]:
@@ -157,12 +141,6 @@ def _reward(settings: EnvironmentSettings) -> dict[str, Any]:
     if settings.reward is None:
         return {} if settings.reward_kwargs is None else {"reward_kwargs": settings.reward_kwargs}
     return {"reward": settings.reward, "reward_kwargs": settings.reward_kwargs or {}}
-
-
-def _why_not(key: str) -> ValueError:
-    if key in ("reward", "reward_kwargs"):
-        return ValueError(f"stands beside data, as {key} of the entry")
-    return ValueError(f"is one for the whole run: set data.{key}")
 
 
 _PromptSetting: TypeAlias = tuple[str, str]

@@ -493,6 +493,11 @@ class GeneratorSettings(Section):
         return self.vllm if self.engine == "vllm" else self.sglang
 
     @property
+    def starts_server(self) -> bool:
+        """Whether the generator starts one of its own."""
+        return self.engine in ("vllm", "sglang") and self.url is None
+
+    @property
     def lacks_weights(self) -> bool:
         """Whether the engine may start with other weights than those of `model.path`: random ones,
         or what a server elsewhere has."""

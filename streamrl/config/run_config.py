@@ -5,6 +5,8 @@ nothing together with another one is refused with a sentence naming both, or nam
 it act.
 """
 
+from typing import Any
+
 from pydantic import ValidationError, model_validator
 
 from streamrl.config.algorithm import AlgorithmSettings
@@ -45,6 +47,13 @@ class RunConfig(Section):
     validation: ValidationSettings = ValidationSettings()
     tracking: TrackingSettings = TrackingSettings()
     cluster: ClusterSettings = ClusterSettings()
+
+    def shown(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
+        """For trackers and reports, which others read: without what may hold keys."""
+        private = {"mcp_servers": {"__all__": {"headers", "environment"}}}
+        return self.model_dump(
+            mode="json", exclude={"generator": private}, exclude_defaults=exclude_defaults
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -169,9 +178,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_contradiction(self) -> "RunConfig":
-        # Of mappings that are some of a section's settings, what is refused.
-        _ = self.entries
-        self.validation.engine_settings(self.generator)
         if sentences := list(contradictions(self)):
             raise ValueError("\n".join(sentences))
         if refused := list(refusals(self.algorithm, self.learner.num_updates)):

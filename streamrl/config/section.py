@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -51,6 +51,9 @@ class Section(BaseModel):
         return self.model_copy(update={**values, **sections})
 
 
+AnySection = TypeVar("AnySection", bound=Section)
+
+
 @dataclass(frozen=True)
 class SomeOf:
     """Marks a mapping whose keys are some of a section's."""
@@ -58,7 +61,34 @@ class SomeOf:
     section: type[Section]
 
 
-def refused_at(place: tuple[int | str, ...], details: Iterable[Any]) -> ValidationError:
+def some_of(
+    section: type[AnySection],
+    values: Mapping[str, Any],
+    place: tuple[int | str, ...],
+    given: Mapping[str, Any],
+    not_there: Mapping[str, str],
+) -> AnySection:
+    """The section of these values, some of which are `given` at another place.
+
+    Args:
+        not_there: settings that are refused at that place, each with the reason.
+
+    Raises:
+        ValidationError: what is given there is refused.
+    """
+    if misplaced := [
+        {"type": "value_error", "loc": (key,), "input": given[key], "ctx": {"error": why}}
+        for key, why in not_there.items()
+        if key in given
+    ]:
+        raise _refused_at(place, misplaced)
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise _refused_at(place, error.errors()) from error
+
+
+def _refused_at(place: tuple[int | str, ...], details: Iterable[Any]) -> ValidationError:
     """What pydantic says of a section, at its place in the configuration."""
     return ValidationError.from_exception_data(
         "RunConfig",

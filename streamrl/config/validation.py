@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.section import (
@@ -14,12 +14,16 @@ from streamrl.config.section import (
     Share,
     SomeOf,
     overlaid,
-    refused_at,
+    some_of,
 )
 
 MAX_COST_FRAC = 0.05
 """Of the time, at most, that `validation.every: auto` validates."""
-SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples", "group_size")
+_OWN = {
+    name: f"has no effect there; set validation.{name}"
+    for name in ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples")
+}
+_OWN["group_size"] = _OWN["num_samples"]
 """Of `validation`, instead of what `generator` has."""
 
 
@@ -96,7 +100,6 @@ class ValidationSettings(Section):
         Raises:
             ValidationError: `validation.generator` names no setting of it, or one with a bad value.
         """
-        given = overlaid(generator.model_dump(exclude_unset=True), self.generator)
         sampling = {
             "group_size": self.num_samples,
             "temperature": self.temperature,
@@ -105,7 +108,6 @@ class ValidationSettings(Section):
         }
         if self.max_new_tokens is not None:
             sampling["max_new_tokens"] = self.max_new_tokens
-        try:
-            return GeneratorSettings.model_validate({**given, **sampling})
-        except ValidationError as error:
-            raise refused_at(("validation", "generator"), error.errors()) from error
+        values = overlaid(generator.model_dump(exclude_unset=True), self.generator) | sampling
+        place = ("validation", "generator")
+        return some_of(GeneratorSettings, values, place, self.generator, _OWN)

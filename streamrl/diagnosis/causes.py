@@ -404,13 +404,15 @@ CAUSES: Mapping[str, Callable[[Reading], Iterator[str] | Iterator[Absence]]] = {
 
 
 def found_in(reading: Reading) -> Iterator[tuple[str, str, bool]]:
-    """Each cause with its sentence, and whether it is a finding or pending."""
+    """Each cause with its sentence, and whether it is a finding or pending; of a cause with many
+    sentences, as of a thousand generators, the first ones and how many there are more."""
     for cause, find in CAUSES.items():
-        for found in find(reading):
-            if isinstance(found, Absence):
-                yield cause, found.sentence, found.is_late
-            else:
-                yield cause, found, True
+        found = [one if isinstance(one, Absence) else Absence(one) for one in find(reading)]
+        for is_late in (True, False):
+            sentences = [one.sentence for one in found if one.is_late is is_late]
+            if more := sentences[_NAMED:]:
+                sentences[_NAMED:] = [f"{len(more)} more like these"]
+            yield from ((cause, sentence, is_late) for sentence in sentences)
 
 
 def may_move(reading: Reading) -> bool:

@@ -103,8 +103,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 def startup_s(config: RunConfig) -> float:
     """What the start of a generator may take: one with a server of its own waits for that."""
     generator = config.generator
-    starts_server = generator.engine in ("vllm", "sglang") and generator.url is None
-    return generator.served.start_timeout_s if starts_server else START_S
+    return generator.served.start_timeout_s if generator.starts_server else START_S
 
 
 def reports(stats: BufferStats | None) -> list[tuple[GeneratorStatus, float]]:

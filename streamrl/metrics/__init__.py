@@ -197,7 +197,7 @@ def books_metrics(books: Books) -> dict[str, float]:
 
 
 def buffer_metrics(stats: BufferStats) -> dict[str, float]:
-    """The buffer's size and refusals, and the generators that report to it."""
+    """The buffer's size and refusals, and sums over the generators that report to it."""
     generators = stats.generators
     return {
         **{f"buffer/refused_{reason}": stats.refused.get(reason, 0) for reason in RefusalReason},
@@ -210,6 +210,18 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
         "generator/num_waiting": sum(g.num_waiting for g in generators),
         "generator/max_num_groups": sum(g.max_num_groups for g in generators),
         "generator/num_lost_agents": sum(g.num_lost_agents for g in generators),
+    }
+
+
+MAX_NAMED_GENERATORS = 64
+"""More than these have no columns of their own in the line of a step: a thousand would be most of
+every file and dashboard of a run."""
+
+
+def generator_metrics(stats: BufferStats) -> dict[str, float]:
+    """Those of each generator that reports."""
+    generators = stats.generators
+    return {
         **{
             # A NaN is not measured.
             f"generator/{g.generator_id}/tokens_per_s": g.tokens_per_s if g.num_tokens else math.nan

@@ -96,7 +96,7 @@ class Commands:
     def _command(self, seat: Seat) -> tuple[str, ...]:
         ranks = self._torchrun(seat) if seat.role == "learner" else ()
         name = ("--id", seat.name) if seat.role == "generator" else ()
-        settings = self.fit.overrides().get(seat.name, {}).items()
+        settings = self.fit.overrides(seat).items()
         overrides = (word for key, value in settings for word in ("--set", f"{key}={value}"))
         file = str(self.config.run.path / "config.yaml")
         return (*ranks, "streamrl", seat.role, "--config", file, *name, *overrides)

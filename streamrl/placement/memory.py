@@ -462,13 +462,12 @@ class Fit:
             return LearnerMemory(self.config, self.shape, num_ranks, sends, self.critic).need()
         return EngineMemory(self.config, self._generator(seat), self.shape).need()
 
-    def overrides(self) -> Mapping[str, Mapping[str, str]]:
-        """Settings of the engines that share a GPU, by seat."""
-        return {
-            seat.name: {fraction_setting(self._generator(seat)): f"{fraction:.2f}"}
-            for seat in self.seats
-            if (fraction := self._fraction(seat)) is not None
-        }
+    def overrides(self, seat: Seat) -> Mapping[str, str]:
+        """Settings of the engine of a seat, if it shares a GPU."""
+        fraction = self._fraction(seat)
+        if fraction is None:
+            return {}
+        return {fraction_setting(self._generator(seat)): f"{fraction:.2f}"}
 
     def require(self) -> None:
         """

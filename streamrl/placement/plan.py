@@ -101,6 +101,15 @@ class Host:
     is_counted: bool = True
 
 
+_FOR_PERSONS = frozenset({"OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"})
+
+
+def without_chosen(planned: Mapping[str, str], environment: Mapping[str, str]) -> Mapping[str, str]:
+    """What a plan sets in an environment where a person may have chosen threads and interfaces."""
+    chosen = {name for name in _FOR_PERSONS if environment.get(name)}
+    return {name: value for name, value in planned.items() if name not in chosen}
+
+
 @dataclass(frozen=True)
 class PlannedProcess:
     """One command on one host.

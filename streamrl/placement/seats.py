@@ -175,10 +175,6 @@ def spread(num_ranks: int, block: int, num_hosts: int) -> tuple[int, ...]:
     return tuple((blocks + (index < more)) * block for index in range(num_hosts))
 
 
-_PIPELINE = ("pipeline_parallel_size", "pp_size")
-_DATA = ("data_parallel_size", "dp_size")
-
-
 def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
     """For each generator, the hosts that it may be on: first those that have to take some."""
     allowed = allowed_for("generator", hosts)
@@ -224,11 +220,7 @@ def devices_per_engine(generator: GeneratorSettings) -> int:
     """GPUs of one engine on a host that has some; 0 where its server runs elsewhere."""
     if generator.url:
         return 0
-    return (
-        tensor_parallel_size(generator)
-        * pipeline_parallel_size(generator)
-        * generator.product_of(_DATA)
-    )
+    return generator.sglang.tp_size if generator.engine == "sglang" else generator.num_ranks
 
 
 def tensor_parallel_size(generator: GeneratorSettings) -> int:
@@ -244,7 +236,7 @@ def tensor_parallel_size(generator: GeneratorSettings) -> int:
 
 def pipeline_parallel_size(generator: GeneratorSettings) -> int:
     """Into how many parts an engine divides its layers."""
-    return generator.product_of(_PIPELINE)
+    return generator.product_of(("pipeline_parallel_size",))
 
 
 def _least_shared(

@@ -114,12 +114,12 @@ def validations_after(run: Path, policy_version: int) -> list[Path]:
 def newest_first(run: Path) -> Iterator[Sample]:
     """The samples of a run's steps. Reads the files from their end, a block at a time."""
     for path in (run / SAMPLES_FILE, run / OLDER_FILE):
-        for line in _lines_backwards(path):
+        for line in lines_backwards(path):
             if (sample := _parsed(line)) is not None:
                 yield sample
 
 
-def _lines_backwards(path: Path) -> Iterator[bytes]:
+def lines_backwards(path: Path) -> Iterator[bytes]:
     """The whole lines, last first."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         end, rest = file.seek(0, os.SEEK_END), b""

@@ -156,7 +156,7 @@ class WandbTracker(TableTracker):
             id=known or uuid.uuid4().hex[:12],
             dir=config.run.path,
             resume="allow",
-            config=config.model_dump(mode="json"),
+            config=config.shown(),
         )
         try:
             self._run = init(mode=mode)
@@ -213,7 +213,7 @@ class TrackioTracker(TableTracker):
             self._run = trackio.init(
                 project=config.tracking.project,
                 name=config.run.name,
-                config=config.model_dump(mode="json"),
+                config=config.shown(),
                 resume="allow" if is_known else "never",
                 # Each would start threads or a server of its own.
                 embed=False,

@@ -16,17 +16,17 @@ import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from itertools import compress, islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from streamrl.durable_files import write_file
+from streamrl.samples.files import lines_backwards
 
 log = logging.getLogger(__name__)
 
-_TAIL_BYTES = 2**18
 METRICS_FILE = "metrics.jsonl"
 TRAINED_FILE = "trained.jsonl"
 
@@ -122,34 +122,44 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_last(path: Path) -> dict[str, Any]:
     """The last whole line of a `metrics.jsonl`, {} without one; reads only the end of the file."""
-    return next(iter(read_newest(path, 1)), {})
+    return next(_newest_first(path), {})
 
 
 def read_newest(path: Path, num_lines: int) -> list[dict[str, Any]]:
-    """The last whole lines, at most so many and those in its last _TAIL_BYTES, oldest first."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        texts = file.read().splitlines()
-    whole = (line for text in reversed(texts) if (line := _parsed(text)))
-    return list(islice(whole, num_lines))[::-1]
+    """The last whole lines, at most so many, oldest first; reads only the end of the file."""
+    return list(islice(_newest_first(path), num_lines))[::-1]
+
+
+def read_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of later steps, oldest first; reads only these."""
+    return list(takewhile(lambda line: line["step"] > step, _newest_first(path)))[::-1]
+
+
+def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    return (line for text in lines_backwards(path) if (line := _parsed(text)) is not None)
 
 
 def _keep_before(path: Path, first_step: int) -> None:
     """Cut the file, which a full disk allows; rewrite it if lines in the middle are damaged."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    is_kept = [
-        line.endswith(b"\n")
-        and (parsed := _parsed(line)) is not None
-        and parsed["step"] < first_step
-        for line in lines
-    ]
-    num_kept = sum(is_kept)
-    if all(is_kept[:num_kept]):
-        os.truncate(path, sum(map(len, lines[:num_kept])))
-        return
-    write_file(path, b"".join(compress(lines, is_kept)))
+    num_bytes = num_kept = 0
+    is_cut = True
+    with path.open("rb") as file:
+        for line in file:
+            if _is_before(first_step, line):
+                is_cut = is_cut and num_kept == num_bytes
+                num_kept += len(line)
+            num_bytes += len(line)
+        if is_cut:
+            os.truncate(path, num_kept)
+            return
+        file.seek(0)
+        write_file(path, b"".join(line for line in file if _is_before(first_step, line)))
+
+
+def _is_before(step: int, text: bytes) -> bool:
+    """Whether it is a whole line of an earlier step."""
+    line = _parsed(text) if text.endswith(b"\n") else None
+    return line is not None and bool(line["step"] < step)
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

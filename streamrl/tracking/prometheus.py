@@ -45,6 +45,7 @@ from streamrl.metrics import (
     books_metrics,
     buffer_metrics,
     find,
+    generator_metrics,
 )
 from streamrl.run_folder import target_file
 from streamrl.types import (
@@ -208,6 +209,7 @@ def of_buffer(stats: BufferStats) -> dict[str, float]:
     return {
         **books_metrics(stats.books),
         **buffer_metrics(stats),
+        **generator_metrics(stats),
         "buffer/policy_version": stats.policy_version,
         "buffer/max_staleness_versions": stats.max_staleness,
         "buffer/is_refusing": bool(stats.refusal),

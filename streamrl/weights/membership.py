@@ -197,17 +197,22 @@ class Membership:
     def alive(self) -> list[Peer]:
         return [peer for peer in self._peers.values() if self._is_alive(peer)]
 
-    def outdated(self, version: int) -> list[Peer]:
-        """Those alive that lack this version and may be asked. Version 0 is the model folder's with
-        every learner; others are the same weights only with the same learner."""
+    def lacks(self, hello: Hello, version: int) -> bool:
+        """Version 0 is the model folder's with every learner; others are the same weights only with
+        the same learner."""
         same = {self._learner_id, ""} if version == 0 else {self._learner_id}
-        now_s = self._clock()
+        return hello.policy_version != version or hello.learner_id not in same
+
+    def outdated(self, version: int) -> list[Peer]:
+        """Those alive that lack this version and may be asked."""
+        now_s, alive = self._clock(), self.alive()
+        left_out = self._left_out(alive)
         return [
             peer
-            for peer in self.alive()
-            if (peer.hello.policy_version != version or peer.hello.learner_id not in same)
+            for peer in alive
+            if self.lacks(peer.hello, version)
             and peer.asked_again_s <= now_s
-            and not self._is_left_out(peer)
+            and peer.name not in left_out
             and self._wants(peer.hello, version)
         ]
 
@@ -255,8 +260,9 @@ class Membership:
         now_s = self._clock()
         known = (*self._peers.values(), *self._fenced.values())
         late = [peer for peer in known if peer.num_late > 1 and self._is_alive(peer)]
+        left_out = self._left_out(late)
         return [
-            (peer, peer.left_out_until_s - now_s if self._is_left_out(peer) else 0.0)
+            (peer, peer.left_out_until_s - now_s if peer.name in left_out else 0.0)
             for peer in sorted(late, key=lambda peer: peer.name)
         ]
 
@@ -303,13 +309,14 @@ class Membership:
             return True
         return version >= status.next_version and not status.is_resting
 
-    def _is_left_out(self, peer: Peer) -> bool:
-        """Whether others, for whose sake it is, go on without it at present."""
+    def _left_out(self, peers: Iterable[Peer]) -> set[str]:
+        """Those of them without which others, for whose sake they are, go on at present."""
         now_s = self._clock()
-        return peer.left_out_until_s > now_s and any(
+        go_on = any(
             other.hello.validator is None and other.left_out_until_s <= now_s
             for other in self.alive()
         )
+        return {peer.name for peer in peers if go_on and peer.left_out_until_s > now_s}
 
     def _require_unbound(self, address: bytes, hello: Hello, known: Peer | None) -> None:
         name = self._names.get(address, hello.receiver_id)

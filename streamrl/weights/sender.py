@@ -99,6 +99,7 @@ class WeightSender:
             self._store = StoreSender(
                 settings, place, layout, folder, self._learner_id, self._secret, survives
             )
+        self._version = -1
         self._num_failed = 0
         self._snapshot_s: float | None = None
         self._timings: Mapping[str, float] = {}
@@ -196,6 +197,7 @@ class WeightSender:
 
     async def _update(self, held: Written, tasks: asyncio.TaskGroup) -> None:
         """Send the version to everybody who lacks it; waits for all but those that read files."""
+        self._version = held.policy_version
         asked = self._socket.asked()
         outdated = self._membership.outdated(held.policy_version)
         peers, informed = self._membership.by_server(
@@ -216,7 +218,9 @@ class WeightSender:
         # Version 0, of no learner, is the model folder's.
         if report is not None and report.learner_id in (self._learner_id, ""):
             self._on_report(report)
-        self._changed.set()
+        # Each update looks at all receivers, of which a thousand say Hello in a second.
+        if self._membership.lacks(hello, self._version):
+            self._changed.set()
 
     async def _inform(self, peers: Sequence[Peer], version: int) -> None:
         """Tell those whose inference server has the version from another one. Waits for the

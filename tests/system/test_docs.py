@@ -37,6 +37,7 @@ RUN_BY = {
     "streamrl parity configs/quickstart.yaml": "launch",
     "streamrl plan configs/quickstart.yaml": "plan",
     "streamrl plan configs/quickstart.yaml --json": "plan",
+    "streamrl plan configs/quickstart.yaml --gpus 8": "plan",
     "streamrl parity --model runs/models/reverse --score sequences.jsonl "
     "--out logprobs.jsonl": "score",
     "streamrl launch configs/quickstart.yaml --new": "launch",
@@ -145,13 +146,15 @@ def test_the_two_commands_of_the_start_are_targets_of_make():
 
 @pytest.mark.usefixtures("environment")
 def test_a_plan_is_printed_for_persons_and_programs(capsys):
-    as_text, as_json = _run_by("plan")
+    as_text, as_json, of_another_machine = _run_by("plan")
     assert main(_words(as_text)[1:]) == 0
     text = capsys.readouterr().out
     assert main(_words(as_json)[1:]) == 0
     processes = json.loads(capsys.readouterr().out)["processes"]
     assert [process["name"] for process in processes] == ["buffer", "learner", "generator-0"]
     assert all(shlex.join(process["command"]) in text for process in processes)
+    assert main(_words(of_another_machine)[1:]) == 0
+    assert ", GPU 7, " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("environment")

@@ -385,6 +385,8 @@ def test_a_checkpoint_loads_in_transformers_and_holds_no_pickle(tmp_path):
     path = save(config, trainer, LearnerState(1, BOOKS))
     suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
+    # Who may read the one may read the other.
+    assert len({file.stat().st_mode for file in path.rglob("*") if file.is_file()}) == 1
     assert json.loads((path / "state.json").read_text())["policy_version"] == 1
     loaded = Policy.from_config(config, path)
     for name, parameter in trainer.policy.parameters().items():
@@ -553,3 +555,13 @@ def test_an_adapter_goes_on_with_the_model_that_it_was_trained_on(tmp_path):
         restore(read_checkpoint(path), other, make_trainer(other))
     with pytest.raises(ConfigError, match=sentence):
         require_steps_to_launch(other, resume=True, new=False)
+
+
+def test_a_reference_policy_of_other_weights_is_told(tmp_path, caplog):
+    config = make_run(tmp_path)
+    path = save(config, make_trainer(config), LearnerState(1, BOOKS))
+    restore(read_checkpoint(path), config, make_trainer(config))
+    assert "reference policy" not in caplog.text
+    save_llama(tmp_path / "model", seed=1)
+    restore(read_checkpoint(path), config, make_trainer(config))
+    assert "not those that the run of" in caplog.text

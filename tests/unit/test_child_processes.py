@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.display.numbers import summary_rows
-from streamrl.cli.processes import child, daemons
+from streamrl.cli.processes import child, command, daemons
 from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import make_children, supervise
 from streamrl.cli.processes.fork_server import ForkServer, forking
@@ -319,7 +319,7 @@ from streamrl.cli.main import main
 from streamrl.cli.processes import command
 command.executable = lambda: {file!r}
 from streamrl.cli.check import command as check
-check.main = lambda arguments: print("output:", command.call("evaluate", "it")) or 0
+check.main = lambda arguments: command.call("evaluate", "it")
 sys.exit(main(["check", "unused"]))
 """
 
@@ -332,21 +332,23 @@ def calling(folder: Path, script: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(
-    ("script", "exit_code", "output", "error"),
+    ("script", "kind", "sentence"),
     [
-        ("print(0.5)", 0, "output: 0.5\n\n", ""),
-        ("fail(2, 'run.x: is wrong')", 2, "", "streamrl check: evaluate: run.x: is wrong\n"),
-        ("fail(5, 'Redis is down')", 5, "", "streamrl check: evaluate: Redis is down\n"),
-        ("sys.exit(9)", 1, "", "streamrl check: evaluate: ended with exit code 9\n"),
+        ("fail(2, 'run.x: is wrong')", ConfigError, "evaluate: run.x: is wrong"),
+        ("fail(5, 'Redis is down')", TransportError, "evaluate: Redis is down"),
+        ("sys.exit(9)", StreamRLError, "evaluate: ended with exit code 9"),
     ],
 )
 def test_a_command_that_another_one_calls_fails_in_one_sentence(
-    tmp_path, script, exit_code, output, error
+    tmp_path, monkeypatch, script, kind, sentence
 ):
-    caller = calling(tmp_path, script)
-    printed, errors = caller.communicate(timeout=60)
-    assert (caller.returncode, printed) == (exit_code, output)
-    assert errors.replace("+" + "-" * 36 + "\n", "") == error
+    file = write_command(tmp_path, {"evaluate": script})
+    monkeypatch.setattr(command, "executable", lambda: str(file))
+    with pytest.raises(kind) as failed:
+        command.call("evaluate", "it")
+    assert (type(failed.value), str(failed.value)) == (kind, sentence)
+    write_command(tmp_path, {"evaluate": "print(0.5)"})
+    assert command.call("evaluate", "it") == "0.5\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -460,3 +460,13 @@ def test_a_wait_for_a_due_group_is_shown_once_it_has_lasted_a_second():
     assert lasting_wait(buffer(LONG, **awaited("gen-3/0", wait_s=1.0))) == sentence
     assert lasting_wait(buffer(LONG, **awaited("gen-3/0", wait_s=0.9))) == ""
     assert lasting_wait(buffer(LONG)) == ""
+
+
+def test_a_thousand_generators_alike_are_a_few_sentences():
+    many = [holding(f"gen-{i}", 400.0, version=41, num_active=0) for i in range(1000)]
+    ages_s = (121.0,) * 500 + (0.5,) * 500
+    found = text(buffer(*many, ages_s=ages_s, leased=1000))
+    for cause, first in (("generator_silent", "gen-0"), ("old_weights", "gen-500")):
+        own = [sentence for sentence in found if sentence.startswith(cause)]
+        assert own[0].startswith(f"{cause}: {first} ")
+        assert own[4:] == [f"{cause}: 496 more like these"]

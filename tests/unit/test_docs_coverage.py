@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from docs import foreign_names as releases
-from docs.coverage import STATUSES, entries
+from docs.coverage import STATUSES, entries, is_shown
 from docs.generate import pages
 from streamrl.config import RunConfig
 from streamrl.config.loading.foreign_names import SYSTEMS, find_foreign_name
@@ -77,9 +77,9 @@ def test_every_setting_that_the_table_names_is_set_by_a_test():
     assert sorted(name for name in named if not words[name.rpartition(".")[2]]) == []
 
 
-def test_every_line_is_on_the_page():
+def test_every_line_with_which_something_is_lost_is_on_the_page():
     page = pages()["migration.md"]
-    assert [entry.name for entry in ENTRIES if entry.name not in page] == []
+    assert [entry.name for entry in ENTRIES if is_shown(entry) and entry.name not in page] == []
 
 
 def test_a_new_release_keeps_what_is_known_and_shows_what_is_new_and_gone():

@@ -10,6 +10,7 @@ from actors.engines.vllm.server import serve_command
 from streamrl.config import RunConfig, load_config
 from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError
+from streamrl.placement.seats import devices_per_engine
 from tests.model_families import make_model
 
 
@@ -75,9 +76,19 @@ def test_a_server_elsewhere_may_be_said_to_be_as_it_is():
 def test_workers_of_one_engine_receive_weights_each_for_itself():
     tensor_parallel = {"vllm": {"tensor_parallel_size": 4}}
     assert config("vllm", **tensor_parallel).generator.num_ranks == 4
-    by_layers = {**tensor_parallel, "engine_kwargs": {"pipeline_parallel_size": 2}}
-    assert config("vllm", **by_layers).generator.num_ranks == 8
+    sizes = {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 3}
+    more = config("vllm", **tensor_parallel, engine_kwargs=sizes).generator
+    assert more.num_ranks == devices_per_engine(more) == 24
     assert config("hf", **tensor_parallel).generator.num_ranks == 1
+
+
+def test_sglangs_ranks_are_those_of_its_tensor_parallel_size():
+    of_attention = {"dp_size": 2, "enable_dp_attention": True}
+    accepted = config("sglang", sglang={"tp_size": 4}, engine_kwargs=of_attention).generator
+    assert devices_per_engine(accepted) == 4
+    for name in ("dp_size", "pp_size"):
+        with pytest.raises(ValueError, match=rf"engine_kwargs\.{name}: was 2, .*tp_size alone"):
+            config("sglang", engine_kwargs={name: 2})
 
 
 @pytest.mark.parametrize(("family", "is_refused"), [("DeepSeek-V3", True), ("Qwen3", False)])

@@ -259,6 +259,18 @@ def test_a_turns_reward_stands_at_its_end_and_the_rest_at_the_end_of_the_episode
         assert credit(algorithm, batch).advantages.tolist() == expected
 
 
+def test_episodes_of_one_reward_have_no_advantage_however_their_turns_share_it():
+    """In float32 the sums of such turns differ by rounding, of which a division by the standard
+    deviation would make advantages of about 1."""
+    shares = [[100 / n] * n for n in (10, 4, 3, 7)]
+    batch = batch_of(*(trajectory_of_turns(own, reward=sum(own)) for own in shares))
+    whole = {"advantage": "gigpo", "advantage_config": {"turn_gamma": 1.0}}
+    found = credit({**whole, "reward": {"placement": "turn"}}, batch).advantages
+    first_turns = found[[0, 20, 28, 34]]
+    assert first_turns.dtype == torch.float32
+    assert float(first_turns.abs().max()) < 1e-6
+
+
 def test_turns_that_do_not_fit_the_tokens_leave_the_reward_at_the_end():
     odd = structs.replace(trajectory_of_turns([1.0, 2.0], reward=7.0), turns=())
     algorithm = {"advantage": "reinforce", "reward": {"placement": "turn"}}

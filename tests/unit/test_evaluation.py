@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from actors.episodes.mixed_runner import FirstGroups
 from actors.evaluation import greedy_groups_of, scores_of
 from actors.make_model import make_tokenizer
+from actors.validation import length_metrics
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError
+from tests.training import make_groups, segmented
 from tests.unit.test_generator import FakeEngine
 
 
@@ -40,6 +43,14 @@ async def test_prompts_that_fail_are_left_out_and_counted(config, caplog):
     scores = scores_of("model", greedy)
     assert (scores["num_prompts"], scores["num_failed"], "num_too_long" in scores) == (7, 3, False)
     assert "3 of 10 prompts failed, the first: no luck" in caplog.text
+
+
+def test_a_response_is_as_long_as_all_contexts_of_its_episode():
+    groups = make_groups(num_groups=6, group_size=1)
+    parts = tuple(map(segmented, groups))
+    assert len(parts[0].trajectories) == 2
+    assert scores_of("model", FirstGroups(parts)) == scores_of("model", FirstGroups(groups))
+    assert length_metrics(parts) == length_metrics(groups)
 
 
 async def test_if_every_prompt_fails_the_evaluation_does(config):

@@ -7,8 +7,8 @@ import pytest
 import zmq
 
 from streamrl.config import load_config
-from streamrl.config.addresses import address_towards, url_host
-from streamrl.curve import CurveServer, make_keys, set_client_keys
+from streamrl.config.addresses import address_towards, family_of, url_host
+from streamrl.curve import CurveServer, choose_family, make_keys, set_client_keys
 from streamrl.placement import hosts
 from streamrl.run_folder import prepare
 from streamrl.weights.transports.groups import (
@@ -66,6 +66,21 @@ def test_a_member_finds_the_groups_rendezvous():
 def test_the_address_towards_a_peer_is_of_its_family():
     assert address_towards(HOST) == HOST
     assert OpenStore(HOST, 5.0).port > 0
+
+
+def test_a_name_without_an_ipv4_address_is_ipv6(monkeypatch):
+    names = {"six": {socket.AF_INET6}, "both": {socket.AF_INET, socket.AF_INET6}}
+
+    def resolve(host, port, family):
+        if family not in names.get(host, ()):
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    monkeypatch.setattr("streamrl.config.addresses.socket.getaddrinfo", resolve)
+    assert family_of("six") == socket.AF_INET6
+    assert family_of("both") == family_of("unknown") == socket.AF_INET
+    with zmq.Context.instance().socket(zmq.REQ) as client:
+        choose_family(client, "zmq://six:1")
+        assert client.getsockopt(zmq.IPV6) == 1
 
 
 def test_the_interface_of_an_address_is_found(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from streamrl.config.buffer import SteeredStaleness
 from streamrl.errors import CheckpointWriteError, LostMemoryError, TransportError
 from streamrl.types import (
     BufferStats,
+    GeneratorStatus,
     GroupHeader,
     LearnerActivity,
     TakenBatch,
@@ -250,6 +251,21 @@ async def test_a_part_is_trained_while_the_rest_of_the_batch_is_sampled():
     assert [line["learner/num_parts"] for line in run.records.lines] == [2, 1]
     assert (run.buffer.advanced, run.records.saved) == ([1, 2], [1, 2])
     assert run.buffer.held == [0, 1, 0]
+
+
+async def test_the_line_of_a_step_does_not_grow_with_many_generators():
+    run = Run(configure(max_steps=2))
+    for version, num_generators in enumerate((64, 1024)):
+        for name in (f"g{i}" for i in range(num_generators)):
+            status = GeneratorStatus(generator_id=name, session=name, policy_version=0)
+            await run.buffer.heartbeat(status)
+        await run.buffer.lend(*make_groups(version, 3))
+        while not run.task.done() and len(run.buffer.advanced) <= version:
+            await asyncio.sleep(0.005)
+    await run.end()
+    counts = [line["generator/count"] for line in run.records.lines]
+    named = [sum(n.endswith("/heartbeat_age_s") for n in line) for line in run.records.lines]
+    assert (counts, named) == ([64, 1024], [64, 0])
 
 
 async def test_a_version_that_generators_may_wait_for_is_published_early(monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.validation import PromptResult, _length_metrics, scores
+from actors.validation import PromptResult, length_metrics, scores
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling
@@ -144,8 +144,7 @@ async def test_a_weight_update_reports_what_the_catalogue_has_of_it(tmp_path: Pa
 
 def test_a_validation_reports_what_the_catalogue_has_of_it():
     results = [PromptResult(source, (0.0, 1.0), ("1", "2")) for source in ("math", "a/b")]
-    (trajectory,) = make_groups(0, 1, 1)[0].trajectories
-    names = {*scores(results, 2, 0.5), *_length_metrics([trajectory])}
+    names = {*scores(results, 2, 0.5), *length_metrics(make_groups(0, 1, 1))}
     assert not unknown(names)
     of_all = ("num_failed", "num_too_long", "time_s", "policy_version", "num_missed")
     rows = [row for row in CATALOGUE if row.group == "validation"]

@@ -20,7 +20,6 @@ from tests.records import with_candidates, with_experts
 from tests.training import make_config, make_groups, make_trainer
 
 WHOLE = (5,)
-CUTS = [(2, 3), (1, 3, 1), (1, 1, 1, 1, 1)]
 OF_THE_WORK = frozenset(
     f"learner/{name}"
     for name in (
@@ -259,17 +258,18 @@ def assert_same_update(
         assert parts[1][name] == pytest.approx(whole[1][name], rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("algorithm", ACCEPTING, ids=str)
-def test_parts_make_the_update_of_the_whole(algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "sizes"),
+    [*((a, (1, 3, 1)) for a in ACCEPTING), ({}, (2, 3)), ({"entropy_coef": 0.1}, (1,) * 5)],
+    ids=str,
+)
+def test_parts_make_the_update_of_the_whole(algorithm, sizes):
     config = of(algorithm)
     assert accepts_parts(config.algorithm)
-    trainer = make_trainer(config)
-    whole = trainer, train(trainer, WHOLE)
-    for sizes in CUTS:
-        trainer = make_trainer(config)
-        metrics = train(trainer, sizes)
-        assert metrics["learner/num_parts"] == len(sizes)
-        assert_same_update(whole, (trainer, metrics))
+    whole, in_parts = make_trainer(config), make_trainer(config)
+    metrics = train(in_parts, sizes)
+    assert metrics["learner/num_parts"] == len(sizes)
+    assert_same_update((whole, train(whole, WHOLE)), (in_parts, metrics))
 
 
 @pytest.mark.parametrize("algorithm", REFUSING, ids=str)

@@ -1,8 +1,10 @@
 """Requests that wait at a buffer: in order, on time, and at no cost while nothing is granted."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from buffers import messages as m
 from buffers.zmq import pending_requests as module
@@ -128,7 +130,28 @@ def test_the_leases_of_a_session_that_left_are_forgotten() -> None:
     pending_requests, left, stays = PendingRequests(), _lease(0), _lease(1)
     pending_requests.add(left)
     pending_requests.add(stays)
-    pending_requests.forget_leases("session0")
+    pending_requests.forget_leases("gen-0", "session0")
     buffer = _Buffer(5)
     pending_requests.retry(buffer.attempt, buffer.admits)
     assert buffer.granted == [stays]
+
+
+def test_of_many_that_wait_only_the_leases_of_the_generator_that_leaves_are_looked_at() -> None:
+    looked_at: list[str] = []
+
+    class Names(tuple[str, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[str]:
+            looked_at.append(self[0])
+            return super().__iter__()
+
+    pending_requests = PendingRequests()
+    for number in range(1000):
+        waits = _lease(number)
+        assert isinstance(waits.request, m.LeaseRequest)
+        request = replace(waits.request, lease_ids=Names(waits.request.lease_ids))
+        pending_requests.add(replace(waits, request=request))
+    for number in range(500):
+        pending_requests.forget_leases(f"gen-{number}", f"session{number}")
+    assert len(pending_requests) == len(looked_at) == 500

@@ -110,6 +110,10 @@ BAD_ROWS = [
     ({**GOOD, "prompt": [{"role": "user"}]}, f"prompt was [{{'role': 'user'}}]; {TEXT}"),
     ({**GOOD, "prompt": [{"role": "user", "content": ["x"]}]}, TEXT),
     ({**GOOD, "answer": None}, "answer was None; it must have a value"),
+    (
+        {**GOOD, "prompt": [{"from": "human", "value": "q"}]},
+        "set data.prompt_template: '{{ prompt[0].value }}'",
+    ),
 ]
 
 

@@ -2,9 +2,6 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from learners.session import LearnerState
+from streamrl.cli.main import main
 from streamrl.config import RunConfig, to_yaml
 from streamrl.durable_files import write_file
 from tests.unit.test_checkpoint import make_run, make_trainer, save
-
-STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 
 
 class Hub(ThreadingHTTPServer):
@@ -94,26 +91,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return config
 
 
-def push(
-    run: RunConfig, hub: Hub, output: Path, *arguments: str, token: str = "secret"
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token}
-    environment |= {"HF_HOME": str(output / "home"), "HF_HUB_OFFLINE": "0"}
-    command = [STREAMRL, "export", str(run.run.path), "--output", str(output / "out")]
-    return subprocess.run(
-        [*command, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@pytest.fixture(autouse=True)
+def environment(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the client takes from HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE as it is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", "secret")
 
 
-def test_the_exported_folder_is_uploaded_whole_and_private(run, hub, tmp_path):
-    done = push(run, hub, tmp_path, "--push", "me/mine")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].endswith("me/mine")
+def push(run: RunConfig, output: Path) -> int:
+    command = ["export", str(run.run.path), "--output", str(output / "out")]
+    return main([*command, "--push", "me/mine"])
+
+
+def test_the_exported_folder_is_uploaded_whole_and_private(run, hub, tmp_path, capsys):
+    assert push(run, tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("me/mine")
     assert hub.tokens == {"Bearer secret"}
     (made,) = hub.created
     assert made["name"] == "mine"
@@ -124,17 +118,17 @@ def test_the_exported_folder_is_uploaded_whole_and_private(run, hub, tmp_path):
     assert "model.safetensors" in written
 
 
-def test_without_a_token_nothing_is_exported(run, hub, tmp_path):
-    done = push(run, hub, tmp_path, "--push", "me/mine", token="")
-    assert (done.returncode, hub.created) == (2, [])
-    assert "--push: needs a token of the hub: set HF_TOKEN" in done.stderr
+def test_without_a_token_nothing_is_exported(run, hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "")
+    assert (push(run, tmp_path), hub.created) == (2, [])
+    assert "--push: needs a token of the hub: set HF_TOKEN" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_hub_refuses_is_said_and_the_export_stays(run, hub, tmp_path):
+def test_what_the_hub_refuses_is_said_and_the_export_stays(run, hub, tmp_path, capsys):
     hub.is_refusing = True
-    done = push(run, hub, tmp_path, "--push", "me/mine")
-    assert done.returncode == 2
-    assert "--push: me/mine: " in done.stderr
-    assert "403" in done.stderr
+    assert push(run, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "--push: me/mine: " in error
+    assert "403" in error
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -5,11 +5,12 @@ import pytest
 
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import MAX_REOPENED, require_proportion
+from buffers.messages import ErrorReply
 from buffers.quarantine import BURST, EVERY_S, EventLimit, Quarantine
-from buffers.zmq import server
+from buffers.zmq import client, server
 from buffers.zmq.server import IGNORED_S, MAX_MALFORMED, WINDOW_S, Peers, RefusalBudget
 from streamrl import wire
-from streamrl.errors import CorruptMessageError, LedgerError, WireError
+from streamrl.errors import CorruptMessageError, LedgerError, StorageError, WireError
 from streamrl.types import Books, DropReason, GeneratorStatus, OverduePolicy, PackedGroup
 
 ERROR = CorruptMessageError("damaged")
@@ -146,3 +147,19 @@ def test_books_that_close_are_in_proportion():
         ledger.lease(name, 0.0, 10.0)
     ledger.release("b", DropReason.FAILED)
     require_proportion(ledger.books(), Ledger(groups_per_step=2, max_staleness=1).books())
+
+
+async def test_while_the_disk_stays_full_a_group_is_sent_again_less_and_less_often(monkeypatch):
+    monkeypatch.setattr(client, "REFUSED_S", 0.01)
+    buffer = client.ZmqBuffer("", deadline_s=1.0)
+    refusal = memoryview(wire.encode(ErrorReply.of(StorageError("the disk is full"))))
+    sent = []
+
+    async def refused(frames: list[bytes], _: float) -> list[memoryview]:
+        sent.append(frames)
+        return [refusal]
+
+    monkeypatch.setattr(buffer, "_send_and_wait", refused)
+    with pytest.raises(StorageError, match="the disk is full"):
+        await buffer.drain()
+    assert 5 < len(sent) < 40, "each hundredth of a second it would be a hundred times"

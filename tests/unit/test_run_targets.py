@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from streamrl import __version__
 from streamrl.cli.buffer import target as module
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import launching
@@ -386,6 +387,30 @@ def test_a_run_that_is_like_none_is_refused_with_what_there_is(
         os.utime(Path("runs", name, "config.yaml"), (time_s, time_s))
     assert call(command, "runs/thing") == 2
     assert "; the newest runs are runs/newer, runs/older\n" in capsys.readouterr().err
+
+
+def test_a_file_of_a_run_names_the_run(tmp_path, capsys):
+    run = make_run(tmp_path).run.path
+    (run / "samples.jsonl").touch()
+    assert main(["samples", str(run / "samples.jsonl")]) == 0
+    assert f"{run} has no such" in capsys.readouterr().out
+    assert main(["replay", str(run / "config.yaml")]) == 2
+    assert "is no run folder" not in capsys.readouterr().err
+
+
+def test_a_run_of_another_release_is_refused_with_the_release(tmp_path, capsys):
+    run = make_run(tmp_path).run.path
+    text = (run / "config.yaml").read_text() + "old: 1\n"
+    for first, said in (
+        (f"# StreamRL {__version__}", None),
+        ("# StreamRL 9.0", "was written by StreamRL 9.0, and this is StreamRL"),
+        ("#", "was written by an earlier release, and this is StreamRL"),
+    ):
+        (run / "config.yaml").write_text(first + "\n" + text.partition("\n")[2])
+        assert main(["samples", str(run)]) == 2
+        refused, *more = capsys.readouterr().err.splitlines()
+        assert "old: unknown key" in refused
+        assert [said in line for line in more] == ([] if said is None else [True])
 
 
 @pytest.mark.parametrize("command", READ)

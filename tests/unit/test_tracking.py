@@ -21,12 +21,18 @@ import wandb
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.metrics import books_metrics, buffer_metrics, staleness_metrics
+from streamrl.metrics import books_metrics, buffer_metrics, generator_metrics, staleness_metrics
 from streamrl.samples.files import write_validation
 from streamrl.samples.record import Sample
-from streamrl.tracking import Trackers, open_trackers
+from streamrl.tracking import Trackers, jsonl, open_trackers
 from streamrl.tracking.dashboards import FINISH_S, HELD_OUT, TrackioTracker
-from streamrl.tracking.jsonl import JsonlTracker, read_metrics
+from streamrl.tracking.jsonl import (
+    JsonlTracker,
+    read_after,
+    read_last,
+    read_metrics,
+    read_newest,
+)
 from streamrl.types import (
     Books,
     BufferStats,
@@ -74,6 +80,20 @@ def test_of_a_long_run_only_what_is_asked_for_is_kept_but_for_the_last_line(tmp_
     *others, last = read_metrics(path, {"a"})
     assert others == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
     assert last == {"step": 3, "a": 3, "b": 1}
+
+
+def test_the_newest_lines_are_read_however_long_and_however_many_there_are(tmp_path, monkeypatch):
+    path, parse, parsed = tmp_path / "metrics.jsonl", jsonl._parsed, []
+    short = "".join(f'{{"step": {step}}}\n' for step in range(1, 10_001))
+    long = "".join(
+        json.dumps({"step": step, "a": "x" * 400_000}) + "\n" for step in (10_001, 10_002)
+    )
+    path.write_text(short + long)
+    monkeypatch.setattr(jsonl, "_parsed", lambda text: parsed.append(text) or parse(text))
+    assert [line["step"] for line in read_newest(path, 3)] == [10_000, 10_001, 10_002]
+    assert [line["step"] for line in read_after(path, 10_000)] == [10_001, 10_002]
+    assert read_last(path)["step"] == 10_002
+    assert len(parsed) < 20
 
 
 def steps_of(path: Path) -> list[int]:
@@ -324,6 +344,15 @@ def test_wandb_offline_writes_a_run_that_a_resume_goes_on_with(tmp_path, monkeyp
     assert any(b"reward/mean" in file.read_bytes() for file in files)
 
 
+def test_keys_of_servers_are_shown_to_nobody(tmp_path):
+    config = make_config(tmp_path)
+    secret = {"environment": {"TOKEN": "abc"}, "headers": {"Authorization": "abc"}}
+    servers = [{"command": ["serve"], "tools": ["find"], **secret}]
+    shown = config.with_values(generator={"mcp_servers": servers}).shown()
+    assert "abc" not in json.dumps(shown)
+    assert shown["generator"]["mcp_servers"][0]["tools"] == ["find"]
+
+
 def test_what_wandb_refuses_is_a_sentence_that_names_the_setting(tmp_path, monkeypatch):
     def refuse(**_: object) -> None:
         raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
@@ -504,7 +533,7 @@ def test_generators_are_told_apart_and_together():
         books=Books(),
         generators=generators,
     )
-    metrics = buffer_metrics(stats)
+    metrics = {**buffer_metrics(stats), **generator_metrics(stats)}
     assert math.isnan(metrics["generator/g0/tokens_per_s"]), "it has reported no token yet"
     assert metrics["generator/g1/tokens_per_s"] == 10.0
     assert metrics["generator/g1/policy_version"] == 1

@@ -50,6 +50,12 @@ def test_one_sample_has_no_majority_and_pass_is_by_the_reward_that_is_asked_for(
     }
 
 
+def test_a_response_passes_by_a_sum_that_rounding_has_made_smaller():
+    reward = 0.7 * 1.0 + 0.2 * 1.0 + 0.1 * 1.0
+    assert reward < 1.0
+    assert scores([PromptResult("", (reward,), ("a",))], 1, 1.0)["validation/pass@1"] == 1.0
+
+
 @pytest.mark.parametrize("num_samples", [1, 8, 64])
 def test_a_report_of_any_number_of_sources_fits_into_a_message(num_samples):
     results = [

@@ -45,7 +45,8 @@ def main() -> None:
         text = _read(output) if _ends_well(child, job["time_s"]) else None
         if text is not None and len(text) > job["output_bytes"]:
             text = None
-        os.write(report, json.dumps(text and text.decode(errors="replace")).encode() + b"\n")
+        said = None if text is None else text.decode(errors="replace")
+        os.write(report, json.dumps(said).encode() + b"\n")
         for descriptor in (source, output):
             os.close(descriptor)
         is_over = time.monotonic() - begin_s > job["budget_s"]
@@ -88,7 +89,8 @@ def _run(code: CodeType, number: int, source: int, output: int) -> int:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        if not getattr(sys.stdout, "closed", False):
+            sys.stdout.flush()
     except BaseException:
         failed = True
     return int(failed)

@@ -2,7 +2,7 @@
 
     {"inputs": [...], "outputs": [...], "fn_name": NAME}    APPS, TACO, PRIME, verl; rStar-Coder
     [{"input", "output", "testtype" or "type"}, ...]        LiveCodeBench, DeepCoder, open-r1
-    {"input": [...], "output": [...]}                       CodeContests
+    {"input": [...], "output": [...]}                       CodeContests; texts are one test
     {"assert_case" | "functional" | "pytest" | "test_code": ...}   verl, Code-R1, Skywork
     ["assert ...", ...]                                     MBPP (`test_list`), AceCode
     "class TestCases(unittest.TestCase): ..."               BigCodeBench
@@ -156,9 +156,14 @@ def _record(place: str, value: Mapping[str, Any], given: Mapping[str, Any]) -> I
             return
     plural = "" if "input" in value else "s"
     inputs, outputs = decoded(value[f"input{plural}"]), decoded(value[f"output{plural}"])
+    function = value.get("fn_name") or value.get("func_name")
+    if isinstance(outputs, str):
+        kind = {"testtype": "functional"} if function else {}
+        texts = {"input": value[f"input{plural}"], "output": value[f"output{plural}"]}
+        yield _case({**kind, **value, **texts}, given)
+        return
     if len(inputs) != len(outputs):
         raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
-    function = value.get("fn_name") or value.get("func_name")
     for arguments, expected in zip(inputs, outputs, strict=True):
         yield _pair(function, arguments, expected)
 

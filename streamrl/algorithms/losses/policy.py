@@ -5,7 +5,9 @@
     weigh log p                                     gpg, reinforce, dro, topr
     drop tokens outside a trust region              dppo_tv, dppo_kl
 
-Ratios, clipping, weighting, aggregation and metrics are the same code for all.
+Ratios, clipping, weighting, aggregation and metrics are the same code for all. Those that pick by
+covariance pick among the tokens of one call, as the authors' code does: of a batch that is cut into
+micro-batches they take other tokens, and at least one of each. All others add up however it is cut.
 """
 
 from collections.abc import Callable
@@ -25,13 +27,11 @@ from streamrl.config.algorithm.losses import (
     DppoSettings,
     DroSettings,
     GeoMeanSettings,
-    GpgSettings,
     GspoSettings,
     KlCovSettings,
     LossSettings,
     LuspoSettings,
     PpoSettings,
-    ReinforceSettings,
     SapoSettings,
     ToprSettings,
     VespoSettings,
@@ -258,12 +258,12 @@ def _num_counted(batch: LossInput) -> int:
     return batch.sequences.num_tokens if batch.loss_mask is None else int(batch.loss_mask.sum())
 
 
-def gpg(batch: LossInput, config: GpgSettings) -> LossOutput:
+def gpg(batch: LossInput, config: LossSettings) -> LossOutput:
     """Group policy gradient (arXiv 2504.02546): -A log p."""
     return finish(batch, config, -batch.logprobs * batch.advantages, batch.log_ratio)
 
 
-def reinforce(batch: LossInput, config: ReinforceSettings) -> LossOutput:
+def reinforce(batch: LossInput, config: LossSettings) -> LossOutput:
     """-A log p; importance weights make it off-policy (arXiv 1802.01561)."""
     return finish(batch, config, -batch.advantages * batch.logprobs, batch.log_ratio)
 

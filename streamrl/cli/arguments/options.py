@@ -57,6 +57,12 @@ def check(parser: ArgumentParser) -> None:
     _flag(length, "--all", meaning)
 
 
+def plan(parser: ArgumentParser) -> None:
+    config(parser)
+    json(parser)
+    _add(parser, "--gpus", "N", "for a machine with so many, not for this one", type=count)
+
+
 def own_id(parser: ArgumentParser) -> None:
     meaning = "name of this generator, where {host} is the host's name; default: random"
     parser.add_argument("--id", help=meaning)

@@ -133,7 +133,8 @@ def check_folder(
     `groups_per_step` is given if all its steps had the same.
     """
     found, faults = _newest(folder)
-    trained, metrics = (read_metrics(folder / name) for name in (TRAINED_FILE, METRICS_FILE))
+    trained = read_metrics(folder / TRAINED_FILE)
+    metrics = read_metrics(folder / METRICS_FILE, {"buffer/books_balanced"})
     checkpoint = found.checkpoint
     first = 1 if checkpoint is None else checkpoint.history.first_step
     version = 0 if checkpoint is None else checkpoint.policy_version

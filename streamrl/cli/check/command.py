@@ -46,7 +46,7 @@ from streamrl.cli.check.packages import (
 from streamrl.cli.check.settings import (
     check_deadlines,
     check_devices,
-    check_effects,
+    check_engine_device,
     check_folder,
     check_host_memory,
     check_sizes,
@@ -64,7 +64,7 @@ from streamrl.run_folder import held_run
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     check_model,
     check_data,
-    check_effects,
+    check_engine_device,
     check_idle,
     check_user_code,
     check_sandbox,

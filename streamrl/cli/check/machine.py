@@ -39,7 +39,6 @@ class Machine:
     shm: int = 0
     shm_free: int = 0
     max_files: int | None = None
-    hard_max_files: int | None = None
     max_locked: int | None = None
     has_infiniband: bool = False
     max_processes: int | None = None
@@ -73,8 +72,8 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         memory_limit=memory_limit or _number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"),
         shm=shm,
         shm_free=shm_free,
-        max_files=_limit("RLIMIT_NOFILE", 0),
-        hard_max_files=_limit("RLIMIT_NOFILE", 1),
+        # Daemons raise the soft limit to it.
+        max_files=_limit("RLIMIT_NOFILE", 1),
         max_locked=_limit("RLIMIT_MEMLOCK", 0),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
         max_processes=_limit("RLIMIT_NPROC", 0),
@@ -132,7 +131,7 @@ def _is_clock_synchronized() -> bool | None:
     return None if state < 0 else state != _TIME_ERROR
 
 
-_FEW_FILES, _MANY_FILES = 1024, 65_536
+_FEW_FILES = 1024
 _FEW_PROCESSES = 4096
 _FEW_LOCKED = 64 * 2**20
 _SMALL_SHM = 512 * 2**20
@@ -150,13 +149,13 @@ def _of_python(machine: Machine) -> Finding:
 
 def _of_open_files(machine: Machine) -> Finding:
     """A daemon has sockets for each peer and files for each thread of an engine."""
-    limit, hard = machine.max_files, machine.hard_max_files
+    limit = machine.max_files
     sentence = f"{limit or 'any number of'} open files a process"
-    most = "the hard limit" if hard is None else str(min(hard, _MANY_FILES))
+    remedy = "raise the hard limit (ulimit -Hn), as docker run --ulimit nofile=65536 does"
     if limit is not None and limit < _FEW_FILES:
-        return MACHINE.problem(sentence, f"ulimit -n {most}")
+        return MACHINE.problem(sentence, remedy)
     if limit is not None and limit <= _FEW_FILES:
-        return MACHINE.warning(f"{sentence} are few for many generators", f"ulimit -n {most}")
+        return MACHINE.warning(f"{sentence} are few for many generators", remedy)
     return MACHINE.ok(sentence)
 
 

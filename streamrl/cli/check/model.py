@@ -110,8 +110,10 @@ def find_folder(setting: str, name: str) -> ModelFolder | Finding:
 def _ask_hub(setting: str, name: str) -> Finding:
     """Whether the Hub has the model. Waits HUB_S for its answer."""
     missing = f"{setting}: there is no folder {name} here, and it is not in the Hub's cache"
-    if environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-        return MODEL.problem(f"{missing}; HF_HUB_OFFLINE forbids to download it")
+    # The client of the Hub reads the second one where the first one is not set.
+    variable = "HF_HUB_OFFLINE" if environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+    if environ.get(variable, "0").lower() in ("1", "true", "yes", "on"):
+        return MODEL.problem(f"{missing}; {variable} forbids to download it")
     endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     answer: Future[int] = Future()
 

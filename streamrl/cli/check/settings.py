@@ -16,7 +16,6 @@ from streamrl.cli.check.machine import read_machine, why_not_made
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
-from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError
 from streamrl.findings import CONFIGURATION, MEMORY, Finding
 from streamrl.model_folder import local_folder
@@ -70,27 +69,9 @@ def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_effects(config: RunConfig) -> Iterator[Finding]:
-    """Settings that nothing reads beside the others of this configuration."""
-    generator, reward = config.generator, config.algorithm.reward
-    yield from _check_device(generator)
-    environments = {entry.environment for entry in config.entries}
-    if reward.format_penalty and environments == {"single_turn"}:
-        yield CONFIGURATION.problem(
-            f"algorithm.reward.format_penalty: was {reward.format_penalty:g}, and environment "
-            "single_turn has no form that a turn could break, so it counts no invalid turns; the "
-            "others do"
-        )
-    is_alone = len(config.entries) == 1
-    if is_alone and reward.agentic is not None and reward.agentic.grouping == "inductive":
-        yield CONFIGURATION.problem(
-            "algorithm.reward.agentic.grouping: was 'inductive', which compares the episodes of "
-            "one environment, and this run has one: batch does the same"
-        )
-
-
-def _check_device(generator: GeneratorSettings) -> Iterator[Finding]:
+def check_engine_device(config: RunConfig) -> Iterator[Finding]:
     """vLLM and SGLang take GPUs where they find some; one of them, if the setting names it."""
+    generator = config.generator
     if generator.engine == "hf" or generator.vllm.url:
         return
     device, size = generator.device, devices_per_engine(generator)
@@ -114,10 +95,9 @@ ANSWER_S = 0.05
 def check_deadlines(config: RunConfig) -> Iterator[Finding]:
     generator = config.generator
     engine = generator.engine
-    starts_server = engine in ("vllm", "sglang") and generator.url is None
     weights_s, group_s = config.weights.deadline_s, generator.group_deadline_s
     turn_s, episode = generator.episode.turn_deadline_s, "the first token of an episode takes"
-    start_s = generator.served.start_timeout_s if starts_server else None
+    start_s = generator.served.start_timeout_s if generator.starts_server else None
     rank_s = config.learner.rank_deadline_s if config.learner.num_ranks > 1 else None
     for name, given, needed, what in (
         # Each of two hops has half of it.

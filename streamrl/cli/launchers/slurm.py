@@ -62,7 +62,7 @@ from streamrl.errors import (
 )
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
-from streamrl.placement.plan import Host, Plan, PlannedProcess
+from streamrl.placement.plan import Host, Plan, PlannedProcess, without_chosen
 from streamrl.process_environment import PARENT_VARIABLE
 
 # A node that has failed may hold the run's lock until the file server's lease of it ends.
@@ -280,7 +280,8 @@ def step_command(
     itself."""
     place = ("--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", *ON_NODES)
     script = ("sh", "-c", _SCRIPT, name, str(log_file))
-    settings = (f"{key}={value}" for key, value in environment.items())
+    planned = without_chosen(environment, os.environ)
+    settings = (f"{key}={value}" for key, value in planned.items())
     return ("srun", *place, *script, "env", *settings, *command)
 
 

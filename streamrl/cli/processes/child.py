@@ -41,6 +41,7 @@ from streamrl.errors import (
     sentence_of,
 )
 from streamrl.log_lines import json_line
+from streamrl.placement.plan import without_chosen
 from streamrl.run_folder import note_restart
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
@@ -192,9 +193,7 @@ class Child:
         """Exit code and last sentence of a process that is started here. Waits for its end."""
         with ErrorPipe() as pipe:
             command = (executable(), *self._next_command[1:])
-            # A number of threads that a person set stays.
-            kept = {"OMP_NUM_THREADS"} if os.environ.get("OMP_NUM_THREADS") else set()
-            planned = {name: v for name, v in self.environment.items() if name not in kept}
+            planned = without_chosen(self.environment, os.environ)
             environment = {**os.environ, **planned, **pipe.environment}
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with self.log_file.open("ab") as output:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -29,7 +29,7 @@ from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import is_locked, write_file
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import prepare, read_books
-from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics, read_validations
+from streamrl.tracking.jsonl import TRAINED_FILE, read_lines, read_validations
 
 _LOCKS = ".launches"
 _POLL_S = 1.0
@@ -45,7 +45,11 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """
     file = folder.parent / _LOCKS / folder.name
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.parent.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Whoever may write runs there may lock them; some file systems have no modes.
+            with suppress(OSError):
+                file.parent.chmod(folder.parent.stat().st_mode & 0o7777)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write {file}: {error.strerror}") from error
@@ -140,7 +144,7 @@ def _next_prompt_index(folder: Path) -> int:
     checkpoint = newest(folder, contents=False).checkpoint
     books = (read_books(folder), None if checkpoint is None else checkpoint.books)
     known = [of.next_prompt_index for of in books if of is not None]
-    for line in read_metrics(folder / TRAINED_FILE):
+    for line in read_lines(folder / TRAINED_FILE):
         known.append(1 + max(line["prompt_indices"], default=-1))
     if journal_path(folder).exists():
         with open_to_read(journal_path(folder)) as db:

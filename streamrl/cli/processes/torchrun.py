@@ -10,6 +10,7 @@ several that of one which did not fail because of another. Waits for the ranks t
 import argparse
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +32,10 @@ def main(arguments: argparse.Namespace) -> int:
     # The parser has put "--" before them.
     words = arguments.words[arguments.words[:1] == ["--"] :]
     parsed = torchrun.parse_args(words)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # By nohup, which torchrun would undo.
+        names = parsed.signals_to_handle.split(",")
+        parsed.signals_to_handle = ",".join(name for name in names if name != "SIGHUP")
     with _folder_of_records() as folder:
         try:
             torchrun.run(parsed)

@@ -83,10 +83,7 @@ _NO_ADVANTAGE = (
 _OF_ADVANTAGES = RATIO_SETTINGS - PENALTY_SETTINGS | {
     *("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "divergence_topk")
 }
-_OF_THE_REWARD = (
-    *("format_penalty", "truncated_penalty", "agentic", "norm_mean", "norm_std"),
-    *("clip", "length", "placement", "whiten"),
-)
+_OF_THE_REWARD = (*_SHAPES_THE_SUM, "placement")
 
 
 def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str, str]]:

@@ -78,7 +78,7 @@ class ClipCovSettings(ClipRangeSettings):
     """clip_cov: drops the loss of random tokens of high covariance."""
 
     clip_cov_ratio: Share = 2e-4
-    """Share of tokens whose loss is dropped."""
+    """Share of the tokens of a micro-batch whose loss is dropped; at least one."""
     clip_cov_lb: float = 1.0
     """Only above this covariance."""
     clip_cov_ub: float = 5.0
@@ -89,7 +89,7 @@ class KlCovSettings(LossSettings):
     """kl_cov: penalizes the tokens of highest covariance."""
 
     kl_cov_ratio: Share = 2e-4
-    """Share of tokens with the penalty."""
+    """Share of the tokens of a micro-batch with the penalty; at least one."""
     kl_cov_coef: NotNegativeNumber = 0.1
     """Weight of the penalty."""
 
@@ -141,14 +141,6 @@ class DroSettings(LossSettings):
     """Whose: of each token, or of the whole response (Kimi k1.5)."""
 
 
-class GpgSettings(LossSettings):
-    """gpg: has no numbers of its own."""
-
-
-class ReinforceSettings(LossSettings):
-    """reinforce: has no numbers of its own."""
-
-
 class UserLossSettings(LossSettings):
     """A loss of the user's own (PATH.py:NAME). Other keys are kept as they are written and read as
     attributes, `settings.beta`; `model_extra` is the mapping of all of them."""
@@ -160,7 +152,7 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
     "ppo": PpoSettings,
     "gspo": GspoSettings,
     "luspo": LuspoSettings,
-    "gpg": GpgSettings,
+    "gpg": LossSettings,
     "clip_cov": ClipCovSettings,
     "kl_cov": KlCovSettings,
     "geo_mean": GeoMeanSettings,
@@ -170,7 +162,7 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
     "dppo_kl": DppoSettings,
     "vespo": VespoSettings,
     "topr": ToprSettings,
-    "reinforce": ReinforceSettings,
+    "reinforce": LossSettings,
     "dro": DroSettings,
 }
 """The record of numbers of each loss, by its name."""

@@ -56,7 +56,7 @@ class RewardShapingSettings(Section):
     norm_mean: NormScope | None = None
     """Scope of the mean that is subtracted; null: none."""
     norm_std: NormScope | None = None
-    """Scope of the standard deviation that divides; null: none."""
+    """Scope of the standard deviation that divides where it is not 0; null: none."""
     clip: PositiveNumber | None = None
     """Bound on the magnitude."""
     length: LengthRewardSettings | None = None

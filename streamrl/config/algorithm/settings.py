@@ -9,7 +9,7 @@ not read is refused. A published algorithm is an advantage and a loss with their
 the advantage, and its loss is PPO's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
@@ -126,16 +126,18 @@ def _refusal(
 
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-KL_KINDS = (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full")
+_KL_OF_TOKENS = (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS))
+KL_KINDS = (*_KL_OF_TOKENS, "full")
 
 
-def _known_kl(kind: str) -> str:
-    if kind not in KL_KINDS:
-        raise ValueError(f"{kind!r} is unknown; {did_you_mean(kind, KL_KINDS)}")
-    return kind
+def _one_of(kinds: Sequence[str]) -> AfterValidator:
+    def check(kind: str) -> str:
+        if kind not in kinds:
+            known = "of kl_loss alone" if kind in KL_KINDS else "unknown"
+            raise ValueError(f"{kind!r} is {known}; {did_you_mean(kind, kinds)}")
+        return kind
 
-
-KlKind = Annotated[str, AfterValidator(_known_kl)]
+    return AfterValidator(check)
 
 
 class KlLossSettings(Section):
@@ -143,7 +145,7 @@ class KlLossSettings(Section):
 
     coef: NotNegativeNumber = 0.0
     """0 is off; 0.001 is usual."""
-    kind: KlKind = "low_var_kl"
+    kind: Annotated[str, _one_of(KL_KINDS)] = "low_var_kl"
     """Estimator; a trailing + takes the gradient of k2."""
 
     @property
@@ -156,7 +158,7 @@ class KlRewardSettings(Section):
 
     coef: NotNegativeNumber = 0.0
     """0 is off; with the adaptive controller the first value."""
-    kind: KlKind = "kl"
+    kind: Annotated[str, _one_of(_KL_OF_TOKENS)] = "kl"
     """Estimator; not `full`."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """Whether `coef` follows the measured KL."""
@@ -164,15 +166,6 @@ class KlRewardSettings(Section):
     """adaptive: the KL aimed for."""
     horizon: Positive = 10_000
     """adaptive: trajectories over which `coef` may change by a fifth."""
-
-    @field_validator("kind")
-    @classmethod
-    def _is_an_estimator(cls, kind: str) -> str:
-        if kind == "full":
-            raise ValueError(
-                f"was 'full', which kl_loss alone computes; use one of {KL_ESTIMATORS}"
-            )
-        return kind
 
 
 class ValueSettings(Section):

@@ -21,10 +21,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from streamrl import __version__
 from streamrl.config.algorithm.settings import CHOICES, AlgorithmSettings
 from streamrl.config.data import DataSettings
 from streamrl.config.learner import LearnerSettings
-from streamrl.config.loading.explain import explain
+from streamrl.config.loading.explain import RESOLVED_FILE, explain
 from streamrl.config.loading.sources import Setting, from_environment, from_file, from_override
 from streamrl.config.run import RunSettings
 from streamrl.config.run_config import RunConfig
@@ -33,6 +34,8 @@ from streamrl.data_files import SUFFIXES, count_rows, has_rows
 from streamrl.errors import ConfigError
 
 _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
+WRITTEN_BY = "# StreamRL"
+"""Begins the first line of a run's configuration; the release follows."""
 # What the policy reads.
 _READ = frozenset({"system_prompt", "prompt_template", "template", "content", "instructions"})
 
@@ -140,11 +143,29 @@ def load_usable(
         refusal = error
         refused: list[tuple[int | str, ...]] = [("run", "total_epochs")]
     except ValidationError as error:
-        refusal = ConfigError(_without_secrets(explain(error, RunConfig, origins), path))
+        refusal = ConfigError(
+            _without_secrets(explain(error, RunConfig, origins), path) + _of_other_release(path)
+        )
         refused = [detail["loc"] for detail in error.errors()]
     if (rest := _usable(tree, refused)) is None:
         raise refusal
     return LoadedConfig(rest, origins), refusal
+
+
+def _of_other_release(path: Path | str) -> str:
+    """A line more where the configuration of a run is refused because it is of another release;
+    one without a release is older than this line."""
+    file = Path(path) / RESOLVED_FILE if Path(path).is_dir() else Path(path)
+    if file.name != RESOLVED_FILE or not (file.parent / "metrics.jsonl").exists():
+        return ""
+    begin, _, release = file.read_text(encoding="utf-8").partition("\n")[0].rpartition(" ")
+    if begin == WRITTEN_BY and release == __version__:
+        return ""
+    writer = f"StreamRL {release}" if begin == WRITTEN_BY else "an earlier release"
+    return (
+        f"\n{file} was written by {writer}, and this is StreamRL {__version__}: change there what "
+        "is refused, or go on with that release"
+    )
 
 
 def _at_home(value: Any) -> Any:

@@ -5,8 +5,9 @@ has every setting by its dotted name, to compare two configurations.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from streamrl import __version__
 from streamrl.config.algorithm.inert import inert_settings
-from streamrl.config.loading.load import LoadedConfig
+from streamrl.config.loading.load import WRITTEN_BY, LoadedConfig
 from streamrl.config.loading.sources import dump
 from streamrl.config.run_config import RunConfig
 from streamrl.config.section import leaves
@@ -52,7 +53,7 @@ def rendered(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved configuration, as a file that `load_config` reads back to the same: without the
-    settings that cannot act, which would be refused."""
+    settings that cannot act, which would be refused. Its first line names the release."""
     values = config.model_dump(mode="json")
     for section, name, _ in inert_settings(config.algorithm, config.learner.num_updates):
         algorithm = values["algorithm"]
@@ -60,7 +61,7 @@ def to_yaml(config: RunConfig) -> str:
             continue
         kept = {key: value for key, value in algorithm[section].items() if key != name}
         values = {**values, "algorithm": {**algorithm, section: kept}}
-    return dump(values, allow_unicode=True)
+    return f"{WRITTEN_BY} {__version__}\n{dump(values, allow_unicode=True)}"
 
 
 def _render(

@@ -225,7 +225,8 @@ class SimulatedServer:
                 self.state.put(request.lease_id, message.header, message.header, now_s)
                 return (m.Done(),)
             if isinstance(request, m.HeartbeatRequest) and request.status.is_leaving:
-                self._pending_requests.forget_leases(request.status.session)
+                status = request.status
+                self._pending_requests.forget_leases(status.generator_id, status.session)
             answer: m.Answer = request.apply(self.state, now_s)
         except StreamRLError as error:
             return (m.ErrorReply.of(error),)

@@ -91,6 +91,13 @@ def test_scopes_combine_freely_and_running_needs_its_state() -> None:
         normalize(rewards, groups, "running", None)
 
 
+def test_rewards_without_spread_are_not_divided_by_it() -> None:
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0, 2.0, 0.0]), torch.tensor([0, 0, 1, 1, 2])
+    first = normalize(rewards, groups, "batch", "group")
+    assert first[[0, 1, 4]].tolist() == pytest.approx([0.2, 0.2, -0.8])
+    assert normalize(torch.ones(3), torch.zeros(3), None, "batch").tolist() == [1.0] * 3
+
+
 def test_the_overlong_penalty_grows_over_the_buffer() -> None:
     config = LengthRewardSettings(max_length=10, buffer=4)
     lengths = torch.tensor([0, 6, 7, 10, 99])

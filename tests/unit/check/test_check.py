@@ -25,6 +25,7 @@ from streamrl.config import LoadedConfig, load_config
 from streamrl.config.loading.load import load_usable
 from streamrl.errors import ConfigError, DamagedCheckpointError
 from streamrl.findings import Severity
+from streamrl.model_folder import local_folder
 from streamrl.placement import hosts
 from streamrl.types import Books, FinishReason, Trajectory, TrajectoryGroup, replace
 from streamrl.types.packed import PackedGroup, pack
@@ -589,6 +590,29 @@ def test_a_model_in_the_hubs_cache_is_looked_at(folder):
     assert "which is 64: lower it (" in found.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "place"),
+    [
+        ("XDG_CACHE_HOME", "~/cache", "cache/huggingface/hub"),
+        ("HF_HOME", "$HOME/hf", "hf/hub"),
+        ("HUGGINGFACE_HUB_CACHE", "~/old", "old"),
+        ("HF_HUB_CACHE", "~/new", "new"),
+    ],
+)
+def test_the_hubs_cache_is_where_its_client_looks(tmp_path, monkeypatch, variable, value, place):
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    repository = tmp_path / place / "models--org--cached"
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    found = local_folder("model.path", "org/cached")
+    assert found is not None
+    assert found.path == repository / "snapshots" / "abc"
+
+
 def test_an_address_that_is_in_use_is_a_warning(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -684,28 +708,33 @@ def test_what_the_users_code_prints_is_not_part_of_the_configuration(folder, cap
     assert "hello" not in output.out
 
 
-def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [str(Path(sys.executable).with_name("streamrl")), *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    ("line", "trap", "field"),
-    [
+@pytest.mark.usefixtures("torch_is_known")
+def test_a_launch_begins_with_the_check(folder, capsys):
+    text, names, said = CONFIG.format(folder=folder), [], []
+    for line, trap, field in (
         ("data: {source: copy,", "data: {source: nowhere.jsonl,", "data.source"),
         ("generator: {", "generator: {engine: vlm, ", "generator.engine"),
         ("weights: {", "learner: {device: 'cuda:99'}\nweights: {", "learner.device"),
-    ],
-)
-def test_a_launch_begins_with_the_check(folder, line, trap, field):
-    text = CONFIG.format(folder=folder)
-    assert line in text
-    (folder / "trap.yaml").write_text(text.replace(line, trap))
-    checked, launched = run(folder, "check", "trap.yaml"), run(folder, "launch", "trap.yaml")
-    assert (checked.returncode, launched.returncode) == (2, 2)
-    assert checked.stderr.startswith(f"streamrl check: {field}")
-    assert "trap.yaml:" in checked.stderr
-    assert launched.stderr == checked.stderr.replace("streamrl check", "streamrl launch")
+    ):
+        assert line in text
+        names.append(f"{field}.yaml")
+        Path(names[-1]).write_text(text.replace(line, trap))
+        assert main(["check", names[-1]]) == 2
+        said.append(capsys.readouterr().err)
+        assert said[-1].startswith(f"streamrl check: {field}")
+        assert f"{names[-1]}:" in said[-1]
+    # It forks, and the fork of a process with threads, as pytest may have, may hang.
+    code = """
+import sys
+from streamrl.cli.main import main
+from streamrl.cli.processes import fork_server
+fork_server._can_fork = lambda: False
+print([main(["launch", name]) for name in sys.argv[1:]])
+"""
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "[2, 2, 2]\n"
+    assert done.stderr == "".join(said).replace("streamrl check", "streamrl launch")
     assert not (folder / "run").exists()
 
 

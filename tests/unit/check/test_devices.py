@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.cli.check import settings
 from streamrl.cli.check.machine import Machine
-from streamrl.cli.check.settings import check_effects
+from streamrl.cli.check.settings import check_engine_device
 from streamrl.cli.plan import print_plan
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
@@ -97,7 +97,7 @@ def test_a_plan_has_what_a_launch_starts_and_says_nothing_of_memory(config, caps
 def test_an_engine_that_takes_what_it_finds_can_be_given_one_gpu(device, size, refused):
     vllm = {"tensor_parallel_size": size}
     config = configured(generator={"engine": "vllm", "device": device, "vllm": vllm})
-    said = [finding.sentence for finding in check_effects(config)]
+    said = [finding.sentence for finding in check_engine_device(config)]
     assert [refused in sentence for sentence in said] == ([True] if refused else [])
 
 

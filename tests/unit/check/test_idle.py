@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.check.idle import _default, _idle, check_idle
+from streamrl.cli.check.idle import _idle, check_idle, default_of
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import with_setting
 from streamrl.config.loading.sources import from_override
@@ -47,7 +47,8 @@ def test_what_nothing_reads_is_said_until_something_does(setting, reader):
 
 def test_every_setting_that_is_looked_at_is_one():
     default = config()
-    for _, names, _ in _idle(default):
-        for name in names:
-            assert attrgetter(name)(default) == _default(default, name)
+    for _, place, names, _ in _idle(default):
+        section = attrgetter(place)(default)
+        for name in names.split():
+            assert getattr(section, name) == default_of(section, name)
     assert list(check_idle(default)) == []

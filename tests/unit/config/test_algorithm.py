@@ -123,7 +123,7 @@ def test_rollout_is_is_a_preset_or_a_record() -> None:
         ({"reward": {"truncated": "penalize"}}, "set truncated: penalize and truncated_penalty"),
         ({"reward": {"truncated_penalty": 1.0}}, "truncated: is train and truncated_penalty is 1"),
         ({"reward": {"length": {"max_length": 4, "buffer": 5}}}, "at most max_length"),
-        ({"kl_reward": {"kind": "full"}}, "which kl_loss alone computes"),
+        ({"kl_reward": {"kind": "full"}}, "is of kl_loss alone; allowed: abs, abs+, k1, "),
         ({"proximal": "recomputed"}, "'recompute', 'behavior', 'loglinear' or 'linear'"),
         ({"rl_loss_coef": 0}, "rl_loss_coef: was 0, and the loss has no other term"),
         (

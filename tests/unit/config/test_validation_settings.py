@@ -49,7 +49,12 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
         (
             {"generator": {"temperature": 1}},
             {},
-            "temperature has no effect there; set validation.temperature",
+            "validation.generator.temperature: has no effect there; set validation.temperature",
+        ),
+        (
+            {"generator": {"max_in_flight": 8}},
+            {},
+            "unknown key; did you mean validation.generator.episode.max_in_flight?",
         ),
         (
             {"every": 5},

@@ -1,18 +1,34 @@
-"""An episode that is offered is taken, whoever else waits for one."""
+"""An episode that is offered is taken, whoever else waits for one; and ends once."""
 
 import asyncio
 
+import pytest
+
+from actors.gateway.agent import AgentResult
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
-from actors.gateway.session import Session
+from actors.gateway.session import Session, SessionEndedError
 from streamrl.interfaces import EnvironmentContext, Prompt
 from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine
 
 
-async def test_an_episode_is_taken_where_the_agent_that_waited_longest_is_gone():
-    renderer, episodes = PlainRenderer(), OpenEpisodes()
+def make_episode() -> OpenEpisode:
+    renderer = PlainRenderer()
     context = EnvironmentContext(Prompt("p", ""), (), renderer)
     session = Session(ScriptedEngine(), renderer, SAMPLING, max_model_len=9)
-    episode = OpenEpisode(session, context, needs_reward=False)
+    return OpenEpisode(session, context, needs_reward=False)
+
+
+async def test_another_reward_than_the_first_is_refused():
+    episode = make_episode()
+    episode.close(AgentResult(1.0))
+    episode.close(AgentResult(1.0))
+    with pytest.raises(SessionEndedError, match="its first result stands"):
+        episode.close(AgentResult(0.5))
+    assert episode.result.result().reward == 1.0
+
+
+async def test_an_episode_is_taken_where_the_agent_that_waited_longest_is_gone():
+    episodes, episode = OpenEpisodes(), make_episode()
     first, second = (asyncio.create_task(episodes.take(name, 60)) for name in "ab")
     for _ in range(5):
         await asyncio.sleep(0)

@@ -86,6 +86,16 @@ def test_a_step_gets_its_variables_on_its_node(tmp_path):
     assert log.read_text() == "2,3\nfailed\n"
 
 
+def test_a_step_keeps_the_interface_and_threads_that_the_job_has(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    planned = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    words = step_command("learner", "n2", ("env",), planned, tmp_path / "learner.log")
+    subprocess.run(words[words.index("sh") :], check=True)
+    lines = (tmp_path / "learner.log").read_text().splitlines()
+    assert {"NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=eth0"} <= {*lines}
+
+
 def test_a_run_that_another_launch_has_is_left_as_it_is(capsys, file, tmp_path, monkeypatch):
     """Before its first step."""
     monkeypatch.setattr("streamrl.cli.launchers.slurm._LOST_LOCK_S", 0.0)
@@ -110,6 +120,20 @@ def test_an_allocation_gets_keys_and_steps_that_can_be_pasted(capsys, file, monk
     steps = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert steps
     assert all(words[words.index("-c") + 1].endswith('>>"$log" 2>&1') for words in steps)
+
+
+def test_a_launch_in_a_pod_for_torchrun_is_no_rank(file, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("streamrl.cli.launch.require_startable", lambda _: None)
+    assert main(["launch", file, "--dry-run"]) == 0
+    assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()
+
+
+def test_who_shares_the_folder_of_runs_shares_its_locks(tmp_path):
+    tmp_path.chmod(0o2770)
+    with sole_launch(tmp_path / "run"):
+        assert (tmp_path / ".launches").stat().st_mode & 0o7777 == 0o2770
 
 
 def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):

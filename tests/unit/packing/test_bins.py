@@ -82,6 +82,23 @@ def test_all_ranks_have_the_fewest_micro_batches_that_longest_first_fits_in(shar
     assert count == needed
 
 
+def test_four_times_as_many_trajectories_of_which_no_two_fit_take_few_more_trials(monkeypatch):
+    fill, tried = packing._fill, []
+
+    def counted(lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
+        tried.append(num_bins)
+        return fill(lengths, max_tokens, num_bins)
+
+    monkeypatch.setattr(packing, "_fill", counted)
+    num_tried = []
+    for size in (500, 2000):
+        tried.clear()
+        (bins,) = packed_by_all([[51] * size], MAX_TOKENS)
+        assert len(bins) == size
+        num_tried.append(len(tried))
+    assert num_tried[1] <= num_tried[0] + 4
+
+
 @given(st.lists(st.integers(1, 9), max_size=40))
 def test_equal_lengths_stay_in_order(lengths):
     expected = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)

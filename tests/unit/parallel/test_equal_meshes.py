@@ -65,11 +65,11 @@ def untrained(name: str, mesh: Mesh | None = None, recompute: bool = False) -> T
 
 
 def trained(name: str, mesh: Mesh | None = None, recompute: bool = False) -> dict[str, Any]:
-    """Parameters of policy and critic, and the metrics, after three steps."""
+    """Parameters of policy and critic, and the metrics, after two steps."""
     trainer = untrained(name, mesh, recompute)
     ranks = Ranks() if mesh is None else data_ranks(mesh)
     metrics = []
-    for step in range(3):
+    for step in range(2):
         groups = {group.prompt_index: group for group in make_groups(step)}
         if name == "candidates":
             groups = {index: with_candidates(g, 9, 4) for index, g in groups.items()}
@@ -192,7 +192,7 @@ def meshes(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_three_steps_end_where_those_of_one_rank_end(meshes, name):
+def test_two_steps_end_where_those_of_one_rank_end(meshes, name):
     alone = trained(name)
     start = untrained(name).policy.parameters()
     assert max((alone["parameters"][n] - p).abs().max() for n, p in start.items()) > 1e-4

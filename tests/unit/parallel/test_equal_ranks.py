@@ -30,7 +30,6 @@ from tests.training import (
     with_metrics,
 )
 
-NUM_STEPS = 2
 TWICE = {"updates_per_batch": 2, "epochs": 2}
 CASES: dict[str, dict[str, Any]] = {
     "token-mean": {},
@@ -129,6 +128,8 @@ CASES: dict[str, dict[str, Any]] = {
     "not-finite-critic": {"advantage": "gae", "value": {"max_tokens_per_micro_batch": 40}},
     "not-finite-kl": {"kl_reward": {"coef": 0.1, "controller": "adaptive"}},
 }
+LASTING = ("token-mean", "gae", "kl-reward", "not-finite-kl", "rae", "whitened")
+"""Whose first step leaves something to the second: moments, running means, a coefficient."""
 # Some ranks have none of them, and of four ranks one has no other.
 NOT_FINITE = ((1, 0), (1, 2), (4, 0), (4, 1), (4, 2))
 # Of how the work was divided; times and rates are of one process.
@@ -185,7 +186,7 @@ def train(name: str, trainer: Trainer, ranks: Ranks) -> list[dict[str, float]]:
     if not is_finite:
         poison(trainer)
     cuts = (slice(0, 1), slice(1, None)) if name.endswith("parts") else (slice(None),)
-    for step in range(NUM_STEPS):
+    for step in range(2 if name in LASTING else 1):
         groups = make_step(step, is_finite=is_finite)
         groups = list(map(of_turns, groups)) if name == "segments" else groups
         groups = list(map(observing, groups)) if name.endswith("echo") else groups

@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeFo
 from learners.parallel.mesh import full, make_mesh
 from learners.policy.loading import load_network
 from streamrl.config.learner import MeshSettings
+from streamrl.errors import ConfigError
 from tests.model_families import make_model
 from tests.ranks import run_ranks
 from tests.tiny_model import make_llama, save_llama
@@ -117,8 +118,11 @@ def on_rank(folder: str, sizes: list[dict[str, int]]) -> list[dict[int, dict[str
 @pytest.mark.parametrize(
     ("num_ranks", "sizes"),
     [
-        (2, [{"shard": 2}, {"sequence": 2}]),
-        (4, [{"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}]),
+        (2, [{"shard": 2}, {"sequence": 2}, {"tensor": 2}]),
+        pytest.param(
+            *(4, [{"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}]),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["two ranks", "four ranks"],
 )
@@ -133,6 +137,17 @@ def test_ranks_load_the_bits_that_one_rank_loads(num_ranks, sizes, tmp_path):
                 assert ours.keys() == alone[number].keys()
                 for key, tensor in alone[number].items():
                     assert torch.equal(ours[key], tensor), (size, CASES[number], key)
+
+
+@pytest.mark.parametrize("save", [save_untied, save_llama, save_gpt2])
+def test_a_library_of_inference_goes_by_what_config_json_says_of_the_lm_head(save, tmp_path):
+    save(tmp_path)
+    config = make_config(model={"path": str(tmp_path)}, generator={"engine": "vllm"})
+    if save is save_untied:
+        with pytest.raises(ConfigError, match=r"an LM head of its own, .*generator\.engine vllm"):
+            load_network(config)
+    else:
+        load_network(config)
 
 
 def peak_growth(folder: str) -> tuple[int, int]:

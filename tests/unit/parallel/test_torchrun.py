@@ -34,7 +34,10 @@ if names[rank] == "killed":
     os.kill(os.getpid(), 9)
 if names[rank] == "silent":
     sys.exit(7)
-if names[rank] != "well":
+if names[rank] == "hung up":
+    os.kill(os.getppid(), 1)
+    time.sleep(0.5)
+elif names[rank] != "well":
     error = getattr(errors, names[rank])(f"rank {rank} has failed")
     assert leave_record(error)
     sys.exit(errors.exit_code_of(error))
@@ -98,3 +101,8 @@ def test_it_ends_well_and_leaves_the_environment_to_its_own_parent(tmp_path, mon
 def test_options_of_the_ranks_are_not_taken_for_its_own():
     words = ["--nnodes=2", "--no-python", "streamrl", "learner", "--config", "x", "--", "--help"]
     assert arguments(*words).words == ["--", *words]
+
+
+def test_nohup_holds_for_ranks(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert run(tmp_path, "hung up") == 0

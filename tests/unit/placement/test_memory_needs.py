@@ -220,13 +220,12 @@ def test_layers_that_keep_less_than_keys_and_values_count_as_that():
     assert not ModelShape.of_facts({**EIGHT_B, "model_type": "jamba"}).kv_bytes_per_token(2)
 
 
-@pytest.mark.parametrize(
-    ("engine", "name"), [("vllm", "pipeline_parallel_size"), ("sglang", "pp_size")]
-)
-def test_layers_are_divided_by_the_pipeline(folder, engine, name):
-    generator = {"engine": engine, "dtype": "bfloat16"}
+def test_layers_are_divided_by_the_pipeline(folder):
+    generator = {"engine": "vllm", "dtype": "bfloat16"}
     one = with_model(folder, generator=generator)
-    four = with_model(folder, generator={**generator, "engine_kwargs": {name: 4}})
+    four = with_model(
+        folder, generator={**generator, "engine_kwargs": {"pipeline_parallel_size": 4}}
+    )
     shape = ModelShape.of_facts(EIGHT_B)
     for of_four, of_one in zip(
         EngineMemory(four, four.generator, shape).need().parts[:2],

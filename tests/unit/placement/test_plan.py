@@ -10,7 +10,9 @@ from streamrl.cli.processes import child
 from streamrl.cli.processes.daemons import make_children
 from streamrl.errors import ConfigError
 from streamrl.placement.assign import make_plan
+from streamrl.placement.memory import Fit
 from streamrl.placement.plan import Device, Host, Plan
+from streamrl.placement.seats import Seat
 from tests.unit.placement.plans import configured, one_host, several
 
 
@@ -106,6 +108,18 @@ def test_sixteen_nodes_take_a_learner_of_64_ranks_and_16_engines_without_sharing
     }
     used = [(p.host, d) for p in plan.processes for d in p.devices]
     assert len(used) == len(set(used)) == 128
+
+
+def test_the_place_of_each_process_is_looked_at_once(monkeypatch):
+    fraction, looked = Fit._fraction, []
+
+    def counted(self: Fit, seat: Seat) -> float | None:
+        looked.append(seat.name)
+        return fraction(self, seat)
+
+    monkeypatch.setattr(Fit, "_fraction", counted)
+    plan = make_plan(configured(generator=vllm(14)), several(8, 8))
+    assert sorted(looked) == sorted(process.name for process in plan.processes)
 
 
 @settings(deadline=None)

@@ -96,33 +96,21 @@ def one_by_one(batch: TrainingBatch) -> list[MicroBatch]:
 
 
 @pytest.mark.parametrize("family", ROUTED)
-def test_where_experts_agree_nothing_changes(family: str):
+def test_experts_are_those_of_the_record(family: str):
     batch = sibling_batch(GROUPS)
+    other = with_record(batch, random_experts)
     plain = computed(make_network(family), whole(batch))
     network = make_network(family, "replay")
-    replayed = computed(network, whole(with_record(batch, of_engine(family))))
-    assert_alike(replayed, plain)
+    assert_alike(computed(network, whole(with_record(batch, of_engine(family)))), plain)
     metrics = network.router_records.metrics(Ranks())  # type: ignore[union-attr]
     assert metrics["router/mismatch_frac"] == 0.0
-
-
-@pytest.mark.parametrize("family", ROUTED)
-def test_other_experts_are_taken_however_tokens_are_packed(family: str):
-    batch = with_record(sibling_batch(GROUPS), random_experts)
-    network = make_network(family, "replay")
-    packed = computed(network, whole(batch))
-    network.run_packed(False)
-    assert_alike(packed, computed(network, *one_by_one(batch)))
-    assert differs(packed, computed(make_network(family), whole(batch)))
-
-
-@pytest.mark.parametrize("family", ROUTED)
-def test_layers_computed_twice_take_the_same_experts(family: str):
-    batch = with_record(sibling_batch(GROUPS), random_experts)
-    once = computed(make_network(family, "replay"), whole(batch))
-    twice = computed(make_network(family, "replay", gradient_checkpointing=True), whole(batch))
-    for mine, theirs in zip(twice, once, strict=True):
+    packed = computed(network, whole(other))
+    assert differs(packed, plain)
+    twice = computed(make_network(family, "replay", gradient_checkpointing=True), whole(other))
+    for mine, theirs in zip(twice, packed, strict=True):
         assert torch.equal(mine, theirs)
+    network.run_packed(False)
+    assert_alike(computed(network, *one_by_one(other)), packed)
 
 
 def test_recording_alone_changes_nothing_and_counts():

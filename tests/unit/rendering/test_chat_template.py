@@ -144,9 +144,10 @@ class TestSchemas:
         assert make(CHATML).encode_messages([ASKED])
 
 
-def test_a_template_that_joins_arguments_to_text_gets_them_as_json():
-    """Those of DeepSeek-V3 to V3.1."""
-    renderer = make(HERMES.replace("f.arguments | tojson", "'' + f.arguments"))
+@pytest.mark.parametrize("written", ["'' + f.arguments", "f.arguments"])
+def test_a_template_that_takes_arguments_as_text_gets_them_as_json(written):
+    """Those of DeepSeek-V3 to V3.1 join them to text."""
+    renderer = make(HERMES.replace("f.arguments | tojson", written))
     renderer.require_tools()
     said = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **call("add", a=3)}]}
     text = read(renderer, renderer.encode_messages([ASKED, said, RESULT], [ADD]))

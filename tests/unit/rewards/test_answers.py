@@ -127,6 +127,13 @@ def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
         (r"\boxed{12~\text{square units}}", "12", 1),
         (r"\boxed{5 m/s}", r"5 \text{ m/s}", 1),
         (r"\boxed{1 + x}", "x + 1.", 1),
+        ("The answer is not 4.5, but 8.", "8", 1),
+        ("The answer is not 5 but 8", "5", 0),
+        (r"\boxed{\textbf{(D)}\ 12}", "D", 1),
+        (r"\boxed{\textbf{(D)}\ 12}", "12", 1),
+        ("The answer is (C) 8.", "B", 0),
+        (r"\boxed{B. Paris}", "B. Paris", 1),
+        (r"\boxed{\text{8 cm}}", "8", 1),
         ("\\boxed{x\N{EN DASH}5}", "x - 5", 1),
     ],
 )

@@ -183,6 +183,8 @@ ONE_PROCESS_EACH = [
     ("import os\nprint(1)\nos._exit(0)", 1.0),
     ("import sys\nprint(1)\nsys.exit('wrong')", 0.0),
     ("import sys\nprint(1)\nsys.exit()", 1.0),
+    ("import sys\nprint(1)\nsys.stdout.close()", 1.0),
+    ("if len(input()) == 0:\n    print(1)", 1 / 3),
     ("print(1)\nraise ValueError", 0.0),
     ("if __name__ == '__main__':\n    print(open(0).read().count('x'))", 1 / 3),
     ("import sys\nprint(sum(line == 'x\\n' for line in sys.stdin))", 1 / 3),
@@ -202,6 +204,13 @@ async def test_each_input_of_a_program_has_a_process_of_its_own(code, share):
     assert await score(block(code), **row, kwargs={"partial": True, "time_s": 2.0}) == share
     if share not in (0.0, 1.0):
         assert await score(block(code), **row, kwargs={"time_s": 2.0}) == 0.0
+
+
+@needs_sandbox
+async def test_a_program_may_have_nothing_to_print_for_one_of_its_inputs():
+    row = {"tests": {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["1", "", "3"]}}
+    code = "n = int(input())\nif n != 2:\n    print(n)"
+    assert await score(block(code), **row) == 1.0
 
 
 @needs_sandbox

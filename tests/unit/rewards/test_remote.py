@@ -51,6 +51,8 @@ class TestJudge:
             ("Score [0 to 10]: 7", 0.7),
             ("Score: 7 (a lower score, 3, would be harsh)", 0.7),
             ("**Score: 5/10**", 0.5),
+            ("Score: .5", 0.05),
+            ('{"score": 7,"reason": "9"}', 0.7),
             ("The score is 6 out of 10.", 0.6),
             ("<think>Score: 2?</think>A 9, that is: score 9", 0.9),
         ],
@@ -62,7 +64,9 @@ class TestJudge:
         ((_, _, body),) = service.requests
         assert set(body) == {"model", "messages"}
 
-    @pytest.mark.parametrize("text", ["no idea", "Score: 11", "Score: -1", "", "<think>Score: 7?"])
+    @pytest.mark.parametrize(
+        "text", ["no idea", "Score: 11", "Score: -1", "Score: 7,5", "", "<think>Score: 7?"]
+    )
     async def test_nonsense_is_asked_again_and_then_fails_the_group(self, text):
         async with serving(lambda body: (200, says(text))) as service:
             reward = made("judge", service.url, limits={"retries": 1}, model="m")

@@ -355,6 +355,13 @@ def test_texts_of_records_are_read_and_others_stay(text, value):
     assert decoded(text) == (text if value is None else value)
 
 
+@pytest.mark.parametrize("plural", ["", "s"])
+def test_texts_of_one_test_are_not_taken_apart(plural):
+    """They have as many characters, which would be as many tests."""
+    row = {"tests": {f"input{plural}": "[5]\n", f"output{plural}": "25\n\n"}}
+    assert read_tests(Prompt("", "", row)) == [ProgramTest("[5]\n", "25\n\n")]
+
+
 def test_inputs_and_outputs_are_read_as_programs_or_calls():
     def read(**row: object) -> list:
         return read_tests(Prompt("", "", row))

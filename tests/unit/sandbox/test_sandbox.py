@@ -46,6 +46,16 @@ class TestPrograms:
         assert result.is_success
         assert result.failure(LIMITS) == ""
 
+    async def test_the_input_is_a_file_that_cannot_be_changed(self, isolation: Isolation) -> None:
+        code = (
+            "import os\n"
+            "print(os.read(0, os.fstat(0).st_size))\n"
+            "open('/dev/stdin', 'r+b', 0).write(b'z')"
+        )
+        result = await run(isolation, code, stdin="2\n3\n")
+        assert result.stdout == "b'2\\n3\\n'\n"
+        assert "PermissionError" in result.stderr
+
     async def test_an_error_is_read_from_standard_error(self, isolation: Isolation) -> None:
         result = await run(isolation, "print('before'); 1 / 0")
         assert result.stdout == "before\n"
@@ -84,7 +94,7 @@ class TestPrograms:
             "for name in 'stdout', 'stderr': print(name, file=open(f'/dev/{name}', 'w'))"
         )
         result = await run(isolation, code, stdin="xy")
-        assert (result.stderr, result.stdout) == ("stderr\n", "True True\nb'x' y\nstdout\n")
+        assert (result.stderr, result.stdout) == ("stderr\n", "True True\nb'x' xy\nstdout\n")
 
     async def test_an_abort_is_told(self, isolation: Isolation) -> None:
         result = await run(isolation, "import os; os.abort()")

@@ -315,3 +315,31 @@ def test_a_server_that_lost_its_weights_is_sent_them_again():
     for name in ("a", "b"):
         on_server(made, name, "x:1", learner_id=NO_LEARNER)
     assert split(made) == (["a"], [])
+
+
+def test_looking_at_four_times_as_many_of_whom_half_are_left_out_costs_about_four_times_as_much():
+    class CountingClock(Clock):
+        num_read = 0
+
+        def __call__(self) -> float:
+            self.num_read += 1
+            return self.now_s
+
+    costs = []
+    for size in (100, 400):
+        clock = CountingClock()
+        made = Membership("h", clock)
+        ids = [f"g{i}" for i in range(size)]
+        for _ in range(3):
+            for name in ids:
+                made.on_hello(name.encode(), hello(name))
+            made.on_asked(ids[::2])
+            clock.now_s += ALIVE_S
+            made.fence([peer for peer in made.alive() if peer.name in ids[::2]])
+        for name in ids:
+            made.on_hello(name.encode(), hello(name))
+        clock.num_read = 0
+        assert names(made) == sorted(ids[1::2])
+        assert len(made.late()) == size // 2
+        costs.append(clock.num_read)
+    assert costs[1] < 6 * costs[0]

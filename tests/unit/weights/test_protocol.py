@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from streamrl import wire
 from streamrl.types import BroadcastEndpoint, FilesEndpoint, SharedEndpoint
 from streamrl.weights import receiver as receiving
 from streamrl.weights.locality import locality_of
+from streamrl.weights.membership import Membership, Peer
 from streamrl.weights.protocol import (
     UNKNOWN_LOCALITY,
     Announce,
@@ -94,6 +96,32 @@ async def test_version_0_is_the_model_folders_and_is_not_sent(tmp_path):
         started.publish(1, 1.0)
         await until(lambda: generator.policy_version == 1)
         assert [update.policy_version for update in generator.updates] == [1]
+
+
+async def test_a_receiver_that_has_the_version_makes_nobody_look_at_all_of_them(
+    tmp_path, monkeypatch
+):
+    outdated, looks = Membership.outdated, []
+
+    def counted(self: Membership, version: int) -> list[Peer]:
+        looks.append(version)
+        return outdated(self, version)
+
+    monkeypatch.setattr(Membership, "outdated", counted)
+    async with run(tmp_path) as started:
+        generator, _ = started.join("a")
+        started.publish(1, 1.0)
+        await until(lambda: generator.policy_version == 1)
+        await until(lambda: "receive_s" in started.sender.gauges())
+        await asyncio.sleep(0.1)
+        before = len(looks)
+        has = Hello("b", "session", 1, generator.updates[0].learner_id)
+        for _ in range(100):
+            started.sender._on_hello(has)
+            await asyncio.sleep(0)
+        assert len(looks) - before < 5
+        started.sender._on_hello(replace(has, policy_version=0))
+        await until(lambda: len(looks) > before)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,10 @@ def write_secrets(given: RunConfig) -> None:
 
 
 def handed_on(config: RunConfig) -> Mapping[str, str]:
-    """Variables of this process that the run's processes get too."""
+    """Variables of this process that the run's processes get too: keys, and whom they are for."""
     of_servers = (config.generator.vllm.api_key_variable, config.generator.sglang.api_key_variable)
-    names = (REDIS_PASSWORD, "WANDB_API_KEY", "HF_TOKEN", *of_servers)
+    of_services = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "HF_TOKEN", "HF_ENDPOINT")
+    names = (REDIS_PASSWORD, *of_services, *of_servers)
     return {name: os.environ[name] for name in names if name and name in os.environ}
 
 

@@ -38,6 +38,7 @@ from streamrl.errors import (
     sentence_of,
 )
 from streamrl.placement.hosts import this_machine
+from streamrl.placement.plan import without_chosen
 from streamrl.process_environment import processes_with
 from streamrl.run_folder import held_run, move_aside
 
@@ -227,7 +228,12 @@ class Supervisor:
     ) -> Process:
         log.parent.mkdir(parents=True, exist_ok=True)
         beside = str(Path(sys.executable).parent)
-        own = {key: v for key, v in os.environ.items() if not key.startswith("RAY_")}
+        # Ray chooses the threads of its workers by itself.
+        own = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("RAY_") and key != "OMP_NUM_THREADS"
+        }
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -240,7 +246,7 @@ class Supervisor:
                     **own,
                     "PATH": f"{beside}:{os.environ.get('PATH', os.defpath)}",
                     MARK: f"{self._mark}:{name}:",
-                    **environment,
+                    **without_chosen(environment, own),
                     **pipe.environment,
                 },
                 pass_fds=(pipe.descriptor,),
