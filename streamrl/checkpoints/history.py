@@ -96,12 +96,12 @@ def read_history(checkpoints: Path) -> History | None:
 
 
 def survives(checkpoints: Path, history: History) -> bool:
-    """Whether no other learner has made its history the surviving one.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    surviving = read_history(checkpoints)
+    """Whether no other learner is known to have made its history the surviving one. A file that
+    cannot be read at the moment tells of none, and is no reason to end a learner."""
+    try:
+        surviving = read_history(checkpoints)
+    except ConfigError:
+        return True
     return surviving is None or surviving.learner_id == history.learner_id
 
 
@@ -109,7 +109,6 @@ def require_surviving(checkpoints: Path, history: History) -> None:
     """
     Raises:
         FencedError: another learner has made its history the surviving one.
-        ConfigError: the file cannot be read.
     """
     if not survives(checkpoints, history):
         raise FencedError(
