@@ -328,8 +328,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def _attach(self, books: Books) -> None:
         self.learner_term = self.ledger.attach(self.version, books)
         self.loan = ()
+        # Older books may have made a prompt open that these books have trained.
+        self.held = {n: e for n, e in self.held.items() if e.prompt_index not in self.history}
         for prompt_index, lease in tuple(self.vacant.items()):
-            if lease.min_policy_version > self.version:
+            if lease.min_policy_version > self.version or prompt_index in self.history:
                 del self.vacant[prompt_index]
 
     @invariant()
