@@ -325,13 +325,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def copy_the_buffer(self) -> None:
         self.older_ledger = deepcopy(self.ledger)
 
-    def _attach(self, books: Books) -> None:
+    def _attach(self, books: Books | None) -> None:
         self.learner_term = self.ledger.attach(self.version, books)
         self.loan = ()
-        # Older books may have made a prompt open that these books have trained.
-        self.held = {n: e for n, e in self.held.items() if e.prompt_index not in self.history}
+        # Older books may have made a prompt open that these books have trained or dropped.
+        given = Books() if books is None else books
+        closed = {*range(given.next_prompt_index)} - {*given.open_prompt_indices}
+        self.held = {n: e for n, e in self.held.items() if e.prompt_index not in closed}
         for prompt_index, lease in tuple(self.vacant.items()):
-            if lease.min_policy_version > self.version or prompt_index in self.history:
+            if lease.min_policy_version > self.version or prompt_index in closed:
                 del self.vacant[prompt_index]
 
     @invariant()
