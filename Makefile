@@ -14,6 +14,8 @@ OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/check/test_before
   unit/parallel/test_equal_ranks.py unit/rewards/test_*code.py unit/weights/test_slow_receivers.py \
   unit/weights/test_strangers.py contract/test_buffer_limits.py contract/test_hostile_servers.py
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
+# Named, since to collect all tests takes each process twice as long as to collect these.
+LONG := tests/deploy $(sort $(shell grep -rl --include='test_*.py' 'mark[.]long' tests/unit tests/contract tests/system))
 INSTALL := $(BIN)/python deploy/install.py
 # One more than there are cores, since tests wait for daemons a fifth of their time; at most four.
 WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4)))
@@ -64,8 +66,7 @@ test-deploy: $(VENV)/dev.stamp
 	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
 	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long -n 2 --dist loadfile
-	$(BIN)/pytest tests -m "long or deploy" --ignore tests/vllm --ignore tests/sglang -n 2 \
-	  --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest $(LONG) -m "long or deploy" -n 2 --dist loadgroup --no-loadscope-reorder
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
 test-vllm: $(VLLM)/vllm.stamp
