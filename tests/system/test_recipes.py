@@ -17,7 +17,12 @@ from streamrl.errors import EXIT_UNREACHABLE
 from tests.documents import ROOT
 from tests.system.conftest import STREAMRL
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+# To make the model takes as long as to train it: once, in one process of the tests.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(3600),
+    pytest.mark.xdist_group("recipes"),
+]
 STEPS = 2
 
 
