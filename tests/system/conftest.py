@@ -17,7 +17,7 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.metrics import OWN, find
 from streamrl.run_folder import read_json
-from streamrl.tracking.jsonl import read_metrics
+from streamrl.tracking.jsonl import read_last, read_metrics
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,11 @@ class RunFolder:
         return lines
 
     @property
+    def newest(self) -> dict[str, Any]:
+        """The last of the lines, for who asks many times a second."""
+        return read_last(self.folder / "metrics.jsonl")
+
+    @property
     def books(self) -> dict[str, Any]:
         return read_json(self.folder / "books.json")
 
@@ -131,11 +136,11 @@ class Launched(RunFolder):
             time.sleep(0.02)
 
     def until_step(self, step: int) -> None:
-        self.until(lambda: len(self.lines) >= step)
+        self.until(lambda: self.newest.get("step", 0) >= step)
 
     def until_generators(self, count: int) -> None:
         """So many report, as of the newest step."""
-        self.until(lambda: [line["generator/count"] for line in self.lines[-1:]] == [count])
+        self.until(lambda: self.newest.get("generator/count") == count)
 
     def child(self, role: str) -> psutil.Process:
         """The newest process of the role."""
