@@ -18,6 +18,7 @@ from streamrl.tracking.jsonl import read_metrics
 from tests.documents import ROOT, commands, write_files
 from tests.ports import free_port
 from tests.system.conftest import DEADLINE_S, STREAMRL, script, slow_reward
+from tests.system.test_launch import output_of
 from tests.waiting import block_until
 
 SCRIPTS = "PYTHONPATH=. .venv/bin/python -m tests.research."
@@ -347,6 +348,8 @@ def _output(command: str, deadline_s: float = DEADLINE_S) -> str:
     words = _words(command)
     if "launch" in words[:2]:
         words.append("--strict")
+    elif words[0] == STREAMRL:
+        return output_of(*words[1:])
     done = subprocess.run(words, capture_output=True, text=True, timeout=deadline_s, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout

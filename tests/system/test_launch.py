@@ -261,7 +261,7 @@ def terminate(run: Launched, role: str) -> None:
 def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_on(
     launch: Launch, tmp_path: Path
 ):
-    reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
+    reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
     run = launch(*_set("run.max_steps=100000", TWO, "buffer.lease_ttl_s=30", reward))
     run.until_generators(2)
     config = str(run.folder / "config.yaml")
