@@ -57,6 +57,9 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        """Unless it runs."""
+        if self.process is not None and self.process._process.poll() is None:
+            return
         url = {"url": self.url}
         config = run_config(self.model, max_num_seqs=16, max_model_len=40, vllm=url)
         program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -88,9 +91,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-@pytest.fixture
-def servers(model: Path, tmp_path: Path) -> Iterator[list[Server]]:
-    made = [Server(model, tmp_path / f"vllm-{i}.log", free_port()) for i in range(2)]
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """They go on from test to test: whoever comes gives a server weights of its own."""
+    folder = tmp_path_factory.mktemp("servers")
+    made = [Server(model, folder / f"vllm-{i}.log", free_port()) for i in range(2)]
     yield made
     for server in made:
         if server.process is not None:
@@ -167,10 +172,11 @@ def assert_right_to_the_token(run: Launched) -> None:
 def test_two_generators_share_a_server_whose_owner_is_killed(servers, start):
     server = servers[0]
     server.start()
+    before = server.posts("/finish_weight_update")
     run = start(f"generator.vllm.url={server.url}", "generator.count=2")
     until(run, lambda: len(run.lines) >= 2)
     until_trained(run, "generator-0", "generator-1")
-    loaded = [server.posts("/finish_weight_update")]
+    loaded = [server.posts("/finish_weight_update") - before]
     steps = [run.lines[-1]["step"]]
 
     # The one that loads is the first by name.
@@ -178,11 +184,37 @@ def test_two_generators_share_a_server_whose_owner_is_killed(servers, start):
     until_trained(run, "generator-1")
     until_trained(run, "generator-0", "generator-1")
     assert_right_to_the_token(run)
-    loaded.append(server.posts("/finish_weight_update"))
+    loaded.append(server.posts("/finish_weight_update") - before)
     steps.append(run.lines[-1]["step"])
     assert loaded[0] <= steps[0] + 3, "each version once, not once for each generator"
     assert loaded[1] <= steps[1] + 3
     assert "serves somebody else" not in run.log("generator-1")
+
+
+def test_a_generator_outlives_one_of_its_two_servers(servers, start):
+    for server in servers:
+        server.start()
+    before = [server.posts("/inference/v1/generate") for server in servers]
+    urls = ",".join(f'"{server.url}"' for server in servers)
+    run = start(f"generator.vllm.url=[{urls}]", "generator.count=1")
+    until(run, lambda: len(run.lines) >= 2)
+    for server, count in zip(servers, before, strict=True):
+        until(run, lambda s=server, n=count: s.posts("/inference/v1/generate") > n + 20)
+
+    servers[1].kill()
+    until_trained(run, "generator-0")
+    asked = servers[1].posts("/inference/v1/generate")
+    servers[1].start()
+    until(run, lambda: servers[1].posts("/inference/v1/generate") > asked + 20)
+    until_trained(run, "generator-0")
+    assert_right_to_the_token(run)
+    after = servers[1].log.read_text().rpartition("Application startup complete")[2]
+    first_load, first_request = (
+        after.index('"POST /finish_weight_update'),
+        [m.start() for m in re.finditer('"POST /inference/v1/generate', after)][1],
+    )
+    assert first_load < first_request, "but for the probe, no request before the newest weights"
+    assert run.log("generator-0").count("serves") == 1, "the generator went on"
 
 
 async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
@@ -220,28 +252,3 @@ def _until(last: str, send: Callable[..., Awaitable[None]]) -> Callable[..., Awa
             raise asyncio.CancelledError
 
     return until_last
-
-
-def test_a_generator_outlives_one_of_its_two_servers(servers, start):
-    for server in servers:
-        server.start()
-    urls = ",".join(f'"{server.url}"' for server in servers)
-    run = start(f"generator.vllm.url=[{urls}]", "generator.count=1")
-    until(run, lambda: len(run.lines) >= 2)
-    for server in servers:
-        until(run, lambda server=server: server.posts("/inference/v1/generate") > 20)
-
-    servers[1].kill()
-    until_trained(run, "generator-0")
-    asked = servers[1].posts("/inference/v1/generate")
-    servers[1].start()
-    until(run, lambda: servers[1].posts("/inference/v1/generate") > asked + 20)
-    until_trained(run, "generator-0")
-    assert_right_to_the_token(run)
-    after = servers[1].log.read_text().rpartition("Application startup complete")[2]
-    first_load, first_request = (
-        after.index('"POST /finish_weight_update'),
-        [m.start() for m in re.finditer('"POST /inference/v1/generate', after)][1],
-    )
-    assert first_load < first_request, "but for the probe, no request before the newest weights"
-    assert run.log("generator-0").count("serves") == 1, "the generator went on"
