@@ -202,6 +202,16 @@ async def test_a_server_that_another_run_uses_is_refused(labels, monkeypatch):
     assert server.calls == []
 
 
+async def test_who_looks_may_be_a_generator_of_this_run_that_took_the_server_meanwhile(monkeypatch):
+    class TakenMeanwhile(FakeStart):
+        async def num_looks(self) -> float:
+            self.now = RUN.taken
+            return await super().num_looks()
+
+    server = TakenMeanwhile(OTHER.label(7, "l"), RUN, num_users=1)
+    assert await attached(server, monkeypatch) == []
+
+
 def test_two_runs_have_different_labels_and_the_generators_of_one_the_same(tmp_path):
     def owner(**sections: dict[str, object]) -> str:
         config = run_config(tmp_path, engine="vllm", vllm={"url": "http://a:1", **sections})

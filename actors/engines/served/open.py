@@ -219,22 +219,31 @@ async def attach(config: RunConfig, server: Server) -> None:
 async def _takes_over(server: Server) -> bool:
     """Whether the server was somebody else's, and is now that of its labels."""
     await server.require_settings()
-    labels, label = server.labels, await server.label()
-    if labels.is_shared and labels.is_own(label):
+    label = await server.label()
+    if _is_ours(server, label):
         return False
     if is_of_a_run(label) and await _is_in_use(server):
+        # Those who look may be generators of this run, one of which has taken it meanwhile.
+        label = await server.label()
+        if _is_ours(server, label):
+            return False
         raise ConfigError(
             f"generator: the server at {server.http.url} is in use by generators of another run, "
             "or of this one with another weights.address, run.name, pause_mode or recompute_kv "
             f"(its weights are called {label[:100]!r}); give each run a server of its own"
         )
-    if not labels.is_shared:
+    if not server.labels.is_shared:
         await server.restore()
-    elif not labels.is_own(await server.label()):
-        await server.take()
-    else:
+    elif _is_ours(server, await server.label()):
         return False
+    else:
+        await server.take()
     return True
+
+
+def _is_ours(server: Server, label: str) -> bool:
+    """Whether generators that share the server have it."""
+    return server.labels.is_shared and server.labels.is_own(label)
 
 
 async def _is_in_use(server: Server) -> bool:
