@@ -215,12 +215,13 @@ class ChatTemplate:
     @cached_property
     def _wants_json(self) -> bool:
         """Whether it renders the arguments of calls as JSON text alone (DeepSeek), and others not
-        at all or as Python writes them."""
+        at all or as Python writes them; not where it would write that text as Python does."""
         arguments = {"text": _PROBE}
         made = _calling_with(arguments)
-        text = self._with_call(made)
+        text, (in_json,) = self._with_call(made), _with_json_arguments([made])
+        given = self._with_call(in_json)
         is_lost = _PROBE not in text or str(arguments) in text
-        return is_lost and _PROBE in self._with_call(*_with_json_arguments([made]))
+        return is_lost and _PROBE in given and repr(json.dumps(arguments)) not in given
 
     def _with_call(self, made: Message) -> str:
         try:

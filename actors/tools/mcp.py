@@ -58,7 +58,8 @@ class McpServer:
             with attributed_to(f"{self._setting}: {connection.name}", RolloutError):
                 tools = await _list_tools(await connection.client())
             self._schemas = self._chosen(tools)
-        return _McpSession(self._schemas, connection, is_shared)
+        begin_s = self._settings.time_limit_s / 2
+        return _McpSession(self._schemas, connection, is_shared, begin_s)
 
     def _chosen(self, tools: list[Tool]) -> tuple[ToolSchema, ...]:
         known = {tool.name: _schema(tool) for tool in tools}
@@ -147,9 +148,14 @@ class _McpSession:
     """The server's tools, as one episode has them."""
 
     def __init__(
-        self, schemas: tuple[ToolSchema, ...], connection: McpConnection, is_shared: bool
+        self,
+        schemas: tuple[ToolSchema, ...],
+        connection: McpConnection,
+        is_shared: bool,
+        begin_s: float,
     ) -> None:
         self.schemas = schemas
+        self._begin_s = begin_s
         # Of what its server keeps nobody knows.
         self.has_state = True
         self._connection = connection
@@ -158,7 +164,9 @@ class _McpSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         server = f"the MCP server of {name}"
         with attributed_to(server, RolloutError):
-            client = await self._connection.client()
+            # Before the limit of the call: a server that says nothing does not answer the policy.
+            async with asyncio.timeout(self._begin_s):
+                client = await self._connection.client()
         try:
             with attributed_to(server, ToolError):
                 result = await client.call_tool(name, dict(arguments))

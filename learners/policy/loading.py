@@ -18,6 +18,7 @@ parameters.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from transformers import (
 
 from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, assign
-from learners.parallel.ranks import UNBOUNDED, Ranks, in_time
+from learners.parallel.ranks import Ranks, in_time
 from learners.policy import attention
 from learners.policy.decoding import sequence_block
 from learners.policy.fusion import fuse_layers
@@ -60,6 +61,9 @@ from streamrl.placement.limits import facts_of, require_undivided_images
 from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
+
+# Nobody watches the ranks yet, so a wait for one that is gone has to end by itself.
+_LONGEST_LOAD = timedelta(hours=6)
 
 
 def distribute(
@@ -129,8 +133,8 @@ def load_network(
             network.to(device)
             network.device = device
     else:
-        # Made before the others wait, as long as the first one reads the model or downloads it.
-        waiting = dist.new_group(backend="gloo", timeout=UNBOUNDED)
+        # Made before the others wait, while the first one reads the model or downloads it.
+        waiting = dist.new_group(backend="gloo", timeout=_LONGEST_LOAD)
         whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
         network = source.without_memory()
         _agree(network, whole, Ranks.of(waiting))

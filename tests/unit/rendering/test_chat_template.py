@@ -154,6 +154,13 @@ def test_a_template_that_takes_arguments_as_text_gets_them_as_json(written):
     assert '{"name": "add", "arguments": {"a": 3}}' in text
 
 
+def test_a_template_that_writes_whole_calls_as_python_does_gets_them_as_they_are():
+    written = HERMES.replace("f.arguments | tojson", "({'x': f.arguments} | string)")
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **call("add", a=3)}]}
+    renderer = make(written)
+    assert "{'x': {'a': 3}}" in read(renderer, renderer.encode_messages([ASKED, said], [ADD]))
+
+
 class TestParts:
     """A template that iterates over the parts of a content makes no empty prompt of a string."""
 

@@ -130,6 +130,24 @@ class Server:
         return CallToolResult(content=[TextContent(text="7")])
 
 
+async def test_a_server_that_says_nothing_as_its_session_begins_fails_the_group(
+    http: tuple[str, "subprocess.Popen[bytes]"],
+):
+    url, server = http
+    tools = await toolset(url=url, time_limit_s=4).open()
+    assert await answer(tools, "count", name="a") == "1"
+    server.kill()
+    server.wait()
+    assert (await answer(tools, "count", name="a")).startswith("error: ")
+    host, _, port = url.removeprefix("http://").removesuffix("/mcp").partition(":")
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(RolloutError, match="the MCP server of count: TimeoutError"),
+    ):
+        await answer(tools, "count", name="a")
+    await tools.close()
+
+
 @pytest.mark.parametrize("code", [INVALID_REQUEST, -32001])
 async def test_a_session_that_a_server_has_lost_is_begun_again(monkeypatch, code: int):
     sessions = [Server(code), Server()]
