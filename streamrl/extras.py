@@ -21,6 +21,7 @@ class Extra(NamedTuple):
 
 EXTRAS: Mapping[str, Extra] = {
     "vllm": Extra(("vllm",), "`generator.engine: vllm` without `vllm.url`"),
+    "sglang": Extra(("sglang",), "`generator.engine: sglang` without `sglang.url`"),
     "redis": Extra(("redis",), "`buffer.url: redis://...`"),
     "s3": Extra(("s3fs",), "`weights.store`, `run.folder_mirror`: `s3://...`"),
     "gs": Extra(("gcsfs",), "`weights.store`, `run.folder_mirror`: `gs://...`"),

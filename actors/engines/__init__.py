@@ -53,10 +53,9 @@ def find_engine(generator: GeneratorSettings) -> str:
 _HOW_TO_INSTALL = {
     "vllm": "vLLM is not installed here; on a GPU machine pip install 'streamrl[vllm]', on a CPU "
     "`make .venv-vllm/vllm.stamp` and start the generator with .venv-vllm/bin/streamrl",
-    "sglang": "SGLang is not installed here; it needs another torch: start its server from an "
-    "environment without StreamRL and name it in generator.sglang.url, or start the generator from "
-    "an environment with both: on a GPU machine one as docs/engines.md makes it, on a CPU "
-    "`make .venv-sglang/sglang.stamp` and .venv-sglang/bin/streamrl",
+    "sglang": "SGLang is not installed here; on a GPU machine pip install 'streamrl[sglang]', on a "
+    "CPU `make .venv-sglang/sglang.stamp` and start the generator with .venv-sglang/bin/streamrl; "
+    "or start its server elsewhere and name it in generator.sglang.url",
 }
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from deploy import install
-from streamrl.cli.check.packages import SGLANG, TESTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "pyproject.toml"
 EXTRAS = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
 # Each has requirements of its own that name a release of torch or build with one.
-APART = ("vllm", "flash", "liger")
+APART = ("vllm", "sglang", "flash", "liger")
 DEBIAN_12 = "x86_64-manylinux_2_34"
 
 pytestmark = pytest.mark.long
@@ -50,15 +49,3 @@ def test_extras_resolve(extras: Sequence[str]):
     assert names
     for name in names:
         assert re.search(rf"^{re.escape(name)}==", found, re.MULTILINE | re.IGNORECASE), name
-
-
-def test_sglang_and_streamrl_resolve_with_the_override_of_the_documents(tmp_path: Path):
-    documented = (ROOT / "docs/engines.md").read_text()
-    (pin,) = re.findall(r"^echo (torch==\S+) > override.txt$", documented, re.MULTILINE)
-    (sglang,) = re.findall(r"^uv pip install streamrl (\S+) --override", documented, re.MULTILINE)
-    assert sglang == f"sglang=={TESTED['sglang']}" == SGLANG.specifier.replace(">=", "sglang==")
-    overrides, wanted = tmp_path / "override.txt", tmp_path / "wanted.txt"
-    overrides.write_text(pin)
-    wanted.write_text(sglang)
-    found = resolve(str(wanted), "--override", str(overrides)).splitlines()
-    assert {pin, sglang} <= set(found)

@@ -50,18 +50,14 @@ class NeededPackage(NamedTuple):
     extra: str
 
 
-# It pins a torch that StreamRL does not allow, so that no extra can name it.
-SGLANG = NeededPackage("sglang", ">=0.5.23", "sglang")
-
-
 def needed_packages() -> list[NeededPackage]:
-    """From the metadata of the installation, and SGLang; none if there is none."""
+    """From the metadata of the installation; none if there is none."""
     try:
         requirements = metadata.requires("streamrl") or []
     except metadata.PackageNotFoundError:
         return []
     found = [_NAME.match(requirement) for requirement in requirements]
-    return [*(NeededPackage(m[1].lower(), m[2] or "", m[3] or "") for m in found if m), SGLANG]
+    return [NeededPackage(m[1].lower(), m[2] or "", m[3] or "") for m in found if m]
 
 
 def installed_version(name: str) -> str | None:
@@ -86,14 +82,11 @@ def check_packages(
 def _of_package(package: NeededPackage, found: str | None) -> Finding:
     name = package.name
     what = f"pip install 'streamrl[{package.extra}]'" if package.extra else "pip install streamrl"
-    brings, remedy = f"{what} brings it", f"pip install '{name}{package.specifier}', or {what}"
-    if name == SGLANG.name:
-        brings = "an environment of its own has it"
-        remedy = f"pip install '{name}{package.specifier}' in an environment of its own"
+    remedy = f"pip install '{name}{package.specifier}', or {what}"
     if found is None and not package.extra:
         return MACHINE.problem(f"{name} is not installed", remedy)
     if found is None:
-        return MACHINE.ok(f"{name} is not installed; {brings}")
+        return MACHINE.ok(f"{name} is not installed; {what} brings it")
     # By its numbers: 2.13.0+cpu and 0.32.0rc1 are 2.13.0 and 0.32.0.
     if not SpecifierSet(package.specifier).contains(Version(found).base_version):
         sentence = f"{name} {found} is outside {package.specifier}"

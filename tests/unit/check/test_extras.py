@@ -20,6 +20,7 @@ DECLARED: Mapping[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read
 ]
 NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "vllm": ("generator.engine=vllm",),
+    "sglang": ("generator.engine=sglang",),
     "redis": ("buffer.url=redis://127.0.0.1:1",),
     "s3": ("weights.store=s3://bucket/runs",),
     "gs": ("weights.store=gs://bucket/runs",),

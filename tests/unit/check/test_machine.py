@@ -170,18 +170,18 @@ def versions(**found: str) -> Callable[[str], str | None]:
 @pytest.mark.parametrize(
     ("needed", "found", "severity", "part"),
     [
-        (NeededPackage("torch", ">=2.11,<2.14", ""), None, "problem", "torch is not installed"),
+        (NeededPackage("torch", ">=2.11,<2.15", ""), None, "problem", "torch is not installed"),
         (
-            NeededPackage("torch", ">=2.11,<2.14", ""),
+            NeededPackage("torch", ">=2.11,<2.15", ""),
             "2.10.1+cu128",
             "problem",
-            "outside >=2.11,<2.14",
+            "outside >=2.11,<2.15",
         ),
         (
-            NeededPackage("torch", ">=2.11,<2.14", ""),
-            "2.14.0",
+            NeededPackage("torch", ">=2.11,<2.15", ""),
+            "2.15.0",
             "problem",
-            "torch 2.14.0 is outside",
+            "torch 2.15.0 is outside",
         ),
         (
             NeededPackage("vllm", ">=0.32", "vllm"),
@@ -212,7 +212,7 @@ def test_a_package_outside_its_range_is_found(needed, found, severity, part):
 
 
 def test_what_is_within_its_range_is_fine_and_another_release_than_the_tests_is_said():
-    needed = [NeededPackage("torch", ">=2.11,<2.14", ""), NeededPackage("vllm", ">=0.32", "vllm")]
+    needed = [NeededPackage("torch", ">=2.11,<2.15", ""), NeededPackage("vllm", ">=0.32", "vllm")]
     found = list(check_packages(needed, versions(torch="2.13.0+cpu", vllm="0.33.1")))
     assert not bad(found)
     assert found[0].sentence == "torch 2.13.0+cpu"
@@ -237,7 +237,7 @@ def test_the_ranges_are_those_of_the_installation():
     assert needed["ray"].extra == "ray", "although it asks for an extra of its own"
     assert needed["ray"].specifier
     assert needed["torch"].extra == ""
-    assert set(needed["torch"].specifier.split(",")) == {">=2.11", "<2.14"}
+    assert set(needed["torch"].specifier.split(",")) == {">=2.11", "<2.15"}
     assert needed["vllm"].extra == "vllm"
     assert not bad(check_packages(needed_packages()))
 

@@ -48,7 +48,8 @@ def test_a_recurrent_model_runs_unpacked_and_the_log_says_why(caplog: pytest.Log
     (record,) = [r for r in caplog.records if r.name.startswith("learners")]
     assert not network.is_packed
     assert "run unpacked" in record.message
-    assert "nats" in record.message
+    # The difference, or that transformers itself refuses, from 5.20 on.
+    assert "nats" in record.message or "causal_conv1d" in record.message
 
 
 def test_attention_alone_runs_packed_and_is_not_worth_a_line(caplog: pytest.LogCaptureFixture):
