@@ -157,10 +157,11 @@ def _record(place: str, value: Mapping[str, Any], given: Mapping[str, Any]) -> I
     plural = "" if "input" in value else "s"
     inputs, outputs = decoded(value[f"input{plural}"]), decoded(value[f"output{plural}"])
     function = value.get("fn_name") or value.get("func_name")
-    if isinstance(outputs, str):
-        kind = {"testtype": "functional"} if function else {}
-        texts = {"input": value[f"input{plural}"], "output": value[f"output{plural}"]}
-        yield _case({**kind, **value, **texts}, given)
+    texts = {"input": value[f"input{plural}"], "output": value[f"output{plural}"]}
+    kinds = (str, list, tuple) if function else (str,)
+    is_list = isinstance(inputs, list | tuple) and all(isinstance(one, kinds) for one in inputs)
+    if isinstance(outputs, str) or (isinstance(texts["input"], str) and not is_list):
+        yield _pair(function, *texts.values()) if function else _case({**value, **texts}, given)
         return
     if len(inputs) != len(outputs):
         raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")

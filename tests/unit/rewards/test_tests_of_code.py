@@ -362,6 +362,29 @@ def test_texts_of_one_test_are_not_taken_apart(plural):
     assert read_tests(Prompt("", "", row)) == [ProgramTest("[5]\n", "25\n\n")]
 
 
+@pytest.mark.parametrize(
+    ("record", "tests"),
+    [
+        ({"input": "[3, 1]\n", "output": "[1, 3]\n"}, [ProgramTest("[3, 1]\n", "[1, 3]\n")]),
+        (
+            {"input": '["1", "2"]', "output": '["3", "4"]'},
+            [ProgramTest("1", "3"), ProgramTest("2", "4")],
+        ),
+        ({"input": "[1, 2]\n3", "output": "7", "fn_name": "f"}, [CallTest("f", [[1, 2], 3], 7)]),
+        ({"input": "[3]", "output": "[4]", "fn_name": "f"}, [CallTest("f", [[3]], [4])]),
+        (
+            {"input": "[[1], [2]]", "output": "[3, 4]", "fn_name": "f"},
+            [CallTest("f", [1], 3), CallTest("f", [2], 4)],
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [None, "stdin"])
+def test_a_text_is_one_test_unless_it_lists_what_tests_read(record, tests, kind):
+    """A record that Arrow has filled in names no kind."""
+    row = {"tests": {**record, "testtype": kind}}
+    assert read_tests(Prompt("", "", row)) == tests
+
+
 def test_inputs_and_outputs_are_read_as_programs_or_calls():
     def read(**row: object) -> list:
         return read_tests(Prompt("", "", row))
