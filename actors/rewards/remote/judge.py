@@ -76,7 +76,7 @@ class Judge:
         """System message, if there is one."""
         score_pattern: Annotated[str, AfterValidator(_pattern)] = (
             r"(?i)\bscore\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?(?:\s+is\b)?"
-            r"\W{0,9}?(-?(?:\d+(?:\.\d+)?|\.\d+))(?![\d.,]*\d| ?(?:-|to) ?\d)"
+            r"\W{0,9}?(-?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+))(?![\d.,]*\d| ?(?:-|to) ?\d)"
         )
         """Regular expression with one group, the number; the last match counts, and one at the
         beginning of a line before others. The default reads "Score: 7", "Score (0-10): 7" and JSON

@@ -52,6 +52,7 @@ class TestJudge:
             ("Score: 7 (a lower score, 3, would be harsh)", 0.7),
             ("**Score: 5/10**", 0.5),
             ("Score: .5", 0.05),
+            ("Score: ...7/10", 0.7),
             ('{"score": 7,"reason": "9"}', 0.7),
             ("The score is 6 out of 10.", 0.6),
             ("<think>Score: 2?</think>A 9, that is: score 9", 0.9),
