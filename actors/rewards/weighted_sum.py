@@ -68,12 +68,22 @@ class FunctionReward:
             RewardError: the group cannot be scored.
         """
         try:
-            known = [None if self._at_once is None else self._at_once(e) for e in episodes]
+            known = [self._known_at_once(episode) for episode in episodes]
             rest = [e for e, value in zip(episodes, known, strict=True) if value is None]
             called = iter(await self._by_calls(rest) if rest else ())
         except RolloutError as error:
             raise RewardError(str(error), self.label) from error.__cause__
         return [next(called) if value is None else Score.of(value) for value in known]
+
+    def _known_at_once(self, episode: Episode) -> float | Score | None:
+        if self._at_once is None:
+            return None
+        try:
+            return self._at_once(episode)
+        except RolloutError:
+            raise
+        except Exception:  # The call scores it, or fails its group alone.
+            return None
 
     async def _by_calls(self, episodes: Sequence[Episode]) -> Scores:
         takes_group = self._bound.form.takes_group

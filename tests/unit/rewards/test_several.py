@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from actors.rewards import make_reward
+from actors.rewards.forms import BoundFunction
+from actors.rewards.weighted_sum import FunctionReward
 from streamrl.config.data import DataSettings
 from streamrl.errors import ConfigError, RewardError, RolloutError
 from streamrl.interfaces import Prompt, Score
@@ -92,6 +94,18 @@ async def test_a_reward_that_is_scored_at_once_names_itself_too(name):
     with pytest.raises(RewardError) as caught:
         await make_reward(data({"reward": name})).score([unanswered])
     assert caught.value.reward == name
+
+
+async def test_what_cannot_be_scored_at_once_is_scored_by_a_call():
+    def endless(episode):
+        raise RecursionError
+
+    def half(episode):
+        return 0.5
+
+    bound = BoundFunction(half, {}, "mine", "data_source")
+    (score,) = await FunctionReward(bound, at_once=endless).score([episode("42")])
+    assert score.reward == 0.5
 
 
 async def test_an_error_names_its_reward_and_cancels_the_others(tmp_path):
