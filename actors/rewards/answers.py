@@ -20,7 +20,8 @@ from streamrl.interfaces import Episode
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
 _STATES = re.compile(
-    r"\banswer\b[\s*]*(?:is\b(?:\s+not\b[^\n]{1,80}?\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
+    r"\banswer\b[\s*]*(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut"
+    r"(?:\s+rather)?\b)?[\s*]*:?|:)",
     re.IGNORECASE,
 )
 # Behind "####"; other lines are headings, where text follows them.
@@ -76,7 +77,17 @@ _NUMBER = re.compile(
 _SPACED = re.compile(r"-?\d{1,3}(?: \d{3})+")
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
-_CHOICE = re.compile(r"\A\(?([A-Z])[).:](?:\\[ ,;:]|[~\s*])*(\S.*)", re.DOTALL)
+_GAP = r"(?:\\(?:[ ,;:]|q?quad(?![a-zA-Z]))|[~\s]|\*\*(?=\s))"
+_CHOICE = re.compile(
+    # A small letter behind a full stop may be of a name: C. elegans.
+    rf"\s*(?:\(([A-J])\){_GAP}*|([A-J])\){_GAP}+|([A-H]):{_GAP}+|([A-H])\.{_GAP}+(?![a-z]))"
+    r"(\S.{0,199})"
+)
+# A formula, a letter that is taken back, or several letters.
+_NO_CHOICE = re.compile(
+    r"\s*(?:[*+/=<>^_&|,;:.!?')\]]|-\s|(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
+    r"|.*(?<![a-zA-Z\\])(?:[A-Z]|[IVX]+)(?![a-zA-Z]))"
+)
 _LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
@@ -87,6 +98,7 @@ _LEADING = re.compile(
 )
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
+_UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
 # Words that are formulas.
 _FUNCTIONS = frozenset(
     {"cos", "cot", "csc", "exp", "inf", "infinity", "log", "pi", "sec", "sin", "sqrt", "tan"}
@@ -237,13 +249,16 @@ def written(text: str) -> str:
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    """The letter of a choice and what it says; None of another answer.
+    """The letter of a choice and what it says; None of another answer, and in doubt.
 
-    >>> choice("\\\\textbf{(A)}\\\\ 12"), choice("B. Paris"), choice("(C)")
-    (('A', '12'), ('B', 'Paris'), None)
+    >>> choice("\\\\textbf{(A)}\\\\ 12"), choice("B. Paris"), choice("(C)"), choice("(A) or (B)")
+    (('A', '12'), ('B', 'Paris'), None, None)
     """
-    found = _CHOICE.match(_TEXT.sub(r"\1", text))
-    return (found[1], found[2]) if found else None
+    is_text = _TEXT.match(text)
+    found = _CHOICE.fullmatch(f"{is_text[1]}{text[is_text.end() :]}" if is_text else text)
+    if found is None or _NO_CHOICE.match(_TEXT.sub(r"\1", found[5])):
+        return None
+    return found[1] or found[2] or found[3] or found[4], found[5]
 
 
 def words(text: str) -> str:
@@ -295,7 +310,10 @@ def counted(text: str) -> Fraction | None:
         return None
     before, behind = text[: found[0].start()], text[found[0].end() :]
     rest = f"{before} {behind}"
-    if before[-1:].isalnum() or behind[:1].isalnum() or not (is_text or _PROSE.fullmatch(rest)):
+    if before[-1:].isalnum() or behind[:1].isalnum():
+        return None
+    is_unit = is_text and not before.strip() and _UNIT.fullmatch(behind)
+    if not is_unit and not _PROSE.fullmatch(rest):
         return None
     changing = _FUNCTIONS | _SCALES
     return None if changing & set(re.findall(r"\w+", rest.casefold())) else _value(found[0])

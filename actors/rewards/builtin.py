@@ -87,9 +87,14 @@ def compared(gold: str, given: str) -> bool | None:
     takes a word for a product of letters."""
     if written(gold) == written(given):
         return True
-    if (chosen := choice(given)) and not choice(gold):
-        letter, said = chosen
-        return compared(gold, letter if re.fullmatch("[A-Z]", written(gold)) else said)
+    chosen = None if choice(gold) else choice(given)
+    if chosen and (written(gold) in (chosen[0], written(chosen[1])) or _known(gold, chosen[1])):
+        return True
+    return _known(gold, given)
+
+
+def _known(gold: str, given: str) -> bool | None:
+    """Of words and numbers."""
     if words(gold):
         return words(gold) == words(given)
     wanted, found = whole_number(gold), whole_number(given)

@@ -27,6 +27,7 @@ from sympy import Derivative, Integral, Limit, Product, Sum
 from actors.rewards.answers import (
     answer_of,
     answered_number,
+    choice,
     latex,
     marked_answer,
     shown_answer,
@@ -166,6 +167,13 @@ def _score(episode: Episode, strict: bool) -> Score:
     is_right = bool(parsed) and any(
         _is_equal(_marked_gold(gold), expression, forms, strict) for gold in undecided
     )
+    if not is_right and (chosen := choice(given)):
+        said = latex(f"\\boxed{{{chosen[1]}}}")
+        is_right = not is_vast(said) and any(
+            _is_equal(_marked_gold(gold), said, _FORMULA, strict)
+            for gold in undecided
+            if not choice(gold)
+        )
     # math-verify ends its list with the text that it has read.
     return Score(float(is_right), extracted=str(parsed[-1]) if marked is None else marked)
 

@@ -40,6 +40,16 @@ def math(episode: Episode) -> float:
     return score.reward
 
 
+SEVERAL = (
+    *("(A), (B), and (D)", "(A) or (B)", "(A) and (C)", "(A)(C)", "A) B) C)", "A:B"),
+    *("A. is wrong, B is right", "A. No, wait, it is B.", "A: no, B: yes"),
+)
+FORMULAS_OF_8 = (
+    *("x + 8", "8!", "\N{SQUARE ROOT}8", "x > 8", "x^8", "8/x", "8 i", "|8-x|", "x, 8"),
+    "\N{PLUS-MINUS SIGN}8",
+)
+
+
 @pytest.mark.parametrize("answer", KINDS)
 def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
     assert math(episode(f"So \\boxed{{{answer}}}.", answer)) == 1
@@ -134,6 +144,21 @@ def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
         ("The answer is (C) 8.", "B", 0),
         (r"\boxed{B. Paris}", "B. Paris", 1),
         (r"\boxed{\text{8 cm}}", "8", 1),
+        ("The answer is not 5, the answer is 8, but 5 is tempting.", "5", 0),
+        ("The answer is not 5. The answer is 8 cm, but many would say 5 cm.", "5", 0),
+        (r"\boxed{\textbf{(C)}\ 2\sqrt{3}}", r"\sqrt{12}", 1),
+        (r"\boxed{\textbf{(C)}\ 2\sqrt{3}}", r"\sqrt{13}", 0),
+        (r"\boxed{(B)\ x + 1}", "1+x", 1),
+        (r"\boxed{(C)\ 12\ \text{cm}}", "12", 1),
+        (r"\boxed{(C)\quad 12}", "12", 1),
+        ("Answer: **C.** 12", "C", 1),
+        *((f"<answer>{said}</answer>", "A", 0) for said in SEVERAL),
+        ("(B) is incorrect", "B", 0),
+        ("I. and II.", "I", 0),
+        (r"\boxed{\text{C. elegans}}", "C", 0),
+        (r"\boxed{A.8}", "8", 0),
+        (r"\boxed{M:N = 2:1}", "M", 0),
+        *((rf"\boxed{{\text{{{formula}}}}}", "8", 0) for formula in FORMULAS_OF_8),
         ("\\boxed{x\N{EN DASH}5}", "x - 5", 1),
     ],
 )
@@ -164,6 +189,11 @@ def test_math_of_what_people_write(response, answer, reward):
 )
 def test_the_number_of_an_answer(text, number):
     assert answered_number(text) == (None if number is None else Fraction(number))
+
+
+def test_letters_without_an_end_are_no_choice():
+    assert math_at_once(episode("A. " * 5000, "12")) is None
+    assert math(episode("A. " * 5000, "A")) == 0
 
 
 def test_white_space_without_an_end_is_passed_over():
@@ -313,5 +343,6 @@ def test_a_word_or_letter_is_shown_before_the_numbers_on_the_way_to_it():
         ("12 + 30 = 42. The answer is B.", "B"),
         ("3 * 3 = 9. The answer is Tuesday.", "Tuesday"),
         ("The answer is 5 apples.", "5"),
+        ("So the answer is not 5. The answer is 8, but let me double-check.", "8"),
     ):
         assert shown_answer(text) == shown
