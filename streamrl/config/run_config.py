@@ -50,9 +50,11 @@ class RunConfig(Section):
 
     def shown(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
         """For trackers and reports, which others read: without what may hold keys."""
-        private = {"mcp_servers": {"__all__": {"headers", "environment"}}}
+        private = {"generator": {"mcp_servers": {"__all__": {"headers", "environment"}}}}
         return self.model_dump(
-            mode="json", exclude={"generator": private}, exclude_defaults=exclude_defaults
+            mode="json",
+            exclude={**private, "validation": private},
+            exclude_defaults=exclude_defaults,
         )
 
     @property

@@ -17,7 +17,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from streamrl.types.ranges import MAX_VERSION
 
@@ -76,16 +76,19 @@ def some_of(
     Raises:
         ValidationError: what is given there is refused.
     """
-    if misplaced := [
-        {"type": "value_error", "loc": (key,), "input": given[key], "ctx": {"error": why}}
+    refused: list[Any] = [
+        {"type": PydanticCustomError("misplaced", why), "loc": (key,), "input": given[key]}
         for key, why in not_there.items()
         if key in given
-    ]:
-        raise _refused_at(place, misplaced)
+    ]
+    misplaced = not_there.keys() & given.keys()
     try:
-        return section.model_validate(values)
+        made = section.model_validate({k: v for k, v in values.items() if k not in misplaced})
     except ValidationError as error:
-        raise _refused_at(place, error.errors()) from error
+        refused += error.errors()
+    if refused:
+        raise _refused_at(place, refused)
+    return made
 
 
 def _refused_at(place: tuple[int | str, ...], details: Iterable[Any]) -> ValidationError:

@@ -28,7 +28,7 @@ RESOLVED_FILE = "config.yaml"
 """A run's configuration, in its folder."""
 _MAX_PLACES = 3
 _A_FILE_OF_NAMES = 3
-_OF_KEYS = ("extra_forbidden", "missing", "unknown_key")
+_OF_KEYS = ("extra_forbidden", "misplaced", "missing", "unknown_key")
 """Refusals of a key, which is the last part of their place."""
 
 
@@ -247,6 +247,8 @@ def _findings(
         case "model_type" | "model_attributes_type":
             keys = (f"{field}.{name}" for name in _fields_at(model, path)[:4])
             yield field, f"was {was}; it is a section, with keys such as {', '.join(keys)}"
+        case "misplaced":
+            yield field, message
         case "missing":
             yield field, "is required and was not given"
         case "value_error":

@@ -13,9 +13,12 @@ resolved file needs no data to know when the run ends.
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from streamrl import __version__
 from streamrl.config.algorithm.settings import CHOICES, AlgorithmSettings
 from streamrl.config.data import DataSettings
+from streamrl.config.environments import entries_of
 from streamrl.config.learner import LearnerSettings
 from streamrl.config.loading.explain import RESOLVED_FILE, explain
 from streamrl.config.loading.sources import Setting, from_environment, from_file, from_override
@@ -35,7 +39,7 @@ from streamrl.errors import ConfigError
 
 _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
 WRITTEN_BY = "# StreamRL"
-"""Begins the first line of a run's configuration; the release follows."""
+"""Begins a line of the comment over a run's configuration; the release follows."""
 # What the policy reads.
 _READ = frozenset({"system_prompt", "prompt_template", "template", "content", "instructions"})
 
@@ -146,7 +150,7 @@ def load_usable(
         refusal = ConfigError(
             _without_secrets(explain(error, RunConfig, origins), path) + _of_other_release(path)
         )
-        refused = [detail["loc"] for detail in error.errors()]
+        refused = _places(error)
     if (rest := _usable(tree, refused)) is None:
         raise refusal
     return LoadedConfig(rest, origins), refusal
@@ -158,10 +162,18 @@ def _of_other_release(path: Path | str) -> str:
     file = Path(path) / RESOLVED_FILE if Path(path).is_dir() else Path(path)
     if file.name != RESOLVED_FILE or not (file.parent / "metrics.jsonl").exists():
         return ""
-    begin, _, release = file.read_text(encoding="utf-8").partition("\n")[0].rpartition(" ")
-    if begin == WRITTEN_BY and release == __version__:
+    with suppress(ConfigError, ValidationError):
+        tree = _at_home(reduce(with_setting, from_file(file), {}))
+        RunConfig.model_validate(with_steps(tree, {})[0])
+        # What is refused was given beside the file.
         return ""
-    writer = f"StreamRL {release}" if begin == WRITTEN_BY else "an earlier release"
+    lines = map(str.strip, file.read_text(encoding="utf-8-sig").splitlines())
+    comments = takewhile(lambda line: not line or line.startswith("#"), lines)
+    by_release = (re.fullmatch(rf"{WRITTEN_BY} (\S+)", line) for line in comments)
+    found = next(filter(None, by_release), None)
+    if found and found[1] == __version__:
+        return ""
+    writer = f"StreamRL {found[1]}" if found else "an earlier release"
     return (
         f"\n{file} was written by {writer}, and this is StreamRL {__version__}: change there what "
         "is refused, or go on with that release"
@@ -195,6 +207,10 @@ def _without_secrets(error: ConfigError, path: Path | str) -> str:
     return file.join(map(without_secrets, str(error).split(file)))
 
 
+def _places(error: ValidationError) -> list[tuple[int | str, ...]]:
+    return [detail["loc"] for detail in error.errors()]
+
+
 def _usable(tree: Mapping[str, Any], refused: Sequence[tuple[int | str, ...]]) -> RunConfig | None:
     """The sections without what was refused, unless that is all of a section that must be given;
     whether they contradict each other is not looked at."""
@@ -204,9 +220,16 @@ def _usable(tree: Mapping[str, Any], refused: Sequence[tuple[int | str, ...]]) -
             name: TypeAdapter[Any](field.annotation).validate_python(rest.get(name, field.default))  # type: ignore[arg-type]
             for name, field in RunConfig.model_fields.items()
         }
+        config = RunConfig.model_construct(**sections)
     except ValidationError:
         return None
-    return RunConfig.model_construct(**sections)
+    try:
+        # What has some of another section's settings is read beside that one alone.
+        entries_of(config)
+        config.validation.engine_settings(config.generator)
+    except ValidationError as error:
+        return _usable(rest, _places(error))
+    return config
 
 
 def _without(tree: Mapping[str, Any], path: tuple[int | str, ...]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import explain
-from streamrl.config.loading.load import load_config
+from streamrl.config.loading.load import load_config, load_usable
 from streamrl.errors import ConfigError
 
 
@@ -52,6 +52,16 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
             "validation.generator.temperature: has no effect there; set validation.temperature",
         ),
         (
+            {"generator": {"num_samples": 2}},
+            {},
+            "validation.generator.num_samples: has no effect there; set validation.num_samples",
+        ),
+        (
+            {"generator": {"temperature": 1, "max_num_seq": 3}},
+            {},
+            "set validation.temperature\nvalidation.generator.max_num_seq: unknown key",
+        ),
+        (
             {"generator": {"max_in_flight": 8}},
             {},
             "unknown key; did you mean validation.generator.episode.max_in_flight?",
@@ -78,6 +88,39 @@ def test_what_cannot_act_is_refused(validation, sections, sentence):
     with pytest.raises(ValidationError) as refused:
         make(validation, **sections)
     assert sentence in str(explain(refused.value, RunConfig))
+
+
+ENTRY = "environments=[{name: a, environment: single_turn, data: {truncation: x, sourc: y}}]"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["validation.generator.top_p=0.5", "validation.generator.vllm.url=abc"],
+        ["generator.count=abc", "validation.generator.max_num_seq=1"],
+        ["generator.count=abc", ENTRY],
+        [ENTRY, "validation.generator.max_num_seq=1"],
+    ],
+)
+def test_what_is_left_of_refused_settings_can_be_read(settings, tmp_path):
+    (tmp_path / "run.yaml").write_text("{model: {path: m}, data: {source: copy}}")
+    loaded, refusal = load_usable(tmp_path / "run.yaml", settings, {})
+    assert refusal is not None
+    rest = loaded.config
+    assert rest.validation.engine_settings(rest.generator).engine == "hf"
+    assert [entry.data.truncation for entry in rest.entries] == ["error"]
+
+
+def test_keys_of_mcp_servers_are_not_shown():
+    servers = [
+        {"url": "http://there", "headers": {"Authorization": "a key"}},
+        {"command": ["server"], "environment": {"TOKEN": "a key"}},
+    ]
+    config = make({"generator": {"mcp_servers": servers}}, generator={"mcp_servers": servers})
+    for exclude_defaults in (True, False):
+        shown = config.shown(exclude_defaults=exclude_defaults)
+        assert shown["validation"]["generator"]["mcp_servers"][0] == {"url": "http://there"}
+        assert "a key" not in str(shown)
 
 
 def test_the_validator_has_the_generators_settings_but_for_its_own():
