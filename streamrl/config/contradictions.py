@@ -13,6 +13,7 @@ from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
 
 if TYPE_CHECKING:
+    from streamrl.config.generator import GeneratorSettings
     from streamrl.config.run_config import RunConfig
 
 _OURS_OF_ENGINES = {
@@ -221,11 +222,10 @@ def _of_weights(c: "RunConfig") -> Iterator[str]:
 
 def _of_engines(c: "RunConfig") -> Iterator[str]:
     generator, data = c.generator, c.data
-    ours = _OURS_OF_ENGINES.get(generator.engine, frozenset())
-    if clash := min(ours & generator.engine_kwargs.keys(), default=None):
-        yield f"generator.engine_kwargs.{clash}: is set by StreamRL; leave it out"
-    if generator.engine == "sglang":
-        yield from _of_sglang(generator.engine_kwargs)
+    yield from _of_engine_kwargs("generator", generator)
+    if c.is_validated and {"engine", "engine_kwargs"} & c.validation.generator.keys():
+        own = c.validation.engine_settings(generator)
+        yield from _of_engine_kwargs("validation.generator", own)
     columns = [name for name in ("image_key", "video_key") if getattr(data, name) is not None]
     engine = "sglang" if generator.engine == "sglang" else "vllm.url"
     is_served = engine == "sglang" or (generator.engine == "vllm" and generator.vllm.url)
@@ -241,13 +241,25 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
         )
 
 
-def _of_sglang(kwargs: Mapping[str, Any]) -> Iterator[str]:
-    replicas = 1 if kwargs.get("enable_dp_attention") else kwargs.get("dp_size", 1)
-    for name, size in (("dp_size", replicas), ("pp_size", kwargs.get("pp_size", 1))):
-        if size != 1:
+def _of_engine_kwargs(place: str, generator: "GeneratorSettings") -> Iterator[str]:
+    ours = _OURS_OF_ENGINES.get(generator.engine, frozenset())
+    if clash := min(ours & generator.engine_kwargs.keys(), default=None):
+        yield f"{place}.engine_kwargs.{clash}: is set by StreamRL; leave it out"
+    if generator.engine == "sglang":
+        yield from _of_sglang(place, generator.engine_kwargs)
+
+
+def _of_sglang(place: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("tp_size", "tensor_parallel_size"):
+        if name in kwargs:
+            yield f"{place}.engine_kwargs.{name}: stands elsewhere; set {place}.sglang.tp_size"
+    # Replicas of attention alone are within the ranks of tp_size.
+    replicas = () if kwargs.get("enable_dp_attention") else ("dp_size", "data_parallel_size")
+    for name in (*replicas, "pp_size", "pipeline_parallel_size"):
+        if (size := kwargs.get(name, 1)) != 1:
             yield (
-                f"generator.engine_kwargs.{name}: was {size}, and updates reach the ranks of "
-                "generator.sglang.tp_size alone in SGLang: leave it out"
+                f"{place}.engine_kwargs.{name}: was {size}, and updates reach the ranks of "
+                f"{place}.sglang.tp_size alone in SGLang: leave it out"
             )
 
 

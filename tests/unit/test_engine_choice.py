@@ -86,9 +86,21 @@ def test_sglangs_ranks_are_those_of_its_tensor_parallel_size():
     of_attention = {"dp_size": 2, "enable_dp_attention": True}
     accepted = config("sglang", sglang={"tp_size": 4}, engine_kwargs=of_attention).generator
     assert devices_per_engine(accepted) == 4
-    for name in ("dp_size", "pp_size"):
+    for name in ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"):
         with pytest.raises(ValueError, match=rf"engine_kwargs\.{name}: was 2, .*tp_size alone"):
             config("sglang", engine_kwargs={name: 2})
+    for name in ("tp_size", "tensor_parallel_size"):
+        with pytest.raises(ValueError, match=rf"{name}: .* set generator\.sglang\.tp_size"):
+            config("sglang", engine_kwargs={name: 2})
+    own = {"engine": "sglang", "engine_kwargs": {"dp_size": 2}}
+    with pytest.raises(ValueError, match=r"validation\.generator\.engine_kwargs\.dp_size: was 2"):
+        RunConfig.model_validate(
+            {
+                "model": {"path": "nowhere"},
+                "data": {"source": "copy"},
+                "validation": {"every": 5, "generator": own},
+            }
+        )
 
 
 @pytest.mark.parametrize(("family", "is_refused"), [("DeepSeek-V3", True), ("Qwen3", False)])
