@@ -73,8 +73,8 @@ def _fields(record: object, names: Sequence[str]) -> dict[str, Any]:
 
 def _described(host: Host) -> str:
     place = "" if host.name == host.address or host.name == "here" else f" at {host.address}"
-    sizes = [f" of {gib(d.memory_bytes)}" if d.memory_bytes else "" for d in host.devices]
-    devices = [f"GPU {d.index}{size}" for d, size in zip(host.devices, sizes, strict=True)]
+    sizes = [gib(d.memory_bytes) if d.memory_bytes else "unknown memory" for d in host.devices]
+    devices = [f"GPU {d.index} of {size}" for d, size in zip(host.devices, sizes, strict=True)]
     has = ", ".join(devices) if host.is_counted else "GPUs that are not counted"
     cores = f"{host.num_cores} cores" if host.num_cores else "cores not known"
     return f"{host.name}{place}: {has or 'no GPU'}, {cores}"
@@ -83,7 +83,10 @@ def _described(host: Host) -> str:
 def main(arguments: argparse.Namespace) -> int:
     config, host = configuration(arguments).config, this_machine()
     if arguments.gpus is not None:
-        host = replace(host, devices=tuple(map(Device, range(arguments.gpus))), is_counted=True)
+        like = next(iter(host.devices), Device(0))
+        numbers = range(arguments.gpus)
+        devices = tuple(replace(like, index=i, visible_as=str(i)) for i in numbers)
+        host = replace(host, devices=devices, is_counted=True)
     print_plan(make_plan(config, [host]), is_json=arguments.json)
     return 0
 

@@ -5,6 +5,7 @@ commands.csv says which sets a command has.
 
 import math
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, _ActionsContainer
+from functools import partial
 from typing import Any
 
 
@@ -27,10 +28,10 @@ def seconds(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise ArgumentTypeError(f"was {text!r}; it must be a whole number, 1 or more")
+def count(text: str, least: int = 1) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if value < least:
+        raise ArgumentTypeError(f"was {text!r}; it must be a whole number, {least} or more")
     return value
 
 
@@ -60,7 +61,8 @@ def check(parser: ArgumentParser) -> None:
 def plan(parser: ArgumentParser) -> None:
     config(parser)
     json(parser)
-    _add(parser, "--gpus", "N", "for a machine with so many, not for this one", type=count)
+    number = partial(count, least=0)
+    _add(parser, "--gpus", "N", "for a machine with so many, not for this one", type=number)
 
 
 def own_id(parser: ArgumentParser) -> None:

@@ -5,6 +5,8 @@ import shlex
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from streamrl.cli import plan as plan_command
+from streamrl.cli.main import main
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes import child
 from streamrl.cli.processes.daemons import make_children
@@ -32,6 +34,19 @@ def test_addresses_of_ipv6_are_shown_as_they_are(capsys):
     plan = make_plan(configured(weights={"address": "tcp://[fd00::a]:1"}), one_host(1))
     print_plan(plan)
     assert "weights.address tcp://[fd00::a]:1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gib", "size"), [(40, "40 GiB"), (None, "unknown memory")])
+def test_gpus_of_a_machine_that_is_not_this_one_are_as_large_as_its_first(
+    gib, size, monkeypatch, capsys
+):
+    (here,) = one_host(0) if gib is None else one_host(1, gib)
+    monkeypatch.setattr(plan_command, "this_machine", lambda: here)
+    command = ["plan", "configs/quickstart.yaml", "--gpus"]
+    assert main([*command, "2"]) == main([*command, "0"]) == 0
+    output = capsys.readouterr().out
+    assert f"here: GPU 0 of {size}, GPU 1 of {size}, 16 cores" in output
+    assert "here: no GPU, 16 cores" in output
 
 
 @pytest.mark.parametrize(
