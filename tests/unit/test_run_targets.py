@@ -19,7 +19,7 @@ from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import launching
 from streamrl.cli.report import reported
 from streamrl.config import RunConfig, load_config, to_yaml
-from streamrl.errors import Interrupted, RolloutError
+from streamrl.errors import ConfigError, Interrupted, RolloutError
 from streamrl.run_folder import Launch, note_launch, prepare
 from streamrl.types import Books, BufferStats, LearnerActivity
 from tests.checkpoints import write_checkpoint
@@ -396,6 +396,11 @@ def test_a_file_of_a_run_names_the_run(tmp_path, capsys):
     assert f"{run} has no such" in capsys.readouterr().out.replace("\n", " ")
     assert main(["replay", str(run / "config.yaml")]) == 2
     assert "is no run folder" not in capsys.readouterr().err
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "learner.log").touch()
+    assert main(["samples", str(run / "logs" / "learner.log")]) == 0
+    assert main(["samples", str(run / "nothing.txt")]) == 2
+    assert "nothing.txt" in capsys.readouterr().err
 
 
 def test_a_run_of_another_release_is_refused_with_the_release(tmp_path, capsys):
@@ -405,12 +410,17 @@ def test_a_run_of_another_release_is_refused_with_the_release(tmp_path, capsys):
         (f"# StreamRL {__version__}", None),
         ("# StreamRL 9.0", "was written by StreamRL 9.0, and this is StreamRL"),
         ("#", "was written by an earlier release, and this is StreamRL"),
+        (f"\ufeff# mine\n\n# StreamRL {__version__}", None),
     ):
         (run / "config.yaml").write_text(first + "\n" + text.partition("\n")[2])
         assert main(["samples", str(run)]) == 2
         refused, *more = capsys.readouterr().err.splitlines()
         assert "old: unknown key" in refused
         assert [said in line for line in more] == ([] if said is None else [True])
+    (run / "config.yaml").write_text(text.removesuffix("old: 1\n").partition("\n")[2])
+    with pytest.raises(ConfigError) as refusal:
+        load_config(run, ["buffer.max_stalenes=1"], {})
+    assert "release" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("command", READ)
