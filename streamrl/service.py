@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +43,6 @@ from streamrl.user_code import user_traceback
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Of `run.stop_s`, left to whoever started the process: a launch ends the buffer after the others.
 FORCED_S = 8.0
-_MANY_FILES = 65_536
 _IS_EXPECTED = "is_expected"
 
 log = logging.getLogger(__name__)
@@ -71,7 +69,6 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
         return code
 
     keep_freed_memory()
-    _open_many_files()
     try:
         return asyncio.run(supervised())
     except BaseException as error:
@@ -137,16 +134,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
-
-
-def _open_many_files() -> None:
-    """Up to the hard limit: the usual one of 1024 is less than NCCL has on a few hosts."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        # macOS allows fewer than it says.
-        with contextlib.suppress(ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _prepare_folder(config: RunConfig) -> None:

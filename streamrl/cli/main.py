@@ -8,10 +8,12 @@ import errno
 import gc
 import importlib
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 from streamrl.cli.arguments.commands import parse
@@ -20,6 +22,7 @@ from streamrl.errors import Interrupted, StreamRLError, exit_code_of, leave_reco
 # As a shell reports a process that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
 EXIT_S = 4.0
+_MANY_FILES = 65_536
 DAEMONS = ("buffer", "generator", "learner", "validator")
 # `streamrl.log_lines.FORMAT_VARIABLE`, without its imports.
 FORMAT_VARIABLE = "STREAMRL__RUN__LOG_FORMAT"
@@ -28,6 +31,7 @@ FORMAT_VARIABLE = "STREAMRL__RUN__LOG_FORMAT"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of the command, by the kind of its failure; see docs/operating.md."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    _open_many_files()
     if parsed.command in DAEMONS and os.environ.get(FORMAT_VARIABLE) == "json":
         import_command("streamrl.log_lines").log_as_json(parsed.command)
     if parsed.command in (*DAEMONS, "launch"):
@@ -68,6 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command in DAEMONS and arguments is None:
         _leave(code)
     return code
+
+
+def _open_many_files() -> None:
+    """Up to the hard limit: the usual one of 1024 is less than NCCL has on a few hosts, a launcher
+    has for its daemons and an evaluation for its episodes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        # macOS allows fewer than it says.
+        with suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _leave(code: int) -> None:

@@ -641,3 +641,14 @@ def test_progress_bars_of_libraries_stay_out_of_logs(monkeypatch, command, wante
         monkeypatch.delenv(variable)
     assert main([command, "nothing.yaml"]) == 2
     assert [os.environ.get(variable) for variable in variables] == wanted
+
+
+def test_a_command_may_open_as_many_files_as_the_hard_limit_allows(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 65_536) if hard != resource.RLIM_INFINITY else 65_536
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        main(["samples", str(tmp_path / "none")])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

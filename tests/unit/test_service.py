@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -142,22 +141,6 @@ def test_an_address_that_cannot_be_bound_is_named_with_its_setting(address, kind
             service.binding("buffer.url", place),
         ):
             other.bind(place)
-
-
-def test_a_daemon_may_open_as_many_files_as_the_hard_limit_allows(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, 65_536) if hard != resource.RLIM_INFINITY else 65_536
-    found = []
-
-    async def main(shutdown):
-        found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        run(tmp_path, main)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert found == [most]
 
 
 def test_the_first_signal_asks_to_drain(tmp_path):
