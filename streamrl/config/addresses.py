@@ -89,11 +89,13 @@ def url_host(host: str) -> str:
 def family_of(host: str) -> socket.AddressFamily:
     """That of the address; of a name IPv6 only where it has no address of IPv4. Waits for the name
     to be resolved."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with suppress(OSError):
-            socket.getaddrinfo(host, None, family)
-            return family
-    return socket.AF_INET
+    with suppress(ValueError):
+        is_6 = host != "localhost" and ipaddress.ip_address(host).version == 6
+        return socket.AF_INET6 if is_6 else socket.AF_INET
+    found: set[socket.AddressFamily] = set()
+    with suppress(OSError):
+        found = {family for family, *_ in socket.getaddrinfo(host, None)}
+    return socket.AF_INET6 if found == {socket.AF_INET6} else socket.AF_INET
 
 
 def address_towards(host: str) -> str:

@@ -69,15 +69,21 @@ def test_the_address_towards_a_peer_is_of_its_family():
 
 
 def test_a_name_without_an_ipv4_address_is_ipv6(monkeypatch):
-    names = {"six": {socket.AF_INET6}, "both": {socket.AF_INET, socket.AF_INET6}}
+    names = {"six": [socket.AF_INET6], "both": [socket.AF_INET6, socket.AF_INET]}
+    asked = []
 
-    def resolve(host, port, family):
-        if family not in names.get(host, ()):
+    def resolve(host, port):
+        asked.append(host)
+        if host not in names:
             raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [(family, socket.SOCK_STREAM, 0, "", ()) for family in names[host]]
 
     monkeypatch.setattr("streamrl.config.addresses.socket.getaddrinfo", resolve)
     assert family_of("six") == socket.AF_INET6
     assert family_of("both") == family_of("unknown") == socket.AF_INET
+    assert family_of("127.0.0.1") == family_of("localhost") == socket.AF_INET
+    assert family_of(HOST) == socket.AF_INET6
+    assert asked == ["six", "both", "unknown"]
     with zmq.Context.instance().socket(zmq.REQ) as client:
         choose_family(client, "zmq://six:1")
         assert client.getsockopt(zmq.IPV6) == 1
