@@ -223,10 +223,12 @@ class _Source:
         engine, may_tie = self.config.generator.engine, bool(model._tied_weights_keys)
         is_denied = may_tie and model.config.tie_word_embeddings and not _is_tied(model)
         if self.setting == "model.path" and engine != "hf" and is_denied:
+            of_text, name = model.config.get_text_config(), "tie_word_embeddings"
+            is_text = of_text is not model.config and getattr(of_text, name, False)
+            place = f"text_config.{name}" if is_text else name
             raise ConfigError(
                 f"model.path: {self.name} has an LM head of its own, and its config.json says "
-                f"tie_word_embeddings: true, which generator.engine {engine} goes by: set it to "
-                "false there"
+                f"{place}: true, which generator.engine {engine} goes by: set it to false there"
             )
 
     @property

@@ -1,5 +1,6 @@
 """What ranks load together is what one loads alone, in less memory."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from streamrl.errors import ConfigError
 from tests.model_families import make_model
 from tests.ranks import run_ranks
 from tests.tiny_model import make_llama, save_llama
+from tests.tiny_vision import save_qwen
 from tests.training import make_config
 
 LORA = {"rank": 4, "alpha": 16}
@@ -38,6 +40,15 @@ def save_untied(folder: Path) -> None:
     model = make_llama(tie_word_embeddings=False)
     model.config.tie_word_embeddings = True
     model.save_pretrained(folder)
+
+
+def save_untied_qwen(folder: Path) -> None:
+    """The same of a text model within another."""
+    save_qwen(folder)
+    path = folder / "config.json"
+    facts = json.loads(path.read_text())
+    facts["text_config"]["tie_word_embeddings"] = True
+    path.write_text(json.dumps(facts))
 
 
 def save_half(folder: Path) -> None:
@@ -139,12 +150,21 @@ def test_ranks_load_the_bits_that_one_rank_loads(num_ranks, sizes, tmp_path):
                     assert torch.equal(ours[key], tensor), (size, CASES[number], key)
 
 
-@pytest.mark.parametrize("save", [save_untied, save_llama, save_gpt2])
-def test_a_library_of_inference_goes_by_what_config_json_says_of_the_lm_head(save, tmp_path):
+@pytest.mark.parametrize(
+    ("save", "place"),
+    [
+        (save_untied, "tie_word_embeddings"),
+        (save_untied_qwen, r"text_config\.tie_word_embeddings"),
+        (save_llama, None),
+        (save_gpt2, None),
+    ],
+)
+def test_a_library_of_inference_goes_by_what_config_json_says_of_the_lm_head(save, place, tmp_path):
     save(tmp_path)
     config = make_config(model={"path": str(tmp_path)}, generator={"engine": "vllm"})
-    if save is save_untied:
-        with pytest.raises(ConfigError, match=r"an LM head of its own, .*generator\.engine vllm"):
+    if place is not None:
+        sentence = rf"an LM head of its own, .* says {place}: true, .*generator\.engine vllm"
+        with pytest.raises(ConfigError, match=sentence):
             load_network(config)
     else:
         load_network(config)
