@@ -163,8 +163,8 @@ def _of_other_release(path: Path | str) -> str:
     if file.name != RESOLVED_FILE or not (file.parent / "metrics.jsonl").exists():
         return ""
     with suppress(ConfigError, ValidationError):
-        tree = _at_home(reduce(with_setting, from_file(file), {}))
-        RunConfig.model_validate(with_steps(tree, {})[0])
+        tree: dict[str, Any] = reduce(with_setting, from_file(file), {})
+        RunConfig.model_validate(with_steps(_at_home(tree), {})[0])
         # What is refused was given beside the file.
         return ""
     lines = map(str.strip, file.read_text(encoding="utf-8-sig").splitlines())
