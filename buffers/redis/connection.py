@@ -14,7 +14,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from buffers.redis.topology import RedisTopology, redacted
-from buffers.zmq.client import STOPPED_S
+from buffers.zmq.client import MAX_STOPS, STOPPED_S
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, TransportError
 
@@ -120,7 +120,7 @@ class RedisConnection:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.deadline_s + work_s
         retry_timeout_s = self._retry_s + work_s
-        delay_s = FIRST_DELAY_S
+        delay_s, num_stops = FIRST_DELAY_S, 0
         while True:
             client, begun_s = self.client, loop.time()
             timeout_s = min(deadline - begun_s, retry_timeout_s)
@@ -138,7 +138,9 @@ class RedisConnection:
                 else:
                     self._raise_if_final(error)
                     self._topology.switch_node(client)
-                if (took_s := loop.time() - begun_s) > timeout_s + STOPPED_S:
+                took_s = loop.time() - begun_s
+                if took_s > timeout_s + STOPPED_S and num_stops < MAX_STOPS:
+                    num_stops += 1
                     deadline += took_s
                 if loop.time() + delay_s >= deadline:
                     raise self._timed_out(name, error) from error

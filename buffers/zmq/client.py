@@ -11,6 +11,7 @@ it has read it.
 import asyncio
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,11 +31,10 @@ log = logging.getLogger(__name__)
 
 MAX_PUTS = 4
 MESSAGE_BYTES = 2**18
-LONGEST_REFUSED_S = 8.0
-REFUSED_S = 0.5
-STOPPED_S = 1.0
-"""An attempt that ends so much too late does not count: this process was stopped, and has not seen
-whether there is an answer."""
+REFUSED_S, LONGEST_REFUSED_S = 0.5, 4.0
+STOPPED_S, MAX_STOPS = 1.0, 3
+"""An attempt that ends so much too late does not count, a few times in a call: this process was
+stopped, and has not seen whether there is an answer."""
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -103,11 +103,14 @@ class ZmqBuffer(m.RequestClient):
         deadline = loop.time() + wait_s + self._deadline_s
         retry_timeout_s = self._retry_s
         refusal: StorageError | None = None
+        num_stops, refused_at_s = 0, math.inf
         while (remaining_s := deadline - loop.time()) > 0:
             timeout_s, begun_s = min(remaining_s, wait_s + retry_timeout_s), loop.time()
             reply = await self._send_and_wait(frames, timeout_s)
-            if (took_s := loop.time() - begun_s) > timeout_s + STOPPED_S:
-                deadline += took_s
+            now_s = loop.time()
+            if now_s - begun_s > timeout_s + STOPPED_S and num_stops < MAX_STOPS:
+                num_stops += 1
+                deadline += now_s - begun_s
             if reply is not None:
                 try:
                     return self._decode(reply, expected)
@@ -116,12 +119,13 @@ class ZmqBuffer(m.RequestClient):
                         # Whoever asks for them explains why the run stands still.
                         raise
                     log.warning("%s waits: %s", type(request).__name__, error)
-                    refusal = error
+                    refusal, refused_at_s = error, min(refused_at_s, now_s)
                     # The longer the disk has been full, the longer the pause, and not all at once:
-                    # a thousand clients send their groups again.
-                    pause_s = (wait_s + self._deadline_s - remaining_s) / 2
-                    pause_s = min(max(REFUSED_S, pause_s), LONGEST_REFUSED_S)
-                    await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), remaining_s))
+                    # a thousand clients send their groups again. The last one is before the end.
+                    pause_s = min(max(REFUSED_S, (now_s - refused_at_s) / 2), LONGEST_REFUSED_S)
+                    left_s = deadline - now_s
+                    last_s = left_s - REFUSED_S if left_s > REFUSED_S else left_s
+                    await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), last_s))
                     continue
             retry_timeout_s *= 2
             log.warning("no answer from the buffer at %s to %s", self._url, type(request).__name__)

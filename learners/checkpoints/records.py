@@ -11,6 +11,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from learners.step_record import Recorder, forget, keep_settings
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.find import checkpoints_of
-from streamrl.checkpoints.history import require_surviving
+from streamrl.checkpoints.history import require_surviving, survives
 from streamrl.checkpoints.retention import Validated
 from streamrl.config import RunConfig
 from streamrl.errors import CheckpointWriteError, did_you_mean
@@ -102,10 +103,14 @@ class RunRecords:
             if self._recorder is not None:
                 keep_settings(self._config, first_step)
             self.validated = read_validations(run)
+            given: Any = {
+                "first_step": first_step,
+                "survives": partial(survives, checkpoints_of(run), start.history),
+            }
             self._opened = _Files(
-                JsonlTracker(run / TRAINED_FILE, first_step=first_step),
-                JsonlTracker(run / VALIDATION_FILE, first_step=first_step),
-                open_trackers(self._config, first_step=first_step, more=self._more_trackers),
+                JsonlTracker(run / TRAINED_FILE, **given),
+                JsonlTracker(run / VALIDATION_FILE, **given),
+                open_trackers(self._config, **given, more=self._more_trackers),
             )
         except OSError as error:
             raise CheckpointWriteError(f"{run} cannot be written: {error}") from error

@@ -122,14 +122,19 @@ def newest_first(run: Path) -> Iterator[Sample]:
 def lines_backwards(path: Path) -> Iterator[bytes]:
     """The whole lines, last first."""
     with suppress(FileNotFoundError), path.open("rb") as file:
-        end, rest = file.seek(0, os.SEEK_END), b""
+        end = file.seek(0, os.SEEK_END)
+        rest: list[bytes] = []  # Of a line that begins earlier, last block first.
         while end > 0:
             begin = max(0, end - BLOCK_BYTES)
             file.seek(begin)
-            first, *lines = (file.read(end - begin) + rest).split(b"\n")
-            yield from reversed(lines)
-            end, rest = begin, first
-        yield rest
+            first, *lines = file.read(end - begin).split(b"\n")
+            if lines:
+                yield lines.pop() + b"".join(reversed(rest))
+                yield from reversed(lines)
+                rest = []
+            rest.append(first)
+            end = begin
+        yield b"".join(reversed(rest))
 
 
 def _keep_before(path: Path, first_step: int) -> None:

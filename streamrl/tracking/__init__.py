@@ -59,9 +59,13 @@ class ConsoleTracker(Tracker):
 
 
 def open_trackers(
-    config: RunConfig, *, first_step: int, more: Sequence[Tracker] = ()
+    config: RunConfig,
+    *,
+    first_step: int,
+    more: Sequence[Tracker] = (),
+    survives: Callable[[], bool] = lambda: True,
 ) -> "Trackers":
-    """Those that `tracking` asks for, and `more`.
+    """Those that `tracking` asks for, and `more`; `survives` as in `JsonlTracker`.
 
     `metrics.jsonl` loses its lines of `first_step` and later: they are of steps after the
     checkpoint from which the run resumes.
@@ -70,7 +74,7 @@ def open_trackers(
         ConfigError: a package that was asked for is not installed.
     """
     tracking, folder = config.tracking, config.run.path
-    file = JsonlTracker(folder / METRICS_FILE, first_step=first_step)
+    file = JsonlTracker(folder / METRICS_FILE, first_step=first_step, survives=survives)
     others: list[Tracker] = []
     if tracking.console:
         others.append(ConsoleTracker())

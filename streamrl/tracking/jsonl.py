@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
@@ -32,16 +32,19 @@ TRAINED_FILE = "trained.jsonl"
 
 
 class JsonlTracker:
-    """Appends to the file, after it has removed the lines of `first_step` and later."""
+    """Appends to the file, after it has removed the lines of `first_step` and later; no more once
+    the run no longer `survives` as this learner's."""
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
+    def __init__(
+        self, path: Path, *, first_step: int, survives: Callable[[], bool] = lambda: True
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _keep_before(path, first_step)
-        self._path = path
+        self._path, self._survives = path, survives
         self._file = path.open("ab", buffering=0)
         self._num_synced = path.stat().st_size
-        self._unsynced = self._pending = b""
+        self._unsynced, self._pending = bytearray(), b""
         self._is_torn = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -66,10 +69,11 @@ class JsonlTracker:
             os.fsync(self._file.fileno())
         except OSError:
             # A network file system that is full has dropped them.
-            self._pending, self._unsynced, self._is_torn = self._unsynced, b"", True
+            self._pending, self._is_torn = bytes(self._unsynced), True
+            self._unsynced.clear()
             raise
         self._num_synced += len(self._unsynced)
-        self._unsynced = b""
+        self._unsynced.clear()
 
     def close(self) -> None:
         try:
@@ -78,7 +82,11 @@ class JsonlTracker:
             self._file.close()
 
     def _write(self) -> None:
-        """All that is pending, or nothing of it: a full disk may take a part of a line."""
+        """All that is pending, or nothing of it: a full disk may take a part of a line. Nothing in
+        the file of another learner, whose lines a cut would remove."""
+        if not self._pending or not self._survives():
+            self._pending, self._is_torn = b"", False
+            return
         if self._is_torn:
             self._cut()
         data = memoryview(self._pending)

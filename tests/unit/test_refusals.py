@@ -1,5 +1,7 @@
 """What a buffer does about those who send what it refuses, on clocks of the test's own."""
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -10,7 +12,13 @@ from buffers.quarantine import BURST, EVERY_S, EventLimit, Quarantine
 from buffers.zmq import client, server
 from buffers.zmq.server import IGNORED_S, MAX_MALFORMED, WINDOW_S, Peers, RefusalBudget
 from streamrl import wire
-from streamrl.errors import CorruptMessageError, LedgerError, StorageError, WireError
+from streamrl.errors import (
+    CorruptMessageError,
+    LedgerError,
+    StorageError,
+    TransportError,
+    WireError,
+)
 from streamrl.types import Books, DropReason, GeneratorStatus, OverduePolicy, PackedGroup
 
 ERROR = CorruptMessageError("damaged")
@@ -163,3 +171,17 @@ async def test_while_the_disk_stays_full_a_group_is_sent_again_less_and_less_oft
     with pytest.raises(StorageError, match="the disk is full"):
         await buffer.drain()
     assert 5 < len(sent) < 40, "each hundredth of a second it would be a hundred times"
+
+
+async def test_attempts_that_all_end_late_end_the_call_nevertheless(monkeypatch):
+    """As on a machine whose cores do other things."""
+    monkeypatch.setattr(client, "STOPPED_S", 0.01)
+    buffer = client.ZmqBuffer("", deadline_s=0.1)
+
+    async def late(_: list[bytes], timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s + 0.05)
+
+    monkeypatch.setattr(buffer, "_send_and_wait", late)
+    with pytest.raises(TransportError, match="has not answered"):
+        async with asyncio.timeout(20):
+            await buffer.drain()

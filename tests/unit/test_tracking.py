@@ -151,6 +151,24 @@ def test_lines_that_the_disk_took_and_did_not_keep_are_written_again(tmp_path, m
     assert steps_of(path) == [1, 2]
 
 
+def test_a_learner_that_was_taken_over_leaves_the_lines_of_the_other_alone(tmp_path, monkeypatch):
+    path, goes_on = tmp_path / "trained.jsonl", [True]
+    before = JsonlTracker(path, first_step=1, survives=lambda: goes_on[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing_call)
+        for step in (1, 2, 3):
+            before.log({}, step)
+        with pytest.raises(OSError, match="output error"):
+            before.flush()
+    goes_on[0] = False
+    after = JsonlTracker(path, first_step=2)
+    after.log({}, 2)
+    after.flush()
+    before.close()
+    after.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
 def test_a_file_is_cut_where_a_run_goes_on_although_the_disk_is_full(tmp_path):
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path, first_step=1)

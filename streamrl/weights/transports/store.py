@@ -234,12 +234,10 @@ class StoreSender:
         )
         # Also where the manifest then seems not to be written: readers may have it.
         self._before = self._before | {manifest.name_of(stored)}
+        self._require_surviving()
         self._store.put(self._file, manifest.name_of(stored))
-        if not self._survives():
-            # Generators would wait with these weights, and the other learner for their groups.
-            raise WeightTransferError(
-                f"weights.store {self._store.url}: another learner goes on with the run"
-            )
+        # An upload takes long.
+        self._require_surviving()
         self._store.replace_manifest(manifest)
         if not stored.is_delta and self._manifest is not None:
             self._old |= self._before
@@ -247,6 +245,17 @@ class StoreSender:
         self._manifest = manifest
         self._keep(stored)
         self._remove_old(manifest)
+
+    def _require_surviving(self) -> None:
+        """
+        Raises:
+            WeightTransferError: generators would wait with these weights, and another learner for
+                their groups.
+        """
+        if not self._survives():
+            raise WeightTransferError(
+                f"weights.store {self._store.url}: another learner goes on with the run"
+            )
 
     def _chain(self) -> tuple[StoredVersion, ...]:
         """What a difference follows.
