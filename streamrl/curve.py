@@ -1,4 +1,5 @@
-"""CURVE keys: they encrypt the connection and authenticate both ends.
+"""Connections of ZeroMQ: CURVE keys encrypt them and authenticate both ends; a client makes one
+that is lost anew.
 
     FOLDER/  server.secret  server.public     the buffer and the learner need all of them
              client.secret  client.public     generators need all but server.secret

@@ -344,10 +344,12 @@ def find_config(target: str) -> RunConfig:
     path = Path(target)
     if path.is_dir() or not (path.exists() or path.suffix):
         return config_of(path)
-    may_be_deeper = path.suffix not in (".yaml", ".yml")
-    if may_be_deeper or path.name == RESOLVED_FILE:
-        for folder in path.parents if may_be_deeper else [path.parent]:
-            if path.exists() and (folder / RESOLVED_FILE).is_file() and _holds_a_run(folder):
+    if path.exists():
+        # Another YAML beside a run is a configuration of its own.
+        may_be_deeper = path.suffix not in (".yaml", ".yml")
+        folders = path.parents if may_be_deeper else [path.parent]
+        for folder in folders if may_be_deeper or path.name == RESOLVED_FILE else ():
+            if (folder / RESOLVED_FILE).is_file() and _holds_a_run(folder):
                 return config_of(folder)
     config = load_config(path).config
     return config_of(config.run.path) if (config.run.path / RESOLVED_FILE).exists() else config

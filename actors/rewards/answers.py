@@ -81,7 +81,7 @@ _GAP = r"(?:\\(?:[ ,;:]|q?quad(?![a-zA-Z]))|[~\s]|\*\*(?=\s))"
 _CHOICE = re.compile(
     # A small letter behind a full stop may be of a name: C. elegans.
     rf"\s*(?:\(([A-J])\){_GAP}*|([A-J])\){_GAP}+|([A-H]):{_GAP}+|([A-H])\.{_GAP}+(?![a-z]))"
-    r"(\S.{0,199})"
+    r"(?P<said>\S.{0,199})"
 )
 # A formula, a letter that is taken back, or several letters.
 _NO_CHOICE = re.compile(
@@ -256,9 +256,10 @@ def choice(text: str) -> tuple[str, str] | None:
     """
     is_text = _TEXT.match(text)
     found = _CHOICE.fullmatch(f"{is_text[1]}{text[is_text.end() :]}" if is_text else text)
-    if found is None or _NO_CHOICE.match(_TEXT.sub(r"\1", found[5])):
+    if found is None or _NO_CHOICE.match(_TEXT.sub(r"\1", found["said"])):
         return None
-    return found[1] or found[2] or found[3] or found[4], found[5]
+    *letters, said = found.groups()
+    return next(filter(None, letters)), said
 
 
 def words(text: str) -> str:

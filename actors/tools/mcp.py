@@ -58,8 +58,7 @@ class McpServer:
             with attributed_to(f"{self._setting}: {connection.name}", RolloutError):
                 tools = await _list_tools(await connection.client())
             self._schemas = self._chosen(tools)
-        begin_s = self._settings.time_limit_s / 2
-        return _McpSession(self._schemas, connection, is_shared, begin_s)
+        return _McpSession(self._schemas, connection, is_shared)
 
     def _chosen(self, tools: list[Tool]) -> tuple[ToolSchema, ...]:
         known = {tool.name: _schema(tool) for tool in tools}
@@ -83,6 +82,11 @@ class McpConnection:
     @property
     def name(self) -> str:
         return self._settings.url or " ".join(self._settings.command)
+
+    @property
+    def time_limit_s(self) -> float:
+        """Of a call."""
+        return self._settings.time_limit_s
 
     async def client(self) -> Client:
         """Waits for the session to begin, if there is none. Raises whatever keeps it from that."""
@@ -148,14 +152,9 @@ class _McpSession:
     """The server's tools, as one episode has them."""
 
     def __init__(
-        self,
-        schemas: tuple[ToolSchema, ...],
-        connection: McpConnection,
-        is_shared: bool,
-        begin_s: float,
+        self, schemas: tuple[ToolSchema, ...], connection: McpConnection, is_shared: bool
     ) -> None:
         self.schemas = schemas
-        self._begin_s = begin_s
         # Of what its server keeps nobody knows.
         self.has_state = True
         self._connection = connection
@@ -165,7 +164,7 @@ class _McpSession:
         server = f"the MCP server of {name}"
         with attributed_to(server, RolloutError):
             # Before the limit of the call: a server that says nothing does not answer the policy.
-            async with asyncio.timeout(self._begin_s):
+            async with asyncio.timeout(self._connection.time_limit_s / 2):
                 client = await self._connection.client()
         try:
             with attributed_to(server, ToolError):

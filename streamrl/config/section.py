@@ -76,12 +76,10 @@ def some_of(
     Raises:
         ValidationError: what is given there is refused.
     """
+    misplaced = {k: PydanticCustomError("misplaced", not_there[k]) for k in given if k in not_there}
     refused: list[Any] = [
-        {"type": PydanticCustomError("misplaced", why), "loc": (key,), "input": given[key]}
-        for key, why in not_there.items()
-        if key in given
+        {"type": why, "loc": (key,), "input": given[key]} for key, why in misplaced.items()
     ]
-    misplaced = not_there.keys() & given.keys()
     try:
         made = section.model_validate({k: v for k, v in values.items() if k not in misplaced})
     except ValidationError as error:
