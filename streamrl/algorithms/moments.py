@@ -60,8 +60,13 @@ class Moments:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Standardize [R] to mean 0 and variance 1; TRL's and verl's whitening. One number alone is its
-    mean, so it becomes 0."""
+    """Standardize [R] to mean 0 and variance 1; TRL's and verl's whitening.
+
+    Raises:
+        ValueError: the batch has fewer than two tokens, so it has no variance.
+    """
     moments = Moments.of(values)
+    if moments.count < 2:
+        raise ValueError(f"whitening needs at least 2 tokens, the batch has {int(moments.count)}")
     centered = values.double() - moments.mean
     return (centered * torch.rsqrt(moments.variance(ddof=1) + 1e-8)).to(values.dtype)

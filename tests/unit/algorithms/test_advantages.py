@@ -110,7 +110,8 @@ def test_missing_and_impossible_inputs_are_named() -> None:
     alone = AdvantageInput(torch.ones(1), torch.tensor([7]), Sequences.from_lengths([1]))
     with pytest.raises(ValueError, match="group 7 has 1"):
         ADVANTAGES["grpo_passk"](alone, AdvantageConfig())
-    assert ADVANTAGES["reinforce_plus_plus"](alone, AdvantageConfig()) == 0
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        ADVANTAGES["reinforce_plus_plus"](alone, AdvantageConfig())
 
 
 def _batch(dtype: torch.dtype = torch.float64) -> AdvantageInput:
