@@ -347,7 +347,7 @@ def find_config(target: str) -> RunConfig:
     if path.exists():
         # Another YAML beside a run is a configuration of its own.
         may_be_deeper = path.suffix not in (".yaml", ".yml")
-        folders = path.parents if may_be_deeper else [path.parent]
+        folders = path.absolute().parents if may_be_deeper else [path.parent]
         for folder in folders if may_be_deeper or path.name == RESOLVED_FILE else ():
             if (folder / RESOLVED_FILE).is_file() and _holds_a_run(folder):
                 return config_of(folder)

@@ -80,13 +80,14 @@ _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _GAP = r"(?:\\(?:[ ,;:]|q?quad(?![a-zA-Z]))|[~\s]|\*\*(?=\s))"
 _CHOICE = re.compile(
     # A small letter behind a full stop may be of a name: C. elegans.
-    rf"\s*(?:\(([A-J])\){_GAP}*|([A-J])\){_GAP}+|([A-H]):{_GAP}+|([A-H])\.{_GAP}+(?![a-z]))"
+    rf"\s*(?:\(([A-J])\)(?:{_GAP}+|(?=[\d\\$]))|([A-J])\){_GAP}+|([A-H]):{_GAP}+"
+    rf"|([A-H])\.{_GAP}+(?![a-z]))"
     r"(?P<said>\S.{0,199})"
 )
 # A formula, a letter that is taken back, or several letters.
 _NO_CHOICE = re.compile(
     r"\s*(?:[*+/=<>^_&|,;:.!?')\]]|-\s|(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
-    r"|.*(?<![a-zA-Z\\])(?:[A-Z]|[IVX]+)(?![a-zA-Z]))"
+    r"|.*\b(?i:incorrect|wait|wrong)\b|.*(?<![a-zA-Z\\])(?:[A-Z]|[IVX]+)(?![a-zA-Z]))"
 )
 _LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
@@ -101,11 +102,13 @@ _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 _UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
 # Words that are formulas.
 _FUNCTIONS = frozenset(
-    {"cos", "cot", "csc", "exp", "inf", "infinity", "log", "pi", "sec", "sin", "sqrt", "tan"}
+    {"cos", "cot", "csc", "exp", "inf", "infinity", "lg", "ln", "log", "pi", "sec", "sin"}
+    | {"sqrt", "tan"}
 )
 # Words that change the number beside them.
 _SCALES = frozenset(
-    {"billion", "dozen", "hundred", "million", "minus", "negative", "not", "thousand", "trillion"}
+    {"billion", "bn", "dozen", "hundred", "million", "minus", "mn", "negative", "not"}
+    | {"thousand", "trillion"}
 )
 # Of an exponent: further digits would be written out.
 _MAX_EXPONENT = 1000

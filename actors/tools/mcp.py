@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # What servers by URL say of a session that they do not know, since they have started again.
 _UNKNOWN = (INVALID_REQUEST, -32001)
+_LONGEST_START = 10
+"""Times the limit of a call."""
 
 
 class McpServer:
@@ -55,8 +57,13 @@ class McpServer:
         is_shared = self._settings.session == "generator"
         connection = self._shared if is_shared else McpConnection(self._settings)
         if self._schemas is None:
-            with attributed_to(f"{self._setting}: {connection.name}", RolloutError):
-                tools = await _list_tools(await connection.client())
+            try:
+                with attributed_to(f"{self._setting}: {connection.name}", RolloutError):
+                    tools = await _list_tools(await connection.client())
+            except BaseException:
+                if not is_shared:
+                    await connection.close()
+                raise
             self._schemas = self._chosen(tools)
         return _McpSession(self._schemas, connection, is_shared)
 
@@ -77,7 +84,7 @@ class McpConnection:
         self._beginning = asyncio.Lock()
         self._ending = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._client: Client | None = None
+        self._begun: asyncio.Future[Client] | None = None
 
     @property
     def name(self) -> str:
@@ -91,26 +98,26 @@ class McpConnection:
     async def client(self) -> Client:
         """Waits for the session to begin, if there is none. Raises whatever keeps it from that."""
         async with self._beginning:
-            if self._client is None or self._task is None or self._task.done():
+            if self._begun is None or self._task is None or self._task.done():
                 await self.close()
-                begun: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._begun = asyncio.get_running_loop().create_future()
                 self._ending = asyncio.Event()
-                self._task = asyncio.create_task(self._serve(begun, self._ending))
-                either: set[asyncio.Future[Any]] = {begun, self._task}
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not begun.done():
-                    raise _innermost(self._task)
-                self._client = begun.result()
-            return self._client
+                self._task = asyncio.create_task(self._serve(self._begun, self._ending))
+            # Of one that somebody has waited for in vain, the next caller waits for the rest.
+            either: set[asyncio.Future[Any]] = {self._begun, self._task}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._begun.done():
+                raise _innermost(self._task)
+            return self._begun.result()
 
     async def close(self) -> None:
         """Ends the session, and the server that was started for it. Waits for its end."""
         if self._task is None:
             return
         self._ending.set()
-        if self._client is None:  # It is broken, or has not begun.
+        if self._begun is None or not self._begun.done():  # It is broken, or has not begun.
             self._task.cancel()
-        self._client = None
+        self._begun = None
         await asyncio.wait([self._task])
         if not self._task.cancelled() and (error := self._task.exception()):
             log.info("the session with the MCP server %s ended with: %s", self.name, error)
@@ -119,8 +126,8 @@ class McpConnection:
     def forget(self, client: Client) -> None:
         """The session of this client is broken: the next call begins another one, unless one has
         begun."""
-        if self._client is client:
-            self._client = None
+        if self._begun is not None and self._begun.done() and self._begun.result() is client:
+            self._begun = None
 
     def is_broken(self, error: MCPError) -> bool:
         """Whether no call of the session will be answered after this answer. A tool may refuse
@@ -131,7 +138,8 @@ class McpConnection:
     async def _serve(self, begun: asyncio.Future[Client], ending: asyncio.Event) -> None:
         """The session from its beginning to its end, in one task, as the package demands."""
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(await self._make_client(stack))
+            async with asyncio.timeout(_LONGEST_START * self.time_limit_s):
+                client = await stack.enter_async_context(await self._make_client(stack))
             begun.set_result(client)
             await ending.wait()
 
@@ -163,9 +171,14 @@ class _McpSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         server = f"the MCP server of {name}"
         with attributed_to(server, RolloutError):
-            # Before the limit of the call: a server that says nothing does not answer the policy.
-            async with asyncio.timeout(self._connection.time_limit_s / 2):
-                client = await self._connection.client()
+            # Just before the limit of the call, whose end would be an answer to the policy.
+            limit_s = 0.95 * self._connection.time_limit_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    client = await self._connection.client()
+            except TimeoutError as error:
+                sentence = f"its session has not begun within {limit_s:g} s"
+                raise TimeoutError(sentence) from error
         try:
             with attributed_to(server, ToolError):
                 result = await client.call_tool(name, dict(arguments))

@@ -13,7 +13,6 @@ from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
 
 if TYPE_CHECKING:
-    from streamrl.config.generator import GeneratorSettings
     from streamrl.config.run_config import RunConfig
 
 _OURS_OF_ENGINES = {
@@ -222,10 +221,12 @@ def _of_weights(c: "RunConfig") -> Iterator[str]:
 
 def _of_engines(c: "RunConfig") -> Iterator[str]:
     generator, data = c.generator, c.data
-    yield from _of_engine_kwargs("generator", generator)
+    yield from _of_engine_kwargs("generator", generator.engine, generator.engine_kwargs)
     if c.is_validated and {"engine", "engine_kwargs"} & c.validation.generator.keys():
         own = c.validation.engine_settings(generator)
-        yield from _of_engine_kwargs("validation.generator", own)
+        given = c.validation.generator.get("engine_kwargs", {})
+        kwargs = {name: value for name, value in own.engine_kwargs.items() if name in given}
+        yield from _of_engine_kwargs("validation.generator", own.engine, kwargs)
     columns = [name for name in ("image_key", "video_key") if getattr(data, name) is not None]
     engine = "sglang" if generator.engine == "sglang" else "vllm.url"
     is_served = engine == "sglang" or (generator.engine == "vllm" and generator.vllm.url)
@@ -241,12 +242,11 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
         )
 
 
-def _of_engine_kwargs(place: str, generator: "GeneratorSettings") -> Iterator[str]:
-    ours = _OURS_OF_ENGINES.get(generator.engine, frozenset())
-    if clash := min(ours & generator.engine_kwargs.keys(), default=None):
+def _of_engine_kwargs(place: str, engine: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    if clash := min(_OURS_OF_ENGINES.get(engine, frozenset()) & kwargs.keys(), default=None):
         yield f"{place}.engine_kwargs.{clash}: is set by StreamRL; leave it out"
-    if generator.engine == "sglang":
-        yield from _of_sglang(place, generator.engine_kwargs)
+    if engine == "sglang":
+        yield from _of_sglang(place, kwargs)
 
 
 def _of_sglang(place: str, kwargs: Mapping[str, Any]) -> Iterator[str]:

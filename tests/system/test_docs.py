@@ -155,7 +155,7 @@ def test_a_plan_is_printed_for_persons_and_programs(capsys):
     assert [process["name"] for process in processes] == ["buffer", "learner", "generator-0"]
     assert all(shlex.join(process["command"]) in text for process in processes)
     assert main(_words(of_another_machine)[1:]) == 0
-    assert ", GPU 7, " in capsys.readouterr().out
+    assert ", GPU 7 of unknown memory, " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("environment")

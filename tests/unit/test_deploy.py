@@ -203,7 +203,7 @@ def test_requirements_are_those_of_the_package_and_of_the_extras_but_for_some():
 @pytest.mark.parametrize(
     ("extras", "without", "sentence"),
     [
-        (["reddis"], [], "no extra of pyproject.toml: reddis; there are vllm, redis"),
+        (["reddis"], [], "no extra of pyproject.toml: reddis; there are vllm, sglang, redis"),
         ([], ["torhc"], "no requirement of pyproject.toml: torhc"),
     ],
 )

@@ -158,9 +158,12 @@ def _record(place: str, value: Mapping[str, Any], given: Mapping[str, Any]) -> I
     inputs, outputs = decoded(value[f"input{plural}"]), decoded(value[f"output{plural}"])
     function = value.get("fn_name") or value.get("func_name")
     texts = {"input": value[f"input{plural}"], "output": value[f"output{plural}"]}
-    kinds = (str, list, tuple) if function else (str,)
-    is_list = isinstance(inputs, list | tuple) and all(isinstance(one, kinds) for one in inputs)
-    if isinstance(outputs, str) or (isinstance(texts["input"], str) and not is_list):
+    are_several = isinstance(inputs, list | tuple) and all(
+        isinstance(one, str)
+        or (isinstance(one, list | tuple) and (function or all(isinstance(t, str) for t in one)))
+        for one in inputs
+    )
+    if isinstance(outputs, str) or (isinstance(texts["input"], str) and not are_several):
         yield _pair(function, *texts.values()) if function else _case({**value, **texts}, given)
         return
     if len(inputs) != len(outputs):
@@ -185,8 +188,8 @@ def _pair(function: str | None, given: Any, expected: Any) -> Test:
         return CallTest(function, _arguments(given), json.loads(expected))
     if function:
         return CallTest(function, list(given), expected)
-    if expected is None:
-        raise ValueError("an output is None")
+    if given is None or expected is None:
+        raise ValueError("an input or an output is None")
     return ProgramTest(_text(given), _text(expected))
 
 

@@ -228,13 +228,14 @@ def _usable(tree: Mapping[str, Any], refused: Sequence[tuple[int | str, ...]]) -
         entries_of(config)
         config.validation.engine_settings(config.generator)
     except ValidationError as error:
-        return _usable(rest, _places(error))
+        smaller = reduce(_without, _places(error), rest)
+        return None if smaller == rest else _usable(smaller, ())
     return config
 
 
 def _without(tree: Mapping[str, Any], path: tuple[int | str, ...]) -> Mapping[str, Any]:
     """The tree without the value at the path, or without the last part of it that there is."""
-    if not path or not isinstance(tree.get(str(path[0])), Mapping | str | int | float | list):
+    if not path or str(path[0]) not in tree:
         return tree
     key, *below = str(path[0]), *path[1:]
     inner = tree[key]

@@ -100,6 +100,7 @@ ENTRY = "environments=[{name: a, environment: single_turn, data: {truncation: x,
         ["generator.count=abc", "validation.generator.max_num_seq=1"],
         ["generator.count=abc", ENTRY],
         [ENTRY, "validation.generator.max_num_seq=1"],
+        [ENTRY, "validation.generator.vllm=null"],
     ],
 )
 def test_what_is_left_of_refused_settings_can_be_read(settings, tmp_path):

@@ -42,10 +42,11 @@ def math(episode: Episode) -> float:
 
 SEVERAL = (
     *("(A), (B), and (D)", "(A) or (B)", "(A) and (C)", "(A)(C)", "A) B) C)", "A:B"),
-    *("A. is wrong, B is right", "A. No, wait, it is B.", "A: no, B: yes"),
+    *("A. is wrong, B is right", "A. No, wait, it is B.", "A: no, B: yes", "A) 5, wait, it is c"),
 )
 FORMULAS_OF_8 = (
     *("x + 8", "8!", "\N{SQUARE ROOT}8", "x > 8", "x^8", "8/x", "8 i", "|8-x|", "x, 8"),
+    "8 bn",
     "\N{PLUS-MINUS SIGN}8",
 )
 

@@ -370,6 +370,7 @@ def test_texts_of_one_test_are_not_taken_apart(plural):
             {"input": '["1", "2"]', "output": '["3", "4"]'},
             [ProgramTest("1", "3"), ProgramTest("2", "4")],
         ),
+        ({"input": '[["1", "2"]]', "output": '[["3"]]'}, [ProgramTest("1\n2", "3")]),
         ({"input": "[1, 2]\n3", "output": "7", "fn_name": "f"}, [CallTest("f", [[1, 2], 3], 7)]),
         ({"input": "[3]", "output": "[4]", "fn_name": "f"}, [CallTest("f", [[3]], [4])]),
         (
