@@ -15,7 +15,7 @@ OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/check/test_before
   unit/weights/test_strangers.py contract/test_buffer_limits.py contract/test_hostile_servers.py
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 # Named, since to collect all tests takes each process twice as long as to collect these.
-LONG := tests/deploy $(sort $(shell grep -rl --include='test_*.py' 'mark[.]long' tests/unit tests/contract tests/system))
+LONG = tests/deploy $(sort $(shell grep -rl --include='test_*.py' 'mark[.]long' tests/unit tests/contract tests/system))
 INSTALL := $(BIN)/python deploy/install.py
 # One more than there are cores, since tests wait for daemons a fifth of their time; at most four.
 WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4)))

@@ -14,7 +14,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from buffers.redis.topology import RedisTopology, redacted
-from buffers.zmq.client import MAX_STOPS, STOPPED_S
+from buffers.zmq.client import Stops
 from streamrl.config.secrets import REDIS_PASSWORD
 from streamrl.errors import ConfigError, TransportError
 
@@ -120,7 +120,7 @@ class RedisConnection:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.deadline_s + work_s
         retry_timeout_s = self._retry_s + work_s
-        delay_s, num_stops = FIRST_DELAY_S, 0
+        delay_s, stops = FIRST_DELAY_S, Stops()
         while True:
             client, begun_s = self.client, loop.time()
             timeout_s = min(deadline - begun_s, retry_timeout_s)
@@ -138,10 +138,7 @@ class RedisConnection:
                 else:
                     self._raise_if_final(error)
                     self._topology.switch_node(client)
-                took_s = loop.time() - begun_s
-                if took_s > timeout_s + STOPPED_S and num_stops < MAX_STOPS:
-                    num_stops += 1
-                    deadline += took_s
+                deadline += stops.lost_s(loop.time() - begun_s, timeout_s)
                 if loop.time() + delay_s >= deadline:
                     raise self._timed_out(name, error) from error
                 message = _summary(error)

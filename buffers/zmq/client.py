@@ -33,13 +33,26 @@ MAX_PUTS = 4
 MESSAGE_BYTES = 2**18
 REFUSED_S, LONGEST_REFUSED_S = 0.5, 4.0
 STOPPED_S, MAX_STOPS = 1.0, 3
-"""An attempt that ends so much too late does not count, a few times in a call: this process was
-stopped, and has not seen whether there is an answer."""
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+class Stops:
+    """Of one call. An attempt that ends STOPPED_S too late does not count, MAX_STOPS times: this
+    process was stopped, and has not seen whether there is an answer."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_STOPS
+
+    def lost_s(self, took_s: float, timeout_s: float) -> float:
+        """By how much the deadline of the call is later, after an attempt that took so long."""
+        if took_s <= timeout_s + STOPPED_S or not self._num_left:
+            return 0.0
+        self._num_left -= 1
+        return took_s
 
 
 class ZmqBuffer(m.RequestClient):
@@ -103,14 +116,12 @@ class ZmqBuffer(m.RequestClient):
         deadline = loop.time() + wait_s + self._deadline_s
         retry_timeout_s = self._retry_s
         refusal: StorageError | None = None
-        num_stops, refused_at_s = 0, math.inf
+        stops, refused_at_s = Stops(), math.inf
         while (remaining_s := deadline - loop.time()) > 0:
             timeout_s, begun_s = min(remaining_s, wait_s + retry_timeout_s), loop.time()
             reply = await self._send_and_wait(frames, timeout_s)
             now_s = loop.time()
-            if now_s - begun_s > timeout_s + STOPPED_S and num_stops < MAX_STOPS:
-                num_stops += 1
-                deadline += now_s - begun_s
+            deadline += stops.lost_s(now_s - begun_s, timeout_s)
             if reply is not None:
                 try:
                     return self._decode(reply, expected)

@@ -103,14 +103,16 @@ class RunRecords:
             if self._recorder is not None:
                 keep_settings(self._config, first_step)
             self.validated = read_validations(run)
-            given: Any = {
-                "first_step": first_step,
-                "survives": partial(survives, checkpoints_of(run), start.history),
-            }
+            goes_on = partial(survives, checkpoints_of(run), start.history)
             self._opened = _Files(
-                JsonlTracker(run / TRAINED_FILE, **given),
-                JsonlTracker(run / VALIDATION_FILE, **given),
-                open_trackers(self._config, **given, more=self._more_trackers),
+                JsonlTracker(run / TRAINED_FILE, first_step=first_step, survives=goes_on),
+                JsonlTracker(run / VALIDATION_FILE, first_step=first_step, survives=goes_on),
+                open_trackers(
+                    self._config,
+                    first_step=first_step,
+                    more=self._more_trackers,
+                    survives=goes_on,
+                ),
             )
         except OSError as error:
             raise CheckpointWriteError(f"{run} cannot be written: {error}") from error

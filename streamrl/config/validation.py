@@ -23,8 +23,8 @@ _OWN = {
     name: f"has no effect there; set validation.{name}"
     for name in ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples")
 }
-_OWN["group_size"] = _OWN["num_samples"]
 """Of `validation`, instead of what `generator` has."""
+_OWN["group_size"] = _OWN["num_samples"]
 
 
 class EarlyStopSettings(Section):

@@ -72,7 +72,7 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         memory_limit=memory_limit or _number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"),
         shm=shm,
         shm_free=shm_free,
-        # Daemons raise the soft limit to it.
+        # Every command raises the soft limit to it.
         max_files=_limit("RLIMIT_NOFILE", 1),
         max_locked=_limit("RLIMIT_MEMLOCK", 0),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
