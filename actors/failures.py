@@ -29,8 +29,6 @@ from streamrl.types.reasons import shortened
 
 
 class FailureRecord:
-    """Of one process."""
-
     def __init__(self) -> None:
         self._rows: Counter[str] = Counter()
         self._rewards: Counter[str] = Counter()
@@ -59,7 +57,6 @@ class FailureRecord:
 
     @property
     def rewards(self) -> tuple[FailedReward, ...]:
-        """Those that failed."""
         counts = self._rewards.items()
         return tuple(FailedReward(reward=name, num_failures=count) for name, count in counts)
 

@@ -43,8 +43,6 @@ GROWTH = 1.25
 
 @dataclass(eq=False)
 class LeasedGroup:
-    """A group of one generator."""
-
     lease: Lease
     task: asyncio.Task[None]
     progress: GroupProgress = field(default_factory=GroupProgress)
@@ -165,7 +163,6 @@ class VersionGate:
         self._min_version = max(self._min_version, self.published)
 
     def on_load_failed(self) -> None:
-        """An update did not arrive."""
         self.lacks_weights = True
 
     def on_loaded(self, learner_id: str) -> None:
@@ -189,7 +186,6 @@ class StarvedLeases:
         return max(SHORTEST_S, LOADS * self._longest_load_s)
 
     def on_loaded(self, report: LoadReport) -> None:
-        """A load took this long."""
         self._longest_load_s = max(self._longest_load_s, report.transfer_s + report.load_s)
 
     def give_back(

@@ -86,7 +86,6 @@ def _write_untrained(folder: Path, recipe: RecipeSettings, max_model_len: int) -
 
 
 def _examples(config: RunConfig, recipe: RecipeSettings) -> PromptSource:
-    """Prompts with their answers."""
     if recipe.warm_start_source is None:
         return open_prompts(config.data, config.run.seed)
     own = {"source": recipe.warm_start_source, "source_kwargs": {}}

@@ -46,7 +46,6 @@ class Occupancy:
         self._start_s = self._changed_s = clock()
 
     def update(self, groups: Iterable[LeasedGroup]) -> None:
-        """The groups are these from here on."""
         self._advance()
         num_free = self._num_free(group for group in groups if group.has_begun)
         self._level = 1.0 - num_free / max(1, self._max_num_groups)
@@ -69,8 +68,6 @@ RATE_S = 60.0
 
 
 class TokenRate:
-    """Of a counter that is read now and then."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._readings = deque([(clock(), 0.0)])
@@ -86,8 +83,6 @@ class TokenRate:
 
 
 class StatusReport:
-    """Of one process."""
-
     def __init__(
         self,
         generator_id: str,
@@ -106,7 +101,6 @@ class StatusReport:
     def make(
         self, groups: Mapping[str, LeasedGroup], *, is_leaving: bool, is_catching_up: bool
     ) -> GeneratorStatus:
-        """With the groups by the ids of their leases."""
         gauges, failures = self._engine.gauges(), self._failures
         now_s, num_tokens = time.monotonic(), gauges["num_tokens"]
         return GeneratorStatus(

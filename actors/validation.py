@@ -343,7 +343,6 @@ class Validator:
 
 
 def _episodes(group: TrajectoryGroup) -> list[list[Trajectory]]:
-    """The segments of each sibling."""
     indices = group.episode_indices or tuple(range(len(group.trajectories)))
     by_sibling: dict[int, list[Trajectory]] = {i: [] for i in sorted(set(indices))}
     for index, trajectory in zip(indices, group.trajectories, strict=True):

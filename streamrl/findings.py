@@ -37,7 +37,6 @@ class Finding(Struct, frozen=True):
     remedy: str = ""
 
     def __str__(self) -> str:
-        """The sentence, with the place."""
         return f"{self.sentence} ({self.where})" if self.where else self.sentence
 
 

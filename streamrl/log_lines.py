@@ -47,8 +47,6 @@ def json_line(
 
 
 class JsonFormatter(logging.Formatter):
-    """Of the log records of one process."""
-
     def __init__(self, role: str) -> None:
         super().__init__()
         self._role = role

@@ -20,7 +20,6 @@ from streamrl.weights import lora
 
 
 def device_of(setting: str) -> str:
-    """Of a setting `device`: `auto` is cuda, if there is one, else cpu."""
     if setting != "auto":
         return setting
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -107,7 +107,6 @@ def finish_reason(name: str | None) -> FinishReason:
 
 
 def stops_of(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a completion."""
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
 
 

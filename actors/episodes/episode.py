@@ -164,7 +164,6 @@ class Conversation:
         self.messages = (*self.messages, *observation.messages)
 
     def answer(self, token_ids: tuple[int, ...]) -> None:
-        """A completion."""
         self.messages = (*self.messages, self._renderer.parse(token_ids, self.tools))
 
     def restore(self, messages: tuple[Message, ...], tools: Sequence[ToolSchema]) -> None:

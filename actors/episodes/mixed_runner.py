@@ -86,8 +86,6 @@ class FirstGroups:
 
 @dataclass(frozen=True)
 class MixedRunner:
-    """The group runner of every entry of the stream, by name."""
-
     engine: Engine
     stream: Stream
     runners: Mapping[str, GroupRunner]
@@ -210,7 +208,6 @@ def make_runner(
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    """The sampling settings of `generator`."""
     generator = config.generator
     return SamplingParams(
         max_new_tokens=generator.max_new_tokens,

@@ -48,7 +48,6 @@ class OpenEpisode:
         return f"{row}episode {self.context.episode_index}"
 
     def take(self, agent: str) -> None:
-        """The agent plays it from here on."""
         self.agent = agent
         self._taken_at_s = time.monotonic()
         self.taken.set()
@@ -70,7 +69,6 @@ class OpenEpisode:
             self.result.set_exception(error)
 
     async def wait_for_silence(self, limit_s: float) -> None:
-        """Returns once the agent has asked for nothing for so long."""
         while True:
             if (left_s := limit_s - self._silent_s) <= 0:
                 return
@@ -82,8 +80,6 @@ class OpenEpisode:
 
 
 class OpenEpisodes:
-    """Those of one generator."""
-
     def __init__(self) -> None:
         self._open: dict[str, OpenEpisode] = {}
         self._offered: deque[OpenEpisode] = deque()
@@ -92,7 +88,6 @@ class OpenEpisodes:
 
     @property
     def num_offered(self) -> int:
-        """Episodes that wait for an agent."""
         return len(self._offered)
 
     def add(self, episode: OpenEpisode) -> None:

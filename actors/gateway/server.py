@@ -177,7 +177,6 @@ class StrangerFilter(logging.Filter):
 
 
 def server_log() -> logging.Logger:
-    """For one server."""
     log = logging.Logger(__name__)
     log.parent = logging.getLogger("actors.gateway")
     log.addFilter(StrangerFilter())

@@ -125,8 +125,6 @@ class ContextTooLongError(StreamRLError):
 
 @dataclass(frozen=True)
 class PolicyReply:
-    """What the policy answered."""
-
     message: Message
     """Of the assistant, with `content` and what else it holds: `tool_calls`, with arguments as a
     mapping, and `reasoning_content`."""
@@ -193,7 +191,6 @@ class Session:
 
     @property
     def num_in_flight(self) -> int:
-        """Completions that are being sampled."""
         return len(self._handles)
 
     @property

@@ -130,8 +130,6 @@ class RewardModel:
     """Of one generator. It is loaded when the first group is scored."""
 
     class Settings(Section):
-        """Arguments of `reward_model`."""
-
         path: str
         """The classifier: a folder or a name of the hub."""
         tokenizer: str | None = None

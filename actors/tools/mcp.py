@@ -92,7 +92,6 @@ class McpConnection:
 
     @property
     def time_limit_s(self) -> float:
-        """Of a call."""
         return self._settings.time_limit_s
 
     async def client(self) -> Client:
@@ -206,7 +205,6 @@ def _innermost(task: asyncio.Task[None]) -> BaseException:
 
 
 async def _list_tools(client: Client) -> list[Tool]:
-    """Of all pages."""
     page = await client.list_tools()
     tools = [*page.tools]
     while page.next_cursor is not None:

@@ -66,17 +66,14 @@ class Found:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """The folder of the checkpoints in the folder of a run."""
     return run / "checkpoints"
 
 
 def path_of(run: Path, policy_version: int) -> Path:
-    """Where the checkpoint of a version is."""
     return checkpoints_of(run) / f"{PREFIX}{policy_version:08d}"
 
 
 def version_of(path: Path) -> int:
-    """The version that the name of a checkpoint says."""
     return int(path.name.removeprefix(PREFIX))
 
 

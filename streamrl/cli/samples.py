@@ -76,7 +76,6 @@ def verdict(sample: Sample) -> Iterator[str]:
 
 
 def expectation(sample: Sample) -> Iterator[str]:
-    """The answer that was expected, where it is known."""
     if sample.answer:
         yield f"expected {_shown(sample.answer, _ANSWER)}"
 
@@ -91,7 +90,6 @@ def readings(sample: Sample) -> Iterator[str]:
 
 
 def facts(sample: Sample) -> Iterator[str]:
-    """What is known of it, a few words each."""
     versions = {sample.version, sample.newest_version}
     yield f"version {'-'.join(map(str, sorted(versions)))}"
     if sample.staleness is not None:

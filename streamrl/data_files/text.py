@@ -69,7 +69,6 @@ def count_lines(setting: str, path: Path) -> int:
 
 
 def read_json(setting: str, path: Path) -> tuple[Row, ...]:
-    """A list of objects."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:

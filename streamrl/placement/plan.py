@@ -50,7 +50,6 @@ class Need:
         return sum(part.num_bytes for part in self.parts if part.is_certain)
 
     def describe(self) -> str:
-        """The parts, the largest first."""
         largest = sorted(self.parts, key=lambda part: -part.num_bytes)
         return ", ".join(f"{part.name} {gib(part.num_bytes)}" for part in largest)
 
@@ -154,7 +153,6 @@ class Plan:
         return self.config.run.path / "config.yaml"
 
     def on(self, host: str) -> tuple[PlannedProcess, ...]:
-        """The processes of one host."""
         return tuple(process for process in self.processes if process.host == host)
 
     def host(self, name: str) -> Host:

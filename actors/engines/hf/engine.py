@@ -390,7 +390,6 @@ class HfEngine(UpdatableEngine):
         return joining
 
     def _answer_stopped(self) -> None:
-        """Answers the waiting requests that are stopped."""
         stopped = [entry for entry in self._waiting if entry[0].is_stopped]
         for entry in stopped:
             self._waiting.remove(entry)

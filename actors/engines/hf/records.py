@@ -184,7 +184,6 @@ class Records:
         )
 
     def compact(self, moves: Compaction) -> None:
-        """Removes the rows that leave."""
         moves.apply(self._rows)
         targets, sources = moves.targets, moves.sources
         self._columns[targets] = self._columns[sources]

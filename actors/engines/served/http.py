@@ -71,8 +71,6 @@ class SlowAnswerError(TransportError):
 
 
 class Http:
-    """One server's address."""
-
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
@@ -123,7 +121,6 @@ class Http:
         timeout_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
-        """The body of an answer with status 2xx."""
         where, timeout_s = self.url + path, timeout_s or self._timeout_s
         request = self._client.stream(
             method,

@@ -126,7 +126,6 @@ async def require_length(http: Http, max_model_len: int, num_reserved: int = 0) 
 
 
 async def served_model(http: Http) -> Model:
-    """The model that the server serves."""
     return (await http.get("/v1/models", Models)).data[0]
 
 

@@ -151,7 +151,6 @@ class ReplicatedEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is a server for requests."""
         return any(replica.is_ready for replica in self.replicas)
 
     @property

@@ -80,6 +80,4 @@ class GenerateTokensResponse(Struct, frozen=True):
 
 
 class WorldSize(Struct, frozen=True):
-    """The answer to /get_world_size."""
-
     world_size: int

@@ -27,8 +27,6 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """One request for a completion."""
-
     messages: Sequence[Message]
     tools: Sequence[ToolSchema]
     max_new_tokens: int | None = None
@@ -63,12 +61,10 @@ class Answer:
 
     @property
     def calls(self) -> Sequence[Json]:
-        """Those of tools."""
         return self.reply.message.get("tool_calls") or ()
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is not cut."""
         return self.reply.completion.finish_reason is FinishReason.STOP
 
     @property

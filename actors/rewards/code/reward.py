@@ -284,8 +284,6 @@ class Code:
     """The reward `code`: Python in the sandbox of this machine."""
 
     class Settings(TestSettings):
-        """Arguments of `code`."""
-
         time_s: Seconds = 10.0
         """Of a test, or of the tests of one text."""
         memory_bytes: Positive = 512 * 2**20
@@ -372,8 +370,6 @@ class SandboxFusion:
     """The reward `sandbox_fusion`: code of many languages in a service elsewhere."""
 
     class Settings(TestSettings, ServiceSettings):
-        """Arguments of `sandbox_fusion`."""
-
         language: str = "python"
         """As the service names it. Tests of functions and assertions are Python."""
         compile_timeout_s: Seconds = 10.0

@@ -34,14 +34,10 @@ Explain your judgment in a few sentences. End with a line "Score: N", N from 0 (
 
 
 class JudgeMessage(Struct, frozen=True):
-    """Of the judge."""
-
     content: str | None = None
 
 
 class JudgeChoice(Struct, frozen=True):
-    """One of the answers."""
-
     message: JudgeMessage
 
 

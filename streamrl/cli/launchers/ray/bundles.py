@@ -26,8 +26,6 @@ _BUFFER = 1
 
 
 class Room(NamedTuple):
-    """What one node has, or has free."""
-
     gpus: int
     cpus: int
 
