@@ -42,6 +42,7 @@ from actors.gateway.apis.requests import Answer, Api, ApiRequest, Json, RequestE
 from actors.gateway.apis.responses import RESPONSES
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.session import ContextTooLongError, SessionEndedError
+from streamrl.config.addresses import url_host
 from streamrl.config.generator import AgentSettings
 from streamrl.errors import ConfigError, LostAgentError, RolloutError, StreamRLError, TransportError
 from streamrl.types import SamplingParams
@@ -277,7 +278,7 @@ class GatewayServer:
                 if error.errno != errno.EADDRINUSE:
                     raise ConfigError(f"generator.agent.host: {error.strerror}") from error
             else:
-                return f"http://{_bracketed(host)}:{runner.addresses[0][1]}"
+                return f"http://{url_host(host)}:{runner.addresses[0][1]}"
         raise TransportError(
             f"generator.agent.port: other processes listen at {first} to {port}; 0 takes a free one"
         )
@@ -392,7 +393,3 @@ class GatewayServer:
         }
         ends = {"has_more": False, "first_id": self._model, "last_id": self._model}
         return json_answer({"object": "list", "data": [model], **ends})
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

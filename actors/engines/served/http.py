@@ -1,10 +1,5 @@
-"""HTTP to an inference server that may be broken: JSON both ways, and the kinds of failure apart.
-
-    RefusedError          the server answered with an error, or with what is no answer
-    BusyError             a RefusedError that asks to come again later (429, 502, 503, 504)
-    SlowAnswerError       no whole answer in time
-    ConnectionLostError   no connection; whoever needs the answer tries again
-    BrokenAnswerError     a connection that ended before a whole answer, or did not speak HTTP
+"""HTTP to an inference server that may be broken: JSON both ways, and an error for each kind of
+failure.
 
 Invariant: every call ends by its deadline, which counts from the first byte sent to the last one
 read, and reads no more than its limit; nothing of an answer is decompressed, followed or kept.
