@@ -70,13 +70,10 @@ class OpenEpisode:
 
     async def wait_for_silence(self, limit_s: float) -> None:
         while True:
-            if (left_s := limit_s - self._silent_s) <= 0:
+            silent_s = min(self.session.silent_s, time.monotonic() - self._taken_at_s)
+            if silent_s >= limit_s:
                 return
-            await asyncio.sleep(left_s)
-
-    @property
-    def _silent_s(self) -> float:
-        return min(self.session.silent_s, time.monotonic() - self._taken_at_s)
+            await asyncio.sleep(limit_s - silent_s)
 
 
 class OpenEpisodes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from streamrl.algorithms.losses import BatchTotals, denominator
 from streamrl.config.algorithm import AlgorithmSettings
-from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode
+from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES
 from streamrl.config.algorithm.rewards import RewardShapingSettings
 from streamrl.metrics import Merge, find
 
@@ -67,7 +67,8 @@ class Rescaling:
 
     @classmethod
     def of(cls, config: AlgorithmSettings, old: BatchTotals, new: BatchTotals) -> "Rescaling":
-        mode, numbers = _loss_mode(config), config.loss_config
+        numbers = config.loss_config
+        mode = SEQUENCE_MEAN_LOSSES.get(config.loss, numbers.loss_agg_mode)
         return cls(
             loss=denominator(mode, old, numbers) / denominator(mode, new, numbers),
             mean=denominator("token-mean", old) / denominator("token-mean", new),
@@ -83,10 +84,6 @@ def _shapes_over_the_batch(config: RewardShapingSettings) -> bool:
     else:
         compares_siblings = {config.norm_mean, config.norm_std}.isdisjoint({"batch", "running"})
     return config.whiten or not compares_siblings
-
-
-def _loss_mode(config: AlgorithmSettings) -> AggregationMode:
-    return SEQUENCE_MEAN_LOSSES.get(config.loss, config.loss_config.loss_agg_mode)
 
 
 def _has_one_denominator(config: AlgorithmSettings) -> bool:

@@ -163,7 +163,8 @@ async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -
             pause_s = max(wait_s, error.wait_s) if isinstance(error, BusyError) else wait_s
             is_late = time.monotonic() + pause_s > until_s
             num_broken += isinstance(error, BrokenAnswerError)
-            if num_broken == _MOST_BROKEN or (is_late and not _is_gone(error)):
+            is_there = isinstance(error, BusyError | BrokenAnswerError)
+            if num_broken == _MOST_BROKEN or (is_late and is_there):
                 raise
             if is_late:
                 raise TransportError(
@@ -182,10 +183,6 @@ def _client() -> httpx2.AsyncClient:
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         trust_env=False,
     )
-
-
-def _is_gone(error: StreamRLError) -> bool:
-    return not isinstance(error, BusyError | BrokenAnswerError)
 
 
 async def _read(path: str, response: httpx2.Response, max_bytes: int) -> bytes:
