@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,21 +194,16 @@ def local_folder(setting: str, name: str) -> ModelFolder | None:
     """The folder of this name, here or in the Hub's cache."""
     if (path := Path(name)).is_dir():
         return ModelFolder(path, setting)
-    repository = _hub_cache() / f"models--{name.replace('/', '--')}"
+    # Most runs name a folder.
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repository = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text().strip()
     except OSError:
         return None
     folder = repository / "snapshots" / revision
     return ModelFolder(folder, setting) if folder.is_dir() else None
-
-
-def _hub_cache() -> Path:
-    """By the variables that the Hub's client reads, as it reads them."""
-    given = os.environ.get
-    home = given("HF_HOME", os.path.join(given("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-    cache = given("HF_HUB_CACHE", given("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub")))
-    return Path(os.path.expandvars(os.path.expanduser(cache)))
 
 
 def _header(file: Path) -> tuple[Mapping[str, Any], int]:

@@ -25,7 +25,6 @@ from streamrl.config import LoadedConfig, load_config
 from streamrl.config.loading.load import load_usable
 from streamrl.errors import ConfigError, DamagedCheckpointError
 from streamrl.findings import Severity
-from streamrl.model_folder import local_folder
 from streamrl.placement import hosts
 from streamrl.types import Books, FinishReason, Trajectory, TrajectoryGroup, replace
 from streamrl.types.packed import PackedGroup, pack
@@ -47,7 +46,7 @@ ALPHABET = "0123456789c="
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: a model's files, rows, and code of a user's own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     make_model_folder(tmp_path / "model")
     (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
     rows = [{"prompt": f"c{i}=", "answer": str(i)} for i in range(10)]
@@ -588,29 +587,6 @@ def test_a_model_in_the_hubs_cache_is_looked_at(folder):
     found = report(folder, "model.path=org/cached", "generator.max_new_tokens=100")
     assert "is longer than the context of org/cached" in found.problems[0]
     assert "which is 64: lower it (" in found.problems[0]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "place"),
-    [
-        ("XDG_CACHE_HOME", "~/cache", "cache/huggingface/hub"),
-        ("HF_HOME", "$HOME/hf", "hf/hub"),
-        ("HUGGINGFACE_HUB_CACHE", "~/old", "old"),
-        ("HF_HUB_CACHE", "~/new", "new"),
-    ],
-)
-def test_the_hubs_cache_is_where_its_client_looks(tmp_path, monkeypatch, variable, value, place):
-    for name in ("XDG_CACHE_HOME", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(variable, value)
-    repository = tmp_path / place / "models--org--cached"
-    (repository / "snapshots" / "abc").mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
-    found = local_folder("model.path", "org/cached")
-    assert found is not None
-    assert found.path == repository / "snapshots" / "abc"
 
 
 def test_an_address_that_is_in_use_is_a_warning(folder):
