@@ -1,8 +1,6 @@
 """Whether the model and its tokenizer are there, belong together, and fit the settings."""
 
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError
 from fnmatch import fnmatchcase
@@ -115,29 +113,31 @@ def _ask_hub(setting: str, name: str) -> Finding:
     if environ.get(variable, "0").lower() in ("1", "true", "yes", "on"):
         return MODEL.problem(f"{missing}; {variable} forbids to download it")
     endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    answer: Future[int] = Future()
+    answer: Future[object] = Future()
 
     def ask() -> None:
-        request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/config.json")
-        request.method = "HEAD"
         try:
-            with urllib.request.urlopen(request, timeout=HUB_S) as reply:
-                answer.set_result(reply.status)
-        except urllib.error.HTTPError as error:
-            answer.set_result(error.code)
-        except (OSError, ValueError) as error:
+            # It takes a while, and most runs name a folder.
+            from huggingface_hub import get_hf_file_metadata
+
+            # With the token of who asks, which gated models need.
+            url = f"{endpoint}/{name}/resolve/main/config.json"
+            answer.set_result(get_hf_file_metadata(url, timeout=HUB_S))
+        except Exception as error:
             answer.set_exception(error)
 
     Thread(target=ask, name="hub", daemon=True).start()
     try:
-        status = answer.result(HUB_S)
+        answer.result(HUB_S)
     except TimeoutError:
         return MODEL.warning(f"{missing}; {endpoint} has not answered within {HUB_S:g} s")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return MODEL.problem(f"{missing}; {endpoint} cannot be reached: {reason}")
-    if status in (401, 403, 404):
-        return MODEL.problem(f"{missing}; {endpoint} has no such model that may be read ({status})")
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is None:
+            return MODEL.problem(f"{missing}; {endpoint} cannot be reached: {error}")
+        if status in (401, 403, 404):
+            said = f"{endpoint} has no such model that may be read ({status})"
+            return MODEL.problem(f"{missing}; {said}")
     return MODEL.warning(f"{missing}; the daemons will download it from {endpoint}")
 
 

@@ -545,13 +545,15 @@ def test_a_recipe_needs_prompts_with_answers_to_teach(folder, settings):
 
 @pytest.fixture
 def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A Hub that knows the model org/known."""
+    """A Hub that knows the model org/known, and org/gated for who has the token hf_mine."""
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
     from threading import Thread
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            self.send_response(200 if self.path.startswith("/org/known/") else 401)
+            is_mine = self.headers.get("Authorization") == "Bearer hf_mine"
+            allowed = ("/org/known/", "/org/gated/") if is_mine else "/org/known/"
+            self.send_response(200 if self.path.startswith(allowed) else 401)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -571,6 +573,9 @@ def test_a_model_of_the_hub_is_asked_for(folder, hub, monkeypatch):
     assert found.problems == ()
     assert "the daemons will download it" in found.warnings[0]
     assert "no such model that may be read" in report(folder, "model.path=org/other").problems[0]
+    assert "no such model that may be read" in report(folder, "model.path=org/gated").problems[0]
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert report(folder, "model.path=org/gated").problems == ()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE forbids" in report(folder, "model.path=org/known").problems[0]
     monkeypatch.delenv("HF_HUB_OFFLINE")
