@@ -20,10 +20,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 
+from streamrl.config.addresses import host_of
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
 from streamrl.types import (
@@ -89,8 +89,7 @@ class WeightSender:
         self._membership = Membership(self._learner_id)
         self._socket = SenderSocket(settings.address, self._membership, self._on_hello, curve)
         self.address = self._socket.address
-        host = urlsplit(self.address).hostname or "127.0.0.1"
-        self._broadcast = BroadcastSender(settings, host, device)
+        self._broadcast = BroadcastSender(settings, host_of(self.address), device)
         self._sent = SentVersion(settings, layout, self._version_name, self._key)
         self._files = FileSender(settings, layout, folder, self._learner_id, self._key, self._sent)
         self._store: StoreSender | None = None

@@ -79,10 +79,6 @@ def engine_on(
     )
 
 
-def host_of(url: str) -> str:
-    return urlsplit(url).hostname or "127.0.0.1"
-
-
 async def wait_until_up(
     servers: Sequence[Server],
     timeout_s: float = 0.0,

@@ -34,7 +34,7 @@ from actors.engines.reported import (
     top_of,
 )
 from actors.engines.served.http import Names, RefusedError
-from actors.engines.served.open import host_of, open_served, open_urls, require_length
+from actors.engines.served.open import open_served, open_urls, require_length
 from actors.engines.served.process import ServerProcess, has_gpu
 from actors.engines.served.server import (
     ABORT_S,
@@ -59,7 +59,7 @@ from actors.engines.sglang.messages import (
 from actors.engines.sglang.relay import Relay
 from actors.engines.updates import WholeModel
 from streamrl.config import RunConfig
-from streamrl.config.addresses import address_towards, bound_socket
+from streamrl.config.addresses import address_towards, bound_socket, host_of
 from streamrl.config.generator import SglangSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine

@@ -22,7 +22,7 @@ from actors.engines.reported import (
     sets_of,
 )
 from actors.engines.served.http import Http, Names, RefusedError, retry_lost
-from actors.engines.served.open import host_of, open_urls, require_length
+from actors.engines.served.open import open_urls, require_length
 from actors.engines.served.process import has_gpu
 from actors.engines.served.server import (
     ABORT_S,
@@ -43,7 +43,7 @@ from actors.engines.vllm.messages import (
 )
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
-from streamrl.config.addresses import address_towards, is_loopback
+from streamrl.config.addresses import address_towards, host_of, is_loopback
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Engine
 from streamrl.types import Completion
