@@ -93,7 +93,7 @@ class PromptTooLongError(Exception):
 
 
 class ChatRenderer:
-    """A tokenizer with the run's chat template and length rules."""
+    """A `streamrl.interfaces.Renderer`: a tokenizer, the run's chat template and length rules."""
 
     def __init__(
         self,
@@ -109,7 +109,6 @@ class ChatRenderer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can be encoded; else there is text alone."""
         return self._template is not None
 
     @classmethod
@@ -165,11 +164,9 @@ class ChatRenderer:
             return True
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of the text as it stands, without a chat template or special tokens."""
         return self._token_ids(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
         ids = self._parser.without_end(token_ids)
         if self._special_ids.isdisjoint(ids):
             return self._parser.decode(ids)
@@ -183,7 +180,6 @@ class ChatRenderer:
         return token_ids, str(self._tokenizer.decode(token_ids))
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """See `Renderer.bytes_of`."""
         text = self.decode([token_id])
         if _NO_CHARACTER not in text:
             return text.encode()
@@ -263,7 +259,6 @@ class ChatRenderer:
         self._parser.require_tool_calls()
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
-        """The conversation that the prompt opens."""
         if not isinstance(prompt.content, str):
             return tuple(prompt.content)
         system = self._data.system_prompt
@@ -276,12 +271,10 @@ class ChatRenderer:
         return frozenset((*self._tokenizer.all_special_ids, *added))
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
-        """What a completion says, as a message of the assistant; see `Renderer.parse`."""
         return self._parser.parse(token_ids, tools)
 
     @property
     def prefill(self) -> str:
-        """See `Renderer.prefill`."""
         return "" if self._template is None else self._template.prefill
 
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
