@@ -268,10 +268,6 @@ class Validator:
         return await self._loaded.get()
 
     async def _load_weights(self, update: WeightUpdate) -> LoadReport:
-        """
-        Raises:
-            WeightTransferError: the engine did not load it, or a version is being validated.
-        """
         if self._status.is_busy:
             raise WeightTransferError("the validator is busy with another version")
         self._set(is_busy=True, is_resting=False, num_done=0)

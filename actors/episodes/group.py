@@ -397,11 +397,6 @@ class GroupRunner:
             raise RolloutError(f"what was sampled cannot be recorded: {error}") from error
 
     def _require_prompt_alone(self, group: TrajectoryGroup, prompt: Prompt) -> None:
-        """
-        Raises:
-            RolloutError: there is more, or something else, than the prompt before the first
-                response token of a trajectory.
-        """
         before = {
             tuple(t.token_ids[: t.response_mask.argmax()].tolist())
             for t in group.trajectories
@@ -428,10 +423,6 @@ class GroupRunner:
 
     @asynccontextmanager
     async def _in_time(self, what: str) -> AsyncIterator[None]:
-        """
-        Raises:
-            RolloutError: the deadline is over, with what has not happened.
-        """
         try:
             async with deadline(self.deadline_s):
                 yield

@@ -75,10 +75,6 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _refusal(error: StreamRLError) -> RequestError:
-    """
-    Raises:
-        StreamRLError: it is none that a request leads to.
-    """
     match error:
         case SessionEndedError():
             return RequestError(str(error), _GONE, "episode_over")

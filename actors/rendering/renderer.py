@@ -300,10 +300,6 @@ class ChatRenderer:
         return self._encoded(text, messages, place)
 
     def _token_ids(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """
-        Raises:
-            RolloutError: the text is no valid Unicode.
-        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -318,10 +314,6 @@ class ChatRenderer:
         return tools if self._data.tool_schemas == "template" else ()
 
     def _required(self, messages: Sequence[Message], place: str) -> ChatTemplate:
-        """
-        Raises:
-            ConfigError: there is no template, or it loses one of these messages.
-        """
         if self._template is None:
             raise ConfigError(
                 f"data.chat_template: {place} is a list of messages, but the "

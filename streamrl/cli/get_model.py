@@ -178,11 +178,6 @@ def describe(folder: Path) -> str:
 
 
 def _download(repository: str, folder: Path) -> None:
-    """
-    Raises:
-        ConfigError: the hub has no such repository, or refuses it.
-        TransportError: the hub does not answer.
-    """
     import httpx2
     from huggingface_hub import errors, snapshot_download
 

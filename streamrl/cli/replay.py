@@ -53,10 +53,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _judge(report: ReplayReport, console: Console) -> None:
-    """
-    Raises:
-        StreamRLError: a checkpoint of the run holds other weights.
-    """
     if not report.checkpoints:
         console.print("the run has no checkpoint of these steps to compare with")
         return

@@ -72,10 +72,6 @@ def _require_whole(
     missing: Collection[str],
     mismatched: Collection[tuple[str, Any, Any]],
 ) -> None:
-    """
-    Raises:
-        ConfigError: some are missing, or have another shape.
-    """
     if mismatched:
         name, there, wanted = min(mismatched)
         raise ConfigError(

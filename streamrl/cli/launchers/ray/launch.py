@@ -194,10 +194,6 @@ class _Run:
             await copies.bring()
 
     def _require_folder(self) -> None:
-        """
-        Raises:
-            ConfigError: the learner's nodes do not see the run's folder, and need to.
-        """
         found = [place.found for place in self._learner.places]
         apart = [one["address"] for one in found if not one.get("shares_folder")]
         has_mirror = self._mirror is not None
