@@ -1,7 +1,5 @@
 """Coroutines side by side, under a deadline, and closed whatever becomes of them.
 
-`together`: several at once, all of whose results are needed. None is left running.
-
 `deadline`: of an episode, of a turn or of a close. What it limits is stopped, then canceled.
 Invariant: `stop` is set at the deadline and not before; a block that ends in time leaves no timer,
 and a cancellation from elsewhere stays one.

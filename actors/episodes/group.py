@@ -3,9 +3,6 @@
 Invariant: a group holds facts of what was sampled and nothing derived; if a sibling fails, the
 whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 
-`GroupProgress`: a group while it is sampled, as its generator reads it: tokens, and slots that it
-needs.
-
 `generator.oversample`: of siblings beyond `generator.group_size`, what is not kept is counted, with
 the tokens that were sampled in it, so that the learner can compare the lengths of what it trains
 with those of what was sampled.

@@ -2,8 +2,6 @@
 
 `actors.episodes` calls `play` where the episode has an agent instead of an environment.
 
-`serving_agents`: the gateway of a generator, if an environment of its run is `agent`.
-
     runs/NAME/gateways/GENERATOR.json   where agents reach it, while it is there
 """
 

@@ -8,9 +8,6 @@ line in `TASKS`.
 
 `ReasoningGymPrompts`: most data sets draw entry i from their seed + i, so that seeds side by side
 share all entries but one. So the stream is made of blocks, no two of which share such a sum.
-
-`LevelPrompts`: the prompts of an environment that makes up its own task are nothing but the seed of
-a level.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,6 @@
 
 `Calculator`: arithmetic with + - * / // % ** and brackets. Invariant: a call ends in a moment,
 whatever the expression: nothing but numbers is evaluated, and none grows beyond `_MAX_DIGITS`.
-
-`PythonTool`: a program of the policy's, run in the sandbox; see `actors.sandbox`.
 """
 
 import ast

@@ -9,9 +9,6 @@ Invariant: the results are those of log_softmax in float32 over whole logits.
 Letters: R response tokens, H hidden size, V vocabulary, B tokens of the vocabulary in a block.
 
 Liger's are used where they can be and the installed version is right.
-
-`LogitTransform`: what a model does to its logits before the softmax, when it samples and when it is
-trained.
 """
 
 from collections.abc import Iterator

@@ -16,8 +16,6 @@ follow from config.json as transformers has it for decoders like Llama's.
 Certain is what shapes and settings fix; activations, blocks of logits and the driver's own memory
 are rough.
 
-`EngineMemory`: what an engine needs on each of its GPUs.
-
     weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
     KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180),
                  divided alike, or layers x width x bytes where the heads share a latent (MLA, arXiv
