@@ -18,7 +18,7 @@ import xxhash
 
 from streamrl.errors import CorruptMessageError, MessageTooLargeError, SchemaVersionError
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 MAX_MESSAGE_BYTES = 256 * 2**20
 
 _ARRAY_CODES: dict[np.dtype[Any], int] = {

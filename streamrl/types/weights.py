@@ -137,7 +137,8 @@ class WeightUpdate(Struct, frozen=True, kw_only=True):
 
     `learner_id` identifies the learner process that made the version: after a resume the same
     number may be that of other weights. `key` is that of the version's checksums, a secret of the
-    sender and its receivers.
+    sender and its receivers. `manifest` is () on its way to a receiver that has it already, since
+    that of a large model is 1.8 MB (`streamrl.weights.protocol`).
     """
 
     policy_version: PolicyVersion

@@ -24,15 +24,20 @@ which version it is to be sent next, and what it has found.
 A receiver is bound to the connection of its Hello: answers in its name from another one are refused
 (`streamrl.weights.membership`).
 
+A manifest is sent to a receiver once: its Hellos name the one that it was sent last, which further
+updates leave out.
+
 Invariant: a sender waits for one answer at a time from each receiver. Each of its messages has an
 `attempt`, a number that it uses once and that the answer repeats, so that a late answer is ignored.
 """
 
 from typing import Annotated, TypeAlias
 
+import xxhash
 from msgspec import Meta, Struct
 
-from streamrl.types import LoadReport, Locality, ValidatorStatus, WeightUpdate
+from streamrl import wire
+from streamrl.types import LoadReport, Locality, TensorSpec, ValidatorStatus, WeightUpdate
 from streamrl.types.ranges import MAX_NAME, MAX_TEXT, Count, Name, PolicyVersion, Text
 
 HELLO_S = 1.0
@@ -40,7 +45,13 @@ UNKNOWN_LOCALITY = Locality()
 
 NumRanks: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]
 LearnerId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
+Digest: TypeAlias = Annotated[str, Meta(max_length=32)]
 NO_LEARNER = "none"
+
+
+def digest_of(manifest: tuple[TensorSpec, ...]) -> str:
+    """What a Hello names a manifest by."""
+    return xxhash.xxh3_128_hexdigest(wire.encode(manifest))
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -50,7 +61,8 @@ class Hello(Struct, frozen=True, tag="hello"):
 
     `is_loading`: it does not read the next message before it has loaded the last one. `server` is
     the inference server that it receives for, "" if nobody else does. `validator`
-    says which versions a validator is to be sent; None: each, as a generator is.
+    says which versions a validator is to be sent; None: each, as a generator is. `manifest` is the
+    digest of the one that it was sent last, "" before.
     """
 
     receiver_id: Name
@@ -62,6 +74,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     is_loading: bool = False
     validator: ValidatorStatus | None = None
     server: Text = ""
+    manifest: Digest = ""
 
 
 class Announce(Struct, frozen=True, tag="announce"):

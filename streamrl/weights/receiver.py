@@ -21,7 +21,7 @@ from msgspec import structs
 from streamrl import wire
 from streamrl.curve import reconnect_soon, set_client_keys
 from streamrl.errors import WeightTransferError, WireError
-from streamrl.types import LoadReport, Locality, ValidatorStatus, WeightUpdate
+from streamrl.types import LoadReport, Locality, TensorSpec, ValidatorStatus, WeightUpdate
 from streamrl.weights.protocol import (
     HELLO_S,
     NO_LEARNER,
@@ -35,6 +35,7 @@ from streamrl.weights.protocol import (
     Loaded,
     Ready,
     Transfer,
+    digest_of,
 )
 from streamrl.weights.transports.store import ObjectStore, StoreReader
 
@@ -96,6 +97,7 @@ class WeightReceiver:
             validator=validator,
             server=server,
         )
+        self._manifest: tuple[TensorSpec, ...] = ()
         self._holding = holding
         self._is_due = asyncio.Event()
         self._logged_s = -LOG_S
@@ -161,6 +163,10 @@ class WeightReceiver:
 
     async def _on_transfer(self, attempt: int, update: WeightUpdate) -> None:
         name = self._hello.receiver_id
+        if update.manifest:
+            self._manifest = update.manifest
+            self._hello = structs.replace(self._hello, manifest=digest_of(update.manifest))
+        update = structs.replace(update, manifest=self._manifest)
         self._hello = structs.replace(self._hello, is_loading=True)
         try:
             report = await _load_in_time(self._on_update, update)

@@ -36,7 +36,7 @@ from streamrl.types import (
 from streamrl.weights.layout import Layout
 from streamrl.weights.locality import locality_of
 from streamrl.weights.membership import Membership, Peer
-from streamrl.weights.protocol import Failed, Hello, Loaded
+from streamrl.weights.protocol import Failed, Hello, Loaded, digest_of
 from streamrl.weights.routes import Routes
 from streamrl.weights.sender_socket import SenderSocket
 from streamrl.weights.transports.broadcast import BroadcastSender
@@ -80,6 +80,7 @@ class WeightSender:
     ) -> None:
         self._settings = settings
         self._layout = layout
+        self._manifest_digest = digest_of(layout.manifest)
         self._learner_id = learner_id or uuid.uuid4().hex[:12]
         self._secret = secrets.token_bytes(32)
         self._changed = asyncio.Event()
@@ -334,11 +335,12 @@ class WeightSender:
         self._changed.set()
 
     async def _transfer(self, endpoints: Mapping[Peer, Endpoint], version: int) -> int:
+        manifest = self._layout.manifest
         updates = {
             peer: WeightUpdate(
                 policy_version=version,
                 learner_id=self._learner_id,
-                manifest=self._layout.manifest,
+                manifest=() if peer.hello.manifest == self._manifest_digest else manifest,
                 endpoint=endpoint,
                 key=self._key(version),
             )

@@ -157,7 +157,7 @@ def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
 
 
 def test_another_schema_version_is_named():
-    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 11"):
+    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 12"):
         wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
 
 

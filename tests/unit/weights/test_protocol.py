@@ -29,7 +29,7 @@ from streamrl.weights.protocol import (
     Transfer,
 )
 from tests.ports import free_port
-from tests.unit.weights.update_run import Generator, Run, run
+from tests.unit.weights.update_run import SHAPES, Generator, Run, run
 from tests.waiting import until
 
 
@@ -86,6 +86,30 @@ async def test_only_a_broadcast_is_announced(tmp_path, monkeypatch, settings, ex
         await until(lambda: "receive_s" in started.sender.gauges())
         assert messages == expected
         assert (started.sender.gauges()["ready_wait_s"] > 0) == (Announce in expected)
+
+
+async def test_each_process_is_sent_the_manifest_once(tmp_path, monkeypatch):
+    sent: list[int] = []
+    encode = wire.encode
+
+    def recorded(message: object) -> bytes:
+        if isinstance(message, Transfer):
+            sent.append(len(message.update.manifest))
+        return encode(message)
+
+    monkeypatch.setattr(wire, "encode", recorded)
+    async with run(tmp_path, backend="shared") as started:
+        generator, task = started.join("a", locality_of("cpu"))
+        started.publish(1, 1.0)
+        await until(lambda: any(p.hello.manifest for p in started.sender._membership.alive()))
+        started.publish(2, 2.0)
+        await until(lambda: generator.has(2.0))
+        assert sent == [len(SHAPES), 0]
+        task.cancel()
+        await until(lambda: started.sender.gauges()["num_receivers"] == 0)
+        successor, _ = started.join("a", locality_of("cpu"))
+        await until(lambda: successor.has(2.0))
+        assert sent == [len(SHAPES), 0, len(SHAPES)]
 
 
 async def test_version_0_is_the_model_folders_and_is_not_sent(tmp_path):
