@@ -15,6 +15,7 @@ change is one transaction, and a failed one changes nothing. The tables:
 
 import fcntl
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,17 +132,19 @@ class SqliteStorage:
 
 @contextmanager
 def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
-    """The file as it is at one moment, while others may write it.
+    """The file as it is at one moment, while others may write it. Its folder may be read-only, as
+    that of somebody else's run.
 
     Raises:
         OtherReleaseError: the file has another format.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
-    with (
-        _decoding(path),
-        closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db,
-    ):
+    # Of a file without a log SQLite makes one to read it; nobody writes this one.
+    is_closed = not path.with_name(f"{path.name}-wal").exists()
+    only_read = "&immutable=1" if is_closed and not os.access(path.parent, os.W_OK) else ""
+    uri = f"{path.resolve().as_uri()}?mode=ro{only_read}"
+    with _decoding(path), closing(sqlite3.connect(uri, uri=True)) as db:
         db.execute("BEGIN")
         _require_format(db, path)
         yield db

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from buffers.audit import audit_journal
 from buffers.journal.journal import Journal, read_rows
 from buffers.journal.payload_segments import PayloadPlace
-from buffers.journal.sqlite import SqliteStorage, journal_path
+from buffers.journal.sqlite import SqliteStorage, journal_path, open_to_read, read_snapshot
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from streamrl.cli.buffer.audit import main as run_audit
@@ -526,6 +526,22 @@ def failing_connect(*_: object, **__: object) -> None:
     error = sqlite3.OperationalError("unable to open database file")
     error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
     raise error
+
+
+def test_a_journal_is_read_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    state, journal = open_journal(tmp_path)
+    path, access = journal_path(tmp_path), os.access
+    state.attach(0, None)
+    fill(state, "a")
+    journal.commit()
+    monkeypatch.setattr(os, "access", lambda f, mode: mode != os.W_OK and access(f, mode))
+    with open_to_read(path) as db:
+        assert read_snapshot(db).next_prompt_index == 1, "the log has what the file lacks"
+    journal.close()
+    before = sorted(path.parent.iterdir())
+    with open_to_read(path) as db:
+        assert read_snapshot(db).next_prompt_index == 1
+        assert sorted(path.parent.iterdir()) == before, "no log can be made beside it"
 
 
 def test_a_journal_of_another_run_is_refused_by_name(tmp_path):
