@@ -1,5 +1,7 @@
 """A run begins anew on a buffer that knows it only where a person has said so."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from streamrl.checkpoints.find import path_of, require_new_run
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
+from streamrl.run_folder import move_aside
 from streamrl.types import Books
 from tests.checkpoints import write_checkpoint
 
@@ -25,6 +28,21 @@ def refusal(config: RunConfig, policy_version: int = 7) -> str:
     with pytest.raises(ConfigError) as refused:
         require_new_run(config, 1, policy_version)
     return str(refused.value)
+
+
+def test_runs_that_are_moved_aside_in_one_second_have_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    run = tmp_path / "run"
+    for number in range(3):
+        run.mkdir()
+        (run / f"metrics-{number}").touch()
+        move_aside(run)
+    found = {path.name: os.listdir(path) for path in tmp_path.iterdir()}
+    assert found == {
+        "run.20260101-000000": ["metrics-0"],
+        "run.20260101-000000-2": ["metrics-1"],
+        "run.20260101-000000-3": ["metrics-2"],
+    }
 
 
 def test_a_buffer_that_no_learner_has_attached_takes_a_new_run(tmp_path):
