@@ -157,6 +157,17 @@ class StorageError(TransportError):
     """The buffer cannot write a change (a full disk): it is refused, nothing is lost; retried."""
 
 
+class UnreadableCheckpointError(TransportError):
+    """The storage of a checkpoint does not give a file, which says nothing about what it holds."""
+
+    @classmethod
+    def of(cls, path: object, error: OSError) -> "UnreadableCheckpointError":
+        return cls(
+            f"{path} cannot be read ({error.strerror or error}): see to its storage and its "
+            "permissions, or name another checkpoint in run.resume"
+        )
+
+
 class WeightTransferError(TransportError):
     """A weight update did not reach a receiver within its deadline."""
 

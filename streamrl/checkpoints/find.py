@@ -27,7 +27,12 @@ from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
 from streamrl.config import RunConfig
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import ModelSettings
-from streamrl.errors import ConfigError, DamagedCheckpointError, OtherReleaseError
+from streamrl.errors import (
+    ConfigError,
+    DamagedCheckpointError,
+    OtherReleaseError,
+    UnreadableCheckpointError,
+)
 from streamrl.model_folder import local_folder
 from streamrl.types import Books
 
@@ -78,18 +83,31 @@ def version_of(path: Path) -> int:
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Every folder of a checkpoint in the run, oldest first, damaged or not."""
-    folders = checkpoints_of(run).glob(f"{PREFIX}*")
-    return sorted((p for p in folders if p.name.removeprefix(PREFIX).isdigit()), key=version_of)
+    """Every folder of a checkpoint in the run, oldest first, damaged or not.
+
+    Raises:
+        UnreadableCheckpointError: their folder is there and cannot be read.
+    """
+    folder = checkpoints_of(run)
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreadableCheckpointError.of(folder, error) from error
+    named = (p for p in paths if p.name.startswith(PREFIX))
+    return sorted((p for p in named if p.name.removeprefix(PREFIX).isdigit()), key=version_of)
 
 
 def newest(run: Path, *, contents: bool = True) -> Found:
     """The checkpoint that the run in this folder continues from.
 
     That is the newest complete one of its history. One that it started from counts, wherever it is.
+    One that cannot be read is not passed over: its steps would be abandoned.
 
     Raises:
         ConfigError: there are checkpoints, and none is complete.
+        UnreadableCheckpointError: nobody knows whether a newer one is complete.
         OtherReleaseError: the newest one has another format.
     """
     history = read_history(checkpoints_of(run))
@@ -129,6 +147,7 @@ def read_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
 
     Raises:
         DamagedCheckpointError: a file is missing or has changed.
+        UnreadableCheckpointError: a file is there and cannot be read.
         OtherReleaseError: it has another format.
     """
     _require_format(path)
@@ -142,7 +161,9 @@ def read_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
             history=msgspec.convert(record["history"], History),
             record=record,
         )
-    except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+    except OSError as error:
+        raise UnreadableCheckpointError.of(path / STATE_FILE, error) from error
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise DamagedCheckpointError.of(path, STATE_FILE, "cannot be read") from error
 
 

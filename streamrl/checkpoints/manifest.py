@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from streamrl.durable_files import sync
-from streamrl.errors import DamagedCheckpointError
+from streamrl.errors import DamagedCheckpointError, UnreadableCheckpointError
 
 MANIFEST_FILE = "manifest.json"
 
@@ -45,15 +45,16 @@ def verify(folder: Path, *, contents: bool = True) -> None:
     """Compare the files of a checkpoint with its manifest; without `contents`, their sizes only.
 
     Raises:
-        DamagedCheckpointError: naming the first file that is missing, has changed or cannot be
-            read, and how.
+        DamagedCheckpointError: naming the first file that is missing or has changed, and how.
+        UnreadableCheckpointError: a file is there and cannot be read.
     """
     for name, expected in _read(folder).items():
         try:
             fault = _fault(folder / name, expected, contents=contents)
+        except FileNotFoundError:
+            fault = "is missing"
         except OSError as error:
-            reason = f"cannot be read ({error.strerror})"
-            raise DamagedCheckpointError.of(folder, name, reason) from error
+            raise UnreadableCheckpointError.of(folder / name, error) from error
         if fault:
             raise DamagedCheckpointError.of(folder, name, fault)
 
@@ -73,9 +74,11 @@ def _fault(file: Path, expected: Mapping[str, Any], *, contents: bool) -> str:
 def _read(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST_FILE).read_text())["files"]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError.of(folder, MANIFEST_FILE, "is missing") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise UnreadableCheckpointError.of(folder / MANIFEST_FILE, error) from error
+    except (ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError.of(folder, MANIFEST_FILE, "cannot be read") from error
     return files
 

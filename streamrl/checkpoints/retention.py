@@ -15,7 +15,7 @@ from streamrl.checkpoints.find import STATE_FILE, foreign, list_checkpoints, ver
 from streamrl.checkpoints.history import History
 from streamrl.checkpoints.manifest import verify
 from streamrl.config.learner import CheckpointSettings
-from streamrl.errors import DamagedCheckpointError
+from streamrl.errors import DamagedCheckpointError, UnreadableCheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,25 @@ def delete_older(
 ) -> None:
     """Those that are not kept once this version is saved; what cannot be deleted is left there.
 
-    Those of versions that are being validated are kept: they may be the best.
+    Those of versions that are being validated are kept: they may be the best. One that cannot be
+    read at present may be, too.
     """
     others = set(foreign(run, history, policy_version))
     ours = [path for path in list_checkpoints(run) if path not in others]
-    complete = [path for path in ours if _is_complete(path)]
+    complete, unread = [], set[Path]()
+    for path in ours:
+        try:
+            verify(path, contents=False)
+            complete.append(path)
+        except UnreadableCheckpointError:
+            unread.add(path)
+        except DamagedCheckpointError:
+            continue
     if not complete:
         # Whoever cleaned up the disk has taken the one that was just saved.
         return
     newest = complete[-settings.keep :]
-    kept = {*newest, *_best(complete, settings, validated)}
+    kept = {*unread, *newest, *_best(complete, settings, validated)}
     kept |= {path for path in complete if version_of(path) in validated.pending}
     for path in ours[: ours.index(newest[0])]:
         if path not in kept:
@@ -75,11 +84,3 @@ def _means(path: Path) -> Mapping[str, float]:
     except (OSError, ValueError, KeyError):
         return {}
     return means
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        verify(path, contents=False)
-    except DamagedCheckpointError:
-        return False
-    return True

@@ -2,10 +2,11 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,19 @@ from streamrl.checkpoints.find import (
     require_steps_to_launch,
 )
 from streamrl.checkpoints.history import History, new_history, read_history, write_history
+from streamrl.checkpoints.retention import Validated, delete_older
 from streamrl.config import RunConfig
+from streamrl.config.learner import CheckpointSettings
 from streamrl.errors import (
     CheckpointWriteError,
     ConfigError,
     DamagedCheckpointError,
     FencedError,
     OtherReleaseError,
+    UnreadableCheckpointError,
 )
 from streamrl.types import Books, DropReason, ranges_of
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import HISTORY as WRITTEN, write_checkpoint
 from tests.full_disk import files_no_larger_than
 from tests.tiny_model import save_llama
 from tests.training import make_batch, make_config
@@ -289,21 +293,35 @@ def test_the_next_older_complete_checkpoint_is_taken_with_a_warning(
         choose(run)
 
 
-def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
-    older, newer = (write_checkpoint(tmp_path, version, BOOKS) for version in (10, 20))
-    read = Path.open
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("unread", ["state.json", "manifest.json", ".."])
+def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch, number, unread):
+    _, newer = (write_checkpoint(tmp_path, version, BOOKS) for version in (10, 20))
+    make_unreadable(monkeypatch, newer.parent if unread == ".." else newer / unread, number)
+    with pytest.raises(UnreadableCheckpointError, match=r"cannot be read \(.*: see to its storage"):
+        newest(tmp_path)
 
-    def failing(file: Path, *arguments: Any, **named: Any) -> Any:
-        if file == newer / "state.json" and arguments == ("rb",):
-            raise OSError(errno.EIO, "Input/output error", str(file))
-        return read(file, *arguments, **named)
 
-    monkeypatch.setattr(Path, "open", failing)
-    found = newest(tmp_path)
-    assert found.checkpoint is not None
-    assert found.checkpoint.path == older
-    (damage,) = found.damaged
-    assert damage.sentence.endswith("state.json cannot be read (Input/output error)")
+@pytest.mark.parametrize("unread", ["state.json", "manifest.json"])
+def test_an_older_checkpoint_that_cannot_be_read_is_not_deleted(tmp_path, monkeypatch, unread):
+    first, second, third = (write_checkpoint(tmp_path, version, BOOKS) for version in (1, 2, 3))
+    make_unreadable(monkeypatch, first / unread, errno.ESTALE)
+    delete_older(tmp_path, WRITTEN, 3, CheckpointSettings(keep=1), Validated())
+    assert list_checkpoints(tmp_path) == [first, third]
+    assert not second.exists()
+
+
+def make_unreadable(monkeypatch: pytest.MonkeyPatch, place: Path, number: int) -> None:
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(path: Path, *arguments: Any, **named: Any) -> Any:
+            if path == place:
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *arguments, **named)
+
+        return refused
+
+    for name in ("stat", "open", "iterdir"):
+        monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
 
 
 def path_of(config: RunConfig, version: int) -> Path:

@@ -32,7 +32,7 @@ from streamrl.checkpoints.abandoned import read_abandoned
 from streamrl.checkpoints.find import Checkpoint, Found, list_checkpoints, newest
 from streamrl.checkpoints.history import finished
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, UnreadableCheckpointError
 from streamrl.run_folder import (
     BOOKS_FILE,
     LEARNER_FILE,
@@ -165,7 +165,7 @@ def check_folder(
 def _newest(folder: Path) -> tuple[Found, list[str]]:
     try:
         found = newest(folder, contents=False)
-    except ConfigError as error:
+    except (ConfigError, UnreadableCheckpointError) as error:
         return Found(None), [str(error)]
     return found, [damage.sentence for damage in found.damaged]
 

@@ -203,8 +203,8 @@ class Mirror:
     def is_brought_up_to_date(self) -> bool:
         """Whether there is nothing left to try; a failure is said, once."""
         with self._lock:
-            state = self._state()
             try:
+                state = self._state()
                 if not self._is_taken:
                     self._bring_up_to_date()
             except FencedError as error:

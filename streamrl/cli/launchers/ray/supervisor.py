@@ -35,6 +35,7 @@ from streamrl.errors import (
     ErrorPipe,
     ErrorRecord,
     StreamRLError,
+    UnreadableCheckpointError,
     sentence_of,
 )
 from streamrl.placement.hosts import this_machine
@@ -190,7 +191,7 @@ class Supervisor:
             self._kept = _NONE
             links = self._folder / _KEPT
             if kept[1] != (0, 0) and link_folder(self._folder / newest, links):
-                with contextlib.suppress(DamagedCheckpointError):
+                with contextlib.suppress(DamagedCheckpointError, UnreadableCheckpointError):
                     verify(links, contents=False)
                     self._kept = kept
         return found
