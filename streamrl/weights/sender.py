@@ -298,6 +298,7 @@ class WeightSender:
         """Waits for the file system; a receiver's answer is waited for in a task of its own. Where
         no file can be written, a later Hello tries again."""
         if not peers:
+            self._files.on_unneeded(held.policy_version)
             return
         start = time.perf_counter()
         versions = self._versions_of(peers)

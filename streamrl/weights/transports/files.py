@@ -131,6 +131,7 @@ class FileSender:
         self._offered: dict[str, tuple[Path, float]] = {}
         self.failure = ""
         """Why the last file is not written; "" if it is."""
+        self._failed_version = -1
         self._wait_s = self._retried_s = 0.0
 
     async def offer(
@@ -156,6 +157,7 @@ class FileSender:
             if not self.failure:
                 log.error("version %d: its file cannot be written: %s", version, error)
             self.failure = f"the weights' file cannot be written: {error}"
+            self._failed_version = version
             return {}
         if self.failure:
             log.info("version %d: its file is written again", version)
@@ -190,6 +192,11 @@ class FileSender:
             )
             for name, path in paths.items()
         }
+
+    def on_unneeded(self, version: int) -> None:
+        """Nobody is to read a file of the version: a failure to write an older one is over."""
+        if version > self._failed_version:
+            self.failure = ""
 
     def on_answers(self, loaded: set[str], failed: set[str]) -> None:
         """Note which receivers have answered, and remove the files that nobody needs."""

@@ -164,6 +164,8 @@ async def test_who_comes_late_gets_its_version_by_another_route_where_the_disk_i
         await until(lambda: late.has(1.0))
         (sentence,) = started.sender.left_out()
         assert "file cannot be written: [Errno 28]" in sentence
+        started.publish(2, 2.0)
+        await until(lambda: late.has(2.0) and started.sender.left_out() == ())
 
 
 async def test_a_file_that_was_tampered_with_is_refused_and_the_receiver_catches_up(
