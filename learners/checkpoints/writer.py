@@ -309,16 +309,22 @@ class CheckpointWriter:
         return record_files(folder, files)
 
     def _commit(self, unfinished: Path, path: Path, files: list[FileRecords]) -> None:
-        """Give a complete checkpoint its name; what had it before is deleted after that."""
+        """Give a complete checkpoint its name; what had it before is deleted after that, and has it
+        again where this fails."""
         if not self._is_main:
             return
         share_weights(unfinished)
         write_manifest(unfinished, {name: r for some in files for name, r in some.items()})
         require_surviving(path.parent, self._history)
         replaced = path.with_name(f".{path.name}.{self._history.learner_id}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
-        unfinished.rename(path)
+        try:
+            unfinished.rename(path)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(path)
+            raise
         sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)

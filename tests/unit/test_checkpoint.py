@@ -387,6 +387,27 @@ def test_a_checkpoint_that_is_saved_again_is_replaced_after_it_is_complete(tmp_p
     assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]
 
 
+def test_a_checkpoint_that_cannot_be_replaced_has_its_name_again(tmp_path, monkeypatch):
+    config = make_run(tmp_path)
+    trainer = make_trainer(config)
+    path = save(config, trainer, LearnerState(1))
+    before, rename = contents_of(path), Path.rename
+
+    def failing(source: Path, target: Path) -> Path:
+        if source.suffix == ".unfinished":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", failing)
+        for _ in range(2):
+            with pytest.raises(CheckpointWriteError, match="cannot be saved"):
+                save(config, trainer, LearnerState(1))
+            assert contents_of(path) == before
+    save(config, trainer, LearnerState(1))
+    assert [p.name for p in path.parent.iterdir()] == ["step-00000001"]
+
+
 def test_a_history_that_cannot_be_read_is_named(tmp_path):
     config = make_run(tmp_path, resume="auto")
     save(config, make_trainer(config), LearnerState(1))
