@@ -54,7 +54,13 @@ from streamrl.tracking.jsonl import METRICS_FILE, VALIDATION_FILE, read_lines, r
 
 def main(arguments: argparse.Namespace) -> int:
     config = find_run(arguments.folder)
-    path = write_page(config)
+    try:
+        path = write_page(config)
+    except OSError:
+        # The summary of somebody else's run, whose folder is read-only, needs no page.
+        if not arguments.html:
+            Console().print(summary(config))
+        raise
     if arguments.html:
         print(path)
     else:

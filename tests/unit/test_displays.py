@@ -1,5 +1,6 @@
 """What the displays of a run say is labeled, and the same in view, summary and report."""
 
+import errno
 import json
 import os
 import time
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from streamrl.cli import report as report_command
 from streamrl.cli.display.numbers import duration, held_out_reward, rate, steps_s, summary
 from streamrl.cli.display.view import headline, means, notes, render
 from streamrl.cli.main import main
@@ -67,6 +69,18 @@ def shown(config: RunConfig) -> str:
     with console.capture() as capture:
         console.print(summary(config))
     return capture.get()
+
+
+def test_the_summary_of_a_run_whose_folder_is_read_only_is_printed(tmp_path, capsys, monkeypatch):
+    def refused(path: Path, content: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    config = make_run(tmp_path)
+    monkeypatch.setattr(report_command, "write_file", refused)
+    assert main(["report", str(config.run.path)]) == 1
+    printed = capsys.readouterr()
+    assert "time of the steps" in printed.out
+    assert "report.html: Read-only file system" in printed.err
 
 
 def test_the_report_counts_the_time_of_the_steps_as_the_summary_does(tmp_path, capsys):
