@@ -6,8 +6,9 @@ Invariant: `decode` returns a well-formed record or raises a `WireError`, whatev
 without end, with lengths that nothing follows, or with numbers out of range. It never allocates
 more than a small multiple of the bytes it was given, since the envelope is walked to its end before
 the body is read, and never executes anything (no pickle). Arrays are
-msgpack extensions holding little-endian bytes, decoded as read-only views into the message. No
-other module encodes what crosses a process.
+msgpack extensions holding little-endian bytes, decoded as read-only views into the message; those
+of narrower numbers than records have (`streamrl.types.packed`) are widened, to twice as many bytes
+at most. No other module encodes what crosses a process.
 """
 
 from typing import Any, TypeVar, get_args
@@ -17,8 +18,11 @@ import numpy as np
 import xxhash
 
 from streamrl.errors import CorruptMessageError, MessageTooLargeError, SchemaVersionError
+from streamrl.types.packed import THREE_BYTES, widened
 
 SCHEMA_VERSION = 12
+_READ_VERSIONS = (11, SCHEMA_VERSION)
+"""What 11 wrote has no narrow arrays."""
 MAX_MESSAGE_BYTES = 256 * 2**20
 
 _ARRAY_CODES: dict[np.dtype[Any], int] = {
@@ -26,6 +30,9 @@ _ARRAY_CODES: dict[np.dtype[Any], int] = {
     np.dtype("<f4"): 2,
     np.dtype("?"): 3,
     np.dtype("u1"): 4,
+    np.dtype("<f2"): 5,
+    np.dtype("<u2"): 6,
+    THREE_BYTES: 7,
 }
 _BOOL = _ARRAY_CODES[np.dtype("?")]
 _ARRAY_DTYPES = {code: dtype for dtype, code in _ARRAY_CODES.items()}
@@ -70,10 +77,10 @@ def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYT
         envelope = _envelope_decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise CorruptMessageError(f"not a StreamRL message: {error}") from error
-    if envelope.schema_version != SCHEMA_VERSION:
+    if envelope.schema_version not in _READ_VERSIONS:
         raise SchemaVersionError(
             f"message of schema version {envelope.schema_version}; this process reads "
-            f"{SCHEMA_VERSION}: bring both ends to one StreamRL release"
+            f"{' and '.join(map(str, _READ_VERSIONS))}: bring both ends to one StreamRL release"
         )
     body = memoryview(envelope.body)
     if xxhash.xxh3_64_intdigest(body) != envelope.checksum:
@@ -106,7 +113,7 @@ def _decode_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
     array = np.frombuffer(data, dtype)
     if code == _BOOL and np.count_nonzero(array.view(np.uint8) > 1):
         raise ValueError("a boolean array holds other bytes than 0 and 1")
-    return array
+    return widened(array)
 
 
 def _check_array(kind: Any, value: Any) -> Any:

@@ -27,8 +27,8 @@ from streamrl.config.weights import WeightSettings
 
 # Its id, mask, log-probability and policy version, as `streamrl.types.PackedGroup` holds them.
 _TOKEN_BYTES = 4 + 1 + 4 + 4
-# Of `streamrl.types.TopLogprobs` and `TokenSets`.
-_COUNT_BYTES, _ID_BYTES, _LOGPROB_BYTES = 4, 4, 4
+# Of `streamrl.types.TopLogprobs` and `TokenSets`, the numbers narrowed for the way.
+_COUNT_BYTES, _LOGPROB_BYTES, _TAUGHT_LOGPROB_BYTES = 2, 4, 2
 
 
 class RunConfig(Section):
@@ -161,21 +161,23 @@ class RunConfig(Section):
         """Candidates of each token whose log-probabilities the loss reads."""
         return getattr(self.algorithm.loss_config, "divergence_topk", 0)
 
-    def group_bytes(self, num_tokens: int, *, num_kept: int = 1, expert_bytes: int = 1) -> int:
+    def group_bytes(
+        self, num_tokens: int, *, num_kept: int = 1, id_bytes: int = 2, expert_bytes: int = 1
+    ) -> int:
         """Bytes of the largest group whose trajectories have so many tokens each, without a few of
-        names; `num_kept` is the size of a token's sampling mask, `expert_bytes` that of its
-        experts, each if it is kept."""
+        names; `num_kept` is the size of a token's sampling mask, `id_bytes` that of an id in it or
+        of a candidate's, `expert_bytes` that of its experts, each if it is kept."""
         per_token = _TOKEN_BYTES
         if self.generator.keep_sampling_mask:
-            per_token += _COUNT_BYTES + _ID_BYTES * num_kept
+            per_token += _COUNT_BYTES + id_bytes * num_kept
         if self.num_top_logprobs:
-            per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * self.num_top_logprobs
+            per_token += _COUNT_BYTES + (id_bytes + _LOGPROB_BYTES) * self.num_top_logprobs
         if self.algorithm.records_experts:
             per_token += 1 + expert_bytes
         if self.algorithm.distillation is not None and self.algorithm.distillation.by_url:
             per_token += _LOGPROB_BYTES
             if top_k := self.algorithm.num_taught:
-                per_token += _COUNT_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * top_k
+                per_token += _COUNT_BYTES + (id_bytes + _TAUGHT_LOGPROB_BYTES) * top_k
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")

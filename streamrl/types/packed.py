@@ -1,7 +1,13 @@
 """The encoded form of a group, as a buffer stores it: its siblings' arrays end to end.
 
+The numbers of token sets, most of the bytes of a group that has some, take fewer bytes on the way
+than in a record, without loss:
+
+    int32      uint16 where all are below 65,536, three bytes where all are below 2**24
+    float32    float16, where every value is one
+
 Invariant: every `PackedGroup` is the form of a well-formed `TrajectoryGroup`; `group` makes that
-without checking the tokens again.
+without checking the tokens again. `widened(narrowed(array))` is the array, bit for bit.
 """
 
 import itertools
@@ -10,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from streamrl.types.experts import RoutedExperts, require_each_token
 from streamrl.types.media import Media, check_media
@@ -30,6 +37,11 @@ from streamrl.types.tokens import (
     oldest_version,
 )
 
+THREE_BYTES = np.dtype("V3")
+"""Of integers: the low halves of all of them, then their third bytes, which is quick."""
+_BEYOND_HALF = 2**13 - 1
+"""The bits of a float32 that no float16 has."""
+
 
 def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
     """The fields of a `PackedGroup`, unchecked, for `streamrl.wire` to encode."""
@@ -48,8 +60,8 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.episode_indices,
         group.discarded_lengths,
         group.media,
-        TokenSets.joined([t.sampling_mask for t in members], lengths),
-        TopLogprobs.joined([t.top_logprobs for t in members], lengths),
+        _narrow(TokenSets.joined([t.sampling_mask for t in members], lengths)),
+        _narrow(TopLogprobs.joined([t.top_logprobs for t in members], lengths)),
         group.answer,
         RoutedExperts.joined([t.routed_experts for t in members], lengths),
         group.teacher,
@@ -57,8 +69,51 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
             [t.teacher_logprobs for t in members], (np.zeros(n, np.float32) for n in lengths)
         ),
         group.teacher_prompt,
-        TopLogprobs.joined([t.teacher_top_logprobs for t in members], lengths),
+        _narrow(TopLogprobs.joined([t.teacher_top_logprobs for t in members], lengths)),
     )
+
+
+def _narrow(sets: TokenSets | None) -> tuple[Any, ...] | None:
+    """Their columns."""
+    if sets is None:
+        return None
+    return tuple(narrowed(getattr(sets, name)) for name in sets.__struct_fields__)
+
+
+def narrowed(array: NDArray[Any]) -> NDArray[Any]:
+    """[n] int32 or float32, of the fewest bytes that hold every value; as it is where none do."""
+    # Of an array with a negative integer the highest bit is used.
+    used = int(np.bitwise_or.reduce(array.view(np.uint32)))
+    if array.dtype == np.float32:
+        return array if used & _BEYOND_HALF else _halves(array)
+    if used < 2**16:
+        return array.astype(np.uint16)
+    if used < 2**24:
+        third = (array >> 16).astype(np.uint8)
+        return np.concatenate([array.astype(np.uint16).view(np.uint8), third]).view(THREE_BYTES)
+    return array
+
+
+def widened(array: NDArray[Any]) -> NDArray[Any]:
+    """What was narrowed, read-only; another array as it is."""
+    if array.dtype == THREE_BYTES:
+        data, start_of_third = array.view(np.uint8), 2 * len(array)
+        wide = data[start_of_third:].astype(np.int32) << 16
+        wide |= data[:start_of_third].view(np.uint16)
+    elif array.dtype in (np.uint16, np.float16):
+        wide = array.astype(np.int32 if array.dtype == np.uint16 else np.float32)
+    else:
+        return array
+    wide.flags.writeable = False
+    return wide
+
+
+def _halves(array: NDArray[Any]) -> NDArray[Any]:
+    with np.errstate(over="ignore"):
+        halves = array.astype(np.float16)
+    # Neither float32's small numbers nor its large ones are all float16's.
+    is_same = np.array_equal(halves.astype(np.float32).view(np.uint32), array.view(np.uint32))
+    return halves if is_same else array
 
 
 def _facts(t: Trajectory) -> tuple[Any, ...]:

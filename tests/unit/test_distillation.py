@@ -226,8 +226,24 @@ def test_a_group_keeps_the_candidates_and_its_bytes_are_counted():
             np.testing.assert_array_equal(*columns)
     far = {"url": "http://127.0.0.1:1"}
     counted = [configure(teachers=[far], top_k=top_k).group_bytes(1) for top_k in (0, 4, 32)]
-    assert [number // counted[0] for number in counted] == [1, 3, 16]
-    assert counted[2] * 17 == counted[0] * (17 + 4 + 32 * 8)
+    assert [number * 17 // counted[0] for number in counted] == [17, 17 + 2 + 16, 17 + 2 + 128]
+
+
+@pytest.mark.parametrize(("largest_id", "id_bytes"), [(2**16 - 1, 2), (150_000, 3)])
+def test_a_candidate_of_a_teacher_by_url_takes_its_id_and_two_bytes(largest_id: int, id_bytes: int):
+    group = recorded(make_groups()[0], -1.0)
+    plain, top_k, members = len(wire.encode(pack(group))), 32, []
+    for t in group.trajectories:
+        counts = np.where(t.response_mask, top_k, 0).astype(np.int32)
+        ids = np.linspace(0, largest_id, counts.sum()).astype(np.int32)
+        logprobs = np.full(len(ids), -2.75, np.float32)
+        sets = TopLogprobs(counts, ids, logprobs)
+        members.append(structs.replace(t, teacher_top_logprobs=sets))
+    group = structs.replace(group, trajectories=tuple(members))
+    added = len(wire.encode(pack(group))) - plain
+    num_candidates = top_k * sum(t.num_response_tokens for t in members)
+    wanted = 2 * group.num_tokens + (id_bytes + 2) * num_candidates
+    assert wanted <= added < wanted + 16
 
 
 def test_a_group_of_an_unknown_teacher_is_refused():

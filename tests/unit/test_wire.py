@@ -26,11 +26,14 @@ from streamrl.types import (
     PackedGroup,
     SharedEndpoint,
     TensorSpec,
+    TokenSets,
+    TopLogprobs,
     TrajectoryGroup,
     WeightUpdate,
     pack,
 )
-from tests.records import damaged, groups, make_group
+from streamrl.types.packed import narrowed, widened
+from tests.records import damaged, groups, make_group, with_candidates
 
 HOST = HostMemory(socket="/dev/shm/a", inode=2**40, num_bytes=3)
 
@@ -157,8 +160,64 @@ def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
 
 
 def test_another_schema_version_is_named():
-    with pytest.raises(SchemaVersionError, match="schema version 999; this process reads 12"):
+    with pytest.raises(SchemaVersionError, match="version 999; this process reads 11 and 12"):
         wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
+
+
+def test_a_group_of_the_schema_before_is_read_whose_numbers_are_all_of_four_bytes():
+    group = with_candidates(make_group(0), 3, 4)
+    fields = list(pack(group))
+    for name, kind in (("sampling_mask", TokenSets), ("top_logprobs", TopLogprobs)):
+        sets = [getattr(t, name) for t in group.trajectories]
+        place = PackedGroup.__struct_fields__.index(name)
+        fields[place] = kind.joined(sets, [t.num_tokens for t in group.trajectories])
+    body = wire._encoder.encode(fields)
+    old = envelope(body, version=11)
+    assert len(old) > len(wire.encode(pack(group)))
+    assert_same(group, wire.decode(old, PackedGroup).group())
+
+
+NUMBERS = {
+    np.int32: st.one_of(st.integers(0, 2**16), st.integers(0, 2**25), st.integers(-(2**31), -1)),
+    np.float32: st.one_of(
+        st.floats(width=16), st.floats(width=32), st.sampled_from([-0.0, 6e-8, 65504.0, 65536.0])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@given(data=st.data())
+def test_narrowed_numbers_are_widened_to_the_same_bits(kind, data):
+    array = np.array(data.draw(st.lists(NUMBERS[kind], max_size=8)), kind)
+    wide = widened(narrowed(array))
+    assert wide.dtype == array.dtype
+    assert wide.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "num_bytes"),
+    [
+        (np.array([0, 2**16 - 1], np.int32), 2),
+        (np.array([0, 2**16], np.int32), 3),
+        (np.array([2**24 - 1, 5, 7], np.int32), 3),
+        (np.array([2**24], np.int32), 4),
+        (np.array([-1, 1], np.int32), 4),
+        (np.array([-0.5, -9.765625e-4], np.float32), 2),
+        (np.array([-0.5, -0.1], np.float32), 4),
+        (np.array([-65536.0], np.float32), 4),
+        (np.array([2.0**-30], np.float32), 4),
+    ],
+)
+def test_candidates_cross_in_the_fewest_bytes_that_hold_each(numbers, num_bytes):
+    assert narrowed(numbers).nbytes == num_bytes * len(numbers)
+
+
+@pytest.mark.parametrize("code", [5, 6, 7])
+def test_half_a_narrow_number_is_refused(code):
+    group = list(pack(make_group(0)))
+    group[4] = msgspec.msgpack.Ext(code, b"\0" * 7 * (3 if code == 7 else 2) + b"\0")
+    with pytest.raises(CorruptMessageError, match="no whole number of"):
+        wire.decode(envelope(wire._encoder.encode(group)), PackedGroup)
 
 
 def test_a_message_above_the_limit_is_refused_before_it_is_read():

@@ -34,7 +34,8 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
     folder = local_folder("model.path", config.model.path)
     of_experts = expert_bytes({} if folder is None else folder.config)
     num_kept = config.generator.top_k
-    largest = config.group_bytes(longest, num_kept=num_kept, expert_bytes=of_experts)
+    # Three for an id, as vocabularies of more than 65,536 tokens take; none has 2**24.
+    largest = config.group_bytes(longest, num_kept=num_kept, id_bytes=3, expert_bytes=of_experts)
     if largest > buffer.max_group_bytes:
         fitting = buffer.max_group_bytes * longest // largest
         yield CONFIGURATION.warning(
