@@ -74,6 +74,9 @@ _NUMBER = re.compile(
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
 )
+_CHOOSE = re.compile(
+    r"(?:\A|(?<=\{))\s*(\d{1,9}|[a-zA-Z])\s*(?:\\choose\b|\bchoose\b)\s*(\d{1,9}|[a-zA-Z])\s*(?=\}|\Z)"
+)
 _SPACED = re.compile(r"-?\d{1,3}(?: \d{3})+")
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
@@ -84,32 +87,55 @@ _CHOICE = re.compile(
     rf"|([A-H])\.{_GAP}+(?![a-z]))"
     r"(?P<said>\S.{0,199})"
 )
-# A formula, a letter that is taken back, or several letters.
+# A formula, a letter that is taken back, or several letters: No change is none of them.
 _NO_CHOICE = re.compile(
-    r"\s*(?:[*+/=<>^_&|,;:.!?')\]]|-\s|(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
+    r"\s*(?:[*+/=<>^_&|,;:.!?')\]]|-\s|(?!No(?: [a-z]|\Z))"
+    r"(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
     r"|.*\b(?i:incorrect|wait|wrong)\b|.*(?<![a-zA-Z\\])(?:[A-Z]|[IVX]+)(?![a-zA-Z]))"
 )
 _LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\]*)\}")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|mbox|boldsymbol|bm)\s*\{([^{}\\]*)\}"
+)
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
 _TIME = re.compile(r"0?(\d{1,2}:\d\d) ?([ap])\.? ?m")
+# Behind an answer, and no part of what is spaced in LaTeX.
+_STOP = re.compile(r"(?<!\\)[.,;]\Z")
 # What says nothing of a value, in front of it.
 _LEADING = re.compile(
-    r"\A(?:\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴)\s*"
+    r"\A(?:\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
+    r"|[Oo]ption (?=\(?[A-J]\)?\Z))\s*"
 )
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 _UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
+_LENGTH = r"(?:[cdkm]?m|ft|mi|yd)"
+_MEASURE = re.compile(
+    rf"(?<=\d)\s*(?:{_LENGTH}/(?:hr?|min|s|sec)|{_LENGTH}(?:\^\{{?[23]\}}?|[²³])|k?g/m?[lL]"
+    r"|(?:°|\^\{?\\circ\}?)\s*[CF])\Z"
+)
+# What makes another number of the one behind it, and of the one in front of it.
+_CHANGED_BEFORE = re.compile(
+    r"\b(?:above|anything but|at (?:least|most)|below|double|exceed(?:s|ing)|over|root|than|triple"
+    r"|twice|under|up to|(?:cube|factorial|half|reciprocal|root|square) of)\s*[$(]*\Z",
+    re.IGNORECASE,
+)
+_CHANGED_BEHIND = re.compile(
+    r"\s*(?:(?:and a half|bn|cubed|divided|dozen|factorial|halves|is (?:incorrect|not|wrong)|minus"
+    r"|mn|plus|squared|(?:thir|hundred|million)(?:d|th)s|(?:four|fif|six|seven|eigh|nin)ths"
+    r"|(?:ten|twelf|thousand)ths)\b|(?:over|times) [b-z]\b"
+    r"|(?:\w+ )?or (?:above|below|fewer|greater|higher|less|lower|more)\b)",
+    re.IGNORECASE,
+)
+_SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # Words that are formulas.
 _FUNCTIONS = frozenset(
     {"cos", "cot", "csc", "exp", "inf", "infinity", "lg", "ln", "log", "pi", "sec", "sin"}
     | {"sqrt", "tan"}
 )
-# Words that change the number beside them.
-_SCALES = frozenset(
-    {"billion", "bn", "dozen", "hundred", "million", "minus", "mn", "negative", "not"}
-    | {"thousand", "trillion"}
-)
+# Words that change the number near them.
+_CHANGING = frozenset({*_ZEROS, "bn", "dozen", "minus", "mn", "negative", "not"})
 # Of an exponent: further digits would be written out.
 _MAX_EXPONENT = 1000
 
@@ -178,15 +204,15 @@ def shown_answer(text: str) -> str:
 
 
 def bare(answer: str) -> str:
-    """Without white space and bold type around it, and a full stop behind it.
+    """Without white space and bold type around it, and a full stop, comma or semicolon behind it.
 
-    >>> bare("**B.**"), bare("**B**."), bare("1, 2, ...")
-    ('B', 'B', '1, 2, ...')
+    >>> bare("**B.**"), bare("**B**."), bare("5;"), bare("1, 2, ...")
+    ('B', 'B', '5', '1, 2, ...')
     """
     text = answer.strip()
     if not text.endswith(".."):
-        text = text.removesuffix(".").removeprefix("**").removesuffix("**").strip()
-        text = text.removesuffix(".")
+        text = _STOP.sub("", text).removeprefix("**").removesuffix("**").strip()
+        text = _STOP.sub("", text)
     return _LEADING.sub("", text)
 
 
@@ -229,6 +255,7 @@ def _typed_fraction(found: re.Match[str]) -> str:
 def latex(text: str) -> str:
     """As `plain`, for a reader of formulas: it keeps fractions and powers, and loses currencies."""
     text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
 
 
@@ -295,10 +322,18 @@ def number_in(text: str) -> Fraction | None:
 
 
 def whole_number(text: str) -> Fraction | None:
-    """The number that all of a text is, with or without the sign of a currency."""
-    text = plain(text).strip().strip("$").removesuffix(".")
+    """The number that all of a text is, with or without the sign of a currency.
+
+    >>> whole_number("$1,000"), whole_number("7\\\\text{ million}"), whole_number("7 cm")
+    (Fraction(1000, 1), Fraction(7000000, 1), None)
+    """
+    text = _plainly(text).strip("$").removesuffix(".")
     found = _NUMBER.fullmatch(text.replace(" ", "") if _SPACED.fullmatch(text) else text)
-    return _value(found) if found else None
+    if found:
+        return _value(found)
+    beginning = _NUMBER.match(text)
+    scale = beginning and _SCALE.fullmatch(text, beginning.end())
+    return _scaled(beginning, scale) if beginning and scale else None
 
 
 def counted(text: str) -> Fraction | None:
@@ -306,21 +341,57 @@ def counted(text: str) -> Fraction | None:
 
     >>> counted("12 slices"), counted("They cost $12"), counted("12 xy"), counted("5 of 12 slices")
     (Fraction(12, 1), Fraction(12, 1), None, None)
+    >>> counted("12 m/s"), counted("1.2 million people"), counted("at least 12 slices")
+    (Fraction(12, 1), Fraction(1200000, 1), None)
     """
-    is_text = _TEXT.fullmatch(text.strip())
-    text = plain(_TEXT.sub(r"\1", text))
-    found = list(_NUMBER.finditer(text))
-    if len(found) != 1:
+    if measure := _MEASURE.search(plainly := _plainly(text)):
+        return whole_number(plainly[: measure.start()])
+    number = _one_number(text)
+    if number is None or _is_changed(number):
         return None
-    before, behind = text[: found[0].start()], text[found[0].end() :]
-    rest = f"{before} {behind}"
+    before, behind = number.string[: number.start()], number.string[number.end() :]
     if before[-1:].isalnum() or behind[:1].isalnum():
         return None
+    scale = _SCALE.match(behind)
+    behind = behind[scale.end() :] if scale else behind
+    is_text = _TEXT.fullmatch(text.strip())
     is_unit = is_text and not before.strip() and _UNIT.fullmatch(behind)
-    if not is_unit and not _PROSE.fullmatch(rest):
+    if not is_unit and scale is None and not _PROSE.fullmatch(f"{before} {behind}"):
         return None
-    changing = _FUNCTIONS | _SCALES
-    return None if changing & set(re.findall(r"\w+", rest.casefold())) else _value(found[0])
+    words_beside = set(re.findall(r"\w+", f"{before} {behind}".casefold()))
+    return None if words_beside & (_FUNCTIONS | _CHANGING) else _scaled(number, scale)
+
+
+def is_changed(text: str) -> bool:
+    """Whether words beside the one number of a text make another of it.
+
+    >>> is_changed("at least 7"), is_changed("7 hundredths"), is_changed("7 million")
+    (True, True, True)
+    >>> is_changed("7 more apples")
+    False
+    """
+    number = _one_number(text)
+    scale = number and _SCALE.match(number.string, number.end())
+    return number is not None and (scale is not None or _is_changed(number))
+
+
+def _is_changed(number: re.Match[str]) -> bool:
+    before = _CHANGED_BEFORE.search(number.string[: number.start()])
+    return bool(before or _CHANGED_BEHIND.match(number.string, number.end()))
+
+
+def _one_number(text: str) -> re.Match[str] | None:
+    found = list(_NUMBER.finditer(_plainly(text)))
+    return found[0] if len(found) == 1 else None
+
+
+def _plainly(text: str) -> str:
+    return plain(_TEXT.sub(r"\1", text)).strip()
+
+
+def _scaled(number: re.Match[str], scale: re.Match[str] | None) -> Fraction | None:
+    value = _value(number)
+    return value if value is None or scale is None else value * 10 ** _ZEROS[scale[1].casefold()]
 
 
 def shown_number(number: Fraction) -> str:

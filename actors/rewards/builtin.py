@@ -18,6 +18,7 @@ from actors.rewards.answers import (
     bare,
     choice,
     counted,
+    is_changed,
     marked_answer,
     shown_answer,
     shown_number,
@@ -98,9 +99,11 @@ def _known(gold: str, given: str) -> bool | None:
     if words(gold):
         return words(gold) == words(given)
     wanted, found = whole_number(gold), whole_number(given)
-    if wanted is None or found is None:
-        return (wanted is not None and counted(given) == wanted) or None
-    return wanted == found
+    if wanted is None or found is not None:
+        return None if wanted is None or found is None else wanted == found
+    if counted(given) == wanted:
+        return True
+    return False if is_changed(given) else None
 
 
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:

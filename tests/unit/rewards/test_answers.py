@@ -49,6 +49,20 @@ FORMULAS_OF_8 = (
     "8 bn",
     "\N{PLUS-MINUS SIGN}8",
 )
+LETTERS_C = (
+    r"\boldsymbol{C}",
+    r"\bm{(C)}",
+    r"\mathbf{(C)}",
+    r"\mathsf{C}",
+    r"\textsf{C}",
+    "Option C",
+)
+MEASURES_OF_8 = ("8 m/s", "8 km/h", "8 cm^2", "8 ft^{3}", r"8\ \mathrm{m}/\mathrm{s}", "8 g/mL")
+NOT_8 = (
+    *("at least 8", "at most 8", "more than 8", "up to 8", "half of 8", "twice 8", "root of 8"),
+    *("8 hundredths", "8 thirds", "8 and a half", "8 squared", "8 plus x", "8 over x", "8 million"),
+    *("8 or more", "8 is wrong", "anything but 8"),
+)
 
 
 @pytest.mark.parametrize("answer", KINDS)
@@ -161,6 +175,25 @@ def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
         (r"\boxed{M:N = 2:1}", "M", 0),
         *((rf"\boxed{{\text{{{formula}}}}}", "8", 0) for formula in FORMULAS_OF_8),
         ("\\boxed{x\N{EN DASH}5}", "x - 5", 1),
+        (r"\boxed{12 \choose 5}", r"\binom{12}{5}", 1),
+        (r"\boxed{12 choose 5}", "792", 1),
+        (r"\boxed{12 choose 5}", "12", 0),
+        (r"\boxed{\textbf{(A)}\ \text{No change}}", "A", 1),
+        (r"\boxed{(A) No change}", "B", 0),
+        ("The answer is (A) No change.", "A", 1),
+        *((rf"\boxed{{{letter}}}", "C", 1) for letter in LETTERS_C),
+        (r"\boxed{\mathbf{(D)}}", "C", 0),
+        *((rf"\boxed{{{measure}}}", "8", 1) for measure in MEASURES_OF_8),
+        ("\\boxed{90\N{DEGREE SIGN}C}", "90", 1),
+        (r"\boxed{9 m/s}", "8", 0),
+        (r"\boxed{5,}", "5", 1),
+        *((rf"\boxed{{{other}}}", "8", 0) for other in NOT_8),
+        *((rf"\boxed{{\text{{{other}}}}}", "8", 0) for other in NOT_8),
+        (r"\boxed{8 more apples}", "8", 1),
+        (r"\boxed{1.2\text{ million people}}", "1200000", 1),
+        (r"\boxed{\$1,200,000}", "1.2 million", 1),
+        (r"\boxed{1.2}", "1.2 million", 0),
+        (r"\boxed{2x + 1 < 5}", r"(-\infty, 2)", 0),
     ],
 )
 def test_math_of_what_people_write(response, answer, reward):
