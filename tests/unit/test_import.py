@@ -8,7 +8,12 @@ import pytest
 import yaml
 
 from streamrl.cli.check.command import refusals, run_findings
-from streamrl.cli.import_file import SYSTEMS as COMMANDS, _in_our_form, _problem
+from streamrl.cli.import_file import (
+    SYSTEMS as COMMANDS,
+    _in_our_form,
+    _problem,
+    imported as import_of,
+)
 from streamrl.cli.main import main
 from streamrl.config import load_config
 from streamrl.config.loading.foreign_names import SYSTEMS, foreign_names
@@ -217,6 +222,28 @@ def test_batches_of_trl_are_counted_in_groups(folder):
     several, _ = imported(EXAMPLES / "trl" / "gspo.yaml", "trl", "several.yaml")
     assert several["algorithm.loss"] == "gspo"
     assert several["learner.updates_per_batch"] == 4
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "bounds"),
+    [
+        ("TRL", "loss_type: cispo\nepsilon: 0.2\nepsilon_high: 5.0\n", (1, 4)),
+        ("ROLL", "pg_variant: cispo\ncispo_epsilon_low: 0.3\ncispo_epsilon_high: 4.0\n", (0.3, 4)),
+        (
+            "verl",
+            "actor_rollout_ref:\n  actor:\n    clip_ratio_low: 1.0\n    clip_ratio_high: 3.0\n"
+            "    policy_loss: {loss_mode: cispo}\n",
+            (1, 3),
+        ),
+    ],
+)
+def test_the_bounds_of_cispo_are_those_of_the_other_system(folder, system, text, bounds):
+    """TRL has no lower one, and its upper one is the ratio itself."""
+    Path("theirs.yaml").write_text(text)
+    settings = yaml.safe_load(import_of(Path("theirs.yaml"), system).text)["algorithm"]
+    assert settings["loss"] == "cispo"
+    numbers = "clip_ratio_low", "clip_ratio_high"
+    assert tuple(settings["loss_config"][name] for name in numbers) == bounds
 
 
 def test_the_batch_of_trl_is_that_of_all_processes(folder):

@@ -62,7 +62,8 @@ class GeoMeanSettings(ClipRangeSettings):
 
 
 class CispoSettings(ClipRangeSettings):
-    """cispo: the clipped ratio as a constant weight."""
+    """cispo: the clipped ratio as a constant weight; the paper has `clip_ratio_low: 1`, no lower
+    bound."""
 
 
 class SapoSettings(LossSettings):
@@ -75,7 +76,8 @@ class SapoSettings(LossSettings):
 
 
 class ClipCovSettings(ClipRangeSettings):
-    """clip_cov: drops the loss of random tokens of high covariance."""
+    """clip_cov: drops the loss of random tokens of high covariance; which, depends on how a batch
+    is cut into micro-batches and over ranks."""
 
     clip_cov_ratio: Share = 2e-4
     """Share of the tokens of a micro-batch whose loss is dropped; at least one."""
@@ -86,7 +88,7 @@ class ClipCovSettings(ClipRangeSettings):
 
 
 class KlCovSettings(LossSettings):
-    """kl_cov: penalizes the tokens of highest covariance."""
+    """kl_cov: penalizes the tokens of highest covariance; which, depends on the cut as well."""
 
     kl_cov_ratio: Share = 2e-4
     """Share of the tokens of a micro-batch with the penalty; at least one."""
