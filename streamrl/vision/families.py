@@ -10,6 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from streamrl.errors import ConfigError
 from streamrl.model_folder import VISION
 
+_ZEROES_PADDING = frozenset({"youtu"})
+"""Model types of which transformers 5.19 sets the embedding of the pad token to 0 when it has loaded
+it, and with it the row of a tied LM head."""
+
 
 def has_vision(config: Any) -> bool:
     """Whether the model of this configuration takes images."""
@@ -49,6 +53,9 @@ def load_pretrained(
         ConfigError: its weights are damaged, or not those of its config.json.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    padding = getattr(config, "pad_token_id", None)
+    if config.model_type in _ZEROES_PADDING and padding is not None:
+        config.pad_token_id, kwargs = None, {**kwargs, "config": config}
     try:
         model, found = auto_model(config).from_pretrained(
             path,
@@ -63,6 +70,8 @@ def load_pretrained(
     unused = {n for n, module in model.named_modules() if module is head}
     missing = {key for key in found["missing_keys"] if key.rpartition(".")[0] not in unused}
     _require_whole(setting, path, missing, found["mismatched_keys"])
+    if "config" in kwargs:
+        model.config.pad_token_id = padding
     return model
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import YoutuConfig, YoutuForCausalLM
 
 from actors.engines.hf.engine import load_model
 from learners.policy.loading import load_network
@@ -52,3 +53,19 @@ def test_a_whole_model_is_loaded(tmp_path, is_tied):
     path = str(tmp_path / "model")
     model = load_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_embedding_of_the_pad_token_is_the_file_s(tmp_path, is_tied):
+    """An engine that reads the file itself has it, and a tied LM head makes logits of it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 40}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16}
+    of_heads = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    facts = YoutuConfig(**sizes, **heads, **of_heads, tie_word_embeddings=is_tied, pad_token_id=3)
+    saved = YoutuForCausalLM(facts)
+    torch.nn.init.normal_(saved.get_input_embeddings().weight)
+    saved.save_pretrained(tmp_path)
+    model = load_pretrained(str(tmp_path), dtype=torch.float32, trust_remote_code=False)
+    assert model.config.pad_token_id == 3
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+    torch.testing.assert_close(model.state_dict(), saved.state_dict(), rtol=0, atol=0)
