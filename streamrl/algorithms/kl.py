@@ -54,7 +54,7 @@ def _estimate(difference: Tensor, name: str) -> Tensor:
             return 0.5 * difference.square()
         case _:
             behind = (-difference).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-            return (behind.exp() - behind - 1).clamp(-_K3_BOUND, _K3_BOUND)
+            return (behind.expm1() - behind).clamp(-_K3_BOUND, _K3_BOUND)
 
 
 def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:

@@ -29,6 +29,14 @@ def test_equal_policies_have_no_divergence(kind: str) -> None:
     assert not kl_penalty(logprobs, logprobs, kind).any()
 
 
+@pytest.mark.parametrize("difference", [1e-2, 1e-4, -1e-4, -1e-6])
+def test_k3_of_nearly_equal_policies_is_half_the_square(difference):
+    """In float32, whose numbers near 1 are 1e-7 apart."""
+    mine = torch.tensor([difference])
+    expected = difference**2 / 2 - difference**3 / 6
+    assert kl_penalty(mine, torch.zeros(1), "k3").item() == pytest.approx(expected, 2e-3, 1e-13)
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_unbiased_estimators_average_to_the_exact_kl(kind: str) -> None:
     torch.manual_seed(0)
