@@ -189,6 +189,21 @@ def test_dppo_adds_the_squared_log_ratio_of_all_tokens() -> None:
     close(gradient, 2 * coef * 0.6, *inside)
 
 
+def test_cispo_weighs_log_p_by_the_bounded_ratio_which_has_no_gradient() -> None:
+    """sg(clip(r, 1 - low, 1 + high)) A log p, whatever the sign of A: arXiv 2506.13585, equations 4
+    and 5, whose experiments have no lower bound."""
+    log_ratios = (0.4, 0.1, -3.0, 0.4)
+    for low, of_third in ((0.2, 0.8), (1.0, math.exp(-3.0))):
+        batch = loss_batch(*log_ratios)
+        config = LossConfig(clip_ratio_low=low, clip_ratio_high=0.2, loss_agg_mode="token-sum")
+        loss = POLICY_LOSSES["cispo"](batch, config).loss
+        weights = (1.2, math.exp(0.1), of_third, 1.2)
+        gradient = [-w * a for w, a in zip(weights, (1, -2, -2, -2), strict=True)]
+        terms = [g * (-1 + d) for g, d in zip(gradient, log_ratios, strict=True)]
+        assert loss.item() == pytest.approx(sum(terms))
+        close(torch.autograd.grad(loss, batch.logprobs)[0], *gradient)
+
+
 def test_the_linear_proximal_policy_lies_between_the_probabilities() -> None:
     """(1 - a) mu + a pi with a = lag / (lag + 1): AReaL, beside arXiv 2512.06547."""
     behavior, current = tensor(0.2, 0.2, 0.2).log(), tensor(0.6, 0.6, 0.6).log()
