@@ -18,8 +18,6 @@ STATUSES: Mapping[str, str] = {
     "not applicable": "nothing here that it could set",
 }
 """By name, what it means."""
-_LISTS = {"fixed": "Always so", "missing": "Missing", "not applicable": "Nothing to set"}
-"""The headings of those without a setting."""
 _MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
 
 
@@ -48,43 +46,39 @@ def counts(found: Iterable[ForeignName]) -> str:
 
 
 def parts(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
-    """One system in Markdown: a table of what is a setting here with a limit, or has no name, and a
-    list for each status that has none; names that are one thing here are in one line."""
+    """One system in Markdown: a table of what is a setting here that does less, and a list of what
+    is missing; names that are one thing here are in one line."""
     own = [entry for entry in found if entry.system == system and is_shown(entry)]
-    set_here = [entry for entry in own if entry.status not in _LISTS]
-    often = Counter(note for _, _, note in _same(set_here) if note)
+    set_here = [entry for entry in own if entry.status == "partly"]
+    often = Counter(note for _, note in _same(set_here))
     marks = dict(zip((note for note, count in often.items() if count > 2), _MARKS, strict=False))
     legend = "".join(f"{mark} {note[:1].upper()}{note[1:]}.  \n" for note, mark in marks.items())
     yield f"## {system}\n" + (f"\n{legend}" if legend else "")
     rows = "".join(
         f"| {_names(names)} | {here}{_limits(note, marks)} |\n"
-        for (_, here, note), names in _same(set_here).items()
+        for (here, note), names in _same(set_here).items()
     )
     if rows:
-        title = f"### In part, or in another way ({system})"
+        title = f"### In part ({system})"
         yield f"{title}\n\n| in {system} | here |\n|---|---|\n{rows}"
-    for status, title in _LISTS.items():
-        without = _same(entry for entry in own if entry.status == status)
-        lines = "".join(
-            f"- {_names(names)}: {here.removeprefix('(').removesuffix(')')}{_limits(note, {})}\n"
-            for (_, here, note), names in without.items()
-        )
-        if lines:
-            yield f"### {title} ({system})\n\n{lines}"
+    lines = "".join(
+        f"- {_names(names)}: {here.removeprefix('(').removesuffix(')')}{_limits(note, {})}\n"
+        for (here, note), names in _same(e for e in own if e.status == "missing").items()
+    )
+    if lines:
+        yield f"### Missing ({system})\n\n{lines}"
 
 
 def is_shown(entry: ForeignName) -> bool:
-    """Whether the page says more of it than `streamrl check` does."""
-    is_a_loss = entry.status in ("partly", "missing")
-    return is_a_loss or " " in entry.name or bool(entry.note and entry.status == "have")
+    """Whether something is lost with it."""
+    return entry.status in ("partly", "missing")
 
 
-def _same(members: Iterable[ForeignName]) -> dict[tuple[str, str, str], list[str]]:
-    """The names of what is one thing here: by whether in part, setting and note."""
-    names: dict[tuple[str, str, str], list[str]] = {}
+def _same(members: Iterable[ForeignName]) -> dict[tuple[str, str], list[str]]:
+    """The names of what is one thing here: by setting and note."""
+    names: dict[tuple[str, str], list[str]] = {}
     for entry in members:
-        note = "in part: " * (entry.status == "partly") + entry.note
-        names.setdefault((entry.status, entry.here, note), []).append(entry.name)
+        names.setdefault((entry.here, entry.note), []).append(entry.name)
     return names
 
 

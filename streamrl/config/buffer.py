@@ -37,8 +37,7 @@ class SteeredStaleness(Section):
     max: Versions
     """The highest; no older token is trained."""
     ess: Annotated[float, Field(gt=0, lt=1)] = 0.98
-    """Lowered where the effective sample size of the last steps is below this; raised where it
-    would stay above and the learner waits."""
+    """The bound falls where the effective sample size of the last steps is below this."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -64,38 +63,36 @@ class BufferSettings(Section):
     """Where groups wait between generators and learner."""
 
     url: str = "zmq://127.0.0.1:0"
-    """zmq://host:port, where port 0 lets a launch pick one; redis://, rediss://,
-    redis+sentinel://host,host/service, redis+cluster://host,host or rediss+cluster://, with user@
-    before the host where there are users; or memory://."""
+    """zmq://host:port, where port 0 lets a launch pick one; redis://user@host, rediss://,
+    redis+sentinel://host,host/service, redis+cluster://host,host, rediss+cluster://; or memory://.
+    """
     password_file: Path | None = None
     """Password of redis://, unless STREAMRL_REDIS_PASSWORD in the environment has it; it is written
     nowhere."""
     max_staleness: MaxStaleness = 2
     """Versions that a group may be behind when it is trained; 0 is the synchronous algorithm. A
-    record of min, max and ess lets the learner steer it."""
+    record lets the learner steer it."""
     overdue: Literal["wait", "train", "drop"] = "wait"
-    """Groups overtaken until they would be too old: the learner waits for them; trains them as old
-    as they are, so that `max_staleness` bounds only how far generators run ahead; or drops them, so
-    that fewer long responses are trained."""
+    """Groups that others have overtaken until they are due: the learner waits for them, trains them
+    late, beyond `max_staleness`, or drops them."""
     lease_ttl_s: Seconds = 30.0
-    """A generator without a heartbeat for so long (at least 1 s) loses its leases. It sends four in
-    this time, and at least one a second."""
+    """A generator without a heartbeat for so long (at least 1 s) loses its leases."""
     max_group_bytes: Positive = 64 * 2**20
     """Largest group; Redis takes 512 MiB at most, unless its proto-max-bulk-len says more."""
     deadline_s: Seconds = 60.0
     """How long a client retries a call before it fails."""
     journal: bool = True
-    """Whether zmq:// keeps its state in buffer/ of the run folder; redis:// keeps it in Redis."""
+    """Whether zmq:// keeps its state in buffer/ of the run's folder."""
     durability: Literal["process", "machine"] = "process"
-    """What the journal survives: a killed buffer, or a power failure too, by waiting for the
-    disk."""
+    """What the journal survives: a killed buffer, or a power failure too, by waiting for the disk.
+    """
     record: bool = False
     """Keep what was trained, compressed, in record/ of the run's folder, for `streamrl replay`."""
     record_max_bytes: Positive = 10 * 2**30
     """Of record/; the oldest steps go first."""
     curve: Path | None = None
-    """Folder of keys (`streamrl keys new`) that zmq:// and `weights.address` need off loopback, and
-    use on it where set."""
+    """Folder of keys (`streamrl keys new`), which zmq:// and `weights.address` need off loopback.
+    """
 
     _password: SecretStr = PrivateAttr(default=SecretStr(""))
 

@@ -48,8 +48,8 @@ class RewardSettings(Section):
     retries: NotNegative | None = None
     """Further tries of a failed call. Null: 3 for a reward behind a URL, else 0."""
     isolation: Literal["thread", "process"] | None = None
-    """Where a function that is not async runs. A process can be ended when it hangs, and needs rows
-    of plain data. Null: `process` for `math`, else `thread`."""
+    """Where a function that is not async runs; a process can be ended when it hangs. Null:
+    `process` for `math`, else `thread`."""
 
     @property
     def label(self) -> str:
@@ -88,8 +88,7 @@ class SourceSettings(Section):
     path: str
     """What `data.source` names as text."""
     weight: _WEIGHT | None = None
-    """Share of the prompts. If none has one, the rows of all are one file; if some have, the others
-    weigh 1."""
+    """Share of the prompts; if none has one, the rows of all are one file."""
     name: str = ""
     """Put into column `data.data_source_key`. Empty: the column as it is, else the file's name."""
     subset: str | None = None
@@ -125,9 +124,8 @@ class DataSettings(Section):
 
     source: Sources
     """A file (.jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet) or pattern, a folder of the
-    library datasets, datasets:NAME of the hub, a task (addition, reverse, copy, sort),
-    reasoning_gym:NAME, PATH.py:NAME, or `environment`, which makes up levels; or a list of these or
-    of records."""
+    library datasets, datasets:NAME of the hub, addition, reverse, copy, sort, reasoning_gym:NAME,
+    PATH.py:NAME, or `environment`; or a list of these or of records."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: Sources | None = None
@@ -135,8 +133,8 @@ class DataSettings(Section):
     num_eval_prompts: Positive = 256
     """Held-out prompts of each source that an evaluation uses, the first ones."""
     prompt_key: str = "prompt"
-    """Column of the prompt, text or chat messages. A dot reaches into a record, or with a number,
-    from 0, into a list."""
+    """Column of the prompt, text or chat messages; a dot reaches into a record or, with a number,
+    into a list."""
     prompt_template: PromptTemplate | None = None
     """Jinja that makes the prompt of a row's columns, instead of `prompt_key`: text, or
     messages."""
@@ -144,8 +142,7 @@ class DataSettings(Section):
     """Column of the reference answer, such as reward_model.ground_truth; null for none."""
     image_key: str | None = None
     """Column with a row's image, or the list of them: paths relative to the file, base64 data:
-    URLs, or {bytes, path}. <image> in the prompt is the place of one; without, they stand before
-    it."""
+    URLs, or {bytes, path}; <image> in the prompt is the place of one."""
     video_key: str | None = None
     """Column with the list of a row's videos, each a list of such images, at <video>."""
     chat_template: Literal["native", "none"] | Path = "native"
@@ -153,19 +150,17 @@ class DataSettings(Section):
     file."""
     tool_parser: str = "auto"
     """How a completion writes tool calls: hermes, qwen3_coder, glm, llama3, mistral, mistral_v11,
-    deepseek, kimi_k2, minimax_m2, gemma4, cohere, pythonic, gpt_oss, or PATH.json, a response
-    template of transformers; `auto`: the tokenizer's, or the one that reads what the chat template
-    renders."""
+    deepseek, kimi_k2, minimax_m2, gemma4, cohere, pythonic, gpt_oss, or a response template in
+    PATH.json; `auto`: what fits the chat template."""
     tool_schemas: Literal["template", "system_message", "omit"] = "template"
-    """Where the policy reads which tools there are: in the chat template, which must describe them;
-    in the system message, as JSON; or nowhere."""
+    """Where the policy reads which tools there are: in the chat template, in the system message, as
+    JSON, or nowhere."""
     system_prompt: str | None = None
     """Before prompts that are text."""
     max_prompt_length: Positive = 1024
     """Longest prompt, in tokens."""
     truncation: Literal["error", "left", "right", "drop", "filter"] = "error"
-    """Longer prompts: refuse, cut that side, drop when their turn comes, or filter the rows of
-    files at the start."""
+    """Longer prompts: refuse, cut that side, drop when their turn comes, or filter at the start."""
     filter_workers: Positive = 1
     """Processes that filter."""
     shuffle: bool = True
@@ -173,8 +168,7 @@ class DataSettings(Section):
     changed: Literal["refuse", "allow"] = "refuse"
     """Where the rows are others on `--resume`: refuse, or begin an epoch of them."""
     first_prompt_index: NotNegative = 0
-    """Prompt with which the first epoch of the rows begins; set by a launch whose rows have
-    changed."""
+    """Where the first epoch of the rows begins; set by a launch whose rows have changed."""
     curriculum: CurriculumSettings | None = None
     """Easy rows first; null for none."""
     reward: str = "exact_match"

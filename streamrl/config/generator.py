@@ -37,15 +37,14 @@ class ServerSettings(Section):
     """Arguments that are told here of a server elsewhere, too."""
 
     url: str | tuple[str, ...] | None = None
-    """http://host:port of a server that is up already, or of several with one model; null: this
-    generator starts its own. Generators may share one, by the same address."""
+    """http://host:port of a server that is up, or a list of several; null: this generator starts
+    its own."""
     api_key_variable: str | None = None
     """Environment variable with the key of `url`."""
     start_timeout_s: Seconds = 600.0
     """Longest start of a server."""
     retry_timeout_s: Seconds = 30.0
-    """Without a connection for so long the generator ends; a server that is busy for so long fails
-    the request."""
+    """Without a connection for so long the generator ends; a busy server fails the request."""
 
     @field_validator("url")
     @classmethod
@@ -110,13 +109,11 @@ class HfSettings(Section):
     """Engine hf; `engine_kwargs` are the arguments of `from_pretrained`."""
 
     recompute_kv: bool = False
-    """At an update, compute the cache of requests in flight again; the pause is as long as their
-    prefill."""
+    """Compute the cache of requests in flight again at an update, which pauses for it."""
 
 
 class SglangSettings(ServerSettings):
-    """Arguments of engine sglang by its own names, where null is its default; the last three and
-    those of the connection are ours. With `url`, the server runs elsewhere."""
+    """Engine sglang: most names are its own, and null is its default."""
 
     section: ClassVar[str] = "generator.sglang"
     ours: ClassVar[frozenset[str]] = frozenset(
@@ -125,8 +122,7 @@ class SglangSettings(ServerSettings):
     told: ClassVar[frozenset[str]] = frozenset({"tp_size", "enable_deterministic_inference"})
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU, else
-    SGLang's default."""
+    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU."""
     tp_size: Positive = 1
     """GPUs of one server."""
     attention_backend: str | None = None
@@ -144,11 +140,10 @@ class SglangSettings(ServerSettings):
     pause_mode: Literal["keep", "abort"] = "keep"
     """Requests in flight at an update: go on with the new weights, or begin anew."""
     recompute_kv: bool = True
-    """With keep: compute their KV cache again. Without, later tokens come from a mixture of
-    versions, and a server elsewhere needs --disable-overlap-schedule."""
+    """With keep: compute their KV cache again; else a server elsewhere needs
+    --disable-overlap-schedule."""
     reach_host: str | None = None
-    """This machine's address as SGLang reaches it for weights; null: the one on the route to the
-    server."""
+    """This machine's address as SGLang reaches it for weights; null: found by the route."""
 
     @property
     def keeps_old_kv(self) -> bool:
@@ -157,8 +152,7 @@ class SglangSettings(ServerSettings):
 
 
 class VllmSettings(ServerSettings):
-    """Arguments of engine vllm by its own names, where null is its default; the last two and those
-    of the connection are ours. With `url`, vLLM runs elsewhere (`vllm serve`)."""
+    """Engine vllm: most names are its own, and null is its default."""
 
     section: ClassVar[str] = "generator.vllm"
     ours: ClassVar[frozenset[str]] = frozenset(
@@ -167,8 +161,7 @@ class VllmSettings(ServerSettings):
     told: ClassVar[frozenset[str]] = frozenset({"tensor_parallel_size"})
 
     gpu_memory_utilization: Share | None = None
-    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU, else
-    vLLM's default."""
+    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU."""
     tensor_parallel_size: Positive = 1
     """GPUs of one engine."""
     max_num_batched_tokens: Positive | None = None
@@ -199,20 +192,20 @@ def _split(command: Any) -> Any:
 
 
 class AgentSettings(Section):
-    """Agents of environment agent, which call the policy through the API of OpenAI or Anthropic."""
+    """Agents of environment agent, which call the policy by API."""
 
     function: str | None = None
-    """PATH.py:FUNCTION(task, base_url, api_key), called once an episode in the generator's process;
-    returns the reward, or nothing."""
+    """PATH.py:FUNCTION(task, base_url, api_key), called once an episode in the generator; returns
+    the reward, or nothing."""
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
-    """Command line, started once an episode; {prompt}, or another column in braces, is its text.
+    """Command line, started once an episode, with the row's columns for {prompt} and others.
     Without it and `function`, agents ask for tasks."""
     max_agents: Positive = 64
     """Functions or commands at a time."""
     host: str = "127.0.0.1"
     """Where the API listens; one that other machines reach needs a token."""
     port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
-    """Of a machine's first generator; the others take the next ones. 0: any free one."""
+    """Of a machine's first generator; others take the next ones. 0: any free one."""
     token_variable: str | None = None
     """Environment variable with the token for which an agent gets a task."""
     silence_s: Seconds = 600.0
@@ -277,11 +270,9 @@ class EpisodeSettings(Section):
     """A longer turn, engine and environment together, ends it as truncated; null:
     `group_deadline_s`."""
     truncated: Literal["keep", "drop"] = "keep"
-    """Truncated siblings: keep them for `algorithm.reward.truncated`, or leave them out, and drop a
-    group with fewer than two others, as filtered."""
+    """Truncated siblings: keep them for `algorithm.reward.truncated`, or leave them out."""
     max_in_flight: Positive | None = None
-    """Episodes of a generator at a time, with those that wait for their environment; null: as many
-    as fill the engine."""
+    """Episodes of a generator at a time; null: as many as fill the engine."""
 
 
 class OversampleSettings(Section):
@@ -290,8 +281,8 @@ class OversampleSettings(Section):
     num_siblings: NotNegative = 0
     """How many."""
     keep: Literal["each_reward", "first_finished"] = "each_reward"
-    """`each_reward` waits for all and keeps the first of each reward, then the second.
-    `first_finished` cancels the others, which are the long ones."""
+    """`each_reward` waits for all and keeps as many rewards as it can; `first_finished` cancels the
+    late ones, which are long."""
 
 
 class CallLimits(Section):
@@ -315,7 +306,7 @@ class ToolSettings(CallLimits):
     function_schema: dict[str, Any] | Path | None = None
     """OpenAI schema, or a YAML or JSON file with one; null: made of signature and docstring."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class, made anew for each episode, or limits and isolation of python."""
+    """Arguments of the class, or limits and isolation of python."""
 
 
 class McpServerSettings(CallLimits):
@@ -351,13 +342,13 @@ class GeneratorSettings(Section):
     """What one generator samples, and the engine that samples it."""
 
     count: int | str = 1
-    """Generators of a launch; more may join at any time. A range, such as 2..8, is for Ray: the run
-    needs the first number and has up to the second; elsewhere it has the second."""
+    """Generators of a launch; more may join at any time. A range, such as 2..8, is for Ray: the
+    least that the run needs, and the most."""
     engine: str = "hf"
     """hf, sglang or vllm."""
     environment: str = "single_turn"
     """What answers the policy: single_turn, tools, frozen_lake, gymnasium:ID, textarena:ID,
-    PATH.py:CLASS; or what calls it: agent. Several stand in `environments`."""
+    PATH.py:CLASS; or what calls it: agent."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its arguments."""
     agent: AgentSettings = AgentSettings()
@@ -379,8 +370,8 @@ class GeneratorSettings(Section):
     top_k: NotNegative = 0
     """Likeliest tokens to sample among; 0 is unrestricted."""
     keep_sampling_mask: bool = False
-    """Record which tokens top_k (needed), top_p and min_new_tokens left, and compute the learner's
-    log-probabilities over the same."""
+    """Record which tokens top_k (needed), top_p and min_new_tokens left; the learner takes
+    log-probabilities over these."""
     stop_token_ids: tuple[NotNegative, ...] = ()
     """Tokens that end a completion beside the model's own."""
     ignore_eos: bool = False
@@ -392,15 +383,14 @@ class GeneratorSettings(Section):
     dtype: Dtype = "float32"
     """Of the engine's weights."""
     lm_head_dtype: Literal["float32"] | None = None
-    """float32: compute logits in it beside a narrower `dtype`, which brings log-probabilities
-    nearer to the learner's; null: as the engine does."""
+    """float32: logits in it beside a narrower `dtype`, nearer to the learner's; null: as the engine
+    does."""
     device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto: a GPU if there is one."""
     num_threads: NotNegative = 0
     """CPU threads; 0 is torch's choice."""
     group_deadline_s: Seconds = 3600.0
-    """A longer episode ends as truncated, with the tokens that it has; a group's reward has the
-    same time again."""
+    """A longer episode ends as truncated; a group's reward has the same time again."""
     episode: EpisodeSettings = EpisodeSettings()
     drain_s: Seconds = 5.0
     """After SIGTERM, time for unfinished groups before their leases are released."""

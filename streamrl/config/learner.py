@@ -42,8 +42,8 @@ class CheckpointSettings(Section):
     keep_best: NotNegative = 0
     """Complete ones kept besides, with the best mean of `best_by`."""
     best_by: str = "reward/mean"
-    """Metric, as mean over the steps since the checkpoint before; or one of a validation of its
-    version, such as validation/mean@1."""
+    """Metric, as mean over the steps since the checkpoint before, or one of a validation, such as
+    validation/mean@1."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Of `best_by`."""
     contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = (
@@ -52,11 +52,10 @@ class CheckpointSettings(Section):
         "extra",
         "hf_model",
     )
-    """Parameters; AdamW's state; random generators, KL controller and running moments of rewards;
-    the policy as a Hugging Face folder, for `streamrl evaluate`."""
+    """Parameters; AdamW's state; random generators, KL controller and moments of rewards; a Hugging
+    Face folder, for `streamrl evaluate`."""
     load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
-    """What is loaded of the checkpoint that the run goes on from, or that `run.resume` names; null:
-    all of `contents`."""
+    """What is loaded of the checkpoint that the run goes on from; null: all of it."""
 
     @property
     def is_best_validated(self) -> bool:
@@ -90,13 +89,11 @@ class LoraSettings(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the adapter's inputs, in passes with gradient."""
     publish: Literal["merged", "adapter"] = "merged"
-    """Send generators all parameters, or the adapter, which they merge: fewer bytes, a copy more in
-    memory."""
+    """Send generators all parameters, or the adapter: fewer bytes, a copy more in memory."""
 
 
 class ForwardPassSettings(Section):
-    """Tokens of a forward pass without gradient, which needs less memory; null: as the role's
-    training pass."""
+    """Tokens of a forward pass without gradient; null: as the role's training pass."""
 
     proximal: Positive | None = None
     """Of the policy before the step, where needed."""
@@ -107,7 +104,7 @@ class ForwardPassSettings(Section):
 
 
 class OffloadSettings(Section):
-    """What waits in the host's memory instead of the GPU's, for less memory and more time."""
+    """What waits in the host's memory instead of the GPU's."""
 
     parameters: bool = False
     """With gradients and optimizer state, of all roles; the CPU makes the update."""
@@ -197,12 +194,11 @@ class OptimizerSettings(Section):
     weight_decay: NotNegativeNumber = 0.01
     """Decoupled; vectors (norms, biases) are exempt."""
     groups: tuple[OptimizerGroup, ...] = ()
-    """Parameters with a rate or decay of their own, by the first pattern that matches; the critic
-    has none."""
+    """Parameters with a rate or decay of their own, by the first pattern that matches."""
     max_grad_norm: PositiveNumber | None = 1.0
     """Global norm that gradients are clipped to; null: off."""
     max_skipped_updates: NotNegative = 3
-    """Updates in a row skipped for a gradient that is not finite; the next one ends the run."""
+    """Updates in a row skipped for a gradient that is not finite; one more ends the run."""
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
     """After the warm-up, down to `min_lr_ratio` at `run.max_steps`."""
     warmup_steps: NotNegative = 0
@@ -308,31 +304,29 @@ class LearnerSettings(Section):
     rank_deadline_s: Seconds = 60.0
     """How long a rank may report nothing before the others end."""
     dtype: Dtype = "float32"
-    """Of forward and backward; sums, master weights and optimizer are float32. With float16 losses
-    have a scale, halved when a gradient overflows."""
+    """Of forward and backward; sums, master weights and optimizer are float32."""
     device: Device = "auto"
     """As `generator.device`."""
     num_threads: NotNegative = 0
     """CPU threads; 0 is torch's choice."""
     profiler: ProfilerSettings = ProfilerSettings()
     peak_tflops: PositiveNumber | None = None
-    """Most that a device computes in `dtype`, in 10^12 operations/s, for `learner/mfu`; null: known
-    for common GPUs."""
+    """What a device computes in `dtype`, in 10^12 operations/s, for `learner/mfu`; null: known for
+    common GPUs."""
     sum_each_micro_batch: bool = True
     """Sum gradients over ranks after every micro-batch; false: once an update, which is less
-    traffic for a whole float32 gradient a rank."""
+    traffic and more memory."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile layers by torch.compile, for faster passes after a slow first one; not of a model
-    with recurrent layers. auto: on a GPU with a compiler, in runs of 300 steps and more."""
+    """Compile layers by torch.compile: faster passes after a slow first one. auto: on a GPU with a
+    compiler, in runs of 300 steps and more."""
     liger_layers: bool | Literal["auto"] = "auto"
-    """Norms, rotary positions and MLPs by the kernels of liger-kernel, where layers are not
-    compiled. auto: on a GPU where it is installed, for families that it computes alike."""
+    """Norms, rotary positions and MLPs by liger-kernel, where layers are not compiled. auto: on a
+    GPU where it is installed and computes alike."""
     flash_attention: FlashAttentionVersion = "auto"
-    """On a GPU. auto: 3 or 4 where its package is installed and made for the GPU, else 2,
-    flash-attn's or torch's."""
+    """On a GPU. auto: 3 or 4 where installed and made for the GPU, else 2, flash-attn's or torch's.
+    """
     gradient_checkpointing: bool | Positive = False
-    """Recompute activations in the backward pass, for less memory and more time; n: of every n-th
-    layer."""
+    """Recompute activations in the backward pass, for less memory; n: of every n-th layer."""
     check_packing: bool = True
     """At start, compare packing with plain transformers; run unpacked what it changes."""
     offload: OffloadSettings = OffloadSettings()

@@ -35,7 +35,7 @@ class RecipeSettings(Section):
 
     architecture: Annotated[str, AfterValidator(_architecture)] = LLAMA
     """llama, or PATH.py:NAME, a function of a folder, these settings and the longest sequence,
-    which writes an untrained model and its tokenizer there."""
+    which writes model and tokenizer there."""
 
     hidden_size: Positive = 128
     """Width of the residual stream."""

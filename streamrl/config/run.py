@@ -37,8 +37,8 @@ class SignSettings(Section):
     max_reward_fall: Share = 0.5
     """Part of the best mean reward that may be lost."""
     max_held_out_fall: Share = 0.2
-    """Part of the best held-out reward that the last two validations may both have lost; with
-    few prompts more is allowed, since that may be chance."""
+    """Part of the best held-out reward that the last two validations may both have lost; more with
+    few prompts."""
     max_passes: PositiveNumber = 16.0
     """Passes over the prompts without a rise of the held-out reward."""
     min_entropy_frac: Probability = 0.05
@@ -59,9 +59,8 @@ class RunSettings(Section):
     folder: Path = Path("runs")
     """Where run folders are made."""
     folder_mirror: StoreUrl | None = None
-    """Where a launch copies the run's folder at each checkpoint and at the end, so that `--resume`
-    goes on where this machine is lost: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or
-    file:///FOLDER."""
+    """Where a launch copies the run's folder, so that `--resume` goes on elsewhere:
+    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER."""
     max_steps: Annotated[Positive, at_most(MAX_VERSION)] = 100
     """Steps until the run ends."""
     total_epochs: PositiveNumber | None = None
@@ -69,21 +68,20 @@ class RunSettings(Section):
     seed: NotNegative = 0
     """Of prompts, sampling and initialization."""
     resume: Literal["never", "auto"] | Path = "never"
-    """`auto`: from the newest complete checkpoint, if there is one; a path: from that one, of this
-    run or another. Newer ones are kept in abandoned/."""
+    """`auto`: from the newest complete checkpoint, if there is one; or the path of one, of this run
+    or another."""
     evaluate: bool = True
     """Whether a launch scores the final checkpoint on held-out prompts; agents play none."""
     stall_s: Seconds = 300.0
     """A step that waits or computes longer is reported with its cause."""
     signs: SignSettings = SignSettings()
     max_restarts: NotNegative = 5
-    """Times that a launch starts a failed process again within `restart_window_s`; the next failure
-    ends the run."""
+    """Times that a launch restarts a failed process within `restart_window_s`."""
     restart_window_s: Seconds = 600.0
     """Older restarts do not count, unless the run has made no step since."""
     stop_s: Annotated[float, Field(ge=10)] = 20.0
-    """From SIGTERM or Ctrl-C to the end of every process, by force 8 s before; `generator.drain_s`
-    and 15 s at least. Raise it where a step and a save take longer."""
+    """From SIGTERM or Ctrl-C to the end of every process; at least 15 s more than
+    `generator.drain_s`. Raise it where a step and a save take longer."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the daemons."""
     log_format: Literal["text", "json"] = "text"
@@ -130,8 +128,7 @@ class ClusterSettings(Section):
     """The machines of a run with several."""
 
     on_host_failure: Literal["stop", "continue"] = "continue"
-    """Where a host with generators alone fails: end the run, or go on. One with the learner or the
-    buffer always ends it."""
+    """Where a host with generators alone fails: end the run, or go on."""
     start_s: Seconds = 300.0
     """Longest wait for machines to answer and processes to start."""
     first_port: Annotated[int, Field(ge=1024, le=65_000)] = 29_600

@@ -28,10 +28,10 @@ class PrometheusSettings(Section):
     enabled: bool = False
     """Serve http://HOST:PORT/metrics on each daemon."""
     host: str = "127.0.0.1"
-    """Where it listens, without a key: off loopback, keep it on a network that you trust."""
+    """Where it listens, without a key; keep it on a network that you trust."""
     port: Port = 0
-    """Of the buffer; the learner has the next one, the validator the one after, generator-N port +
-    10 + N. 0: free ones, named in `run.folder`/.prometheus."""
+    """Of the buffer; + 1 is the learner's, + 2 the validator's, + 10 + N that of generator-N. 0:
+    free ones, named in `run.folder`/.prometheus."""
 
 
 class TrackingSettings(Section):

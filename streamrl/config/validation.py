@@ -37,13 +37,11 @@ class EarlyStopSettings(Section):
 
 
 class ValidationSettings(Section):
-    """The validator, a process of its own, scores versions of the policy on held-out prompts
-    (`data.eval_source`) while the run goes on."""
+    """A process that scores versions of the policy on held-out prompts while the run goes on."""
 
     every: NotNegative | Literal["auto"] | None = None
-    """Versions between validations; 0: none. `auto`: at most 5 % of the time, so 190 s of rest
-    after 10 s. Null: `auto` where `data.eval_source` is given and `generator.engine` is hf, else
-    0."""
+    """Versions between validations; 0: none. `auto`: at most 5 % of the time. Null: `auto` where
+    `data.eval_source` is given and `generator.engine` is hf, else 0."""
     at_start: bool = True
     """Validate the first version."""
     at_end: bool = True

@@ -12,38 +12,34 @@ class WeightSettings(Section):
     """How a version of the weights reaches the generators."""
 
     address: str = "tcp://127.0.0.1:0"
-    """Where the learner announces weights. Any but a loopback address needs the keys of
-    `buffer.curve`."""
+    """Where the learner announces weights; off loopback it needs `buffer.curve`."""
     transport: Literal["broadcast", "files", "store"] = "broadcast"
-    """broadcast: see `backend`. files: safetensors in the run folder, a shared file system. store:
-    `weights.store` alone, without a connection to `address`."""
+    """broadcast: as `backend` says. files: in the run's folder, on a shared file system. store: by
+    `weights.store` alone."""
     store: StoreUrl | None = None
-    """Where the learner also writes versions, for generators elsewhere with `transport: store`:
-    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER, with a folder for each
-    run."""
+    """Where the learner also writes versions, for generators with `transport: store`:
+    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER, a folder for each run."""
     backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"
-    """auto: shared memory on the learner's machine (or its GPU); for others nccl if all are on
-    different GPUs, else gloo. shared: that memory alone; who cannot open it is refused."""
+    """auto: shared memory on the learner's machine; for others nccl if all have GPUs of their own,
+    else gloo."""
     catch_up: Literal["broadcast", "files"] = "files"
     """How a late generator gets the last version."""
     publish_every: Positive = 1
     """Steps between published versions."""
     dtype: Dtype | Literal["float8_e4m3fn"] | None = None
-    """Cast on send; null: the learner's. float8_e4m3fn casts matrices, with a scale for each 128 x
-    128 block: a weight moves by up to 1/16, which shows in the mismatch."""
+    """Cast on send; null: the learner's. float8_e4m3fn casts matrices, which moves a weight by up
+    to 1/16."""
     bucket_bytes: Positive = 256 * 2**20
     """Of one broadcast; two are under way at a time."""
     delta: bool = False
-    """Files and gloo broadcasts hold only what changed, in bfloat16 a fiftieth: for links below
-    about 5 Gbit/s. Costs a copy in memory at the learner and each receiver."""
+    """Files and gloo broadcasts hold only what changed: for links below about 5 Gbit/s."""
     full_every: Positive = 50
-    """Differences, by delta or in a store, until a whole version; with delta, who lacks the version
-    before gets one at once."""
+    """Differences, by delta or in a store, until a whole version."""
     verify: bool = False
-    """Compare a keyed checksum of every tensor by every route (files, and gloo between machines,
-    always do); a difference fails the load."""
+    """Compare a checksum of every tensor by every route; files, and gloo between machines, always
+    do."""
     deadline_s: Seconds = 30.0
-    """Longest hop of an update; who exceeds it is left out until it catches up."""
+    """Longest hop of an update; who exceeds it is left out of it."""
 
     @field_validator("address")
     @classmethod

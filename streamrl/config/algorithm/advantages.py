@@ -13,8 +13,7 @@ from streamrl.config.section import Decay, PositiveNumber, Probability, Section
 
 
 class AdvantageSettings(Section):
-    """Numbers of the estimator: for each, what is done with its advantages afterwards, and its own
-    below."""
+    """Numbers of the estimator, its own below."""
 
     whiten: bool | None = None
     """Standardize over the batch. Null: where the estimator is defined so (gae, gdpo,
@@ -48,8 +47,7 @@ class GdpoSettings(GroupNormSettings):
     """gdpo: each reward is normalized within its group before they are added."""
 
     rewards: Mapping[str, FiniteFloat] = {}
-    """By name of a recorded metric, such as reward/format, its weight; these are the rewards, as
-    recorded."""
+    """Weights of recorded metrics, such as reward/format; these are the rewards."""
 
 
 class GigpoSettings(GroupNormSettings):
@@ -65,8 +63,7 @@ class RaeSettings(AdvantageSettings):
     """rae: one running baseline for each environment and role."""
 
     role: str | None = None
-    """Recorded metric whose value is the role that an episode played, such as role; null: every
-    episode of an environment plays the same."""
+    """Recorded metric whose value is the role that an episode played; null: all have one."""
     decay: Decay = 0.95
     """Of a baseline, for each episode of its role."""
 

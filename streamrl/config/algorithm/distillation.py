@@ -56,35 +56,32 @@ class TeacherSettings(Section):
 
 
 class DistillationSettings(Section):
-    """On-policy distillation: log pi_T - log pi of each sampled token as its advantage, alone or
-    beside the reward's (Thinking Machines, 2025); with `top_k` the KL over a teacher's likeliest
-    tokens, a term of the loss."""
+    """On-policy distillation: the advantage of a sampled token is log pi_T - log pi, alone or
+    beside the reward's; with `top_k` the KL is a term of the loss."""
 
     teachers: Annotated[tuple[TeacherSettings, ...], Field(min_length=1)]
     """With names of their own."""
     column: str | None = None
     """Column with the name of a row's teacher; null: all score every prompt, by their weights."""
     template: str | None = None
-    """Jinja of what teachers read instead of the prompt, or of its last user message, with the
-    row's columns, `prompt` and `answer`; null: what the policy reads. A model can so teach
-    itself."""
+    """Jinja of what teachers read instead of the prompt, with the row's columns, `prompt` and
+    `answer`; null: what the policy reads."""
     coef: PositiveNumber = 1.0
     """Factor of the difference, or of the KL."""
     reward_coef: NotNegativeNumber = 0.0
     """Factor of the reward's advantage, which is added; 0: teachers alone."""
     top_k: NotNegative = 0
-    """Likeliest tokens of the teacher over which the KL is taken, all others being one more; 0:
-    the sampled token alone, by the advantage."""
+    """Likeliest tokens of the teacher over which the KL is taken; 0: the sampled token alone, by
+    the advantage."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
-    """Of `top_k`: KL(pi, pi_T), which stays where the teacher is likely, or KL(pi_T, pi), which
-    covers all that it may say."""
+    """Of `top_k`: KL(pi, pi_T), or KL(pi_T, pi), which covers all that the teacher may say."""
     student: Literal["behavior", "proximal"] = "proximal"
-    """Whose log-probability is subtracted: that of the policy at the start of the step, by a pass,
-    or of the one that sampled, which at lag pushes away from that, too."""
+    """Whose log-probability is subtracted: that of the policy that sampled, or of the one at the
+    start of the step, by a pass."""
     timeout_s: Seconds = 120.0
     """Of a request by url."""
     retries: NotNegative = 3
-    """Further tries of a request that fails, is late or gets other tokens; then the group fails."""
+    """Further tries of a failed request; then the group fails."""
     max_concurrent: Positive = 32
     """Requests of a generator to a teacher at a time."""
 

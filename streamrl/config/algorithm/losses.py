@@ -25,8 +25,8 @@ class LossSettings(Section):
     """Numbers of the loss: how those per token become one, and its own below."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """gspo, luspo, sapo and geo_mean take a mean over sequences and leave this to the other terms
-    (KL, entropy, SFT)."""
+    """How token losses become one. gspo, luspo, sapo and geo_mean always take a mean over
+    sequences."""
     loss_scale_factor: PositiveNumber | None = None
     """What seq-mean-token-sum-norm divides by; null: `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
@@ -106,8 +106,7 @@ class DppoSettings(LossSettings):
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
     """Largest weight of a token, its ratio to the proximal policy; null: no bound."""
     divergence_topk: NotNegative = 0
-    """Likeliest tokens of the behavior policy compared one by one beside the sampled one; all
-    others count as one."""
+    """Likeliest tokens of the behavior policy compared one by one; all others count as one."""
     log_ratio_coef: NotNegativeNumber = 0.0
     """Of the squared log-ratio, outside the region too; 0.001 is usual."""
 

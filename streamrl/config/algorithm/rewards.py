@@ -47,8 +47,7 @@ class RewardShapingSettings(Section):
     format_penalty: NotNegativeNumber = 0.0
     """Subtracted per turn that the environment could not parse."""
     truncated: Literal["train", "mask", "penalize"] = "train"
-    """Trajectories that a limit cut: train them, mask them in the loss (siblings' advantages still
-    count them), or penalize them."""
+    """Trajectories that a limit cut: train, mask in the loss, or penalize them."""
     truncated_penalty: PositiveNumber | None = None
     """Subtracted by penalize."""
     agentic: AgenticNormalizationSettings | None = None
@@ -62,8 +61,8 @@ class RewardShapingSettings(Section):
     length: LengthRewardSettings | None = None
     """Null for none."""
     placement: Literal["episode", "turn"] = "episode"
-    """Where it stands before discounts: at the episode's last token, or what the environment gave
-    for a turn at its end."""
+    """Where rewards stand: at the episode's last token, or at the end of the turn that earned them.
+    """
     whiten: bool = False
     """Standardize token rewards over the batch."""
     difficulty_low: float | None = None

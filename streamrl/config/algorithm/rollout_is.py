@@ -61,9 +61,8 @@ class RejectionRule(Section):
 
 
 class RolloutISSettings(Section):
-    """Importance sampling for stale or mismatched trajectories: how the weight exp(train -
-    behavior) is made, bounded and applied. A preset's name, or a record of what differs from preset
-    token_is."""
+    """How the weight exp(train - behavior) of stale trajectories is made, bounded and applied: a
+    preset's name, or what differs from token_is."""
 
     threshold: PositiveNumber | None = 2.0
     """Upper bound U of a weight; null: no weights; "lo_up" zeroes outside (IcePop)."""
@@ -84,16 +83,15 @@ class RolloutISSettings(Section):
     rejection: tuple[RejectionRule, ...] = ()
     """Tests that a token must pass to stay in the loss, whatever its weight."""
     second_moment: PositiveNumber | None = None
-    """Mask harmful tokens with the largest log-ratios until the mean square of the others' is at
-    most this (M2PO); 0.04 is usual, null: off."""
+    """Mask harmful tokens until the mean squared log-ratio of the others is at most this (M2PO);
+    0.04 is usual, null: off."""
     engine_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound U of a token's factor of engine mismatch, found by `algorithm.rescore_share`:
-    `truncate` caps it, `clip` takes the token out outside [1 / U, U]; null: off."""
+    """Upper bound U of a token's factor of engine mismatch, known by `algorithm.rescore_share`;
+    null: off."""
     lag_threshold: Annotated[float, Field(gt=1)] | None = None
     """The same for policy lag."""
     scale_lr: bool = False
-    """Multiply an update's learning rate by sqrt(ESS / B), by the ratios of its B sequences
-    (VCPO)."""
+    """Multiply an update's learning rate by sqrt(ESS / B) of its B sequences (VCPO)."""
 
     @model_validator(mode="before")
     @classmethod

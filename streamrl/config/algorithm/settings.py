@@ -172,8 +172,7 @@ class ValueSettings(Section):
     """The critic of advantage gae; null is as the policy's."""
 
     model_path: str | None = None
-    """Folder or hub name that it begins as, of any size and architecture, with the policy's
-    tokenizer."""
+    """Folder or hub name that it begins as, with the policy's tokenizer."""
     max_tokens_per_micro_batch: Positive | None = None
     """Tokens of a forward and backward pass."""
     clip_range: PositiveNumber | None = 0.5
@@ -201,8 +200,7 @@ class DynamicSamplingSettings(Section):
     sampled in their place (DAPO, arXiv 2503.14476)."""
 
     metric: str = "reward"
-    """What must differ: reward, before shaping (with gdpo one of the rewards that it names), or a
-    metric that the environment records."""
+    """What must differ: reward, before shaping, or a metric that the environment records."""
     max_refills: PositiveNumber = 9.0
     """Most groups left out for each one kept; beyond that they are trained."""
 
@@ -292,15 +290,13 @@ class AlgorithmSettings(Section):
         ROLLOUT_IS_PRESETS["token_is"]
     )
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
-    """The policy that ratios are taken to: of a pass of its own, the behavior policy, or between,
-    by log-probabilities or by probabilities."""
+    """The policy that ratios are taken to: of a pass of its own, the behavior policy, or a mix."""
     rescore_share: Probability = 0.0
     """Share of the groups scored once more under the learner's weights of their sampling version,
-    which tells engine mismatch from policy lag. The host then holds the trained weights of the last
-    `buffer.max_staleness` versions."""
+    to tell engine mismatch from lag. Costs host memory."""
     router_replay: RouterReplay = "off"
-    """Record which experts of a mixture the engine took for each token, and train with these
-    (replay) or with the learner's own (record, for metrics)."""
+    """Record which experts the engine took for each token, for metrics (record) or to train with
+    (replay)."""
     rl_loss_coef: NotNegativeNumber = 1.0
     """Weight of the policy loss."""
     entropy_coef: NotNegativeNumber = 0.0
@@ -308,10 +304,8 @@ class AlgorithmSettings(Section):
     sft_coef: NotNegativeNumber = 0.0
     """Weight of the negative log-likelihood of trajectories with a positive reward."""
     echo_coef: NotNegativeNumber = 0.0
-    """Weight of the negative log-likelihood of what the policy read between its turns, at the
-    temperature that it samples with, by `loss_config.loss_agg_mode` over these tokens alone and
-    whatever the reward (ECHO, arXiv 2605.24517, which has 0.05). Not of what answered the last
-    turn, nor of trajectories with images."""
+    """Weight of the negative log-likelihood of what the policy read between its turns (ECHO, arXiv
+    2605.24517, which has 0.05)."""
     kl_loss: KlLossSettings = KlLossSettings()
     kl_reward: KlRewardSettings = KlRewardSettings()
     distillation: DistillationSettings | None = None
@@ -324,10 +318,8 @@ class AlgorithmSettings(Section):
     pf_ppo: PfPpoSettings | None = None
     """Null for none."""
     preset: Literal["stream"] | None = DEFAULT_PRESET
-    """stream is advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr, for
-    trajectories several versions old; what is given beside it goes before it. A name from --set or
-    the environment replaces what the file says of these. Null where one of advantage, loss, their
-    _config, proximal or rollout_is is given."""
+    """stream is advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr, unless given
+    beside it. Null where one of these or their _config is given in place of it."""
 
     @model_validator(mode="before")
     @classmethod
