@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from streamrl.config.run import SignSettings
-from streamrl.diagnosis.learning import SIGNS, Signs
+from streamrl.diagnosis.learning import Signs
 from streamrl.tracking.jsonl import JsonlTracker, read_lines
-from tests.documents import ROOT
 
 STEPS = 4
 GOOD: Mapping[str, Any] = {
@@ -208,11 +207,3 @@ def test_a_threshold_is_a_setting(settings: Mapping[str, float], line: Mapping[s
 def test_none_is_looked_for_with_no_steps():
     signs = Signs(SignSettings(steps=0))
     assert not any(signs.add(step, {"learner/grad_norm": 0.0}) for step in range(50))
-
-
-def test_the_page_has_every_remedy():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    rows = page.partition("<!-- signs -->")[2].partition("Beside these:")[0]
-    assert [sign.remedy for sign in SIGNS.values()] == [
-        line.split(" | ")[1].removesuffix(" |") for line in rows.splitlines()[4:] if line
-    ]

@@ -25,8 +25,8 @@ class LossSettings(Section):
     """Numbers of the loss: how those per token become one, and its own below."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """How token losses become one. gspo, luspo, sapo and geo_mean always take a mean over
-    sequences."""
+    """How token losses become one. gspo, luspo, sapo and geo_mean take a mean over sequences, and
+    use this for KL, entropy and SFT."""
     loss_scale_factor: PositiveNumber | None = None
     """What seq-mean-token-sum-norm divides by; null: `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
