@@ -37,7 +37,7 @@ class SteeredStaleness(Section):
     max: Versions
     """The highest; no older token is trained."""
     ess: Annotated[float, Field(gt=0, lt=1)] = 0.98
-    """The bound falls where the effective sample size of the last steps is below this."""
+    """The bound falls where the effective sample size is below this."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -67,8 +67,7 @@ class BufferSettings(Section):
     redis+sentinel://host,host/service, redis+cluster://host,host, rediss+cluster://; or memory://.
     """
     password_file: Path | None = None
-    """Password of redis://, unless STREAMRL_REDIS_PASSWORD in the environment has it; it is written
-    nowhere."""
+    """Password of redis://, unless STREAMRL_REDIS_PASSWORD has it."""
     max_staleness: MaxStaleness = 2
     """Versions that a group may be behind when it is trained; 0 is the synchronous algorithm. A
     record lets the learner steer it."""
@@ -78,7 +77,7 @@ class BufferSettings(Section):
     lease_ttl_s: Seconds = 30.0
     """A generator without a heartbeat for so long (at least 1 s) loses its leases."""
     max_group_bytes: Positive = 64 * 2**20
-    """Largest group; Redis takes 512 MiB at most, unless its proto-max-bulk-len says more."""
+    """Largest group; Redis takes 512 MiB at most by default."""
     deadline_s: Seconds = 60.0
     """How long a client retries a call before it fails."""
     journal: bool = True
@@ -87,7 +86,7 @@ class BufferSettings(Section):
     """What the journal survives: a killed buffer, or a power failure too, by waiting for the disk.
     """
     record: bool = False
-    """Keep what was trained, compressed, in record/ of the run's folder, for `streamrl replay`."""
+    """Keep what was trained in record/ of the run's folder, for `streamrl replay`."""
     record_max_bytes: Positive = 10 * 2**30
     """Of record/; the oldest steps go first."""
     curve: Path | None = None

@@ -10,7 +10,7 @@ from streamrl.user_code import is_user_code
 
 
 class CurriculumSettings(Section):
-    """The order of rows within an epoch follows a column."""
+    """Rows within an epoch are ordered by a column."""
 
     column: str = "difficulty"
     """Column of a number; a dot reaches into a record."""
@@ -34,19 +34,19 @@ class RewardSettings(Section):
     reward: str
     """A built-in one, or PATH.py:NAME."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{0,64}$")] = ""
-    """In metrics, as `reward/NAME`, and errors; empty: the built-in's, or NAME of PATH.py:NAME."""
+    """In metrics, as `reward/NAME`, and errors; empty: that of the reward."""
     weight: float = 1.0
     """Factor in the sum; 0 records it without training on it."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its arguments."""
     data_source: tuple[str, ...] = ()
-    """Values of `data.data_source_key` of the rows that it scores; empty: all rows."""
+    """Values of `data.data_source_key` whose rows it scores; empty: all."""
     timeout_s: Seconds = 300.0
     """Of one call; beyond it the group fails."""
     max_concurrent: Positive | None = None
-    """Calls at a time. Null: 64, or the machine's cores where `isolation` is `process`."""
+    """Calls at a time. Null: 64, or the machine's cores in processes."""
     retries: NotNegative | None = None
-    """Further tries of a failed call. Null: 3 for a reward behind a URL, else 0."""
+    """Further tries of a failed call. Null: 3 behind a URL, else 0."""
     isolation: Literal["thread", "process"] | None = None
     """Where a function that is not async runs; a process can be ended when it hangs. Null:
     `process` for `math`, else `thread`."""
@@ -90,7 +90,7 @@ class SourceSettings(Section):
     weight: _WEIGHT | None = None
     """Share of the prompts; if none has one, the rows of all are one file."""
     name: str = ""
-    """Put into column `data.data_source_key`. Empty: the column as it is, else the file's name."""
+    """Put into column `data.data_source_key`; empty: what stands there, else the file's name."""
     subset: str | None = None
     """Configuration of a data set of the hub."""
     split: str | None = None
@@ -131,23 +131,21 @@ class DataSettings(Section):
     eval_source: Sources | None = None
     """Held-out prompts, likewise; a task without one holds out prompts of its own."""
     num_eval_prompts: Positive = 256
-    """Held-out prompts of each source that an evaluation uses, the first ones."""
+    """Held-out prompts of each source that an evaluation uses."""
     prompt_key: str = "prompt"
     """Column of the prompt, text or chat messages; a dot reaches into a record or, with a number,
     into a list."""
     prompt_template: PromptTemplate | None = None
-    """Jinja that makes the prompt of a row's columns, instead of `prompt_key`: text, or
-    messages."""
+    """Jinja that makes the prompt of a row's columns: text, or messages."""
     answer_key: str | None = "answer"
     """Column of the reference answer, such as reward_model.ground_truth; null for none."""
     image_key: str | None = None
     """Column with a row's image, or the list of them: paths relative to the file, base64 data:
     URLs, or {bytes, path}; <image> in the prompt is the place of one."""
     video_key: str | None = None
-    """Column with the list of a row's videos, each a list of such images, at <video>."""
+    """Column with the row's videos, each a list of such images, at <video>."""
     chat_template: Literal["native", "none"] | Path = "native"
-    """`native`: the tokenizer's, if it has one; `none`: the prompt as it stands; or a Jinja
-    file."""
+    """`native`: the tokenizer's; `none`: the prompt as it stands; or a Jinja file."""
     tool_parser: str = "auto"
     """How a completion writes tool calls: hermes, qwen3_coder, glm, llama3, mistral, mistral_v11,
     deepseek, kimi_k2, minimax_m2, gemma4, cohere, pythonic, gpt_oss, or a response template in
@@ -166,9 +164,9 @@ class DataSettings(Section):
     shuffle: bool = True
     """Whether files are read in a new seeded order each epoch."""
     changed: Literal["refuse", "allow"] = "refuse"
-    """Where the rows are others on `--resume`: refuse, or begin an epoch of them."""
+    """Where the rows have changed on `--resume`: refuse, or begin an epoch of them."""
     first_prompt_index: NotNegative = 0
-    """Where the first epoch of the rows begins; set by a launch whose rows have changed."""
+    """Where the rows begin; set by a launch whose rows have changed."""
     curriculum: CurriculumSettings | None = None
     """Easy rows first; null for none."""
     reward: str = "exact_match"

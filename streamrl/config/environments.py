@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class EnvironmentSettings(Section):
-    """One of several environments, mixed by weight, instead of the one of `generator`."""
+    """One of several environments, mixed by weight."""
 
     name: Annotated[str, Field(min_length=1)]
     """Its tag in metrics, samples and reward normalization."""
@@ -39,14 +39,13 @@ class EnvironmentSettings(Section):
     group_size: Positive | None = None
     """Episodes per prompt; null: `generator.group_size`."""
     max_trajectories: Positive | None = None
-    """Most episodes of it among `learner.groups_per_step` consecutive prompts; the other entries
-    play the rest."""
+    """Most episodes of it among `learner.groups_per_step` consecutive prompts."""
     reward: str | None = None
     """Null: `data.reward`."""
     reward_kwargs: dict[str, Any] | None = None
     """Null: none, or `data.reward_kwargs` where reward is null, too."""
     data: Annotated[dict[str, Any], SomeOf(DataSettings)] = Field(default_factory=dict)
-    """Settings of its prompts other than those of `data`: source, source_kwargs, ..."""
+    """Settings of its prompts other than those of `data`."""
 
 
 # The renderer and the evaluation are one for all entries, and the reward has settings of its own.

@@ -109,7 +109,7 @@ class HfSettings(Section):
     """Engine hf; `engine_kwargs` are the arguments of `from_pretrained`."""
 
     recompute_kv: bool = False
-    """Compute the cache of requests in flight again at an update, which pauses for it."""
+    """Compute the cache of requests in flight again at an update."""
 
 
 class SglangSettings(ServerSettings):
@@ -136,14 +136,14 @@ class SglangSettings(ServerSettings):
     disable_radix_cache: bool = False
     """Share no prefixes."""
     enable_deterministic_inference: bool = False
-    """Batch-invariant kernels; without, SGLang ignores the seed of a request."""
+    """Batch-invariant kernels; else SGLang ignores seeds."""
     pause_mode: Literal["keep", "abort"] = "keep"
-    """Requests in flight at an update: go on with the new weights, or begin anew."""
+    """Requests in flight at an update go on, or begin anew."""
     recompute_kv: bool = True
     """With keep: compute their KV cache again; else a server elsewhere needs
     --disable-overlap-schedule."""
     reach_host: str | None = None
-    """This machine's address as SGLang reaches it for weights; null: found by the route."""
+    """This machine's address as SGLang reaches it; null: found by the route."""
 
     @property
     def keeps_old_kv(self) -> bool:
@@ -177,7 +177,7 @@ class VllmSettings(ServerSettings):
     kv_cache_memory_bytes: Positive | None = None
     """Null: from gpu_memory_utilization, or 512 MiB on CPUs."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight at an update: go on with the new weights, end first, or begin anew."""
+    """Requests in flight at an update go on, end first, or begin anew."""
     recompute_kv: bool = False
     """With keep: compute their KV cache again."""
 
@@ -198,16 +198,16 @@ class AgentSettings(Section):
     """PATH.py:FUNCTION(task, base_url, api_key), called once an episode in the generator; returns
     the reward, or nothing."""
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
-    """Command line, started once an episode, with the row's columns for {prompt} and others.
-    Without it and `function`, agents ask for tasks."""
+    """Command line, started once an episode, with the row's columns in braces. Without it and
+    `function`, agents ask for tasks."""
     max_agents: Positive = 64
     """Functions or commands at a time."""
     host: str = "127.0.0.1"
-    """Where the API listens; one that other machines reach needs a token."""
+    """Where the API listens; off loopback it needs a token."""
     port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
     """Of a machine's first generator; others take the next ones. 0: any free one."""
     token_variable: str | None = None
-    """Environment variable with the token for which an agent gets a task."""
+    """Environment variable with the token that agents show."""
     silence_s: Seconds = 600.0
     """An agent that asks for nothing for so long fails its group."""
     request_sampling: Literal["override", "refuse"] = "override"
@@ -267,8 +267,7 @@ class EpisodeSettings(Section):
     max_turns: Positive | None = None
     """Completions, after which it ends as truncated."""
     turn_deadline_s: Seconds | None = None
-    """A longer turn, engine and environment together, ends it as truncated; null:
-    `group_deadline_s`."""
+    """A longer turn ends it as truncated; null: `group_deadline_s`."""
     truncated: Literal["keep", "drop"] = "keep"
     """Truncated siblings: keep them for `algorithm.reward.truncated`, or leave them out."""
     max_in_flight: Positive | None = None
@@ -282,7 +281,7 @@ class OversampleSettings(Section):
     """How many."""
     keep: Literal["each_reward", "first_finished"] = "each_reward"
     """`each_reward` waits for all and keeps as many rewards as it can; `first_finished` cancels the
-    late ones, which are long."""
+    late ones."""
 
 
 class CallLimits(Section):
@@ -291,9 +290,9 @@ class CallLimits(Section):
     time_limit_s: Seconds = 30.0
     """A longer call is answered with an error."""
     max_concurrent: Positive = 8
-    """Calls of one generator at a time; waiting does not count as their time."""
+    """Calls of one generator at a time."""
     max_result_length: Positive = 4096
-    """In characters; a longer result is cut, and says so."""
+    """In characters; a longer result is cut."""
 
 
 class ToolSettings(CallLimits):
@@ -304,7 +303,7 @@ class ToolSettings(CallLimits):
     tool: str
     """calculator, python (code in a sandbox), or PATH.py:NAME, a function or a class."""
     function_schema: dict[str, Any] | Path | None = None
-    """OpenAI schema, or a YAML or JSON file with one; null: made of signature and docstring."""
+    """OpenAI schema, or a file with one; null: made of signature and docstring."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class, or limits and isolation of python."""
 
@@ -370,10 +369,9 @@ class GeneratorSettings(Section):
     top_k: NotNegative = 0
     """Likeliest tokens to sample among; 0 is unrestricted."""
     keep_sampling_mask: bool = False
-    """Record which tokens top_k (needed), top_p and min_new_tokens left; the learner takes
-    log-probabilities over these."""
+    """Record which tokens top_k (needed), top_p and min_new_tokens left, for the learner."""
     stop_token_ids: tuple[NotNegative, ...] = ()
-    """Tokens that end a completion beside the model's own."""
+    """Tokens that end a completion, too."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
     max_num_seqs: Positive = 64
@@ -383,8 +381,7 @@ class GeneratorSettings(Section):
     dtype: Dtype = "float32"
     """Of the engine's weights."""
     lm_head_dtype: Literal["float32"] | None = None
-    """float32: logits in it beside a narrower `dtype`, nearer to the learner's; null: as the engine
-    does."""
+    """float32: compute logits in it beside a narrower `dtype`; null: as the engine does."""
     device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto: a GPU if there is one."""
     num_threads: NotNegative = 0
@@ -393,7 +390,7 @@ class GeneratorSettings(Section):
     """A longer episode ends as truncated; a group's reward has the same time again."""
     episode: EpisodeSettings = EpisodeSettings()
     drain_s: Seconds = 5.0
-    """After SIGTERM, time for unfinished groups before their leases are released."""
+    """After SIGTERM, time for unfinished groups."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, as it names them."""
     hf: HfSettings = HfSettings()

@@ -78,14 +78,14 @@ class CheckpointSettings(Section):
 
 
 class LoraSettings(Section):
-    """An adapter of low rank (LoRA, arXiv 2106.09685) is trained instead of all parameters."""
+    """An adapter (LoRA, arXiv 2106.09685) is trained instead of all parameters."""
 
     rank: Positive = 16
     """Columns of A and B."""
     alpha: PositiveNumber = 32.0
     """The product is scaled by alpha / rank."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Last parts of the names of linear layers, such as [q_proj, v_proj]."""
+    """Last parts of the names of linear layers."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the adapter's inputs, in passes with gradient."""
     publish: Literal["merged", "adapter"] = "merged"
@@ -107,7 +107,7 @@ class OffloadSettings(Section):
     """What waits in the host's memory instead of the GPU's."""
 
     parameters: bool = False
-    """With gradients and optimizer state, of all roles; the CPU makes the update."""
+    """With gradients and optimizer state; the CPU makes the update."""
     optimizer: bool = False
     """Its state, but for the update."""
     activations: bool = False
@@ -194,17 +194,17 @@ class OptimizerSettings(Section):
     weight_decay: NotNegativeNumber = 0.01
     """Decoupled; vectors (norms, biases) are exempt."""
     groups: tuple[OptimizerGroup, ...] = ()
-    """Parameters with a rate or decay of their own, by the first pattern that matches."""
+    """Parameters with a rate or decay of their own; the first pattern that matches counts."""
     max_grad_norm: PositiveNumber | None = 1.0
     """Global norm that gradients are clipped to; null: off."""
     max_skipped_updates: NotNegative = 3
-    """Updates in a row skipped for a gradient that is not finite; one more ends the run."""
+    """Updates in a row that may be skipped for a gradient that is not finite."""
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
     """After the warm-up, down to `min_lr_ratio` at `run.max_steps`."""
     warmup_steps: NotNegative = 0
     """Over which the rate rises linearly from 0."""
     warmup_ratio: Probability = 0.0
-    """The same in parts of `run.max_steps`; give one of the two."""
+    """The same in parts of `run.max_steps`."""
     min_lr_ratio: Probability = 0.0
     """The schedule's floor, in parts of `lr`."""
     num_cycles: PositiveNumber = 0.5
@@ -289,18 +289,17 @@ class LearnerSettings(Section):
     updates_per_batch: Positive = 1
     """Optimizer updates in a pass, each on a mini-batch of whole groups."""
     max_tokens_per_micro_batch: Positive = 8192
-    """Tokens, prompts and responses, of a forward and backward pass; a shared prompt counts
-    once."""
+    """Tokens of a forward and backward pass; a shared prompt counts once."""
     max_tokens_per_forward_pass: ForwardPassSettings = ForwardPassSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     lora: LoraSettings | None = None
     """Null trains all parameters."""
     freeze_vision_tower: bool = False
-    """Train all but the part of a vision-language model that sees."""
+    """Train the language model of a vision-language model alone."""
     mesh: MeshSettings = MeshSettings()
     num_ranks: Positive = 1
-    """Ranks that `streamrl learner` starts on this machine; torchrun starts them on several."""
+    """Ranks that `streamrl learner` starts on this machine."""
     rank_deadline_s: Seconds = 60.0
     """How long a rank may report nothing before the others end."""
     dtype: Dtype = "float32"
@@ -311,11 +310,10 @@ class LearnerSettings(Section):
     """CPU threads; 0 is torch's choice."""
     profiler: ProfilerSettings = ProfilerSettings()
     peak_tflops: PositiveNumber | None = None
-    """What a device computes in `dtype`, in 10^12 operations/s, for `learner/mfu`; null: known for
-    common GPUs."""
+    """What a device computes in `dtype`, in 10^12 operations/s, for `learner/mfu`."""
     sum_each_micro_batch: bool = True
-    """Sum gradients over ranks after every micro-batch; false: once an update, which is less
-    traffic and more memory."""
+    """Sum gradients over ranks after every micro-batch; false: once an update, for less traffic and
+    more memory."""
     compile: bool | Literal["auto"] = "auto"
     """Compile layers by torch.compile: faster passes after a slow first one. auto: on a GPU with a
     compiler, in runs of 300 steps and more."""
@@ -331,7 +329,7 @@ class LearnerSettings(Section):
     """At start, compare packing with plain transformers; run unpacked what it changes."""
     offload: OffloadSettings = OffloadSettings()
     report_entropy: bool = True
-    """Measure the policy's entropy each step, also where the loss does not need it."""
+    """Measure the policy's entropy each step."""
 
     @model_validator(mode="after")
     def _keeps_what_it_offloads(self) -> "LearnerSettings":

@@ -35,7 +35,7 @@ class RecipeSettings(Section):
 
     architecture: Annotated[str, AfterValidator(_architecture)] = LLAMA
     """llama, or PATH.py:NAME, a function of a folder, these settings and the longest sequence,
-    which writes model and tokenizer there."""
+    which writes the model there."""
 
     hidden_size: Positive = 128
     """Width of the residual stream."""
@@ -48,13 +48,13 @@ class RecipeSettings(Section):
     alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
     """The tokenizer's characters, a token each."""
     warm_start_source: str | None = None
-    """Prompts and answers of the supervised steps, as `data.source`; null: those of `data`."""
+    """Prompts and answers of the supervised steps; null: those of `data`."""
     warm_start_steps: NotNegative = 400
     """Most supervised steps; 0 leaves the model random."""
     warm_start_accuracy: Probability = 0.3
     """Sampled exact match that ends them."""
     initializer_range: PositiveNumber = 0.06
-    """Standard deviation of random weights; narrow models learn faster from wider ones."""
+    """Standard deviation of random weights."""
     batch_size: Positive = 128
     """Examples of a supervised step."""
     lr: LearningRate = 2e-3
@@ -71,7 +71,7 @@ class ModelSettings(Section):
     trust_remote_code: bool = False
     """Allow models with code of their own."""
     recipe: RecipeSettings | None = None
-    """What a launch, or `streamrl get-model --config`, makes where `path` does not exist."""
+    """What a launch makes where `path` does not exist."""
 
     @property
     def tokenizer_path(self) -> str:

@@ -37,8 +37,8 @@ class SignSettings(Section):
     max_reward_fall: Share = 0.5
     """Part of the best mean reward that may be lost."""
     max_held_out_fall: Share = 0.2
-    """Part of the best held-out reward that the last two validations may both have lost; more with
-    few prompts."""
+    """Part of the best held-out reward that two validations may have lost; more with few prompts.
+    """
     max_passes: PositiveNumber = 16.0
     """Passes over the prompts without a rise of the held-out reward."""
     min_entropy_frac: Probability = 0.05
@@ -59,12 +59,12 @@ class RunSettings(Section):
     folder: Path = Path("runs")
     """Where run folders are made."""
     folder_mirror: StoreUrl | None = None
-    """Where a launch copies the run's folder, so that `--resume` goes on elsewhere:
-    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER."""
+    """Where a launch copies the run's folder, to go on elsewhere: s3://BUCKET/FOLDER, gs://,
+    hf://buckets/USER/BUCKET or file:///FOLDER."""
     max_steps: Annotated[Positive, at_most(MAX_VERSION)] = 100
     """Steps until the run ends."""
     total_epochs: PositiveNumber | None = None
-    """Passes over the rows of `data.source`; beside `max_steps` the smaller one ends the run."""
+    """Passes over the rows of `data.source`; the smaller of it and `max_steps` counts."""
     seed: NotNegative = 0
     """Of prompts, sampling and initialization."""
     resume: Literal["never", "auto"] | Path = "never"

@@ -27,7 +27,7 @@ class TeacherSettings(Section):
     name: str = "teacher"
     """In rows, logs and errors."""
     path: str | None = None
-    """Folder or hub name of a model that the learner scores with, with the policy's tokenizer."""
+    """Folder or hub name of a model in the learner, with the policy's tokenizer."""
     url: str | None = None
     """Engine that generators ask, such as http://host:8000."""
     engine: Literal["vllm", "sglang"] = "vllm"
@@ -62,7 +62,7 @@ class DistillationSettings(Section):
     teachers: Annotated[tuple[TeacherSettings, ...], Field(min_length=1)]
     """With names of their own."""
     column: str | None = None
-    """Column with the name of a row's teacher; null: all score every prompt, by their weights."""
+    """Column with the name of a row's teacher; null: all score every prompt."""
     template: str | None = None
     """Jinja of what teachers read instead of the prompt, with the row's columns, `prompt` and
     `answer`; null: what the policy reads."""
@@ -71,8 +71,7 @@ class DistillationSettings(Section):
     reward_coef: NotNegativeNumber = 0.0
     """Factor of the reward's advantage, which is added; 0: teachers alone."""
     top_k: NotNegative = 0
-    """Likeliest tokens of the teacher over which the KL is taken; 0: the sampled token alone, by
-    the advantage."""
+    """Likeliest tokens of the teacher over which the KL is taken; 0: the sampled token alone."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """Of `top_k`: KL(pi, pi_T), or KL(pi_T, pi), which covers all that the teacher may say."""
     student: Literal["behavior", "proximal"] = "proximal"

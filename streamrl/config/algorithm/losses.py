@@ -80,7 +80,7 @@ class ClipCovSettings(ClipRangeSettings):
     is cut into micro-batches and over ranks."""
 
     clip_cov_ratio: Share = 2e-4
-    """Share of the tokens of a micro-batch whose loss is dropped; at least one."""
+    """Share of the tokens of a micro-batch whose loss is dropped."""
     clip_cov_lb: float = 1.0
     """Only above this covariance."""
     clip_cov_ub: float = 5.0
@@ -91,7 +91,7 @@ class KlCovSettings(LossSettings):
     """kl_cov: penalizes the tokens of highest covariance; which, depends on the cut as well."""
 
     kl_cov_ratio: Share = 2e-4
-    """Share of the tokens of a micro-batch with the penalty; at least one."""
+    """Share of the tokens of a micro-batch with the penalty."""
     kl_cov_coef: NotNegativeNumber = 0.1
     """Weight of the penalty."""
 
@@ -112,7 +112,7 @@ class DppoSettings(LossSettings):
 
 
 class VespoSettings(LossSettings):
-    """vespo: a soft weight of whole sequences, w^k exp(lambda (1 - w)), that is 1 at w = 1."""
+    """vespo: a soft weight of whole sequences, w^k exp(lambda (1 - w))."""
 
     k_pos: NotNegativeNumber = 2.0
     """k where the advantage is not negative: how fast the weight falls below 1."""

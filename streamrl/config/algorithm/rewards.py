@@ -55,14 +55,13 @@ class RewardShapingSettings(Section):
     norm_mean: NormScope | None = None
     """Scope of the mean that is subtracted; null: none."""
     norm_std: NormScope | None = None
-    """Scope of the standard deviation that divides where it is not 0; null: none."""
+    """Scope of the standard deviation that divides; null: none."""
     clip: PositiveNumber | None = None
     """Bound on the magnitude."""
     length: LengthRewardSettings | None = None
     """Null for none."""
     placement: Literal["episode", "turn"] = "episode"
-    """Where rewards stand: at the episode's last token, or at the end of the turn that earned them.
-    """
+    """Whether rewards stand at the episode's last token, or at the end of their turn."""
     whiten: bool = False
     """Standardize token rewards over the batch."""
     difficulty_low: float | None = None

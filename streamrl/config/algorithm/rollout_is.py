@@ -81,7 +81,7 @@ class RolloutISSettings(Section):
     batch_normalize: bool = False
     """Divide by the mean weight after bounding."""
     rejection: tuple[RejectionRule, ...] = ()
-    """Tests that a token must pass to stay in the loss, whatever its weight."""
+    """Tests that a token must pass to stay in the loss."""
     second_moment: PositiveNumber | None = None
     """Mask harmful tokens until the mean squared log-ratio of the others is at most this (M2PO);
     0.04 is usual, null: off."""

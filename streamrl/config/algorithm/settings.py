@@ -176,7 +176,7 @@ class ValueSettings(Section):
     max_tokens_per_micro_batch: Positive | None = None
     """Tokens of a forward and backward pass."""
     clip_range: PositiveNumber | None = 0.5
-    """How far a value may move before its loss stops falling; null: no limit."""
+    """How far a value may move before its loss stops falling."""
     coef: NotNegativeNumber = 1.0
     """Weight of its loss."""
     loss_agg_mode: AggregationMode = "token-mean"
@@ -196,13 +196,13 @@ class ValueSettings(Section):
 
 
 class DynamicSamplingSettings(Section):
-    """Groups whose siblings all have one reward are dropped, as `uniform`, and the next prompts
-    sampled in their place (DAPO, arXiv 2503.14476)."""
+    """Groups whose siblings all have one reward are dropped and the next prompts sampled (DAPO,
+    arXiv 2503.14476)."""
 
     metric: str = "reward"
     """What must differ: reward, before shaping, or a metric that the environment records."""
     max_refills: PositiveNumber = 9.0
-    """Most groups left out for each one kept; beyond that they are trained."""
+    """Most groups left out for each one kept."""
 
 
 _PUBLISHED = {
@@ -305,7 +305,7 @@ class AlgorithmSettings(Section):
     """Weight of the negative log-likelihood of trajectories with a positive reward."""
     echo_coef: NotNegativeNumber = 0.0
     """Weight of the negative log-likelihood of what the policy read between its turns (ECHO, arXiv
-    2605.24517, which has 0.05)."""
+    2605.24517)."""
     kl_loss: KlLossSettings = KlLossSettings()
     kl_reward: KlRewardSettings = KlRewardSettings()
     distillation: DistillationSettings | None = None
