@@ -60,11 +60,6 @@ class RedisConnection:
         self._exists: Command = ("EXISTS", namespace(run) + "fence")
         self._retry_s = retry_s
 
-    @property
-    def client(self) -> "Redis":
-        """The client of the node that holds the run, as far as is known."""
-        return self._topology.client
-
     async def close(self) -> None:
         await self._topology.close()
 
@@ -122,7 +117,7 @@ class RedisConnection:
         retry_timeout_s = self._retry_s + work_s
         delay_s, stops = FIRST_DELAY_S, Stops()
         while True:
-            client, begun_s = self.client, loop.time()
+            client, begun_s = self._topology.client, loop.time()
             timeout_s = min(deadline - begun_s, retry_timeout_s)
             try:
                 async with asyncio.timeout(timeout_s):

@@ -108,10 +108,6 @@ class Observers:
         return now_s - newest_s < ASKED_WITHIN_S
 
 
-_PENDING = -1
-Key: TypeAlias = tuple[int, bytes]
-
-
 class _Reply(Struct, frozen=True):
     """`is_reading`: the request changed nothing, so the reply needs no commit."""
 
@@ -123,16 +119,12 @@ class Replies:
     """By message and connection."""
 
     def __init__(self) -> None:
-        self._replies: dict[Key, list[_Reply]] = {}
-        self._number = _PENDING
+        self._replies: dict[tuple[int, bytes], list[_Reply]] = {}
+        self._number = 0
 
     def begin_message(self) -> None:
-        """The next replies are to requests of another message."""
+        """The next replies are to requests of another message, or to pending ones."""
         self._number += 1
-
-    def begin_pending(self) -> None:
-        """The next replies are to pending requests."""
-        self._number = _PENDING
 
     def add(
         self, sender: bytes, request_id: bytes, record: Any, *payloads: Frame, is_reading: bool
@@ -518,7 +510,7 @@ class ZmqBufferServer:
     def _retry_pending(self) -> None:
         """Answer the pending requests that can be granted, and those past their deadline."""
         now_s = self._clock()
-        self._replies.begin_pending()
+        self._replies.begin_message()
         ledger = self._state.ledger
         self._pending_requests.retry(self._answer_pending, lambda: ledger.num_admitted() > 0)
         for pending in self._pending_requests.overdue(now_s):

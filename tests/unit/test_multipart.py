@@ -56,7 +56,7 @@ def test_requests_of_one_message_are_answered_in_one():
         replies.begin_message()
         for request_id in message:
             replies.add(b"sender", request_id, DONE, is_reading=False)
-    replies.begin_pending()
+    replies.begin_message()
     for sender, request_id in ((b"sender", b"4"), (b"other", b"1"), (b"sender", b"5")):
         replies.add(sender, request_id, DONE, b"payload", is_reading=False)
     assert sent(replies) == [
