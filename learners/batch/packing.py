@@ -35,7 +35,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from learners.batch.micro_batch import MOST, leaders_of
+from learners.batch.micro_batch import MOST
 from streamrl.errors import ConfigError
 from streamrl.types import GroupHeader
 
@@ -109,14 +109,6 @@ class Beginnings:
     """[S] the first trajectory with the same prompt."""
     lengths: Integers
     """[S] tokens of the prompt."""
-
-    @classmethod
-    def of(cls, prompts: Sequence[bytes], lengths: Sequence[int]) -> "Beginnings":
-        """Args:
-        prompts: [S] the content of each.
-        lengths: [S] tokens of it.
-        """
-        return cls(leaders_of(prompts), np.array(lengths, np.int64))
 
     def select(self, chosen: Sequence[int]) -> "Beginnings":
         """Those of these trajectories; a leader need not be among them."""

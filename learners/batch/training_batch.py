@@ -32,6 +32,7 @@ from learners.batch.micro_batch import (
     Packing,
     SharedPrompts,
     beginning,
+    leaders_of,
     offsets_within,
 )
 from learners.batch.packing import Beginnings, beside_each_other, owners_of, pack
@@ -446,7 +447,7 @@ class TrainingBatch:
             t = self.trajectories[place]
             lengths[i] = _prompt_length(t)
             prompts[i] = beginning(t.token_ids, t.routed_experts, slice(lengths[i]))
-        return Beginnings.of(prompts, lengths)
+        return Beginnings(leaders_of(prompts), np.array(lengths, np.int64))
 
     @cached_property
     def places(self) -> dict[int, int]:

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from learners.batch.micro_batch import MOST
+from learners.batch.micro_batch import MOST, leaders_of
 from learners.batch.packing import Beginnings, beside_each_other, pack
 from tests.training import make_network, sibling_batch
 
@@ -19,7 +19,7 @@ def laid_out(groups, max_tokens):
     lengths = np.array([prompt + n for prompt, responses in groups for n in responses])
     ids = [np.full(prompt, i) for i, (prompt, responses) in enumerate(groups) for _ in responses]
     bins = pack(lengths, np.zeros(len(ids), np.int64), 0, max_tokens)
-    beginnings = Beginnings.of([i.tobytes() for i in ids], [*map(len, ids)])
+    beginnings = Beginnings(leaders_of(i.tobytes() for i in ids), np.array([*map(len, ids)]))
     return lengths, beginnings, bins, beside_each_other(bins, lengths, beginnings, max_tokens)
 
 
@@ -83,7 +83,9 @@ def test_where_nothing_is_shared_the_balanced_micro_batches_stay():
 
 def test_prompts_that_are_equal_are_shared_between_groups():
     ids = [np.array([1, 2, 3]), np.array([1, 2, 3]), np.array([1, 2]), np.array([1, 2, 3])]
-    assert Beginnings.of([i.tobytes() for i in ids], [*map(len, ids)]).leaders.tolist() == [
+    assert Beginnings(
+        leaders_of(i.tobytes() for i in ids), np.array([*map(len, ids)])
+    ).leaders.tolist() == [
         0,
         0,
         2,
