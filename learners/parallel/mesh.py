@@ -62,10 +62,6 @@ class Mesh:
     def size(self, dimension: Dimension) -> int:
         return self.device_mesh[dimension].size()
 
-    def index(self, dimension: Dimension) -> int:
-        """This rank's place along the dimension."""
-        return self.device_mesh[dimension].get_local_rank()
-
     def group(self, dimension: Dimension) -> dist.ProcessGroup:
         """The ranks that differ from this one along the dimension only, and this one."""
         return self.device_mesh.get_group(dimension)

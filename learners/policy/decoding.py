@@ -43,6 +43,7 @@ from transformers import PreTrainedModel
 
 from learners.batch.micro_batch import MicroBatch, Observed, Packing, SharedPrompts
 from learners.parallel.mesh import Mesh
+from learners.parallel.ranks import Ranks
 from streamrl.errors import ConfigError
 from streamrl.placement.limits import facts_of, require_length, require_shared_tokens, rope_limits
 from streamrl.types import UNRECORDED, Media
@@ -52,24 +53,15 @@ Attention = Callable[..., tuple[torch.Tensor, None]]
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceBlock:
-    """The ranks that hold one micro-batch's tokens together, and this rank among them."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-
-
-@dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """For the `num_tokens` N of one micro-batch."""
+    """For the `num_tokens` N of one micro-batch, which the ranks of the block hold together."""
 
-    block: SequenceBlock
+    block: Ranks
     num_tokens: int
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[1, heads / S, N, D] each, from [1, heads, n, D]."""
-        size = self.block.size
+        size = self.block.count
         rows = [tensor[0].transpose(0, 1).unflatten(1, (size, -1)) for tensor in tensors]
         widths = [row[0, 0].numel() for row in rows]
         sent = torch.cat([row.flatten(2) for row in rows], dim=2).transpose(0, 1)
@@ -82,7 +74,7 @@ class HeadExchange:
 
     def to_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """[1, n, Q, D] from [1, N, Q / S, D]."""
-        size, (heads, width) = self.block.size, output.shape[2:]
+        size, (heads, width) = self.block.count, output.shape[2:]
         num_padded = -(-self.num_tokens // size) * size
         padded = torch.nn.functional.pad(output[0], (0, 0, 0, 0, 0, num_padded - self.num_tokens))
         received = self._exchange(padded.unflatten(0, (size, -1)).flatten(2))
@@ -90,7 +82,7 @@ class HeadExchange:
 
     def own_heads(self, per_head: torch.Tensor) -> torch.Tensor:
         """[Q / S] of a parameter [Q] with one entry per query head."""
-        return per_head.chunk(self.block.size)[self.block.rank]
+        return per_head.chunk(self.block.count)[self.block.index]
 
     def _exchange(self, sent: torch.Tensor) -> torch.Tensor:
         exchanged: torch.Tensor = _AllToAll.apply(sent, self.block.group)  # type: ignore[no-untyped-call]
@@ -113,7 +105,7 @@ def over_slices(attend: Attention) -> Attention:
     ) -> tuple[torch.Tensor, None]:
         if exchange is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
-        num_heads = math.lcm(key.shape[1], exchange.block.size)
+        num_heads = math.lcm(key.shape[1], exchange.block.count)
         key, value = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (key, value))
         query, key, value = exchange.to_heads(query, key, value)
         if (sinks := kwargs.get("s_aux")) is not None:
@@ -144,9 +136,7 @@ def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
-def sequence_block(
-    model: PreTrainedModel, mesh: Mesh, *, is_packed: bool = True
-) -> SequenceBlock | None:
+def sequence_block(model: PreTrainedModel, mesh: Mesh, *, is_packed: bool = True) -> Ranks | None:
     """The block of this rank; None if it has the tokens for itself.
 
     Raises:
@@ -161,7 +151,7 @@ def sequence_block(
             f"learner.mesh.sequence: was {size}, which shares the tokens of one row, and "
             f"{model.config.model_type} runs each trajectory as a row of its own: set it to 1"
         )
-    return SequenceBlock(mesh.group("sequence"), mesh.index("sequence"), size)
+    return Ranks.of(mesh.group("sequence"))
 
 
 def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) -> None:
@@ -204,7 +194,7 @@ class TokenSlice:
     def of(
         cls,
         micro_batch: MicroBatch,
-        block: SequenceBlock | None,
+        block: Ranks | None,
         shared: SharedPrompts | None = None,
         experts: torch.Tensor | None = None,
     ) -> "TokenSlice":
@@ -224,9 +214,9 @@ class TokenSlice:
         if block is None:
             return cls(token_ids, positions, predictors, targets, packing, None, experts)
         num_tokens = token_ids.shape[1]
-        size = -(-num_tokens // block.size)
-        start = block.rank * size
-        padding = (0, size * block.size - num_tokens)
+        size = -(-num_tokens // block.count)
+        start = block.index * size
+        padding = (0, size * block.count - num_tokens)
         own = _among(predictors, start, size)
         return cls(
             token_ids=pad(token_ids, padding)[:, start : start + size],
@@ -254,7 +244,7 @@ class TokenSlice:
         if self.exchange is None:
             return predictors, targets, 0
         size = self.token_ids.shape[1]
-        start = self.exchange.block.rank * size
+        start = self.exchange.block.index * size
         own = _among(predictors, start, size)
         return predictors[own] - start, targets[own], own.start
 

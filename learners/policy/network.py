@@ -6,8 +6,8 @@ of the whole batch never exist. The computation has the dtype of the parameters 
 hold; log-probabilities, entropy and values are float32 at least.
 Shapes: R response tokens, H hidden size.
 
-`logit_transform`: what a model does between hidden states @ LM head and the softmax, scaling and
-soft cap. Transformers does this inside each model's `forward`, which the learner does not call, so
+What a model does between hidden states @ LM head and the softmax is scaling and soft cap.
+Transformers does this inside each model's `forward`, which the learner does not call, so
 the rules stand here. A family that is missing is found by the comparison at start, see
 packing_check.py.
 """
@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.batch.training_batch import TrainingBatch
+from learners.parallel.ranks import Ranks
 from learners.policy import attention
 from learners.policy.decoding import (
-    SequenceBlock,
     TokenSlice,
     decode,
     is_attention_only,
@@ -43,11 +43,6 @@ from streamrl.algorithms.candidates import (
 from streamrl.algorithms.kl import full_kl
 from streamrl.algorithms.logprobs import LogitTransform, TokenLogprobs, token_logprobs
 from streamrl.vision.tower import VisionTower, set_attention
-
-
-def logit_transform(config: Any, temperature: float) -> LogitTransform:
-    """Of the model with this text configuration, when it is sampled at `temperature`."""
-    return LogitTransform(temperature=temperature, softcap=_softcap(config), scale=_scale(config))
 
 
 def _scale(config: Any) -> float:
@@ -145,12 +140,12 @@ class Network(torch.nn.Module):
             self.value_head = torch.nn.Linear(config.hidden_size, 1, device=self.device)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
-        self.sequence_block: SequenceBlock | None = None
+        self.sequence_block: Ranks | None = None
         """The ranks that share each micro-batch's tokens; None: this one has them all."""
         self.router_records: RouterRecords | None = None
         """What trajectories say of experts; None: the routers choose, and nothing is compared."""
         self.temperature = temperature
-        self._transform = logit_transform(config, temperature)
+        self._transform = LogitTransform(temperature, _softcap(config), _scale(config))
 
     def run_packed(self, packed: bool) -> None:
         """From here on, run all trajectories of a micro-batch as one row, or each as its own."""

@@ -53,7 +53,7 @@ def on_mesh(mesh: Mesh) -> dict[str, Any]:
     for name, parameter in parameters.items():
         assign(parameter, before[name] + 1)
     return {
-        "place": (mesh.num_data, mesh.index("sequence")),
+        "place": (mesh.num_data, mesh.device_mesh["sequence"].get_local_rank()),
         "block": dist.get_process_group_ranks(mesh.group("sequence")),
         "logprobs": logprobs,
         "held": sum(p.to_local().numel() for p in parameters.values()),
