@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -44,9 +45,12 @@ def rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return chosen.view(*indices.shape, *tensor.shape[1:])
 
 
+Buckets: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""Rows of tokens that share a call: indices [B, L], padded with the trajectory's last one, and the
+flat ones in [B * L] that are no padding."""
 NARROWEST = 16
-"""Columns of attention's rows, at least: a CPU's softmax takes fewer numbers than fill a register
-one by one."""
+"""Columns of such rows, at least: a CPU's softmax takes fewer numbers than fill a register one by
+one."""
 
 
 def offsets_within(lengths: torch.Tensor) -> torch.Tensor:
@@ -95,8 +99,7 @@ class Packing:
     @cached_property
     def first(self) -> torch.Tensor:
         """[N] where each token first is in `places`."""
-        assert self.places is not None, "only then a token is in several stretches"
-        return to_device(_first_of(self.places), self.device)
+        return self._first_of(self.repeated)
 
     @cached_property
     def trajectory_indices(self) -> torch.Tensor:
@@ -106,65 +109,44 @@ class Packing:
         return to_device(indices.repeat_interleave(lengths), self.device)
 
     @cached_property
-    def buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Trajectories of lengths within a factor of two.
-
-        Per bucket: token indices [B, L], padded with the trajectory's last one, and the flat
-        indices in [B * L] that are no padding.
-        """
-        return self._there(self._by(lambda n: (n - 1).bit_length()))
+    def buckets(self) -> Buckets:
+        """Trajectories of lengths within a factor of two; the shortest are together."""
+        return self._rows(lambda n: (max(n, NARROWEST) - 1).bit_length(), NARROWEST)
 
     @cached_property
-    def unpadded_buckets(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """The same of trajectories of equal lengths."""
-        return self._there(self._by(lambda n: n))
-
-    @cached_property
-    def rows(self) -> tuple[torch.Tensor, ...]:
-        """Token indices [B, L] of attention's calls: as in `buckets`, but the shortest trajectories
-        share one."""
-        return tuple(to_device(indices, self.device) for indices in self._host_rows)
-
-    @cached_property
-    def _host_rows(self) -> tuple[torch.Tensor, ...]:
-        members = self._by(lambda n: (max(n, NARROWEST) - 1).bit_length())
-        return tuple(self._rows(one, NARROWEST)[0] for one in members)
-
-    def _by(self, key: Callable[[int], int]) -> Iterable[list[int]]:
-        members: dict[int, list[int]] = {}
-        for i, length in enumerate(self.lengths):
-            members.setdefault(key(length), []).append(i)
-        return members.values()
-
-    def _there(self, members: Iterable[list[int]]) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        rows = (self._rows(one) for one in members)
-        return tuple(
-            (to_device(indices, self.device), to_device(real, self.device))
-            for indices, real in rows
-        )
-
-    def _rows(self, members: list[int], width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one bucket, in host memory."""
-        starts = tuple(accumulate(self.lengths, initial=0))
-        lengths = torch.tensor([self.lengths[i] for i in members])
-        offsets = torch.arange(max(int(lengths.max()), width))
-        inside = offsets < lengths[:, None]
-        clipped = torch.minimum(offsets, lengths[:, None] - 1)
-        indices = torch.tensor([starts[i] for i in members])[:, None] + clipped
-        if self.places is not None:
-            indices = self.places[indices]
-        return indices, inside.flatten().nonzero()[:, 0]
+    def unpadded_buckets(self) -> Buckets:
+        """Trajectories of equal lengths."""
+        return self._rows(lambda n: n)
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """[N] index of each token in the concatenated `rows`."""
-        token_of = torch.cat([indices.flatten() for indices in self._host_rows])
-        return to_device(_first_of(token_of), self.device)
+        """[N] index of each token in the concatenated rows of `buckets`."""
+        return self._first_of(torch.cat([indices.flatten() for indices, _ in self.buckets]))
 
+    def _rows(self, key: Callable[[int], int], width: int = 0) -> Buckets:
+        """Of trajectories with equal keys of their lengths, of `width` columns at least."""
+        starts = tuple(accumulate(self.lengths, initial=0))
+        members: dict[int, list[int]] = {}
+        for i, length in enumerate(self.lengths):
+            members.setdefault(key(length), []).append(i)
+        buckets = []
+        for of_bucket in members.values():
+            lengths = torch.tensor([self.lengths[i] for i in of_bucket])
+            offsets = torch.arange(max(int(lengths.max()), width))
+            inside = offsets < lengths[:, None]
+            clipped = torch.minimum(offsets, lengths[:, None] - 1)
+            indices = torch.tensor([starts[i] for i in of_bucket])[:, None] + clipped
+            if self.places is not None:
+                indices = self.places[indices]
+            real = inside.flatten().nonzero()[:, 0]
+            buckets.append((to_device(indices, self.device), to_device(real, self.device)))
+        return tuple(buckets)
 
-def _first_of(places: torch.Tensor) -> torch.Tensor:
-    """[N] where each of the numbers below N first is in [M], which has all of them."""
-    return torch.from_numpy(np.unique(places.numpy(), return_index=True)[1])
+    def _first_of(self, token_of: torch.Tensor) -> torch.Tensor:
+        """[N] where each token first is in [M], which has all of them."""
+        places = torch.arange(len(token_of), device=self.device)
+        first = places.new_full((self.num_tokens,), len(token_of))
+        return first.scatter_reduce(0, token_of, places, "amin")
 
 
 MOST = 0.9

@@ -38,20 +38,9 @@ log = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
 
-
-@dataclass(frozen=True)
-class _Version:
-    """A FlashAttention that torch calls in place of its own kernel, once it is activated."""
-
-    torch_name: str
-    gpus: tuple[int, ...]
-    """First numbers of the compute capabilities that it is made for."""
-
-
-_VERSIONS: Mapping[int, _Version] = {
-    3: _Version("FA3", (9,)),
-    4: _Version("FA4", (9, 10)),
-}
+_VERSIONS: Mapping[int, tuple[str, tuple[int, ...]]] = {3: ("FA3", (9,)), 4: ("FA4", (9, 10))}
+"""The names of what torch calls in place of its own kernel, once it is activated, and the first
+numbers of the compute capabilities that each is made for."""
 
 
 def use_flash_attention(wanted: FlashAttentionVersion, device: torch.device) -> None:
@@ -65,7 +54,7 @@ def use_flash_attention(wanted: FlashAttentionVersion, device: torch.device) -> 
     refused = []
     for version in _VERSIONS if wanted == "auto" else (wanted,):
         if (reason := _unusable(version, device)) is None:
-            activate_flash_attention_impl(_VERSIONS[version].torch_name)
+            activate_flash_attention_impl(_VERSIONS[version][0])
             log.info("attention is computed by FlashAttention %d", version)
             return
         refused.append(f"learner.flash_attention: was {version}, and {reason}")
@@ -78,19 +67,18 @@ def _unusable(version: int, device: torch.device) -> str | None:
         return f"learner.device is {device}, not a GPU"
     if not is_installed(module := FLASH_ATTENTION[version]):
         return f"there is no module {module}"
-    if (major := torch.cuda.get_device_capability(device)[0]) not in _VERSIONS[version].gpus:
-        made_for = " and ".join(f"{gpu}.x" for gpu in _VERSIONS[version].gpus)
+    _, gpus = _VERSIONS[version]
+    if (major := torch.cuda.get_device_capability(device)[0]) not in gpus:
+        made_for = " and ".join(f"{gpu}.x" for gpu in gpus)
         return f"it is for compute capability {made_for}, the GPU has {major}.x"
     return None
 
 
 NAME = "streamrl_packed"
 
-
 SHORT = 32
 """Tokens of a row up to which plain matrix products take a CPU less time than torch's kernel, which
 begins anew for each head of each trajectory."""
-
 
 _KNOWN = {
     "cu_seq_lens_k",
@@ -190,7 +178,7 @@ def _bucketed(
 ) -> torch.Tensor:
     """[N, Q, D] from [N, Q, D] and twice [N, H, D]."""
     outputs = []
-    for indices in packing.rows:
+    for indices, _ in packing.buckets:
         # Padding follows a trajectory's own tokens, where causal attention does not look.
         q, k, v = (rows(tensor, indices).transpose(1, 2) for tensor in (query, key, value))
         has_kernel = scores.are_plain and (query.is_cuda or indices.shape[1] > SHORT)
@@ -306,7 +294,6 @@ def layer_mask(local_size: int | None = None, **kwargs: Any) -> Any:
 
 attend = over_slices(packed_attention)
 """As transformers calls it."""
-
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, layer_mask)

@@ -147,5 +147,5 @@ def test_a_version_that_is_asked_for_and_cannot_be_is_refused(
 
 
 def test_torch_knows_the_versions_by_these_names():
-    names = {version.torch_name for version in attention._VERSIONS.values()}
+    names = {name for name, _ in attention._VERSIONS.values()}
     assert names <= set(torch.nn.attention.list_flash_attention_impls())
