@@ -314,7 +314,7 @@ class Gradient:
         made here."""
         if targets.importance_weights is not None:
             return targets.importance_weights, targets.loss_mask, None
-        correction = correct(
+        found = correct(
             self._algorithm,
             logprobs,
             targets.behavior_logprobs,
@@ -322,7 +322,8 @@ class Gradient:
             micro_batch.sequences,
             rescored_logprobs=targets.rescored_logprobs,
         )
-        return correction.weights, correction.masked(targets.loss_mask), correction.found.statistics
+        weights, mask = found.loss_terms(self._algorithm.rollout_is)
+        return weights, targets.masked(mask), found.statistics
 
     def _teacher_kl(
         self, logprobs: torch.Tensor | None, taught: Likeliest | None

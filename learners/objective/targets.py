@@ -60,23 +60,7 @@ from streamrl.config import RunConfig
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.errors import ConfigError
 
-
-@dataclass(frozen=True, eq=False)
-class Correction:
-    """Of a batch, a mini-batch or a micro-batch."""
-
-    weights: torch.Tensor | None
-    """[R] importance weights; None for 1."""
-    mask: torch.Tensor | None
-    """[R] bool, the tokens that stay in the loss; None keeps all."""
-    found: RolloutIS
-    """With the metrics, and what they are computed from."""
-
-    def masked(self, loss_mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The loss mask [R] without the tokens that the correction takes out."""
-        if self.mask is None or loss_mask is None:
-            return loss_mask if self.mask is None else self.mask
-        return loss_mask & self.mask
+log = logging.getLogger(__name__)
 
 
 def correct(
@@ -87,7 +71,7 @@ def correct(
     sequences: Sequences,
     advantages: torch.Tensor | None = None,
     rescored_logprobs: torch.Tensor | None = None,
-) -> Correction:
+) -> RolloutIS:
     """The correction of these tokens [R].
 
     Args:
@@ -110,9 +94,8 @@ def correct(
         rescored_logprobs=rescored_logprobs,
     )
     if config.ratio_holds_correction:
-        found = replace(found, weights=None, keep=found.accepted)
-    weights, mask = found.loss_terms(config.rollout_is)
-    return Correction(weights, mask, found)
+        return replace(found, weights=None, keep=found.accepted)
+    return found
 
 
 class PolicyPasses:
@@ -190,9 +173,6 @@ class PolicyPasses:
             return self._exact_reference(micro_batch, with_logprobs=False)
 
 
-log = logging.getLogger(__name__)
-
-
 Rest = TypeVar("Rest")
 
 
@@ -268,17 +248,24 @@ class Targets:
             return self.advantages
         return torch.where(self.loss_mask, self.advantages, 0.0)
 
-    def with_correction(self, rows: torch.Tensor, correction: Correction) -> "Targets":
-        """The targets of an update on these rows, with a correction made for it as a whole."""
-        weights = torch.ones_like(self.behavior_logprobs)
-        mask = torch.ones_like(weights, dtype=torch.bool)
-        if correction.weights is not None:
-            weights[rows] = correction.weights
-        if correction.mask is not None:
-            mask[rows] = correction.mask
-        if self.loss_mask is not None:
-            mask = mask & self.loss_mask
-        return replace(self, importance_weights=weights, loss_mask=mask)
+    def with_correction(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> "Targets":
+        """The targets of an update on these rows, with the terms of a correction that was made for
+        it as a whole; see `RolloutIS.loss_terms`."""
+        all_weights = torch.ones_like(self.behavior_logprobs)
+        all_kept = torch.ones_like(all_weights, dtype=torch.bool)
+        if weights is not None:
+            all_weights[rows] = weights
+        if mask is not None:
+            all_kept[rows] = mask
+        return replace(self, importance_weights=all_weights, loss_mask=self.masked(all_kept))
+
+    def masked(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The loss mask without the tokens that a correction takes out; None keeps all."""
+        if mask is None or self.loss_mask is None:
+            return self.loss_mask if mask is None else mask
+        return self.loss_mask & mask
 
     def select(self, micro_batch: MicroBatch) -> "Targets":
         """The rows of this micro-batch, on its device."""
@@ -402,8 +389,9 @@ class TargetCollector:
         """With a correction of these trajectories as a whole, and its metrics; `logprobs` [R] are
         those of the batch."""
         rows, rescored = batch.rows(chosen), targets.rescored_logprobs
-        correction = correct(
-            self.config.algorithm,
+        config = self.config.algorithm
+        found = correct(
+            config,
             logprobs[rows],
             targets.behavior_logprobs[rows],
             targets.staleness[rows],
@@ -411,7 +399,8 @@ class TargetCollector:
             targets.trained_advantages[rows],
             None if rescored is None else rescored[rows],
         )
-        return targets.with_correction(rows, correction), correction.found.metrics
+        terms = found.loss_terms(config.rollout_is)
+        return targets.with_correction(rows, *terms), found.metrics
 
 
 def _finite(
