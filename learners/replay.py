@@ -58,11 +58,6 @@ def choose_start(run: Path, recorded: Collection[int], version: int | None) -> C
     return candidates[chosen]
 
 
-def complete_checkpoints(run: Path) -> Iterator[Checkpoint]:
-    """Those of the run's folder, oldest first."""
-    return _complete(list_checkpoints(run))
-
-
 def _candidates(run: Path) -> Iterator[tuple[int, Checkpoint | None]]:
     """With their versions; the model of the configuration is version 0."""
     yield 0, None
@@ -82,17 +77,30 @@ def _complete(paths: Iterable[Path]) -> Iterator[Checkpoint]:
 
 _LOG_BOUND = 20.0
 
+MEASURES: Mapping[str, str] = {
+    "loss": "actor/loss",
+    "grad_norm": "learner/grad_norm",
+    "lr": "learner/lr",
+    "rollout_is_ess": "mismatch/rollout_is_eff_sample_size",
+    "sequence_ess": "mismatch/sequence_eff_sample_size",
+    "mismatch_k3_kl": "mismatch/mismatch_k3_kl",
+    "trained_token_frac": "actor/trained_token_frac",
+    "reward": "reward/mean",
+}
+"""What a report has of each step, by the metric it is."""
 
-class ReplayedStep(Struct, frozen=True):
-    """`update` is what was added to the parameters [P]."""
+
+class Measured(Struct, frozen=True):
+    """One policy's step."""
 
     metrics: Mapping[str, float]
+    """By the names of `MEASURES`; one that the settings do not compute is left out."""
     estimated_reward: float
     """Of the policy before the step, from the batch that others sampled: sum(w R) / sum(w) over the
     episodes, w the ratio of a whole episode."""
-    ess: float
+    estimate_ess: float
     """(sum w)^2 / sum w^2 / episodes: how far to trust it."""
-    update: torch.Tensor
+    update_norm: float
 
 
 class Replayed:
@@ -110,18 +118,20 @@ class Replayed:
     def is_on_cpu(self) -> bool:
         return self._trainer.policy.device.type == "cpu"
 
-    def step(self, parts: Sequence[ReplayPart]) -> ReplayedStep:
-        """Train the next recorded step."""
+    def step(self, parts: Sequence[ReplayPart]) -> tuple[Measured, torch.Tensor]:
+        """Train the next recorded step; also what was added to the parameters [P]."""
         restore_random_state([self._random], 0, 1)
         whole = [_joined(parts)]
         reward, ess = self._estimated_reward(self._batch(whole[0]))
         before = self.parameters()
         for part in parts if self._takes_parts else whole:
             self._trainer.accumulate(self._batch(part))
-        metrics = self._trainer.update()
+        found = self._trainer.update()
         self.policy_version += 1
         self._random = random_state()
-        return ReplayedStep(metrics, reward, ess, self.parameters() - before)
+        update = self.parameters() - before
+        metrics = {name: float(found[key]) for name, key in MEASURES.items() if key in found}
+        return Measured(metrics, reward, ess, float(update.norm())), update
 
     def parameters(self) -> torch.Tensor:
         """[P] a copy, in host memory."""
@@ -176,38 +186,6 @@ def _is_same(ours: torch.Tensor, saved: torch.Tensor) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-MEASURES: Mapping[str, str] = {
-    "loss": "actor/loss",
-    "grad_norm": "learner/grad_norm",
-    "lr": "learner/lr",
-    "rollout_is_ess": "mismatch/rollout_is_eff_sample_size",
-    "sequence_ess": "mismatch/sequence_eff_sample_size",
-    "mismatch_k3_kl": "mismatch/mismatch_k3_kl",
-    "trained_token_frac": "actor/trained_token_frac",
-    "reward": "reward/mean",
-}
-"""What a report has of each step, by the metric it is."""
-
-
-class Measured(Struct, frozen=True):
-    """One policy's step."""
-
-    metrics: Mapping[str, float]
-    """By the names of `MEASURES`; one that the settings do not compute is left out."""
-    estimated_reward: float
-    estimate_ess: float
-    update_norm: float
-
-    @classmethod
-    def of(cls, step: ReplayedStep) -> "Measured":
-        metrics = {
-            name: float(step.metrics[metric])
-            for name, metric in MEASURES.items()
-            if metric in step.metrics
-        }
-        return cls(metrics, step.estimated_reward, step.ess, float(step.update.norm()))
 
 
 class ComparedStep(Struct, frozen=True):
@@ -286,13 +264,13 @@ class Replay:
     def steps(self) -> Iterator[ComparedStep]:
         """Train them one after the other."""
         begun = self._recorded.parameters()
-        saved = {c.policy_version: c.path for c in complete_checkpoints(self._run)}
+        saved = {c.policy_version: c.path for c in _complete(list_checkpoints(self._run))}
         for number in range(self._first + 1, self.last_step + 1):
             parts = read_step(self._files[number])
-            recorded = self._recorded.step(parts)
-            compared = ComparedStep(number, Measured.of(recorded))
+            recorded, update = self._recorded.step(parts)
+            compared = ComparedStep(number, recorded)
             if self._changed is not None:
-                compared = self._compare(compared, recorded, self._changed.step(parts), begun)
+                compared = self._compare(compared, update, *self._changed.step(parts), begun)
             self._steps = (*self._steps, compared)
             if (path := saved.get(number)) is not None:
                 difference = self._recorded.difference(path)
@@ -321,18 +299,19 @@ class Replay:
     def _compare(
         self,
         compared: ComparedStep,
-        recorded: ReplayedStep,
-        changed: ReplayedStep,
+        update: torch.Tensor,
+        changed: Measured,
+        changed_update: torch.Tensor,
         begun: torch.Tensor,
     ) -> ComparedStep:
         assert self._changed is not None, "there are other settings"
-        ours, theirs = recorded.update.double(), changed.update.double()
+        ours, theirs = update.double(), changed_update.double()
         norms = ours.norm() * theirs.norm()
         now = self._recorded.parameters()
         moved, apart = (now - begun).norm(), (self._changed.parameters() - now).norm()
         return structs.replace(
             compared,
-            changed=Measured.of(changed),
+            changed=changed,
             cosine=float(torch.dot(ours, theirs) / norms) if norms > 0 else None,
             distance=float(apart / moved) if moved > 0 else None,
         )
