@@ -55,6 +55,8 @@ from streamrl.diagnosis.scaling import FREE_CORES, Load, busy_frac, scaling_metr
 from streamrl.errors import ConfigError
 from streamrl.types import BufferStats, GeneratorStatus
 
+log = logging.getLogger(__name__)
+
 Moment = float | torch.cuda.Event
 
 
@@ -243,9 +245,6 @@ def _routed_share(config: Any) -> float:
     return getattr(config, "num_experts_per_tok", num_experts) / num_experts if num_experts else 1.0
 
 
-log = logging.getLogger(__name__)
-
-
 MAX_ALLOCATIONS = 100_000
 
 
@@ -271,16 +270,27 @@ class Tracer:
 
     def begin(self, step: int) -> None:
         """Record this step, if it is chosen."""
-        if step in self._steps:
-            self._step = step
-            self._start()
+        if step not in self._steps:
+            return
+        self._step = step
+        if self._settings.memory:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+        if self._settings.nvtx:
+            # What `nsys profile --capture-range=cudaProfilerApi` waits for.
+            torch.cuda.profiler.start()
+        else:
+            self._profile = torch.profiler.profile(record_shapes=True)
+            self._profile.start()
 
     def end(self) -> None:
         """Write what was recorded."""
         if self._step is None:
             return
         path = self._folder / f"step{self._step}-rank{self._rank}"
-        self._stop()
+        if self._settings.nvtx:
+            torch.cuda.profiler.stop()
+        if self._profile is not None:
+            self._profile.stop()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if self._settings.memory:
@@ -294,35 +304,20 @@ class Tracer:
             log.info("recorded %s", path)
         self._step = self._profile = None
 
-    def _start(self) -> None:
-        if self._settings.memory:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
-        if self._settings.nvtx:
-            # What `nsys profile --capture-range=cudaProfilerApi` waits for.
-            torch.cuda.profiler.start()
-        else:
-            self._profile = torch.profiler.profile(record_shapes=True)
-            self._profile.start()
-
-    def _stop(self) -> None:
-        if self._settings.nvtx:
-            torch.cuda.profiler.stop()
-        if self._profile is not None:
-            self._profile.stop()
-
 
 PHASES = ("plan", "score", "forward", "backward", "update")
 
 
 class StepProfile:
-    """Of the networks of one rank; `run` is the run's folder."""
+    """Of the networks of one rank; `run` is the run's folder. Whoever trains begins and ends the
+    `tracer` around each step."""
 
     def __init__(
         self, learner: LearnerSettings, run: Path, networks: Mapping[str, Network], rank: int = 0
     ) -> None:
         device = networks["policy"].device
         self._times = StepTimes(device, with_nvtx=learner.profiler.nvtx)
-        self._tracer = Tracer(learner.profiler, run, device, rank)
+        self.tracer = Tracer(learner.profiler, run, device, rank)
         self._peak = peak_flops(device, learner.dtype, learner.peak_tflops)
         # The ranks of one block share the trajectories of its data rank.
         self._ranks_per_share = learner.mesh.sequence * learner.mesh.tensor
@@ -331,18 +326,10 @@ class StepProfile:
         for network in networks.values():
             self._watch(network)
 
-    def begin(self, step: int) -> None:
-        """Before the first part of the batch that makes this step."""
-        self._tracer.begin(step)
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with torch.profiler.record_function(f"streamrl/{name}"), self._times.phase(name):
             yield
-
-    def end(self) -> None:
-        """After the last update of the step, or where its batch is discarded."""
-        self._tracer.end()
 
     def take(self, train_s: float) -> dict[str, float]:
         """Metrics of the step that ended, whose computation took `train_s`; counting starts anew.

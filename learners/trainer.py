@@ -113,7 +113,7 @@ class Trainer:
             raise ValueError("part: the algorithm takes a batch as a whole")
         self._gradient.seen_weights.begin(is_first=not self._parts)
         if not self._parts:
-            self._profile.begin(part.policy_version + 1)
+            self._profile.tracer.begin(part.policy_version + 1)
         self._warn_of_long(part)
         micro_batches = self._pack(part)
         targets, metrics = self._targets.collect(part, micro_batches)
@@ -128,7 +128,7 @@ class Trainer:
         """Clear the gradient; the next part is the first of a batch."""
         self._parts, self._accumulated = (), None
         self.optimizer.zero_grad(set_to_none=True)
-        self._profile.end()
+        self._profile.tracer.end()
 
     def update(self) -> dict[str, float]:
         """Make the updates of the batch, the first from its gradient; metrics under their public
@@ -153,7 +153,6 @@ class Trainer:
         return {**self._measured, **self._scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """As `state_dict` has given it."""
         self.credit.load_state_dict(state)
         self._measured = self.credit.state_dict()
         self._scale.load_state_dict(state)
