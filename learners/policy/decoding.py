@@ -155,12 +155,8 @@ def sequence_block(model: PreTrainedModel, mesh: Mesh, *, is_packed: bool = True
 
 
 def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) -> None:
-    """Refuse a model whose heads `size` x `num_tensor` ranks cannot share, or that carries state
-    along tokens.
-
-    Raises:
-        ConfigError: as it says.
-    """
+    """Raise ConfigError if `size` x `num_tensor` ranks cannot share the heads of this model, or if
+    it carries state along tokens."""
     facts = facts_of(model.config.get_text_config())
     if getattr(model, "_is_stateful", False) and not facts["layer_types"]:
         facts = {**facts, "layer_types": ["recurrent ones"]}
@@ -366,7 +362,9 @@ class _Call:
 
     def hidden_states(self, decoder: Any, inputs: "DecoderInputs") -> torch.Tensor:
         """[tokens that are real, H]"""
-        bounds = {} if self.packing is None else _whole_bounds(self.packing)
+        packing, bounds = self.packing, {}
+        if packing is not None:
+            bounds = _bounds(packing, packing.positions[None])
         output = decoder(**inputs.of(self.indices, bounds), use_cache=False)
         states: torch.Tensor = output.last_hidden_state.flatten(0, 1)[self.real]
         return states
@@ -396,7 +394,8 @@ def decode(
     inputs = DecoderInputs.make(tokens, packing, tower, media)
     if packed and limit == inf:
         row = torch.arange(tokens.token_ids.shape[1], device=packing.device)[None]
-        output = decoder(**inputs.of(row, _bounds(tokens)), use_cache=False)
+        bounds = _bounds(packing, tokens.positions, tokens.exchange)
+        output = decoder(**inputs.of(row, bounds), use_cache=False)
         states: torch.Tensor = output.last_hidden_state[0]
         return states
     if tokens.exchange is not None:
@@ -465,34 +464,26 @@ def _layer_types(model: PreTrainedModel) -> set[str]:
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
-def _bounds(tokens: TokenSlice) -> dict[str, Any]:
-    """The arguments that tell a decoder where trajectories end."""
-    packing, exchange = tokens.packing, tokens.exchange
-    if exchange is None and packing.places is None:
-        return _whole_bounds(packing)
-    return {
-        "position_ids": tokens.positions,
-        "attention_mask": _all_seen(tokens.positions),
+def _bounds(
+    packing: Packing, positions: torch.Tensor, exchange: HeadExchange | None = None
+) -> dict[str, Any]:
+    """The arguments that tell a decoder where trajectories end; `positions` [1, n] are those of its
+    tokens in their trajectories."""
+    bounds = {
+        "position_ids": positions,
+        # Without it transformers looks for trajectories in the positions, and the host waits.
+        "attention_mask": torch.ones_like(positions, dtype=torch.bool),
         "packing": packing,
         "exchange": exchange,
     }
-
-
-def _whole_bounds(packing: Packing) -> dict[str, Any]:
+    if exchange is not None or packing.places is not None:
+        return bounds
     return {
-        "position_ids": packing.positions[None],
-        "attention_mask": _all_seen(packing.positions[None]),
-        "packing": packing,
+        **bounds,
         "cu_seq_lens_q": packing.ends,
         "cu_seq_lens_k": packing.ends,
         "seq_idx": packing.trajectory_indices[None],
     }
-
-
-def _all_seen(positions: torch.Tensor) -> torch.Tensor:
-    """[1, n] which tokens are no padding. Without it transformers looks for trajectories in the
-    positions, and the host waits for the GPU."""
-    return torch.ones_like(positions, dtype=torch.bool)
 
 
 def _parts(packing: Packing, limit: float) -> Iterator[tuple[torch.Tensor, Packing]]:
