@@ -29,7 +29,6 @@ from learners.session import LearnerState
 from learners.trainer import Trainer
 from streamrl.checkpoints.find import (
     Checkpoint,
-    Found,
     checkpoints_of,
     has_other_base,
     is_checkpoint,
@@ -110,7 +109,15 @@ def _newest(run: Path) -> LearnerStart:
     found, current = newest(run), read_history(checkpoints_of(run))
     if found.checkpoint is None:
         return LearnerStart(None, new_history(), "the run had no checkpoint", run)
-    _warn_of_damage(found)
+    path, version = found.checkpoint.path, found.checkpoint.policy_version
+    for damage in found.damaged:
+        log.warning(
+            "%s; going on from %s: the steps %d to %d, and any after them, are trained again",
+            damage.sentence,
+            path,
+            version + 1,
+            damage.policy_version,
+        )
     reason = (
         "; ".join(damage.sentence for damage in found.damaged) or "another learner had saved it"
     )
@@ -146,19 +153,6 @@ def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
         if steps.issuperset(range(first_step, last_step + 1)):
             return folder
     return None
-
-
-def _warn_of_damage(found: Found) -> None:
-    assert found.checkpoint is not None, "what is damaged was passed over for another one"
-    version = found.checkpoint.policy_version
-    for damage in found.damaged:
-        log.warning(
-            "%s; going on from %s: the steps %d to %d, and any after them, are trained again",
-            damage.sentence,
-            found.checkpoint.path,
-            version + 1,
-            damage.policy_version,
-        )
 
 
 def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> LearnerState:

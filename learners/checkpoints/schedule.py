@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeAlias
 
 from learners.session import LearnerSession, LearnerState
 from learners.status_reporter import StatusReporter
@@ -29,8 +28,6 @@ MAX_UNSAVED = 3
 
 log = logging.getLogger(__name__)
 
-Begin: TypeAlias = Callable[[LearnerState], Awaitable[Future[Path]]]
-
 
 class CheckpointSaver:
     """Of the session's learner; `begin` copies a state and writes it in a thread."""
@@ -41,7 +38,7 @@ class CheckpointSaver:
         session: LearnerSession,
         reporter: StatusReporter,
         stopping: asyncio.Event,
-        begin: Begin,
+        begin: Callable[[LearnerState], Awaitable[Future[Path]]],
     ) -> None:
         self._every = every
         self._session = session

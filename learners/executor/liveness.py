@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,14 +27,6 @@ log = logging.getLogger(__name__)
 
 BEAT_S, GRACE_S = 0.5, 5.0
 _PARTED = "parted"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A rank's last beat, and when this process first saw it, in seconds."""
-
-    beat: str
-    at_s: float
 
 
 class Liveness:
@@ -52,7 +43,8 @@ class Liveness:
         self._rank = rank
         self._others = [other for other in range(num_ranks) if other != rank]
         self._deadline_s = deadline_s
-        self._seen: dict[int, Seen] = {}
+        # By rank the last beat, and when this process first saw it, in seconds.
+        self._seen: dict[int, tuple[str, float]] = {}
         self._beat_s = time.monotonic()
         self._lost: TransportError | None = None
         self._parting, self._changed = threading.Event(), threading.Event()
@@ -145,16 +137,17 @@ class Liveness:
 
     def _judge(self, rank: int, beat: str) -> str:
         now_s = time.monotonic()
-        seen = self._seen.get(rank)
-        if seen is None or seen.beat != beat:
-            self._seen = {**self._seen, rank: Seen(beat, now_s)}
+        last, since_s = self._seen.get(rank, ("", now_s))
+        if last != beat:
+            since_s = now_s
+            self._seen[rank] = (beat, now_s)
         if beat == _PARTED:
             return ""
         host, process, _ = beat.rsplit(maxsplit=2) if beat.count(" ") == 2 else ("", "", "")
         if host and host == this_host() and not _exists(int(process)):
             return f"rank {rank} of the learner (process {process}) has ended"
-        if seen is not None and seen.beat == beat and now_s - seen.at_s > self._deadline_s:
-            return f"rank {rank} of the learner has not reported for {now_s - seen.at_s:.0f} s"
+        if now_s - since_s > self._deadline_s:
+            return f"rank {rank} of the learner has not reported for {now_s - since_s:.0f} s"
         return ""
 
     def _end(self, sentence: str) -> None:
