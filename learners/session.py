@@ -92,10 +92,7 @@ class LearnerSession:
         return self._state
 
     async def attach(self) -> BufferStats:
-        """Become the buffer's learner, at the version of the session.
-
-        Returns:
-            The buffer's stats after that.
+        """Become the buffer's learner, at the version of the session; the buffer's stats then.
 
         Raises:
             ConfigError: the buffer was started with other settings.
@@ -161,11 +158,7 @@ class LearnerSession:
         self, policy_version: int, taken: TakenBatch, steered_bound: int = 0
     ) -> BufferStats:
         """Notify the buffer that the step to this version trained the taken batch, and of the bound
-        on staleness from here on, if the run steers it.
-
-        Returns:
-            The buffer's stats after that.
-        """
+        on staleness from here on, if the run steers it; the buffer's stats then."""
         self._held = ()
         trained = [header.prompt_index for header in taken.headers]
         # The books for a buffer that lost its memory before it recorded this step.

@@ -85,7 +85,6 @@ class StatusReporter:
         self.update(activity=activity, **fields)
 
     def update(self, **fields: Any) -> None:
-        """Replace fields of the status."""
         self._status = replace(self._status, **fields)
 
     def on_stats(self, stats: BufferStats) -> None:

@@ -44,6 +44,8 @@ from streamrl.errors import ConfigError, WireError
 from streamrl.types import GroupHeader, TrajectoryGroup
 from streamrl.types.packed import PackedGroup, pack
 
+log = logging.getLogger(__name__)
+
 RECORD_FOLDER = "record"
 _SUFFIX = ".zst"
 _LEVEL = 3
@@ -102,10 +104,7 @@ def encode(record: StepRecord) -> bytes:
 
 
 def read(path: Path) -> StepRecord:
-    """
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Raise ConfigError if it cannot be read."""
     try:
         data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
         return wire.decode(data, StepRecord, max_bytes=_MAX_BYTES)
@@ -253,9 +252,6 @@ def _differences(start: RunConfig, other: RunConfig) -> Iterator[str]:
 def _rate(config: RunConfig, step: int) -> float:
     """The schedule of a critic is the policy's."""
     return learning_rate(step - 1, config.learner.optimizer, config.run.max_steps)
-
-
-log = logging.getLogger(__name__)
 
 
 def forget(run: Path, first_step: int) -> None:

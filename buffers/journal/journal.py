@@ -57,7 +57,6 @@ and, by sibling, the places of its payloads, None for one that was lost; these t
 EventRow = tuple[int, int, str, str, bytes | None]
 """number of the lease, prompt_index, lease_id, the letters of its new states, lengths."""
 
-
 _Siblings = tuple[SiblingHeader, ...]
 Owner: TypeAlias = int | SiblingHeader
 

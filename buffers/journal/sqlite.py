@@ -56,7 +56,6 @@ _PUT_EVENTS = """INSERT INTO events VALUES (?, ?, ?, ?, ?)
 
 
 def journal_path(run: Path) -> Path:
-    """The journal's path in the folder of a run."""
     return run / "buffer" / "journal.sqlite"
 
 

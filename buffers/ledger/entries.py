@@ -173,7 +173,6 @@ class ResponseCounter:
         self.restore(ResponseLengths())
 
     def restore(self, lengths: ResponseLengths) -> None:
-        """Continue from these counts."""
         self.sampled = _Outcome(lengths.sampled)
         self.trained = _Outcome(lengths.trained)
         self._dropped = {reason: _Outcome(counted) for reason, counted in lengths.dropped.items()}

@@ -98,10 +98,7 @@ class RedisBuffer(ZmqBuffer):
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(stored))
 
     async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
-        """
-        Raises:
-            BufferFullError: there is no room for it now; groups alone wait for some.
-        """
+        """Raise BufferFullError if there is no room for it now; groups alone wait for some."""
         self._require_redis()
         if await self._memory_limit.refusal(len(payload)):
             raise self._memory_limit.full(len(payload))
@@ -205,11 +202,8 @@ class RedisBuffer(ZmqBuffer):
     async def _groups(
         self, prompt_indices: Sequence[int], payloads: Sequence[Any]
     ) -> tuple[TrajectoryGroup, ...]:
-        """
-        Raises:
-            LostMemoryError: Redis has lost some, or has something else in their place, as the
-                daemon is told: they are sampled again.
-        """
+        """Raise LostMemoryError if Redis has lost some, or has something else in their place; the
+        daemon is told, and they are sampled again."""
         groups: list[TrajectoryGroup] = []
         lost: list[int] = []
         read = await self._read_payloads(payloads)

@@ -183,10 +183,7 @@ class RedisStorage:
         return [("HSET", self._namespace + name, *pairs)] if pairs else []
 
     def _require_ours(self, fence: bytes | None) -> None:
-        """
-        Raises:
-            HandedOverError: the fence is not as this daemon left it.
-        """
+        """Raise HandedOverError if the fence is not as this daemon left it."""
         term, number = read_fence(fence)
         if term != self._term or not self._confirmed <= number <= self._attempted:
             raise HandedOverError(
@@ -209,10 +206,7 @@ def read_fence(fence: bytes | None) -> tuple[str, int]:
 
 
 async def require_format(connection: RedisConnection, run: str) -> None:
-    """
-    Raises:
-        OtherReleaseError: another release has written the run.
-    """
+    """Raise OtherReleaseError if another release has written the run."""
     command = ("HGET", f"{namespace(run)}journal", "format")
     old = ("EXISTS", f"{namespace(run)}state")
     found, is_old = await connection.call("read", command, old)

@@ -61,8 +61,6 @@ async def served_at(url: str, run: str, *, deadline_s: float) -> str | None:
 
 
 class Leadership:
-    """One daemon's."""
-
     def __init__(self, url: str, run: str, *, deadline_s: float) -> None:
         self.connection = RedisConnection(url, run, deadline_s=deadline_s, retry_s=LEASE_S)
         self._run = run

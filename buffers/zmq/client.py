@@ -148,7 +148,6 @@ class ZmqBuffer(m.RequestClient):
         )
 
     def _likely_cause(self) -> str:
-        """The likely cause of a missing reply."""
         if self._is_rejected:
             return "it refuses the keys of this client (buffer.curve), or has none"
         return "is it running, and is buffer.url right?"

@@ -181,7 +181,6 @@ def owners(num_tokens: Sequence[int], num_ranks: int) -> Integers:
 
 
 def owners_of(headers: Sequence[GroupHeader], num_ranks: int) -> Integers:
-    """The rank of each group."""
     return owners([sum(header.lengths) for header in headers], num_ranks)
 
 

@@ -155,7 +155,6 @@ def _name_of(metric: str, environment: str) -> str:
 
 
 def add_episode_sums(parts: Iterable[Sums]) -> Sums:
-    """Of all parts together."""
     totals: dict[str, tuple[float, int]] = {}
     for part in parts:
         for name, (value, count) in part.items():

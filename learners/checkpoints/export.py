@@ -41,10 +41,7 @@ from streamrl.run_folder import find_run
 
 
 def require_token() -> None:
-    """
-    Raises:
-        ConfigError: there is none, so nothing could be uploaded.
-    """
+    """Raise ConfigError if there is none, so that nothing could be uploaded."""
     if not get_token():
         raise ConfigError("--push: needs a token of the hub: set HF_TOKEN, or run `hf auth login`")
 
@@ -157,10 +154,7 @@ def export_adapter(
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """
-    Raises:
-        ConfigError: there is one, or it cannot be written.
-    """
+    """Raise ConfigError if there is one, or it cannot be written."""
     if folder.exists():
         raise ConfigError(f"--output: {folder} exists already; name another folder, or remove it")
     try:

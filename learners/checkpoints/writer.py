@@ -69,6 +69,8 @@ from streamrl.durable_files import share_weights, sync
 from streamrl.errors import CheckpointWriteError, StreamRLError, TransportError
 from streamrl.service import FORCED_S, force_s
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 
@@ -136,9 +138,6 @@ def _encoded(state: torch.Tensor) -> str:
 
 def _decoded(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:

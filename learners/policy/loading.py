@@ -200,10 +200,7 @@ class _Source:
         )
 
     def _tower(self, model: PreTrainedModel) -> VisionTower | None:
-        """
-        Raises:
-            ConfigError: ranks would share the tokens or the matrices of a model that sees images.
-        """
+        """Raise ConfigError if ranks would share tokens or matrices of a model that sees images."""
         is_policy = self.setting == "model.path"
         place = self.config.model.path if is_policy else self.name
         reader = PatchReader.of(place, trust_remote_code=self._trust, setting=self.setting)
@@ -215,11 +212,8 @@ class _Source:
         return tower
 
     def _require_declared_head(self, model: PreTrainedModel) -> None:
-        """
-        Raises:
-            ConfigError: transformers found an LM head in the files that config.json denies, by
-                which the generators' library, or what it is sent, goes.
-        """
+        """Raise ConfigError if transformers found an LM head in the files that config.json denies,
+        by which the generators' library, or what it is sent, goes."""
         engine, may_tie = self.config.generator.engine, bool(model._tied_weights_keys)
         is_denied = may_tie and model.config.tie_word_embeddings and not _is_tied(model)
         if self.setting == "model.path" and engine != "hf" and is_denied:
@@ -244,11 +238,8 @@ class _Source:
 
 
 def require_same_input(config: RunConfig, setting: str, path: str) -> None:
-    """
-    Raises:
-        ConfigError: the model at `path`, which `setting` names, does not read the policy's tokens
-            and images.
-    """
+    """Raise ConfigError if the model at `path`, which `setting` names, does not read the policy's
+    tokens and images."""
     trust = config.model.trust_remote_code
     vocabularies = []
     for name in (config.model.tokenizer_path, path):

@@ -106,7 +106,6 @@ class GradientDropout(torch.nn.Module):
 
 
 def peft_config(settings: LoraSettings) -> Any:
-    """`LoraConfig` of peft."""
     from peft import LoraConfig
 
     targets = settings.targets

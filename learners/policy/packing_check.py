@@ -30,6 +30,8 @@ from streamrl.vision.parts import encode_png, pillow
 from streamrl.vision.places import Placeholders
 from streamrl.vision.tower import VisionTower, set_attention
 
+log = logging.getLogger(__name__)
+
 _SIZES = ((70, 45), (31, 98))
 """Width and height of the images."""
 
@@ -61,8 +63,6 @@ def _image(number: int) -> Media:
     return Media.image(encode_png(pillow("a random image").fromarray(pixels)))
 
 
-log = logging.getLogger(__name__)
-
 LENGTHS = (1, 13, 2, 29, 1, 7)
 IMAGES = (0, 1, 0, 2)
 """In the first sequences, and so on, of a model that sees images."""
@@ -70,7 +70,6 @@ NUM_ALIKE = 6
 """First tokens that sequences have in common, as siblings have their prompt."""
 LONGEST = 512
 """Windows are exceeded up to this length, so that the comparison stays cheap."""
-
 
 SAME = 1e-5
 """Nats, of the mean |difference| in float32: up to here it is rounding."""

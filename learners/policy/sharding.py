@@ -140,11 +140,7 @@ def _hand_over(copy: Tensor) -> None:
 
 
 def require_gpu(settings: OffloadSettings, device: torch.device) -> None:
-    """Refuse to offload what is in the host's memory anyway.
-
-    Raises:
-        ConfigError: an option is on and `device` is the CPU.
-    """
+    """Raise ConfigError if an option is on and `device` is the CPU: all is there anyway."""
     if settings.chosen and device.type == "cpu":
         raise ConfigError(
             f"learner.offload.{settings.chosen[0]} moves memory from a GPU to the host, and the "
@@ -281,10 +277,7 @@ def split_matrices(model: PreTrainedModel, mesh: Mesh) -> None:
 
 def require_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
     """How transformers splits each module, by pattern of names; without the vocabulary's matrices.
-
-    Raises:
-        ConfigError: as `split_matrices`.
-    """
+    Raises ConfigError as `split_matrices` does."""
     name = model.config.model_type
     whole = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name for name, module in model.named_modules() if module in whole]
