@@ -58,7 +58,9 @@ EventRow = tuple[int, int, str, str, bytes | None]
 """number of the lease, prompt_index, lease_id, the letters of its new states, lengths."""
 
 _Siblings = tuple[SiblingHeader, ...]
-Owner: TypeAlias = int | SiblingHeader
+Held: TypeAlias = tuple[int, int | SiblingHeader]
+"""Which payload of a prompt: GROUP and the number of its lease, or the number of a sibling and what
+is known of it. So another payload in its place is another one."""
 
 
 class JournalContent(NamedTuple):
@@ -168,16 +170,6 @@ def read_rows(rows: Iterable[EntryRow], place_type: type[Place]) -> JournalRows[
     return read
 
 
-class _Stored(NamedTuple, Generic[Place]):
-    """A payload that the storage names: whose it is, and its place if it is not lost.
-
-    A group's has the number of its lease, a sibling's what is known of it when it was put.
-    """
-
-    owner: Owner
-    place: Place | None
-
-
 class Journal(Generic[Place]):
     """Writes one `BufferState` to its storage, which it closes."""
 
@@ -189,7 +181,8 @@ class Journal(Generic[Place]):
         self._snapshot: LedgerSnapshot | None = LedgerSnapshot()
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        self._stored: dict[int, dict[int, _Stored[Place]]] = {}
+        # By prompt what the storage names; None for a payload that is lost.
+        self._stored: dict[int, dict[Held, Place | None]] = {}
         self._unwritten: set[int] = set()
         self._with_sibling: set[int] = set()
         self._settings: dict[str, str | int] | None = None
@@ -215,10 +208,10 @@ class Journal(Generic[Place]):
         for entry in read.entries:
             index = entry.prompt_index
             self._stored[index] = {
-                sibling: _Stored(
-                    owner, read.places[index, sibling] if (index, sibling) in payloads else None
-                )
-                for sibling, owner in self._owners(entry).items()
+                (sibling, owner): read.places[index, sibling]
+                if (index, sibling) in payloads
+                else None
+                for sibling, owner in self._held(entry)
             }
         self._snapshot = content.snapshot
         self._ledger.entries.subscribers.append(self._on_event)
@@ -251,17 +244,21 @@ class Journal(Generic[Place]):
             return
         last = {event.prompt_index: event for _, event in self._pending}
         touched = {*last, *self._with_sibling, *self._unwritten}
-        held = {index: self._owners(self._ledger.entries.get(index)) for index in touched}
-        named, freed = self._kept(held)
-        new = sorted((i, sibling) for i in held for sibling in held[i].keys() - named[i].keys())
+        held = {index: self._held(self._ledger.entries.get(index)) for index in touched}
+        stored = {index: self._stored.get(index, {}) for index in touched}
+        named = {i: {key: p for key, p in stored[i].items() if key in held[i]} for i in touched}
+        gone = (p for i in touched for key, p in stored[i].items() if key not in held[i])
+        freed = [place for place in gone if place is not None]
+        new = [(i, key) for i in sorted(touched) for key in held[i] if key not in named[i]]
         try:
-            places = self._storage.stage([self._state.payload(key) for key in new])
+            places = self._storage.stage([self._state.payload((i, key[0])) for i, key in new])
         except StorageError:
             if not freed:
                 raise
             new, places = [], []
-        for (index, sibling), place in zip(new, places, strict=True):
-            named[index][sibling] = _Stored(held[index][sibling], place)
+        added: dict[PayloadKey, Place] = {}
+        for (index, key), place in zip(new, places, strict=True):
+            named[index][key] = added[index, key[0]] = place
         entries, closed = self._entries(last, named)
         changes = Changes(
             settings=self._settings,
@@ -269,7 +266,7 @@ class Journal(Generic[Place]):
             events=self._events(),
             entries=entries,
             closed=closed,
-            added=dict(zip(new, places, strict=True)),
+            added=added,
             freed=freed,
         )
         # One that fails may have been applied, and then the next one writes the totals again.
@@ -282,7 +279,7 @@ class Journal(Generic[Place]):
         self._stored.update(named)
         for index in [index for index, payloads in named.items() if not payloads]:
             del self._stored[index]
-        self._unwritten = {index for index in held if held[index].keys() - named[index].keys()}
+        self._unwritten = {i for i in touched if any(key not in named[i] for key in held[i])}
         if missing:
             self._state.lose(missing)
         if self._unwritten:
@@ -304,28 +301,13 @@ class Journal(Generic[Place]):
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _owners(self, entry: Entry | None) -> dict[int, Owner]:
-        """The payloads that the entry has by sibling, and whose they are. See `_Stored`."""
+    def _held(self, entry: Entry | None) -> Sequence[Held]:
+        """The payloads that the entry has."""
         if entry is None:
-            return {}
+            return ()
         if entry.header is not None:
-            return {GROUP: self._numbers[entry.lease_id]}
-        return {sibling.number: sibling for sibling in entry.siblings}
-
-    def _kept(
-        self, held: Mapping[int, Mapping[int, Owner]]
-    ) -> tuple[dict[int, dict[int, _Stored[Place]]], list[Place]]:
-        """Of what the storage names of these prompts that which is still held, by prompt and
-        sibling; and the places of the rest."""
-        kept: dict[int, dict[int, _Stored[Place]]] = {index: {} for index in held}
-        freed: list[Place] = []
-        for index, owners in held.items():
-            for sibling, payload in self._stored.get(index, {}).items():
-                if owners.get(sibling) == payload.owner:
-                    kept[index][sibling] = payload
-                elif payload.place is not None:
-                    freed.append(payload.place)
-        return kept, freed
+            return ((GROUP, self._numbers[entry.lease_id]),)
+        return [(sibling.number, sibling) for sibling in entry.siblings]
 
     def _events(self) -> list[EventRow]:
         rows: dict[int, tuple[int, str, str, bytes | None]] = {}
@@ -338,7 +320,7 @@ class Journal(Generic[Place]):
         return [(number, *row) for number, row in rows.items()]
 
     def _entries(
-        self, last: Mapping[int, Event], named: Mapping[int, Mapping[int, _Stored[Place]]]
+        self, last: Mapping[int, Event], named: Mapping[int, Mapping[Held, Place | None]]
     ) -> tuple[list[EntryRow], list[int]]:
         """The present entries of the prompts of `named`, and those that have none."""
         rows: list[EntryRow] = []
@@ -353,11 +335,11 @@ class Journal(Generic[Place]):
                 closed.append(prompt_index)
         return rows, closed
 
-    def _row(self, entry: Entry, payloads: Mapping[int, _Stored[Place]]) -> EntryRow:
+    def _row(self, entry: Entry, payloads: Mapping[Held, Place | None]) -> EntryRow:
         pack = msgspec.msgpack.encode
         header = None if entry.header is None else pack(entry.header)
         siblings = pack(entry.siblings) if entry.siblings else None
-        places = {sibling: payload.place for sibling, payload in payloads.items()}
+        places = {sibling: place for (sibling, _), place in payloads.items()}
         number = self._numbers[entry.lease_id]
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
         packed = (header, siblings, pack(places) if places else None)
