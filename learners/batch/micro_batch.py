@@ -273,6 +273,8 @@ class MicroBatch:
 
     shared_prompts: SharedPrompts | None = None
     """What is left to compute where trajectories begin alike; None if that is about everything."""
+    cut_again: "Callable[[Sequence[int]], MicroBatch] | None" = None
+    """(some of `members`) -> the micro-batch of these alone; None for one of no batch."""
 
     @property
     def is_empty(self) -> bool:
@@ -302,42 +304,5 @@ class MicroBatch:
         """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
         if is_kept.all():
             return self
-        chosen, responses = is_kept.nonzero()[:, 0].tolist(), self.sequences.expand(is_kept)
-        tokens = is_kept.repeat_interleave(torch.tensor(self.packing.lengths))
-        device = self.token_ids.device
-        places, token_ids = (tokens.cumsum(0) - 1).to(device), self.token_ids[:, tokens.to(device)]
-        predictors = places[self.predictors[responses.to(device)]]
-        lengths = tuple(self.packing.lengths[i] for i in chosen) or (1,)
-        experts = self.routed_experts and self.routed_experts.select(tokens.numpy())
-        return MicroBatch(
-            # Not one of those that are left out, whose hidden states may be NaN.
-            token_ids=token_ids if chosen else self.token_ids.new_zeros((1, 1)),
-            packing=Packing(lengths, device),
-            predictors=predictors,
-            targets=self.targets[responses.to(device)],
-            members=self.members[is_kept],
-            responses=self.responses[responses],
-            sequences=Sequences.from_lengths(self.sequences.lengths[is_kept]),
-            prompt_indices=tuple(self.prompt_indices[i] for i in chosen),
-            media=tuple(self.media[i] for i in chosen) or ((),),
-            sampling_mask=self.sampling_mask and self.sampling_mask.select(responses.to(device)),
-            top_candidates=self.top_candidates and self.top_candidates.select(responses.to(device)),
-            routed_experts=experts,
-            shared_prompts=self._shared(chosen, token_ids, lengths, predictors, experts),
-        )
-
-    def _shared(
-        self,
-        chosen: Sequence[int],
-        token_ids: torch.Tensor,
-        lengths: tuple[int, ...],
-        predictors: torch.Tensor,
-        experts: RoutedExperts | None,
-    ) -> SharedPrompts | None:
-        """Of the chosen trajectories, if prompts are shared: all of their tokens may be too many
-        for the memory."""
-        if self.shared_prompts is None or not chosen:
-            return None
-        prompts = [self.shared_prompts.prompts[i] for i in chosen]
-        ids, at = token_ids[0].cpu().numpy(), predictors.cpu().numpy()
-        return SharedPrompts.of(ids, lengths, prompts, at, token_ids.device, experts, most=1.0)
+        assert self.cut_again is not None, "it was cut from a batch"
+        return self.cut_again(self.members[is_kept].tolist())

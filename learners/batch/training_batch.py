@@ -18,7 +18,7 @@ among ranks or cut into parts.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from learners.batch.micro_batch import (
+    MOST,
     MicroBatch,
     Packing,
     SharedPrompts,
@@ -394,9 +395,15 @@ class TrainingBatch:
         ]
 
     def micro_batch(
-        self, members: Sequence[int], device: torch.device, *, shares_prompts: bool = True
+        self,
+        members: Sequence[int],
+        device: torch.device,
+        *,
+        shares_prompts: bool = True,
+        most: float = MOST,
     ) -> MicroBatch:
-        """The trajectories with these indices, packed."""
+        """The trajectories with these indices, packed; prompts are shared if no more than `most` of
+        the tokens are left then."""
         chosen = [self.trajectories[self.places[i]] for i in members]
         # Without any, one token keeps the forward pass of the other ranks company.
         ids = np.concatenate([t.token_ids for t in chosen] or [np.zeros(1, np.int32)])
@@ -425,10 +432,14 @@ class TrainingBatch:
             top_candidates=top and top.to(device),
             routed_experts=experts,
             shared_prompts=SharedPrompts.of(
-                ids, lengths, prompts, predictors.numpy(), device, experts
+                ids, lengths, prompts, predictors.numpy(), device, experts, most=most
             )
-            if shares_prompts
+            if shares_prompts and chosen
             else None,
+            # All tokens of what is left may be too many for the memory, so prompts stay shared.
+            cut_again=partial(
+                self.micro_batch, device=device, shares_prompts=shares_prompts, most=1.0
+            ),
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Critic:
         limit = limit or self._max_tokens
         if limit == self._policy_max_tokens and not self._config.model_path:
             return of_policy
-        return within_vocabulary(self.network, self.network.cut(batch, limit, chosen))
+        return self.network.cut(within_vocabulary(self.network, batch), limit, chosen)
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[R] expected return before each response token, float32, with gradient."""

@@ -15,7 +15,7 @@ What a network computes does not depend on it. Every rank calls it before an opt
 parameters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import (
@@ -33,7 +34,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learners.batch.micro_batch import MicroBatch
+from learners.batch.training_batch import TrainingBatch
 from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
 from learners.policy import attention
@@ -260,14 +261,14 @@ def require_same_input(config: RunConfig, setting: str, path: str) -> None:
         )
 
 
-def within_vocabulary(network: Network, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The policy's micro-batches for another model. Rows that pad an embedding are of no token, and
-    larger models have more of them."""
+def within_vocabulary(network: Network, batch: TrainingBatch) -> TrainingBatch:
+    """The policy's batch for another model. Rows that pad an embedding are of no token, and larger
+    models have more of them."""
     last = network.model.config.get_text_config().vocab_size - 1
-    return [
-        replace(m, token_ids=m.token_ids.clamp(max=last), targets=m.targets.clamp(max=last))
-        for m in micro_batches
-    ]
+    trajectories = (
+        structs.replace(t, token_ids=t.token_ids.clip(max=last)) for t in batch.trajectories
+    )
+    return replace(batch, trajectories=tuple(trajectories))
 
 
 def _agree(network: Network, whole: Network | None, ranks: Ranks) -> None:

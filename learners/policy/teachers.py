@@ -83,8 +83,8 @@ class Teachers:
         for teacher in settings.in_learner:
             if members := chosen[teacher.name]:
                 policy = self.policies[teacher.name]
-                cut = policy.network.cut(seen, self.max_tokens, members)
-                micro_batches = within_vocabulary(policy.network, cut)
+                read = within_vocabulary(policy.network, seen)
+                micro_batches = policy.network.cut(read, self.max_tokens, members)
                 found = policy.batch_logprobs(micro_batches, num_tokens, top)
                 total += settings.share(teacher) * found
         return self.ranks.sum(total), top
