@@ -267,8 +267,8 @@ class BufferState(Generic[Payload]):
         self.run_name = run_name
         self.lease_ttl_s = lease_ttl_s
         self.incarnation = uuid.uuid4().hex
-        self._payloads: dict[int, tuple[Payload, int]] = {}
-        self._siblings: dict[int, dict[int, tuple[bytes | memoryview, int]]] = {}
+        # By prompt and sibling, or GROUP, with their sizes.
+        self._payloads: dict[int, dict[int, tuple[Any, int]]] = {}
         self._num_bytes = 0
         self.on_sibling: Callable[[int], None] = lambda _: None
         """Called with the prompt of each sibling that is taken in."""
@@ -296,8 +296,7 @@ class BufferState(Generic[Payload]):
 
     def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
         if self.ledger.put(lease_id, header, now_s):
-            self._payloads[header.prompt_index] = (payload, header.num_bytes)
-            self._num_bytes += header.num_bytes
+            self._hold((header.prompt_index, GROUP), payload, header.num_bytes)
         self._delete_freed()
 
     def put_sibling(
@@ -306,7 +305,7 @@ class BufferState(Generic[Payload]):
         """A sibling of a leased group. See `Ledger.put_sibling`."""
         prompt_index = self.ledger.put_sibling(sibling, now_s)
         if prompt_index is not None:
-            self._hold_sibling(prompt_index, sibling, payload)
+            self._hold((prompt_index, sibling.number), payload, sibling.num_bytes)
             self.on_sibling(prompt_index)
 
     def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
@@ -318,8 +317,8 @@ class BufferState(Generic[Payload]):
         entry = self.ledger.entries.find(lease_id)
         if entry is None:
             raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
-        held = self._siblings.get(entry.prompt_index, {})
-        return tuple(held[known.number][0] for known in entry.siblings)
+        index = entry.prompt_index
+        return tuple(self.payload((index, known.number)) for known in entry.siblings)
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         self.ledger.release(lease_id, reason, lengths)
@@ -396,15 +395,13 @@ class BufferState(Generic[Payload]):
         """
         if len(set(prompt_indices)) < len(prompt_indices):
             raise LedgerError(f"prompt_indices: {len(prompt_indices)} prompts, some of them twice")
-        missing = [
-            prompt_index for prompt_index in prompt_indices if prompt_index not in self._payloads
-        ]
+        missing = [index for index in prompt_indices if not self._holds_group(index)]
         if not self._lost.isdisjoint(missing):
             # The learner attaches again, and these prompts are sampled again.
             raise LostMemoryError(f"the journal has lost the groups of the prompts {missing}")
         if missing:
             raise LedgerError(f"no group is held for the prompts {missing[:MAX_AWAITED]}")
-        return tuple(self._payloads[prompt_index][0] for prompt_index in prompt_indices)
+        return tuple(self.payload((prompt_index, GROUP)) for prompt_index in prompt_indices)
 
     def advance(self, policy_version: int, learner_term: int, steered_bound: int = 0) -> None:
         self.ledger.advance(policy_version, learner_term, steered_bound)
@@ -466,23 +463,18 @@ class BufferState(Generic[Payload]):
     def payload(self, key: PayloadKey) -> Any:
         """That of a group, or the bytes of a sibling."""
         prompt_index, number = key
-        held = (
-            self._payloads[prompt_index]
-            if number == GROUP
-            else self._siblings[prompt_index][number]
-        )
-        return held[0]
+        return self._payloads[prompt_index][number][0]
 
     def lose(self, keys: Iterable[PayloadKey]) -> None:
         """These payloads are gone from where they were kept: such groups are sampled again, those
         that are lent once their learner attaches again; such siblings with the rest of theirs."""
         for prompt_index, number in keys:
-            if number == GROUP and prompt_index in self._payloads:
-                self._num_bytes -= self._payloads.pop(prompt_index)[1]
+            if number == GROUP and self._holds_group(prompt_index):
+                self._num_bytes -= self._payloads[prompt_index].pop(GROUP)[1]
                 self._lost |= {prompt_index}
             elif number != GROUP and (entry := self.ledger.entries.get(prompt_index)) is not None:
                 entry.siblings = tuple(s for s in entry.siblings if s.number != number)
-                self._keep_siblings(prompt_index)
+                self._delete_unheld(prompt_index)
                 self.on_sibling(prompt_index)
         self._orphan_lost()
         self._delete_freed()
@@ -506,17 +498,15 @@ class BufferState(Generic[Payload]):
         held = list(entries)
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:
-            prompt_index = entry.prompt_index
-            if entry.header is not None and (prompt_index, GROUP) in payloads:
-                size = entry.header.num_bytes
-                self._payloads[prompt_index] = (payloads[prompt_index, GROUP], size)
-                self._num_bytes += size
-            kept = [known for known in entry.siblings if (prompt_index, known.number) in payloads]
-            entry.siblings = tuple(kept)
-            for known in kept:
-                self._hold_sibling(prompt_index, known, payloads[prompt_index, known.number])
+            index = entry.prompt_index
+            entry.siblings = tuple(s for s in entry.siblings if (index, s.number) in payloads)
+            sizes = {s.number: s.num_bytes for s in entry.siblings}
+            if entry.header is not None and (index, GROUP) in payloads:
+                sizes[GROUP] = entry.header.num_bytes
+            for number, num_bytes in sizes.items():
+                self._hold((index, number), payloads[index, number], num_bytes)
         with_group = (entry.prompt_index for entry in held if entry.header is not None)
-        self._lost = frozenset(with_group) - self._payloads.keys()
+        self._lost = frozenset(i for i in with_group if not self._holds_group(i))
         self._orphan_lost()
         self._delete_freed()
 
@@ -563,23 +553,23 @@ class BufferState(Generic[Payload]):
         freed = self.ledger.entries.drain_freed()
         self._lost = self._lost.difference(freed)
         for prompt_index in freed:
-            entry = self.ledger.entries.get(prompt_index)
-            if entry is None or entry.header is None:
-                _, num_bytes = self._payloads.pop(prompt_index, (None, 0))
-                self._num_bytes -= num_bytes
-            self._keep_siblings(prompt_index)
+            self._delete_unheld(prompt_index)
 
-    def _hold_sibling(
-        self, prompt_index: int, sibling: SiblingHeader, payload: bytes | memoryview
-    ) -> None:
-        held = self._siblings.setdefault(prompt_index, {})
-        self._num_bytes += sibling.num_bytes - held.get(sibling.number, (b"", 0))[1]
-        held[sibling.number] = (payload, sibling.num_bytes)
+    def _holds_group(self, prompt_index: int) -> bool:
+        return GROUP in self._payloads.get(prompt_index, ())
 
-    def _keep_siblings(self, prompt_index: int) -> None:
-        """Of the payloads of siblings only those that the entry has."""
-        entry, held = self.ledger.entries.get(prompt_index), self._siblings.pop(prompt_index, {})
+    def _hold(self, key: PayloadKey, payload: Any, num_bytes: int) -> None:
+        prompt_index, number = key
+        held = self._payloads.setdefault(prompt_index, {})
+        self._num_bytes += num_bytes - held.get(number, (b"", 0))[1]
+        held[number] = (payload, num_bytes)
+
+    def _delete_unheld(self, prompt_index: int) -> None:
+        """The payloads that its entry has not, or no longer."""
+        entry, held = self.ledger.entries.get(prompt_index), self._payloads.pop(prompt_index, {})
         self._num_bytes -= sum(num_bytes for _, num_bytes in held.values())
-        for known in entry.siblings if entry else ():
-            if known.number in held:
-                self._hold_sibling(prompt_index, known, held[known.number][0])
+        own = [] if entry is None else [known.number for known in entry.siblings]
+        if entry is not None and entry.header is not None:
+            own.append(GROUP)
+        for number in held.keys() & own:
+            self._hold((prompt_index, number), *held[number])
