@@ -13,7 +13,7 @@ from streamrl.cli.launchers.ray.bundles import (
     learner_bundles,
     missing,
 )
-from streamrl.cli.launchers.ray.files import MAX_BYTES, archive, required
+from streamrl.cli.launchers.ray.files import MAX_BYTES, archive, handed_on, required
 from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError
 from streamrl.placement.assign import make_plan
@@ -132,6 +132,28 @@ def test_relative_files_are_sent_with_the_code_beside_them_and_absolute_ones_req
     assert b"reward.py" in sent
     assert b"beside.py" in sent
     assert required(config) == (str(tmp_path / "model"),)
+
+
+def test_the_keys_that_settings_name_reach_the_nodes_and_nothing_else_does(monkeypatch):
+    names = ("SERVER_KEY", "JUDGE_KEY", "CODER_KEY", "TASK_TOKEN", "WANDB_API_KEY")
+    for name in (*names, "OTHER_KEY"):
+        monkeypatch.setenv(name, f"the {name}")
+    teachers = [
+        {"name": "a", "path": "m"},
+        {"name": "b", "url": "http://b", "api_key_env": "CODER_KEY"},
+    ]
+    judge = {"reward": "judge", "kwargs": {"url": "http://j", "api_key_env": "JUDGE_KEY"}}
+    config = configured(
+        data={"source": "chain", "rewards": [judge]},
+        algorithm={"distillation": {"teachers": teachers}},
+        generator={
+            "engine": "vllm",
+            "vllm": {"url": "http://v:1", "api_key_variable": "SERVER_KEY"},
+            "agent": {"command": "work {prompt}", "token_variable": "TASK_TOKEN"},
+            "environment": "agent",
+        },
+    )
+    assert handed_on(config) == {name: f"the {name}" for name in names}
 
 
 def test_files_that_are_too_large_to_send_are_named(tmp_path, monkeypatch):

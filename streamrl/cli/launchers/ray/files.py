@@ -23,6 +23,9 @@ from streamrl.user_code import is_user_code
 MAX_BYTES = 500 * 2**20
 """Of all files that are sent, as of a working folder that Ray itself sends."""
 _KEYS, _PASSWORD, _SERVERS_ONLY = "keys", "redis", "server.secret"
+_OF_SERVICES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "HF_TOKEN", "HF_ENDPOINT")
+# Settings of servers, teachers, judges and agents that name the variable with a key.
+_NAME_VARIABLES = ("api_key_variable", "api_key_env", "token_variable")
 # What the launcher makes itself, or what names no file on the nodes.
 _NOT_SENT = ("run", "cluster", "buffer", "tracking")
 
@@ -55,10 +58,8 @@ def write_secrets(given: RunConfig) -> None:
 
 def handed_on(config: RunConfig) -> Mapping[str, str]:
     """Variables of this process that the run's processes get too: keys, and whom they are for."""
-    of_servers = (config.generator.vllm.api_key_variable, config.generator.sglang.api_key_variable)
-    of_services = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "HF_TOKEN", "HF_ENDPOINT")
-    names = (REDIS_PASSWORD, *of_services, *of_servers)
-    return {name: os.environ[name] for name in names if name and name in os.environ}
+    names = (REDIS_PASSWORD, *_OF_SERVICES, *_variables(config.model_dump()))
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def private_files(plan: Plan, host: str) -> Mapping[str, bytes]:
@@ -113,6 +114,17 @@ def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
             yield path
             if path.suffix == ".py":
                 yield from path.parent.glob("*.py")
+
+
+def _variables(value: Any) -> Iterator[str]:
+    match value:
+        case Mapping():
+            yield from (str(value[name]) for name in _NAME_VARIABLES if value.get(name))
+            for inner in value.values():
+                yield from _variables(inner)
+        case list() | tuple():
+            for inner in value:
+                yield from _variables(inner)
 
 
 def _texts(value: Any) -> Iterator[str]:
