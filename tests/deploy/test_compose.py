@@ -188,6 +188,30 @@ def test_compose_takes_every_combination_of_profiles(project, version):
                 assert (done.returncode, done.stderr) == (0, ""), words
 
 
+@pytest.mark.parametrize("version", ["2", "1"])
+def test_keys_reach_every_daemon_by_a_file_and_replace_no_setting(project, version, tmp_path):
+    if version not in project.programs:
+        pytest.skip("docker compose 2 cannot be had here")
+    file = tmp_path / "environment"
+    file.write_text("JUDGE_KEY=a key\nSTREAMRL__BUFFER__URL=zmq://elsewhere:1\n")
+    profiles = ("--profile", "cpu", "--profile", "gpu")
+    done = subprocess.run(
+        [*project.programs[version], *profiles, "config"],
+        cwd=ROOT / "deploy",
+        env={**project.environment, "STREAMRL_ENV_FILE": str(file)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    services = yaml.safe_load(done.stdout)["services"]
+    daemons = [
+        one["environment"] for one in services.values() if one.get("restart") == "on-failure"
+    ]
+    assert len(daemons) == 5
+    assert {one["JUDGE_KEY"] for one in daemons} == {"a key"}
+    assert {one["STREAMRL__BUFFER__URL"] for one in daemons} == {"zmq://buffer:29610"}
+
+
 def test_the_buffers_image_has_no_torch_and_no_image_runs_as_root(project):
     for target, code in (("buffer", 1), ("cpu", 0)):
         image = ("run", "--rm", "--network", "none", "--entrypoint", "python3", f"{IMAGE}:{target}")
