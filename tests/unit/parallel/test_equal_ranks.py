@@ -1,4 +1,5 @@
-"""One rank, two and four make the same steps, whatever the algorithm needs of the whole batch."""
+"""One rank, two and four, and another device than the CPU, make the same steps, whatever the
+algorithm needs of the whole batch."""
 
 import math
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from learners.trainer import Trainer
 from streamrl.config import RunConfig
 from streamrl.config.learner import MeshSettings
 from streamrl.types import FinishReason, GroupHeader, TrajectoryGroup, Turn
+from tests.pretended_device import pretended
 from tests.ranks import run_ranks
 from tests.records import with_candidates, with_experts
 from tests.training import (
@@ -208,15 +210,33 @@ def share_of(groups: Sequence[TrajectoryGroup], step: int, ranks: Ranks) -> Trai
 def on_rank() -> dict[str, Any]:
     mesh = make_mesh(MeshSettings(), torch.device("cpu"))
     ranks = Ranks.of(dist.new_group(backend="gloo"))
+    return {
+        name: outcome(name, make_trainer(configure(CASES[name]), mesh, ranks), ranks)
+        for name in CASES
+    }
+
+
+def on_a_device() -> dict[str, Any]:
     results = {}
-    for name in CASES:
-        trainer = make_trainer(configure(CASES[name]), mesh, ranks)
-        metrics = train(name, trainer, ranks)
-        critic = trainer.critic.parameters() if trainer.critic else {}
-        parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
-        whole = {n: full(parameter) for n, parameter in parameters.items()}
-        results[name] = (metrics, whole, trainer.credit.state_dict())
+    with pretended() as device:
+        for name in CASES:
+            with device:
+                trainer = make_trainer(configure(CASES[name]))
+            assert trainer.policy.device == device
+            results[name] = outcome(name, trainer, Ranks())
     return results
+
+
+def outcome(name: str, trainer: Trainer, ranks: Ranks) -> tuple[Any, ...]:
+    """Metrics of the steps, trained parameters, and what the credit keeps."""
+    metrics = train(name, trainer, ranks)
+    whole = {name: full(parameter).cpu() for name, parameter in parameters_of(trainer).items()}
+    return metrics, whole, trainer.credit.state_dict()
+
+
+def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    critic = trainer.critic.parameters() if trainer.critic else {}
+    return {**trainer.policy.parameters(), **{f"c.{name}": p for name, p in critic.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -225,13 +245,18 @@ def by_rank(tmp_path_factory):
     return run_ranks(on_rank, 2, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """In a process of its own: torch learns of devices before its first backward pass alone."""
+    return run_ranks(on_a_device, 1, tmp_path_factory.mktemp("device"))
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_make_the_steps_of_one(by_rank, name):
+def test_ranks_and_another_device_make_the_steps_of_one(by_rank, elsewhere, name):
     trainer = make_trainer(configure(CASES[name]))
     expected = train(name, trainer, Ranks())
-    critic = trainer.critic.parameters() if trainer.critic else {}
-    parameters = {**trainer.policy.parameters(), **{f"c.{n}": p for n, p in critic.items()}}
-    for results in by_rank:
+    parameters = parameters_of(trainer)
+    for results in (*by_rank, *elsewhere):
         metrics, trained, state = results[name]
         for parameter, tensor in parameters.items():
             # The one row that `poison` sets is equal as well.
