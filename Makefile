@@ -24,7 +24,8 @@ BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # uv leaves it to the first import to compile, and vLLM starts many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart recipe test test-lowest test-deploy test-vllm test-sglang check docs format bench gpu-report bench-peers clean
+.PHONY: quickstart recipe test test-ours test-on-vllm test-lowest test-deploy test-on-sglang test-long-on-vllm \
+  test-long test-vllm test-sglang check docs format bench gpu-report bench-peers clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/core.stamp
@@ -38,8 +39,12 @@ recipe: $(VENV)/recipes.stamp
 
 # Most of a run of daemons is one core's work or waiting, so tests go beside each other; plain
 # `pytest` keeps to one process. A machine that vLLM has no build for is told so and passes; CI fails.
-test: check
+test: check test-ours test-on-vllm
+
+test-ours: $(VENV)/dev.stamp
 	$(BIN)/pytest $(ON_CORES)
+
+test-on-vllm: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory $(VLLM)/vllm.stamp || { \
 	  echo "NOT RUN: the tests of vLLM, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -n 2 --dist loadfile -m "not long" \
@@ -60,12 +65,18 @@ test-lowest: $(LOWEST)/lowest.stamp
 	  $(foreach path,$(OURS_ALONE),--ignore-glob 'tests/$(path)')
 
 # What takes long or needs root: containers, ssh, Slurm, soaks. A part that cannot run here is skipped
-# with its reason.
-test-deploy: $(VENV)/dev.stamp
+# with its reason. SGLang's keep to one process, since two would start its servers twice.
+test-deploy: test-on-sglang test-long-on-vllm test-long
+
+test-on-sglang: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory $(SGLANG)/sglang.stamp || { \
 	  echo "NOT RUN: the tests of SGLang, which could not be installed (reason above)"; [ -z "$(CI)" ]; }
 	@! [ -e $(SGLANG)/sglang.stamp ] || $(ON_SGLANG)
+
+test-long-on-vllm:
 	@! [ -e $(VLLM)/vllm.stamp ] || $(ON_VLLM) -m long -n 2 --dist loadfile
+
+test-long: $(VENV)/dev.stamp
 	$(BIN)/pytest $(LONG) -m "long or deploy" -n 2 --dist loadgroup --no-loadscope-reorder
 
 # The engine contract and whole runs on a real vLLM: in the process, by URL, and on two workers.
@@ -106,7 +117,7 @@ bench-peers: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.peers.run
 
 clean:
-	rm -rf .venv-peers $(VENV) $(VLLM) $(SGLANG) $(LOWEST) .venv-verifiers .venv-stores site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv-peers $(VENV) $(VLLM) $(SGLANG) $(LOWEST) .venv-verifiers .venv-stores .venv-sky site .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Debian ships Python without venv: say what to do, or do it where we may.
 $(BIN)/python:
