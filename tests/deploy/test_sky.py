@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.deploy.conftest import kept_environment
 from tests.documents import ROOT
 
 SKYPILOT = "skypilot>=0.14,<0.15"
@@ -18,12 +18,7 @@ FILE = ROOT / "deploy" / "sky.yaml"
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """As `sky jobs launch` would read it."""
     folder = tmp_path_factory.mktemp("sky")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    python = folder / "venv" / "bin" / "python"
-    install = [sys.executable, str(ROOT / "deploy" / "install.py"), str(python), SKYPILOT]
-    done = subprocess.run(install, capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"{SKYPILOT} cannot be installed: {done.stderr[-300:]}")
+    python = kept_environment("sky", SKYPILOT) / "bin" / "python"
     read = subprocess.run(
         [python, Path(__file__).with_name("parse_sky.py"), FILE],
         capture_output=True,

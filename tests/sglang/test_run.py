@@ -13,7 +13,7 @@ from tests.engines import ENVIRONMENT, run_config
 from tests.ports import free_port
 from tests.system.conftest import Launched
 
-NUM_STEPS = 40
+NUM_STEPS = 20
 # Synchronous, so that every token's log-probability can be compared with the learner's.
 SIZES = ("generator.engine=sglang", "generator.count=1", "buffer.max_staleness=0")
 
@@ -91,7 +91,7 @@ def test_a_server_elsewhere_that_is_started_again_samples_with_the_newest_weight
 
 def test_two_generators_share_a_server_whose_owner_is_killed(launch, start_server):
     """The other one alone makes forty steps while the one that was killed starts again."""
-    server, num_steps = start_server(), 5 * NUM_STEPS
+    server, num_steps = start_server(), 10 * NUM_STEPS
     where = (f"generator.sglang.url={start_server.url}", "generator.count=2")
     own = ("buffer.lease_ttl_s=30", "weights.deadline_s=30")
     run = start(launch, *where, *own, num_steps=num_steps, strict=False)

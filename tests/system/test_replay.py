@@ -1,7 +1,6 @@
 """A real run whose learner is killed is replayed bit for bit, by the commands of the documents."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import pytest
 from learners.replay import MEASURES
 from learners.step_record import recorded_steps
 from streamrl.cli.buffer.audit import audit_run
-from tests.system.conftest import DEADLINE_S, STREAMRL, Launched
+from tests.system.conftest import Launched
 from tests.system.test_docs import RUN_BY
+from tests.system.test_launch import output_of
 
 Launch = Callable[..., Launched]
 
@@ -64,8 +64,4 @@ def test_a_run_of_two_ranks_is_replayed_by_one_but_for_rounding(launch: Launch, 
 def replay(command: str, run: Path) -> str:
     program, *words = command.replace("runs/quickstart", str(run)).split()
     assert program == "streamrl"
-    done = subprocess.run(
-        [STREAMRL, *words], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(*words)
