@@ -31,7 +31,7 @@ from streamrl.algorithms.parts import accepts_parts
 from streamrl.checkpoints.find import Checkpoint, checkpoints_of, list_checkpoints, read_checkpoint
 from streamrl.checkpoints.history import read_history
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, DamagedCheckpointError
+from streamrl.errors import ConfigError, DamagedCheckpointError, UnreadableCheckpointError
 from streamrl.run_folder import config_of
 
 
@@ -71,7 +71,7 @@ def _complete(paths: Iterable[Path]) -> Iterator[Checkpoint]:
     for path in paths:
         try:
             yield read_checkpoint(path)
-        except DamagedCheckpointError:
+        except (DamagedCheckpointError, UnreadableCheckpointError):
             continue
 
 

@@ -89,7 +89,7 @@ _CHOICE = re.compile(
 )
 # A formula, a letter that is taken back, or several letters: No change is none of them.
 _NO_CHOICE = re.compile(
-    r"\s*(?:[*+/=<>^_&|,;:.!?')\]]|-\s|(?!No(?: [a-z]|\Z))"
+    r"\s*(?:[*+/=<>^_&|,;:.!?')\]]|-\s|(?!No(?:\Z| (?!(?:it|rather|the) )[a-z]{2}))"
     r"(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
     r"|.*\b(?i:incorrect|wait|wrong)\b|.*(?<![a-zA-Z\\])(?:[A-Z]|[IVX]+)(?![a-zA-Z]))"
 )
@@ -111,20 +111,29 @@ _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 _UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
 _LENGTH = r"(?:[cdkm]?m|ft|mi|yd)"
 _MEASURE = re.compile(
-    rf"(?<=\d)\s*(?:{_LENGTH}/(?:hr?|min|s|sec)|{_LENGTH}(?:\^\{{?[23]\}}?|[²³])|k?g/m?[lL]"
-    r"|(?:°|\^\{?\\circ\}?)\s*[CF])\Z"
+    rf"(?<=\d)(?:\s*{_LENGTH}/(?:hr?|min|s|sec)|\s*k?g/m?[lL]|\s*(?:°|\^\{{?\\circ\}}?)\s*[CF]"
+    # 5m^2 may be a formula.
+    rf"|(?!m)\s*{_LENGTH}(?:\^\{{?[23]\}}?|[²³]))\Z"
 )
 # What makes another number of the one behind it, and of the one in front of it.
 _CHANGED_BEFORE = re.compile(
+    r"(?:\A\s*|\b(?:is|are|be) )up to\s*[$(]*\Z|(?<!left )"
     r"\b(?:above|anything but|at (?:least|most)|below|double|exceed(?:s|ing)|over|root|than|triple"
-    r"|twice|under|up to|(?:cube|factorial|half|reciprocal|root|square) of)\s*[$(]*\Z",
+    r"|twice|under|(?:cube|factorial|half|reciprocal|root|square) of)\s*[$(]*\Z",
     re.IGNORECASE,
 )
 _CHANGED_BEHIND = re.compile(
-    r"\s*(?:(?:and a half|bn|cubed|divided|dozen|factorial|halves|is (?:incorrect|not|wrong)|minus"
-    r"|mn|plus|squared|(?:thir|hundred|million)(?:d|th)s|(?:four|fif|six|seven|eigh|nin)ths"
+    r"\s*(?:(?:(?:cubed|minus|plus|squared)(?! [a-z]{2})|and a half|bn|divided|dozen|factorial"
+    r"|halves|is (?:incorrect|not|wrong)|mn|(?:thir|hundred|million)(?:d|th)s"
+    r"|(?:four|fif|six|seven|eigh|nin)ths"
     r"|(?:ten|twelf|thousand)ths)\b|(?:over|times) [b-z]\b"
-    r"|(?:\w+ )?or (?:above|below|fewer|greater|higher|less|lower|more)\b)",
+    r"|(?!more or less)(?:\w+ )?or (?:above|below|fewer|greater|higher|less|lower|more)\b)",
+    re.IGNORECASE,
+)
+# Behind a scale: three hundred and twelve.
+_FURTHER = re.compile(
+    r"(?: and)? (?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|billion|trillion)\b",
     re.IGNORECASE,
 )
 _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
@@ -376,8 +385,13 @@ def is_changed(text: str) -> bool:
 
 
 def _is_changed(number: re.Match[str]) -> bool:
-    before = _CHANGED_BEFORE.search(number.string[: number.start()])
-    return bool(before or _CHANGED_BEHIND.match(number.string, number.end()))
+    text, end = number.string, number.end()
+    if scale := _SCALE.match(text, end):
+        end = scale.end()
+        if _FURTHER.match(text, end):
+            return True
+    before = _CHANGED_BEFORE.search(text[: number.start()])
+    return bool(before or _CHANGED_BEHIND.match(text, end))
 
 
 def _one_number(text: str) -> re.Match[str] | None:

@@ -140,9 +140,10 @@ def open_to_read(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.exists():
         raise ConfigError(f"{path} does not exist: the run has no journal (buffer.journal)")
     # Of a file without a log SQLite makes one to read it; nobody writes this one.
-    is_closed = not path.with_name(f"{path.name}-wal").exists()
-    only_read = "&immutable=1" if is_closed and not os.access(path.parent, os.W_OK) else ""
-    uri = f"{path.resolve().as_uri()}?mode=ro{only_read}"
+    file = path.resolve()
+    is_closed = not file.with_name(f"{file.name}-wal").exists()
+    only_read = "&immutable=1" if is_closed and not os.access(file.parent, os.W_OK) else ""
+    uri = f"{file.as_uri()}?mode=ro{only_read}"
     with _decoding(path), closing(sqlite3.connect(uri, uri=True)) as db:
         db.execute("BEGIN")
         _require_format(db, path)

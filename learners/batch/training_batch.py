@@ -418,6 +418,10 @@ class TrainingBatch:
         lengths = tuple(t.num_tokens for t in chosen) or (1,)
         prompts = tuple(map(_prompt_length, chosen)) or (1,)
         experts = RoutedExperts.joined([t.routed_experts for t in chosen], lengths)
+        shared = None
+        if shares_prompts and chosen:
+            at = predictors.numpy()
+            shared = SharedPrompts.of(ids, lengths, prompts, at, device, experts, most=most)
         return MicroBatch(
             token_ids=to_device(token_ids[None], device),
             packing=Packing(lengths, device),
@@ -431,14 +435,10 @@ class TrainingBatch:
             sampling_mask=mask and mask.to(device),
             top_candidates=top and top.to(device),
             routed_experts=experts,
-            shared_prompts=SharedPrompts.of(
-                ids, lengths, prompts, predictors.numpy(), device, experts, most=most
-            )
-            if shares_prompts and chosen
-            else None,
-            # All tokens of what is left may be too many for the memory, so prompts stay shared.
+            shared_prompts=shared,
+            # All tokens of what is left may be too many for the memory where prompts were shared.
             cut_again=partial(
-                self.micro_batch, device=device, shares_prompts=shares_prompts, most=1.0
+                self.micro_batch, device=device, shares_prompts=shared is not None, most=1.0
             ),
         )
 

@@ -262,9 +262,11 @@ def require_same_input(config: RunConfig, setting: str, path: str) -> None:
 
 
 def within_vocabulary(network: Network, batch: TrainingBatch) -> TrainingBatch:
-    """The policy's batch for another model. Rows that pad an embedding are of no token, and larger
-    models have more of them."""
+    """The policy's batch for another model; itself if that has all of its tokens. Rows that pad an
+    embedding are of no token, and larger models have more of them."""
     last = network.model.config.get_text_config().vocab_size - 1
+    if all(t.token_ids.max() <= last for t in batch.trajectories):
+        return batch
     trajectories = (
         structs.replace(t, token_ids=t.token_ids.clip(max=last)) for t in batch.trajectories
     )

@@ -306,6 +306,8 @@ def _from(config: RunConfig) -> str:
         checkpoint = newest(config.run.path, contents=False).checkpoint
     except ConfigError:
         return "from the checkpoint that run.resume has to name, since none is complete"
+    except UnreadableCheckpointError as error:
+        return f"from its newest checkpoint, once that can be read ({error})"
     if checkpoint is None:
         return (
             f"at version 0, since {config.run.path} has no checkpoint; the run's prompts are "

@@ -39,8 +39,12 @@ def delete_older(
     Those of versions that are being validated are kept: they may be the best. One that cannot be
     read at present may be, too.
     """
-    others = set(foreign(run, history, policy_version))
-    ours = [path for path in list_checkpoints(run) if path not in others]
+    try:
+        others = set(foreign(run, history, policy_version))
+        ours = [path for path in list_checkpoints(run) if path not in others]
+    except UnreadableCheckpointError as error:
+        log.warning("%s; older checkpoints stay", error)
+        return
     complete, unread = [], set[Path]()
     for path in ours:
         try:

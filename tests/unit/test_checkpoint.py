@@ -311,6 +311,14 @@ def test_an_older_checkpoint_that_cannot_be_read_is_not_deleted(tmp_path, monkey
     assert not second.exists()
 
 
+def test_a_step_is_saved_though_the_folder_of_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
+    first, second = (write_checkpoint(tmp_path, version, BOOKS) for version in (1, 2))
+    with monkeypatch.context() as patched:
+        make_unreadable(patched, first.parent, errno.EACCES)
+        delete_older(tmp_path, WRITTEN, 2, CheckpointSettings(keep=1), Validated())
+    assert list_checkpoints(tmp_path) == [first, second]
+
+
 def make_unreadable(monkeypatch: pytest.MonkeyPatch, place: Path, number: int) -> None:
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def refused(path: Path, *arguments: Any, **named: Any) -> Any:

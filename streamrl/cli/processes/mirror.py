@@ -187,8 +187,15 @@ class Mirror:
     def keep(self, stopping: threading.Event) -> None:
         """Until it is set: bring the mirror up to date with each new checkpoint."""
         while not stopping.wait(POLL_S) and not self._is_taken:
-            if time.monotonic() >= self._retry_s and self._state() != self._done:
+            if time.monotonic() >= self._retry_s and self._has_changed():
                 self.is_brought_up_to_date()
+
+    def _has_changed(self) -> bool:
+        """Also where the run's folder cannot be read, which the next try says."""
+        try:
+            return self._state() != self._done
+        except (TransportError, OSError):
+            return True
 
     def finish(self) -> None:
         """Bring it up to date a last time. Waits END_S at most for a store that fails."""

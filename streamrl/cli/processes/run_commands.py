@@ -163,8 +163,8 @@ def make_missing_model(
 
 def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> None:
     """`evaluation.json` of the final checkpoint, if it is evaluated."""
-    if config.is_evaluated and not take_validated_score(config):
-        with evaluation_may_fail():
+    with evaluation_may_fail():
+        if config.is_evaluated and not take_validated_score(config):
             call_for(config, "evaluate", fork_server=fork_server)
 
 

@@ -197,6 +197,7 @@ class FileSender:
         """Nobody is to read a file of the version: a failure to write an older one is over."""
         if version > self._failed_version:
             self.failure = ""
+            self._wait_s = self._retried_s = 0.0
 
     def on_answers(self, loaded: set[str], failed: set[str]) -> None:
         """Note which receivers have answered, and remove the files that nobody needs."""

@@ -186,8 +186,8 @@ class _Run:
                 stop_s=plan.config.stop_within_s,
                 strict=arguments.strict,
             )
-            if plan.config.is_evaluated and not take_validated_score(plan.config):
-                with evaluation_may_fail():
+            with evaluation_may_fail():
+                if plan.config.is_evaluated and not take_validated_score(plan.config):
                     await self._call(plan, "evaluate")
             return lost
         finally:
