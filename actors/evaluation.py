@@ -81,23 +81,8 @@ async def evaluate(
     config: RunConfig, model: Path, on_done: OnDone = lambda num_done, num_prompts: None
 ) -> dict[str, Any]:
     """Mean reward of greedy completions of `data.num_eval_prompts` held-out prompts; `on_done` is
-    called as each is finished.
-
-    Raises:
-        RolloutError: every prompt failed.
-        ConfigError: no prompt fits into `data.max_prompt_length`.
-        WeightTransferError: a server elsewhere did not load the model.
-    """
-    generator = config.generator.reading_weights()
-    config = config.with_values(model={"path": str(model)}, generator=generator)
-    prepare(config)
-    engine = make_engine(config, seed=config.run.seed)
-    try:
-        if generator.url is not None:
-            await _send_weights(config, engine)
-        return scores_of(str(model), await greedy_groups_of(config, engine, on_done))
-    finally:
-        await engine.close()
+    called as each is finished."""
+    return scores_of(str(model), await greedy_groups(config, model, on_done))
 
 
 def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
@@ -115,10 +100,32 @@ def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
     }
 
 
+async def greedy_groups(
+    config: RunConfig, model: Path, on_done: OnDone = lambda num_done, num_prompts: None
+) -> FirstGroups:
+    """One greedy response to each held-out prompt.
+
+    Raises:
+        RolloutError: every prompt failed.
+        ConfigError: no prompt fits into `data.max_prompt_length`.
+        WeightTransferError: a server elsewhere did not load the model.
+    """
+    generator = config.generator.reading_weights()
+    config = config.with_values(model={"path": str(model)}, generator=generator)
+    prepare(config)
+    engine = make_engine(config, seed=config.run.seed)
+    try:
+        if generator.url is not None:
+            await _send_weights(config, engine)
+        return await greedy_groups_of(config, engine, on_done)
+    finally:
+        await engine.close()
+
+
 async def greedy_groups_of(
     config: RunConfig, engine: Engine, on_done: OnDone = lambda num_done, num_prompts: None
 ) -> FirstGroups:
-    """One greedy response to each held-out prompt, by the weights that the engine has.
+    """The same from an engine with whatever weights it has.
 
     Raises:
         RolloutError: every prompt failed.

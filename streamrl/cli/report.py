@@ -407,7 +407,7 @@ def checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, s
         yield oldest <= bound, text, "asynchrony.md#versions-and-staleness"
     for name, promise, page in (
         ("learner/skipped_update", "every gradient was finite", "troubleshooting.md"),
-        ("weights/num_failed_loads", "every weight update was loaded", "weights.md#metrics"),
+        ("weights/num_failed_loads", "every weight update was loaded", "weights.md#membership"),
     ):
         if (number := _largest(points, name)) is not None:
             yield not number, promise, page

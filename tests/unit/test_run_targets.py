@@ -393,7 +393,7 @@ def test_a_file_of_a_run_names_the_run(tmp_path, capsys):
     run = make_run(tmp_path).run.path
     (run / "samples.jsonl").touch()
     assert main(["samples", str(run / "samples.jsonl")]) == 0
-    assert f"{run} has no such" in capsys.readouterr().out.replace("\n", " ")
+    assert f"{run} has no such" in " ".join(capsys.readouterr().out.split())
     assert main(["replay", str(run / "config.yaml")]) == 2
     assert "is no run folder" not in capsys.readouterr().err
     (run / "logs").mkdir(exist_ok=True)
