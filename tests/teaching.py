@@ -70,8 +70,8 @@ def require_likeliest_of_model(group: TrajectoryGroup) -> None:
         places = np.flatnonzero(t.response_mask)
         for place, candidates, values in zip(places, ids, found, strict=True):
             row = rows[place - 1]
-            np.testing.assert_allclose(values, row[candidates], atol=2e-4)
-            np.testing.assert_allclose(values, np.sort(row)[::-1][:TOP_K], atol=2e-4)
+            np.testing.assert_allclose(values, row[candidates], rtol=2**-11, atol=2e-4)
+            np.testing.assert_allclose(values, np.sort(row)[::-1][:TOP_K], rtol=2**-11, atol=2e-4)
 
 
 def logprobs_before(t: Trajectory) -> NDArray[np.float32]:
