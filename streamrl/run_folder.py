@@ -142,8 +142,10 @@ def move_aside(folder: Path) -> None:
     """To the name with the time behind it, which is said; a number is added to one that is taken,
     into whose folder it would be moved."""
     name = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
-    asides = (folder.with_name(name + added) for added in ("", *(f"-{n}" for n in range(2, 1000))))
-    aside = next(path for path in asides if not path.exists())
+    aside, number = folder.with_name(name), 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"{name}-{number}")
     shutil.move(folder, aside)
     print(f"run.name: the run that {folder} held is in {aside} now", file=sys.stderr)
 

@@ -69,19 +69,23 @@ class _Pretending(TorchDispatchMode):
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """On the CPU; what comes out is where the device or the tensors among the arguments are."""
     tensors: list[torch.Tensor] = []
-    _changed((args, kwargs), torch.Tensor, tensors.append)
+
+    def held_by(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor.held if isinstance(tensor, PretendedTensor) else tensor
+
+    given, on_cpu = _changed((args, kwargs), torch.Tensor, held_by)
     is_there = any(isinstance(tensor, PretendedTensor) for tensor in tensors)
     if is_there and func.overloadpacket not in _TAKE_BOTH:
         _require_one_device(func, tensors)
-    on_cpu, device = kwargs, kwargs.get("device")
+    device = kwargs.get("device")
     if device is not None:
-        on_cpu = {**kwargs, "device": torch.device("cpu")}
+        on_cpu["device"] = torch.device("cpu")
         is_there = torch.device(device).type == NAME
         if is_there and kwargs.get("generator") is not None:
             raise RuntimeError(f"{func}: a generator of the CPU for a tensor of {NAME}")
     elif func.overloadpacket is _ATEN.copy_:
         is_there = isinstance(args[0], PretendedTensor)
-    given, on_cpu = _changed((args, on_cpu), PretendedTensor, lambda one: one.held)
     if func.overloadpacket is _ATEN.histc:
         # CUDA counts integers, and the CPU does not.
         given = (given[0].float(), *given[1:])

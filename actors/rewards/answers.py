@@ -130,14 +130,14 @@ _CHANGED_BEHIND = re.compile(
     r"|(?!more or less)(?:\w+ )?or (?:above|below|fewer|greater|higher|less|lower|more)\b)",
     re.IGNORECASE,
 )
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(rf"\s*({'|'.join(_ZEROS)})\b", re.IGNORECASE)
 # Behind a scale: three hundred and twelve.
 _FURTHER = re.compile(
     r"(?: and)? (?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|billion|trillion)\b",
+    rf"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|{'|'.join(_ZEROS)})\b",
     re.IGNORECASE,
 )
-_SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
-_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # Words that are formulas.
 _FUNCTIONS = frozenset(
     {"cos", "cot", "csc", "exp", "inf", "infinity", "lg", "ln", "log", "pi", "sec", "sin"}
@@ -361,8 +361,8 @@ def counted(text: str) -> Fraction | None:
     before, behind = number.string[: number.start()], number.string[number.end() :]
     if before[-1:].isalnum() or behind[:1].isalnum():
         return None
-    scale = _SCALE.match(behind)
-    behind = behind[scale.end() :] if scale else behind
+    if scale := _scale_of(number):
+        behind = number.string[scale.end() :]
     is_text = _TEXT.fullmatch(text.strip())
     is_unit = is_text and not before.strip() and _UNIT.fullmatch(behind)
     if not is_unit and scale is None and not _PROSE.fullmatch(f"{before} {behind}"):
@@ -380,13 +380,12 @@ def is_changed(text: str) -> bool:
     False
     """
     number = _one_number(text)
-    scale = number and _SCALE.match(number.string, number.end())
-    return number is not None and (scale is not None or _is_changed(number))
+    return number is not None and (_scale_of(number) is not None or _is_changed(number))
 
 
 def _is_changed(number: re.Match[str]) -> bool:
     text, end = number.string, number.end()
-    if scale := _SCALE.match(text, end):
+    if scale := _scale_of(number):
         end = scale.end()
         if _FURTHER.match(text, end):
             return True
@@ -397,6 +396,11 @@ def _is_changed(number: re.Match[str]) -> bool:
 def _one_number(text: str) -> re.Match[str] | None:
     found = list(_NUMBER.finditer(_plainly(text)))
     return found[0] if len(found) == 1 else None
+
+
+def _scale_of(number: re.Match[str]) -> re.Match[str] | None:
+    """The million behind it."""
+    return _SCALE.match(number.string, number.end())
 
 
 def _plainly(text: str) -> str:

@@ -58,7 +58,8 @@ def write_secrets(given: RunConfig) -> None:
 
 def handed_on(config: RunConfig) -> Mapping[str, str]:
     """Variables of this process that the run's processes get too: keys, and whom they are for."""
-    names = (REDIS_PASSWORD, *_OF_SERVICES, *_variables(config.model_dump()))
+    named = (text for key, text in _texts(config.model_dump()) if key in _NAME_VARIABLES)
+    names = (REDIS_PASSWORD, *_OF_SERVICES, *named)
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -106,7 +107,7 @@ def _content(path: Path) -> bytes:
 def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
     """The files and folders that exist here and that settings name, with code beside code."""
     for section, values in settings.items():
-        for text in () if section in _NOT_SENT else _texts(values):
+        for _, text in () if section in _NOT_SENT else _texts(values):
             file = text.rpartition(":")[0] if is_user_code(text) and ":" in text else text
             path = Path(file)
             if not file or path == Path(".") or not os.path.exists(path):
@@ -116,27 +117,17 @@ def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
                 yield from path.parent.glob("*.py")
 
 
-def _variables(value: Any) -> Iterator[str]:
-    match value:
-        case Mapping():
-            yield from (str(value[name]) for name in _NAME_VARIABLES if value.get(name))
-            for inner in value.values():
-                yield from _variables(inner)
-        case list() | tuple():
-            for inner in value:
-                yield from _variables(inner)
-
-
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text and path in settings, each behind the innermost key that it is below."""
     match value:
         case str() | Path():
-            yield str(value)
+            yield key, str(value)
         case Mapping():
-            for inner in value.values():
-                yield from _texts(inner)
+            for name, inner in value.items():
+                yield from _texts(inner, name)
         case list() | tuple():
             for inner in value:
-                yield from _texts(inner)
+                yield from _texts(inner, key)
 
 
 def _is_sent(path: Path) -> bool:
