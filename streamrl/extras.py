@@ -50,6 +50,7 @@ FLASH_ATTENTION: Mapping[object, str] = {3: "flash_attn_interface", 4: "flash_at
 """The modules of its versions that no extra installs."""
 
 _EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.modules}
+_EXTRA_OF["antlr4"] = "math"  # Comes with math-verify, and is imported before it.
 
 
 def is_installed(module: str) -> bool:

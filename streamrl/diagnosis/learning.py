@@ -11,15 +11,26 @@ measured is no sign.
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from streamrl.config.run import SignSettings
 
 _SOLVED = 0.9
 _HELD_OUT = re.compile(r"validation/mean@\d+")
+
+
+class TrainingReward(NamedTuple):
+    """The mean of so many steps, the last of them, and the standard error of that mean."""
+
+    mean: float
+    step: int
+    error: float
+
+
+_NO_REWARD = TrainingReward(-math.inf, 0, 0.0)
 
 
 class HeldOut(NamedTuple):
@@ -39,8 +50,8 @@ class Signs:
     """Of the last steps, as many as are looked at, oldest first."""
     first_entropy: float | None = None
     """The mean of the first so many steps."""
-    best: tuple[float, int] = (-math.inf, 0)
-    """The largest mean reward of so many steps, with the last of them."""
+    best: TrainingReward = _NO_REWARD
+    """The largest one of so many steps."""
     max_reward: float = -math.inf
     held_out: list[HeldOut] = field(default_factory=list)
     """Oldest first."""
@@ -82,8 +93,8 @@ class Signs:
         found = {name: seen for name, sign in SIGNS.items() if (seen := sign.find(self))}
         if self.first_entropy is None:
             self.first_entropy = self.mean("actor/entropy")
-        if (reward := self.mean("reward/mean")) is not None:
-            self.best = max(self.best, (reward, step))
+        if rewards := self.values("reward/mean"):
+            self.best = max(self.best, TrainingReward(fmean(rewards), step, _error(rewards)))
         self._num_steps = {name: self._num_steps.get(name, steps - 1) + 1 for name in found}
         return dict(self._sentences(found))
 
@@ -144,10 +155,18 @@ def _bad_gradient(signs: Signs) -> str:
 
 
 def _falling(signs: Signs) -> str:
-    now, (best, step) = signs.mean("reward/mean"), signs.best
-    if now is None or best <= 0 or now >= (1 - signs.settings.max_reward_fall) * best:
+    """By more than chance: two standard errors of the difference."""
+    rewards, best = signs.values("reward/mean"), signs.best
+    if not rewards or best.mean <= 0:
         return ""
-    return f"the training reward is {now:.3f}, and was {best:.3f} at step {step}"
+    now, chance = fmean(rewards), 2 * math.hypot(best.error, _error(rewards))
+    if best.mean - now <= max(signs.settings.max_reward_fall * best.mean, chance):
+        return ""
+    return f"the training reward is {now:.3f}, and was {best.mean:.3f} at step {best.step}"
+
+
+def _error(values: Sequence[float]) -> float:
+    return pstdev(values) / math.sqrt(len(values))
 
 
 def _held_out_falling(signs: Signs) -> str:

@@ -96,6 +96,13 @@ def test_a_reward_that_fell_to_nothing_is_said_to_have_fallen():
     assert set(seen({}, {**ALIKE, "reward/mean": 0.0, "reward/max": 0.0})[-1]) == {"falling"}
 
 
+def test_few_rewards_by_chance_are_no_fall():
+    signs = Signs(SignSettings(steps=10))
+    rewards = [0.0, 0.03, *[0.0] * 7, 0.03, *[0.0] * 9, 0.02]
+    lines = [{**GOOD, "reward/mean": reward} for reward in rewards]
+    assert [signs.add(step, line) for step, line in enumerate(lines, 1)] == [{}] * len(lines)
+
+
 def validated(*rewards: float, num_passes: float = 2.0, num_prompts: float = 400.0) -> set[str]:
     """The signs of a run with a validation every STEPS steps, from before the first one on."""
     signs, found = Signs(SignSettings(steps=STEPS)), {}

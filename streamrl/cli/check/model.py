@@ -158,9 +158,10 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     if folder.sees_images:
         yield from _check_vision(config, facts)
     if config.max_model_len > folder.context:
+        which = "one of them" if config.generator.max_model_len is None else "it"
         yield MODEL.problem(
             f"{_length_settings(config)} is longer than the context of {path}, which is "
-            f"{folder.context:g}: lower it"
+            f"{folder.context:g}: lower {which}"
         )
     if config.generator.engine == "hf" and (limit := folder.limited_attention):
         yield MODEL.warning(

@@ -200,6 +200,8 @@ def summary(config: RunConfig, *, but: str | None = None) -> Table:
     folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl", SUMMARY_METRICS)
     table = Table(title=Text(f"{config.run.name}: summary"), show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     # A failure may quote what the policy wrote.
     for name, value in summary_rows(lines, folder, validation_text(config)):
         if name != but:

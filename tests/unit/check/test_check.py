@@ -591,7 +591,7 @@ def test_a_model_in_the_hubs_cache_is_looked_at(folder):
     make_model_folder(repository / "snapshots" / "abc")
     found = report(folder, "model.path=org/cached", "generator.max_new_tokens=100")
     assert "is longer than the context of org/cached" in found.problems[0]
-    assert "which is 64: lower it (" in found.problems[0]
+    assert "which is 64: lower one of them (" in found.problems[0]
 
 
 def test_an_address_that_is_in_use_is_a_warning(folder):

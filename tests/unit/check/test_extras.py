@@ -58,7 +58,7 @@ generator: {max_new_tokens: 16}
 """
 WITHOUT = f"""
 import json, sys
-for module in {[module for extra in EXTRAS.values() for module in extra.modules]}:
+for module in {["antlr4", *(module for extra in EXTRAS.values() for module in extra.modules)]}:
     sys.modules[module] = None
 from streamrl.cli.check.command import refusals, run_findings
 from streamrl.config.loading.load import load_usable
