@@ -40,8 +40,15 @@ def _without_defaults(
             if inner := _without_defaults(item, here, origins):
                 kept[key] = inner
         elif _origin_of(here, origins) != _DEFAULT:
-            kept[key] = item
+            kept[key] = [_without_nulls(one) for one in item] if isinstance(item, list) else item
     return kept
+
+
+def _without_nulls(item: Any) -> Any:
+    """Of a record in a list, of which no setting is known to be set, and null is the default."""
+    if not isinstance(item, dict):
+        return item
+    return {key: value for key, value in item.items() if value is not None}
 
 
 def rendered(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
