@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from learners.batch.micro_batch import Packing, rows
-from learners.policy.decoding import over_slices
+from learners.policy.sequence_parallel import over_slices
 from streamrl.config.learner import FlashAttentionVersion
 from streamrl.errors import ConfigError
 from streamrl.extras import FLASH_ATTENTION, is_installed

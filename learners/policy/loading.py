@@ -38,13 +38,13 @@ from learners.batch.training_batch import TrainingBatch
 from learners.parallel.mesh import Mesh, assign
 from learners.parallel.ranks import Ranks, in_time
 from learners.policy import attention
-from learners.policy.decoding import sequence_block
 from learners.policy.fusion import fuse_layers
 from learners.policy.hugging_face import make_skeleton
 from learners.policy.lora import add_adapter
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from learners.policy.router_replay import RouterRecords
+from learners.policy.sequence_parallel import sequence_block
 from learners.policy.sharding import (
     checkpoint_layers,
     is_sharded,

@@ -15,9 +15,9 @@ from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import JOB_VARIABLE, chosen, launcher
 from streamrl.cli.parity.compare import require_parity
 from streamrl.cli.plan import print_plan
-from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import BackgroundTask, make_children, supervise
 from streamrl.cli.processes.fork_server import ForkServer
+from streamrl.cli.processes.restarts import Child
 from streamrl.cli.processes.run_commands import (
     evaluate_final,
     launching,

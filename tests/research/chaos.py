@@ -27,9 +27,9 @@ from rich.console import Console
 from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.launch import run_here
-from streamrl.cli.processes import child as children
-from streamrl.cli.processes.child import Child
+from streamrl.cli.processes import restarts
 from streamrl.cli.processes.fork_server import forking
+from streamrl.cli.processes.restarts import Child
 from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration
@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration(arguments).config
     _require_checkpoints(config, counts)
     # A hundred faults that this script causes are not a program that fails again and again.
-    at_once = mock.patch.object(children, "LONGEST_DELAY_S", children.FIRST_DELAY_S)
+    at_once = mock.patch.object(restarts, "LONGEST_DELAY_S", restarts.FIRST_DELAY_S)
     with sole_launch(config.run.path), at_once:
         config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
         killer = Killer(config, counts, arguments, console)

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.fork_server import ForkedProcess
+from streamrl.cli.processes.restarts import Child
 from streamrl.config import RunConfig
 from streamrl.errors import StreamRLError
 from streamrl.tracking.jsonl import TRAINED_FILE

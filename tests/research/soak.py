@@ -33,8 +33,8 @@ from buffers.connect import connect, try_stats
 from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import RunAudit, audit_run
 from streamrl.cli.launch import run_here
-from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import GRACE_PERIOD_S
+from streamrl.cli.processes.restarts import Child
 from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration

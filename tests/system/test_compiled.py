@@ -9,10 +9,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from learners.parallel.mesh import make_mesh
-from learners.policy.decoding import sequence_block
 from learners.policy.fusion import compile_layers
 from learners.policy.loading import load_network
 from learners.policy.network import Network
+from learners.policy.sequence_parallel import sequence_block
 from streamrl.config.learner import MeshSettings
 from tests.model_families import (
     FAMILIES,

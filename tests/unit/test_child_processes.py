@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.display.numbers import summary_rows
-from streamrl.cli.processes import child, command, daemons
-from streamrl.cli.processes.child import Child
+from streamrl.cli.processes import command, daemons, restarts
 from streamrl.cli.processes.daemons import make_children, supervise
 from streamrl.cli.processes.fork_server import ForkServer, forking
+from streamrl.cli.processes.restarts import Child
 from streamrl.config import RunConfig
 from streamrl.errors import (
     ConfigError,
@@ -65,7 +65,7 @@ class Launch:
         """Runs the roles' scripts; those that are not given wait to be stopped."""
         scripts = {"buffer": WAIT, "learner": WAIT, "generator": WAIT, **scripts}
         file = write_command(self.folder, scripts)
-        self._monkeypatch.setattr(child, "executable", lambda: str(file))
+        self._monkeypatch.setattr(restarts, "executable", lambda: str(file))
 
         async def view(children: Sequence[Child]) -> None:
             self.children = children
@@ -101,7 +101,7 @@ class Launch:
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(child, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
     return Launch(tmp_path, monkeypatch)
 
 
@@ -300,8 +300,8 @@ def test_a_signal_at_the_very_start_stops_what_is_being_started(launched: Launch
 
 
 def test_a_signal_ends_the_wait_before_a_restart(launched: Launch, monkeypatch):
-    monkeypatch.setattr(child, "FIRST_DELAY_S", 600.0)
-    monkeypatch.setattr(child, "LONGEST_DELAY_S", 600.0)
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr(restarts, "LONGEST_DELAY_S", 600.0)
 
     async def interrupt() -> None:
         async with asyncio.timeout(60):

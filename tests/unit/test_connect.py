@@ -13,8 +13,8 @@ from buffers.redis.connection import namespace
 from buffers.redis.topology import open_client, redacted
 from buffers.zmq.client import ZmqBuffer
 from streamrl.cli.buffer import running
-from streamrl.cli.processes.child import Child
 from streamrl.cli.processes.daemons import make_children
+from streamrl.cli.processes.restarts import Child
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement.assign import make_plan

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from streamrl.cli.processes.child import (
+from streamrl.cli.processes.restarts import (
     FIRST_DELAY_S,
     HEALTHY_S,
     LONGEST_DELAY_S,

@@ -35,7 +35,7 @@ from streamrl.cli.display.numbers import (
     validation_text,
     wait_shares,
 )
-from streamrl.cli.processes.child import Child
+from streamrl.cli.processes.restarts import Child
 from streamrl.cli.samples import rendered
 from streamrl.config import RunConfig
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, age

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-from streamrl.cli.processes.child import Child, RestartBudget
+from streamrl.cli.processes.restarts import Child, RestartBudget
 from streamrl.errors import EXIT_UNREACHABLE, Interrupted, StreamRLError
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.placement.plan import Plan, PlannedProcess

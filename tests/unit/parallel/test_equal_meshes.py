@@ -18,8 +18,8 @@ from learners.batch.training_batch import TrainingBatch
 from learners.executor.place import data_ranks
 from learners.parallel.mesh import Mesh, assign, full, make_mesh
 from learners.parallel.ranks import Ranks
-from learners.policy.decoding import sequence_block
 from learners.policy.network import Network
+from learners.policy.sequence_parallel import sequence_block
 from learners.policy.sharding import shard, split_matrices
 from learners.trainer import Trainer
 from streamrl.config.learner import MeshSettings

@@ -13,7 +13,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from learners.policy.decoding import require_shareable, sequence_block
+from learners.policy.sequence_parallel import require_shareable, sequence_block
 from learners.policy.sharding import require_plan
 from streamrl.errors import ConfigError
 from tests.tiny_model import make_llama

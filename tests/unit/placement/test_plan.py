@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from streamrl.cli import plan as plan_command
 from streamrl.cli.main import main
 from streamrl.cli.plan import print_plan
-from streamrl.cli.processes import child
+from streamrl.cli.processes import restarts
 from streamrl.cli.processes.daemons import make_children
 from streamrl.errors import ConfigError
 from streamrl.placement.assign import make_plan
@@ -354,9 +354,9 @@ async def test_a_launch_on_two_gpus_starts_learner_and_generator_on_one_each(
     program = tmp_path / "streamrl"
     program.write_text('#!/bin/sh\necho "$1 on $CUDA_VISIBLE_DEVICES"\n')
     program.chmod(0o755)
-    monkeypatch.setattr(child, "executable", lambda: str(program))
+    monkeypatch.setattr(restarts, "executable", lambda: str(program))
     plan = make_plan(configured(run={"name": "x", "folder": tmp_path}), one_host(2))
-    for one in make_children(child.Child, plan, print, lambda _: {}):
+    for one in make_children(restarts.Child, plan, print, lambda _: {}):
         assert await one.supervise() == 0
     logs = [(tmp_path / "x" / "logs" / f"{p.name}.log").read_text() for p in plan.processes]
     assert logs == ["buffer on 0,1\n", "learner on 0\n", "generator on 1\n"]

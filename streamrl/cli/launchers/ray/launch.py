@@ -36,10 +36,10 @@ from streamrl.cli.launchers.ray.cluster import (
 )
 from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
 from streamrl.cli.plan import print_plan
-from streamrl.cli.processes.child import Child, RestartBudget
 from streamrl.cli.processes.command import sigterm_raises, unless_signaled
 from streamrl.cli.processes.daemons import PlannedChild, make_children, newest_step, supervise
 from streamrl.cli.processes.mirror import Mirror
+from streamrl.cli.processes.restarts import Child, RestartBudget
 from streamrl.cli.processes.run_commands import (
     books_option,
     evaluation_may_fail,

@@ -25,8 +25,8 @@ from typing import Any
 
 from streamrl import __version__
 from streamrl.checkpoints.manifest import MANIFEST_FILE, verify
-from streamrl.cli.processes.child import launcher_line
 from streamrl.cli.processes.mirror import Mirror, complete_checkpoints
+from streamrl.cli.processes.restarts import launcher_line
 from streamrl.config import RunConfig
 from streamrl.config.addresses import bound_socket
 from streamrl.durable_files import link_folder, visible_files, write_file
