@@ -5,6 +5,7 @@ Invariant: a page is a pure function of the package, so a test can compare it wi
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,9 @@ What `metrics.jsonl` has of each step, and what [every view of a run](monitoring
 belongs to the group that its name begins with. A word in capitals stands for a name of your own,
 such as that of an environment, or for one of [these](#words).
 
-*Merged* says how the numbers of micro-batches, ranks, episodes and generators
-[become one](#merged). Of a step with several updates, a sum, max or min is that of all, and any
-other number the mean over the updates that were made.
+*Merged* says how the numbers of micro-batches, ranks, episodes and generators become one, for all
+metrics of a group but those with [another word](#merged) behind their unit. Of a step with several
+updates, a sum, max or min is that of all, and any other number the mean over the updates made.
 
 """
     by_group = (
@@ -122,17 +123,15 @@ other number the mean over the updates that were made.
 
 
 def _metric_table(rows: list[Metric]) -> str:
-    """How they are merged stands above, without a column, where it is one for all of them."""
-    merges = {row.merge for row in rows}
-    is_same = len(merges) == 1
-    above = f"Merged: {merges.pop()}.\n\n" if is_same else ""
-    lines = (
-        f"| `{_shown(row)}` | {row.unit} | {row.meaning} |"
-        f"{'' if is_same else f' {row.merge.name.lower()} |'}\n"
-        for row in rows
-    )
-    header = "| metric | unit | meaning |" + " merged |" * (not is_same)
-    return f"{above}{header}\n|{'---|' * (4 - is_same)}\n" + "".join(lines)
+    """How most of them are merged stands above, and behind the unit of each other one."""
+    usual, _ = Counter(row.merge for row in rows).most_common(1)[0]
+    lines = (f"| `{_shown(row)}` | {_unit(row, usual)} | {row.meaning} |\n" for row in rows)
+    return f"Merged: {usual}.\n\n| metric | unit | meaning |\n|---|---|---|\n" + "".join(lines)
+
+
+def _unit(row: Metric, usual: Merge) -> str:
+    other = "" if row.merge is usual else f"({row.merge.name.lower()})"
+    return f"{row.unit} {other}".strip()
 
 
 def _words() -> str:
