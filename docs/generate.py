@@ -85,7 +85,8 @@ integer, `1.0` any number. A section below a section has a heading of its own.
 but for what the policy reads.
 
 """
-    return _NOTICE + introduction + "\n".join((*reference.sections(RunConfig), _extras()))
+    sections = "\n".join((*reference.sections(RunConfig), _extras()))
+    return _NOTICE + introduction + _linked(sections)
 
 
 def _extras() -> str:

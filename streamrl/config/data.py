@@ -123,9 +123,8 @@ class DataSettings(Section):
     """Prompts, how they are rendered, and what scores the responses."""
 
     source: Sources
-    """A file (.jsonl, .jsonl.gz, .jsonl.zst, .json, .csv, .parquet) or pattern, a folder of the
-    library datasets, datasets:NAME of the hub, addition, reverse, copy, sort, reasoning_gym:NAME,
-    PATH.py:NAME, or `environment`; or a list of these or of records."""
+    """A file, a pattern or a folder, datasets:NAME of the hub, a task, reasoning_gym:NAME,
+    PATH.py:NAME, or `environment` (docs/data.md); or a list of these or of records."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: Sources | None = None
@@ -140,15 +139,14 @@ class DataSettings(Section):
     answer_key: str | None = "answer"
     """Column of the reference answer, such as reward_model.ground_truth; null for none."""
     image_key: str | None = None
-    """Column with a row's image, or the list of them: paths relative to the file, base64 data:
-    URLs, or {bytes, path}; <image> in the prompt is the place of one."""
+    """Column with a row's image, or the list of them (docs/vision.md); <image> in the prompt is the
+    place of one."""
     video_key: str | None = None
     """Column with the row's videos, each a list of such images, at <video>."""
     chat_template: Literal["native", "none"] | Path = "native"
     """`native`: the tokenizer's; `none`: the prompt as it stands; or a Jinja file."""
     tool_parser: str = "auto"
-    """How a completion writes tool calls: hermes, qwen3_coder, glm, llama3, mistral, mistral_v11,
-    deepseek, kimi_k2, minimax_m2, gemma4, cohere, pythonic, gpt_oss, or a response template in
+    """How a completion writes tool calls: a name (docs/tools.md), or a response template in
     PATH.json; `auto`: what fits the chat template."""
     tool_schemas: Literal["template", "system_message", "omit"] = "template"
     """Where the policy reads which tools there are: in the chat template, in the system message, as
