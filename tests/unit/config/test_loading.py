@@ -47,6 +47,13 @@ def test_the_command_line_wins_over_the_environment_over_the_file(tmp_path):
     assert (run.seed, run.max_steps, run.name) == (3, 2, "file")
 
 
+def test_of_what_was_set_records_have_no_nulls(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {source: [{path: a.jsonl, weight: 2}]}\n")
+    printed = render(load_config(path, [], {}), with_defaults=False)
+    assert "source: [{path: a.jsonl, weight: 2.0, name: '', kwargs: {}}]" in printed
+
+
 def test_every_value_is_printed_with_where_it_came_from(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(MINIMAL + "run:\n  seed: 1\n")
