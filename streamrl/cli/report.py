@@ -42,6 +42,7 @@ from streamrl.cli.display.numbers import (
 from streamrl.cli.launchers import options_of
 from streamrl.cli.samples import expectation, facts, readings, verdict
 from streamrl.config import RunConfig
+from streamrl.config.loading.rendering import on_one_line
 from streamrl.config.section import leaves
 from streamrl.durable_files import write_file
 from streamrl.errors import ErrorRecord
@@ -342,9 +343,10 @@ def about(config: RunConfig, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The run and its settings, and the rows of its summary: numbers as tiles, sentences below."""
     known = dict(rows)
     took = f" in {known['time of the steps']}" if "time of the steps" in known else ""
+    failed = "failed after " if "launch failed" in known else ""
     numbers = [r for r in rows if not r[0].startswith(_SENTENCES)]
     return {
-        "state": f"{int(known['steps']):,} of {config.run.max_steps:,} steps{took}",
+        "state": f"{failed}{int(known['steps']):,} of {config.run.max_steps:,} steps{took}",
         "about": [(name, printable(value)) for name, value in _facts(config)],
         "settings": list(_changed(config)),
         "tiles": [_tile(*row) for row in numbers if row[0] not in (*_OF_INTEGRITY, *_OF_STATE)],
@@ -381,8 +383,8 @@ def _changed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings by dotted name that a person has changed, but for those that stand above."""
     for name, value in leaves(config.shown(exclude_defaults=True)):
         is_above = name.startswith(_PLACES) or name in _SHOWN_ABOVE
-        if not is_above and _OF_LAUNCH.get(name) != value:
-            yield name, printable(str(value))
+        if not is_above and value != {} and _OF_LAUNCH.get(name) != value:
+            yield name, printable(on_one_line(value))
 
 
 def _tile(name: str, text: str) -> dict[str, Any]:

@@ -231,7 +231,7 @@ function makePage() {
   const state = node("a", { href: "#integrity", className: broken ? "fault" : "good", textContent: broken ? `\u2717 ${broken} of ${data.checks.length} checks of integrity failed` : "\u2713 integrity" });
   document.getElementById("state").append(data.state, ...(data.checks.length ? [" \u00b7 ", state] : []));
   main.append(makeAbout(), ...[true, false].map((first) => node("div", { className: "tiles" }, ...data.tiles.filter((t) => t.is_first === first).map(makeTile))));
-  if (data.notes.length) main.append(node("ul", {}, ...data.notes.map(([name, text]) => node("li", {}, node("b", { textContent: `${name}: ` }), text))));
+  if (data.notes.length) main.append(node("ul", {}, ...data.notes.map(([name, text]) => node("li", {}, node("b", { className: name === "launch failed" ? "fault" : "", textContent: `${name}: ` }), text))));
   if (data.overview.length) main.append(makeControls(), makeCharts(data.overview.slice(0, 1)), makeCharts(data.overview.slice(1)));
   for (const { title, samples } of data.samples) {
     const weighed = samples.some((s) => s.messages.some((m) => m.pieces.length));

@@ -81,9 +81,12 @@ def _render(
             yield f"{indent}{key}:", ""
             yield from _render(item, here, origins)
         else:
-            dumped = dump(item, default_flow_style=True, width=10**9)
-            shown = dumped.removesuffix("...\n").strip()
-            yield f"{indent}{key}: {shown}", f"# {_origin_of(here, origins)}"
+            yield f"{indent}{key}: {on_one_line(item)}", f"# {_origin_of(here, origins)}"
+
+
+def on_one_line(value: Any) -> str:
+    """A value as YAML has it."""
+    return dump(value, default_flow_style=True, width=10**9).removesuffix("...\n").strip()
 
 
 def _origin_of(path: tuple[str, ...], origins: Mapping[str, str]) -> str:

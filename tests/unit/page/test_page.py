@@ -23,7 +23,7 @@ from streamrl.cli.report import (
 )
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.log_lines import json_line
-from streamrl.run_folder import prepare
+from streamrl.run_folder import Launch, note_launch, prepare
 from streamrl.samples.files import SampleFile
 from streamrl.samples.record import Message
 from streamrl.tracking.groups import GROUPS, grouped, groups_of, label_of
@@ -135,6 +135,11 @@ def test_the_page_says_first_what_the_run_is_and_how_it_went(tmp_path):
     (reward,) = (tile for tile in data["tiles"] if tile["name"] == "training reward")
     assert reward["value"] == "0.150 \u2192 0.550"
     assert reward["is_first"]
+    note_launch(config.run.path, Launch(failure="learner: out of memory"))
+    without = load_config(QUICKSTART, ["algorithm.rollout_is=token_is"], {}).config
+    failed = page_data(without.with_values(run=config.run.model_dump()), lines)
+    assert failed["state"] == "failed after 6 of 550 steps in 3.0 s"
+    assert "{}" not in dict(failed["settings"]).values(), "a section of defaults is no change"
 
 
 def test_integrity_is_said_by_checks_that_name_the_documentation(tmp_path):
