@@ -168,15 +168,9 @@ Rewards are ours where we have the same. Any other is a function in a file: copy
 TRL's form](extending/reward.md), and name it `PATH.py:NAME`. TRL's `dataset_name` is
 `datasets:NAME` where it is neither a file nor a folder here.
 
-Batches are counted in groups of siblings here, as verl's `data.train_batch_size` counts prompts. A
-comment says how TRL's come about:
-
-    learner:
-      groups_per_step: 4  # per_device_train_batch_size 8 * gradient_accumulation_steps 4
-                          # * num_processes 1 (a default) / num_generations 8
-
-A file of TRL does not say how many processes `accelerate launch` starts: add `num_processes: 8` to
-it, or import the shell script.
+Batches are counted in groups of siblings here, as verl's `data.train_batch_size` counts prompts; a
+comment shows how TRL's become groups. A file of TRL does not say how many processes `accelerate
+launch` starts: add `num_processes: 8` to it, or import the shell script.
 
 """
     found = [
