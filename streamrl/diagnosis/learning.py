@@ -13,7 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from streamrl.config.run import SignSettings
@@ -166,7 +166,7 @@ def _falling(signs: Signs) -> str:
 
 
 def _error(values: Sequence[float]) -> float:
-    return pstdev(values) / math.sqrt(len(values))
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _held_out_falling(signs: Signs) -> str:
