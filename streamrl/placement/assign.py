@@ -8,8 +8,10 @@ environment holds only what follows from the plan. On several hosts `buffer.url`
 protect them.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_any, is_loopback, places_of, port_of, url_host
@@ -145,16 +147,23 @@ class Commands:
         validator that rests nearly all the time takes none from others."""
         if not seat.host.num_cores:
             return {}
-        sharing = [other for other in self.seats if other.host.name == seat.host.name]
-        idle = {"buffer"} | ({"validator"} if self.config.validation.rests else set())
-        num_sharing = sum(other.num_ranks for other in sharing if other.role not in idle)
+        num_sharing = self._num_sharing[seat.host.name]
         starts_ranks = seat.role == "learner" and not self._torchrun(seat)
         cores = seat.host.num_cores * (seat.num_ranks if starts_ranks else 1)
         return {"OMP_NUM_THREADS": str(max(1, cores // max(1, num_sharing)))}
 
+    @cached_property
+    def _num_sharing(self) -> Counter[str]:
+        """The ranks that share the cores of each host, by its name."""
+        idle = {"buffer"} | ({"validator"} if self.config.validation.rests else set())
+        found = Counter({seat.host.name: 0 for seat in self.seats})
+        for seat in self.seats:
+            found[seat.host.name] += 0 if seat.role in idle else seat.num_ranks
+        return found
+
     def _interface(self, seat: Seat) -> Mapping[str, str]:
         name = seat.host.interface
-        if not name or len({other.host.name for other in self.seats}) == 1:
+        if not name or len(self._num_sharing) == 1:
             return {}
         return {"NCCL_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
 

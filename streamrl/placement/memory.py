@@ -36,7 +36,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
@@ -436,6 +436,9 @@ _SETTINGS: Mapping[HostRole, str] = {
 }
 
 
+_Shared: TypeAlias = tuple[Host, Device, list[tuple[Seat, int]]]
+
+
 class DoesNotFitError(ConfigError):
     """A GPU has certainly less memory than the processes on it need."""
 
@@ -472,14 +475,14 @@ class Fit:
         Raises:
             DoesNotFitError: what a GPU has to hold is certainly more than it has.
         """
-        for host, device, sharing in self._devices:
+        for host, device, sharing in self._devices.values():
             needs = [(seat, self._least(seat, index, device)) for seat, index in sharing]
             if device.memory_bytes and sum(least for _, least in needs) > device.memory_bytes:
                 raise DoesNotFitError(self._refusal(host, device, sharing))
 
     def warnings(self) -> Iterator[Finding]:
         """What may not fit, by the estimate."""
-        for host, device, sharing in self._devices:
+        for host, device, sharing in self._devices.values():
             total = sum(self._likely(seat, index, device) for seat, index in sharing)
             if total > device.memory_bytes > 0:
                 who = "; ".join(self._described(seat, index) for seat, index in sharing)
@@ -493,17 +496,16 @@ class Fit:
         return tuple(seat for seat in self.seats if seat.role == "learner")
 
     @cached_property
-    def _devices(self) -> tuple[tuple[Host, Device, tuple[tuple[Seat, int], ...]], ...]:
-        """Each GPU that is used, with the seats on it and which of their GPUs it is."""
-        placed: dict[tuple[str, int], tuple[tuple[Seat, int], ...]] = {}
+    def _devices(self) -> Mapping[tuple[str, int], _Shared]:
+        """Each GPU that is used, by its host's name and its position there, with the seats on it
+        and which of their GPUs it is."""
+        found: dict[tuple[str, int], _Shared] = {}
         for seat in self.seats:
-            for index, device in enumerate(seat.devices if seat.host.is_counted else ()):
-                key = (seat.host.name, device)
-                placed[key] = (*placed.get(key, ()), (seat, index))
-        return tuple(
-            (sharing[0][0].host, sharing[0][0].host.devices[position], sharing)
-            for (_, position), sharing in placed.items()
-        )
+            host = seat.host
+            for index, position in enumerate(seat.devices if host.is_counted else ()):
+                empty: _Shared = (host, host.devices[position], [])
+                found.setdefault((host.name, position), empty)[2].append((seat, index))
+        return found
 
     def _generator(self, seat: Seat) -> GeneratorSettings:
         is_validator = seat.role == "validator"
@@ -519,11 +521,8 @@ class Fit:
         """Of each of its GPUs; None where it has them alone, or a person has set it."""
         if not self._takes_fraction(seat) or self._given(seat) is not None:
             return None
-        shared = [
-            self._part(device, sharing)
-            for _, device, sharing in self._devices
-            if len(sharing) > 1 and any(other == seat for other, _ in sharing)
-        ]
+        used = (self._devices[seat.host.name, position] for position in seat.devices)
+        shared = [self._part(device, sharing) for _, device, sharing in used if len(sharing) > 1]
         if not shared:
             return None
         is_static = self._generator(seat).engine == "sglang"

@@ -8,8 +8,9 @@ changes what they compute.
 `streamrl.placement.assign` makes plans; the launchers of `streamrl.cli` read them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from streamrl.config import RunConfig
@@ -152,8 +153,15 @@ class Plan:
         """Where every process finds `config`, relative to the working folder of its host."""
         return self.config.run.path / "config.yaml"
 
-    def on(self, host: str) -> tuple[PlannedProcess, ...]:
-        return tuple(process for process in self.processes if process.host == host)
+    def on(self, host: str) -> Sequence[PlannedProcess]:
+        return self._by_host.get(host, ())
+
+    @cached_property
+    def _by_host(self) -> Mapping[str, Sequence[PlannedProcess]]:
+        found: dict[str, list[PlannedProcess]] = {}
+        for process in self.processes:
+            found.setdefault(process.host, []).append(process)
+        return found
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)

@@ -10,9 +10,10 @@ one GPU, since NCCL refuses that, and the ranks of a block that shares tokens or
 (`learner.mesh.sequence` x `tensor`) are on one host.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from streamrl.config import RunConfig
 from streamrl.config.addresses import host_of, is_any, is_loopback
@@ -189,7 +190,7 @@ def engine_seat(
     role: HostRole,
     generator: GeneratorSettings,
     hosts: Sequence[Host],
-    taken: Sequence[Seat],
+    taken: "Taken",
 ) -> Seat:
     """The best place that is left for one engine.
 
@@ -199,21 +200,21 @@ def engine_seat(
     kind, _, number = generator.device.partition(":")
     size = devices_per_engine(generator)
     if kind not in ("auto", "cuda") or size == 0:
-        return Seat(name, role, _idlest(hosts, taken))
+        return Seat(name, role, taken.idlest(hosts))
     if number:
         return _pinned(name, role, generator.device, int(number), hosts, taken)
     with_gpus = [host for host in hosts if host.devices]
     fitting = [host for host in with_gpus if len(host.devices) >= size]
     if fitting:
-        host, devices = _least_shared(fitting, size, taken)
-        return Seat(name, role, host, devices)
+        host = min(fitting, key=lambda host: taken.least_loaded(host, size)[0])
+        return Seat(name, role, host, taken.least_loaded(host, size)[1])
     if with_gpus:
         raise ConfigError(f"{_size_setting(generator)}: was {size}, and {counted(hosts)}")
     if kind == "cuda" and all(host.is_counted for host in hosts):
         raise ConfigError(
             f"{_setting(role)}.device: was {generator.device!r}, and {counted(hosts)}"
         )
-    return Seat(name, role, _idlest(hosts, taken))
+    return Seat(name, role, taken.idlest(hosts))
 
 
 def devices_per_engine(generator: GeneratorSettings) -> int:
@@ -239,29 +240,41 @@ def pipeline_parallel_size(generator: GeneratorSettings) -> int:
     return generator.product_of(("pipeline_parallel_size",))
 
 
-def _least_shared(
-    hosts: Sequence[Host], size: int, taken: Sequence[Seat]
-) -> tuple[Host, tuple[int, ...]]:
-    """The host on which the `size` GPUs with the least load are shared least, and their positions:
-    first with how many learner ranks, then with how many engines one of them is shared."""
-    loads = Counter(
-        (seat.role == "learner", seat.host.name, device)
-        for seat in taken
-        for device in seat.devices
-    )
+Load: TypeAlias = tuple[int, int]
+"""With how many learner ranks and engines a GPU is shared."""
 
-    def load(host: Host, device: int) -> tuple[int, int]:
-        return loads[True, host.name, device], loads[False, host.name, device]
 
-    def best(host: Host) -> tuple[int, ...]:
-        order = sorted(range(len(host.devices)), key=lambda i: (*load(host, i), i))
-        return tuple(sorted(order[:size]))
+class Taken:
+    """The seats that are taken, and how busy they make each host."""
 
-    def most(choice: tuple[Host, tuple[int, ...]]) -> tuple[int, ...]:
-        host, devices = choice
-        return tuple(map(max, zip(*(load(host, i) for i in devices), strict=True)))
+    def __init__(self, seats: Iterable[Seat]) -> None:
+        self.seats: list[Seat] = []
+        self._num_ranks: Counter[str] = Counter()
+        self._loads: dict[str, Counter[tuple[bool, int]]] = defaultdict(Counter)
+        self._least: dict[str, dict[int, tuple[Load, tuple[int, ...]]]] = defaultdict(dict)
+        for seat in seats:
+            self.add(seat)
 
-    return min(((host, best(host)) for host in hosts), key=most)
+    def add(self, seat: Seat) -> None:
+        name = seat.host.name
+        self.seats.append(seat)
+        self._num_ranks[name] += seat.num_ranks
+        self._loads[name].update((seat.role == "learner", device) for device in seat.devices)
+        self._least.pop(name, None)
+
+    def least_loaded(self, host: Host, size: int) -> tuple[Load, tuple[int, ...]]:
+        """Of the `size` GPUs of the host with the least load, and their positions: first with how
+        many learner ranks, then with how many engines one of them is shared."""
+        known, load = self._least[host.name], self._loads[host.name]
+        if size not in known:
+            loads = sorted((load[True, i], load[False, i], i) for i in range(len(host.devices)))
+            of_ranks, of_engines, positions = zip(*loads[:size], strict=True)
+            known[size] = (max(of_ranks), max(of_engines)), tuple(sorted(positions))
+        return known[size]
+
+    def idlest(self, hosts: Sequence[Host]) -> Host:
+        """The host with the fewest processes for its cores."""
+        return min(hosts, key=lambda h: (self._num_ranks[h.name] + 1) / max(1, h.num_cores))
 
 
 def _pinned(
@@ -270,18 +283,12 @@ def _pinned(
     device: str,
     number: int,
     hosts: Sequence[Host],
-    taken: Sequence[Seat],
+    taken: Taken,
 ) -> Seat:
     fitting = [host for host in hosts if number < len(host.devices) or not host.is_counted]
     if not fitting:
         raise ConfigError(f"{_setting(role)}.device: was {device!r}, and {counted(hosts)}")
-    return Seat(name, role, _idlest(fitting, taken), (number,), is_pinned=True)
-
-
-def _idlest(hosts: Sequence[Host], taken: Sequence[Seat]) -> Host:
-    """The host with the fewest processes for its cores."""
-    counts = Counter(seat.host.name for seat in taken for _ in range(seat.num_ranks))
-    return min(hosts, key=lambda host: (counts[host.name] + 1) / max(1, host.num_cores))
+    return Seat(name, role, taken.idlest(fitting), (number,), is_pinned=True)
 
 
 def _setting(role: HostRole) -> str:
@@ -303,11 +310,11 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     if config.buffer.binds_url:
         wanted = at_address("buffer.url", config.buffer.url, wanted, hosts)
     buffer = Seat("buffer", "buffer", wanted[0])
-    taken = learner_seats(config, hosts)
+    taken = Taken(learner_seats(config, hosts))
     for index, wanted in enumerate(generator_hosts(config, hosts)):
         name = f"generator-{index}"
-        taken = (*taken, engine_seat(name, "generator", config.generator, wanted, taken))
+        taken.add(engine_seat(name, "generator", config.generator, wanted, taken))
     if config.is_validated and (wanted := allowed_for("validator", hosts)):
         generator = config.for_validator().generator
-        taken = (*taken, engine_seat("validator", "validator", generator, wanted, taken))
-    return (buffer, *taken)
+        taken.add(engine_seat("validator", "validator", generator, wanted, taken))
+    return (buffer, *taken.seats)
