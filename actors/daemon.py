@@ -24,6 +24,7 @@ from buffers.connect import connect
 from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.run_folder import are_rows_checked
 from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import exporting, of_generator
 from streamrl.types.ranges import check_id, named_after_host
@@ -62,7 +63,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
         with shutdown.empty_handed():
             prepare(config)
             renderer = ChatRenderer.from_config(config)
-            stream = open_stream(config, renderer)
+            stream = open_stream(config, renderer, are_checked=are_rows_checked(config))
             for entry in config.entries:
                 make_environment(entry)
             require_rendering(config.entries, renderer)

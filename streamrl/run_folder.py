@@ -23,10 +23,11 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.config.addresses import bound_socket, host_of, port_of, url_host
-from streamrl.config.environments import SourceRows, first_difference, rows_of
+from streamrl.config.environments import SourceRows, first_difference, reading_of, rows_of
 from streamrl.config.loading.explain import RESOLVED_FILE, other_runs
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
@@ -49,10 +50,13 @@ R = TypeVar("R")
 
 
 class Rows(Struct, frozen=True):
-    """What a run reads from this prompt on; rows that this machine does not have are not known."""
+    """What a run reads from this prompt on; rows that this machine does not have are not known.
+    `reading` says by which settings; `are_checked` if its launch has made a prompt of each."""
 
     first_prompt_index: int
     sources: tuple[SourceRows, ...]
+    reading: str = ""
+    are_checked: bool = False
 
     def num_passes(self, prompt_index: int) -> float:
         """Over the rows of all sources together, before this prompt; not a number without rows."""
@@ -84,6 +88,7 @@ def prepare(
     resume: bool,
     new: bool,
     binds: bool = True,
+    are_rows_checked: bool = False,
     next_prompt_index: Callable[[Path], int] = lambda _: 0,
 ) -> RunConfig:
     """The configuration with free ports for those given as 0, with the prompt from which its rows
@@ -94,6 +99,7 @@ def prepare(
     validator has a place or none.
 
     Args:
+        are_rows_checked: whether this launch has; the run's generators then need not.
         next_prompt_index: the first prompt that the run in a folder has not asked for yet.
 
     Raises:
@@ -110,7 +116,7 @@ def prepare(
     has_run = held_run(folder)
     if has_run and not (resume or new):
         raise ConfigError(has_run)
-    now = Rows(config.data.first_prompt_index, _sources(config))
+    now = _rows_now(config, are_rows_checked)
     rows = _continued(config, now, next_prompt_index) if has_run and resume else (now,)
     if resume and not has_run and not any((folder / name).exists() for name in _STATES):
         elsewhere = "" if binds else ", unless its hosts hold it"
@@ -169,7 +175,10 @@ def _continued(
     known = read_rows(folder)
     difference = _other_setting(config, folder) or _other_rows(known, now, folder)
     if difference is None:
-        return known or (now,)
+        if not known:
+            return (now,)
+        then = replace(known[-1], reading=now.reading, are_checked=now.are_checked)
+        return (*known[:-1], then)
     sentence, remedy = difference
     if "data." not in sentence.partition(":")[0]:
         raise ConfigError(f"{sentence}: {remedy}, or start anew with --new")
@@ -178,7 +187,7 @@ def _continued(
             f"{sentence}: {remedy}, set data.changed: allow to begin an epoch of what there is "
             "now, or start anew with --new"
         )
-    return (*known, Rows(next_prompt_index(folder), now.sources))
+    return (*known, replace(now, first_prompt_index=next_prompt_index(folder)))
 
 
 def _other_setting(config: RunConfig, folder: Path) -> tuple[str, str] | None:
@@ -208,12 +217,36 @@ def _other_rows(known: tuple[Rows, ...], now: Rows, folder: Path) -> tuple[str, 
     return None
 
 
-def _sources(config: RunConfig) -> tuple[SourceRows, ...]:
-    """None where one cannot be read: a check has refused it, or other machines have it."""
-    try:
-        return rows_of(config)
-    except ConfigError:
-        return ()
+def _rows_now(config: RunConfig, are_checked: bool) -> Rows:
+    """No source where one cannot be read: a check has refused it, or other machines have it."""
+    sources: tuple[SourceRows, ...] = ()
+    with suppress(ConfigError):
+        sources = rows_of(config)
+    return Rows(config.data.first_prompt_index, sources, reading_of(config), are_checked)
+
+
+def are_rows_checked(config: RunConfig) -> bool:
+    """Whether the launch of this run has made a prompt of each row that a daemon reads here. Reads
+    all of the files.
+
+    Raises:
+        ConfigError: a file has other rows than at the launch, so that processes of the run would
+            have other prompts at one index.
+    """
+    launched = next(reversed(read_rows(config.run.path)), None)
+    if launched is None or not launched.sources or launched.reading != reading_of(config):
+        return False
+    now = rows_of(config)
+    for then, source in zip(launched.sources, now, strict=False):
+        # Each machine makes the files of a data set of the hub by itself.
+        is_other = then.num_rows != source.num_rows or not source.path.startswith("datasets:")
+        if then != source and is_other:
+            raise ConfigError(
+                f"{source.setting}: {source.path} has {source.num_rows} rows, and the launch of "
+                f"the run in {config.run.path} read {then.num_rows} others: put them back, or stop "
+                "the run and go on with `streamrl launch --resume`"
+            )
+    return launched.are_checked and launched.sources == now
 
 
 def read_rows(folder: Path) -> tuple[Rows, ...]:

@@ -92,11 +92,14 @@ class HeldOutStream(Stream):
         return sum(map(len, self.sources))
 
 
-def open_stream(config: RunConfig, renderer: "ChatRenderer") -> Stream:
+def open_stream(
+    config: RunConfig, renderer: "ChatRenderer", *, are_checked: bool = False
+) -> Stream:
     """That of training.
 
     Args:
         renderer: measures the prompts where `data.truncation` is `filter`.
+        are_checked: as in `open_prompts`.
 
     Raises:
         ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
@@ -109,8 +112,8 @@ def open_stream(config: RunConfig, renderer: "ChatRenderer") -> Stream:
     for entry, first in zip(
         entries, mixture.num_before(config.data.first_prompt_index), strict=True
     ):
-        own = config.model_copy(update={"data": entry.data})
-        sources.append(open_prompts(entry.data, seed, partial(fitting_rows, own, renderer), first))
+        fitting = partial(fitting_rows, config.model_copy(update={"data": entry.data}), renderer)
+        sources.append(open_prompts(entry.data, seed, fitting, first, are_checked=are_checked))
     return Stream(entries, sources, mixture.place)
 
 
@@ -147,7 +150,12 @@ def open_held_out_stream(config: RunConfig) -> HeldOutStream:
 
 
 def open_prompts(
-    data: DataSettings, seed: int, fitting: Fitting | None = None, first: int = 0
+    data: DataSettings,
+    seed: int,
+    fitting: Fitting | None = None,
+    first: int = 0,
+    *,
+    are_checked: bool = False,
 ) -> PromptSource:
     """The training stream that `data.source` names.
 
@@ -155,9 +163,10 @@ def open_prompts(
         fitting: with `data.truncation: filter`, chooses the prompts of a finite set; without it,
             all are in the stream.
         first: with which index the first epoch of what is a set begins.
+        are_checked: whether each row of a file is known to be a prompt.
     """
     sources = data.sources
-    parts = [_open(data, "data.source", source, seed) for source in sources]
+    parts = [_open(data, "data.source", source, seed, are_checked) for source in sources]
     if all(source.weight is None for source in sources):
         return _stream(data, _joined(sources, parts), (seed,), fitting, 0, first)
     weights = [1.0 if source.weight is None else source.weight for source in sources]
@@ -222,7 +231,11 @@ def _stream(
 
 
 def _open(
-    data: DataSettings, setting: str, source: SourceSettings, run_seed: int | None
+    data: DataSettings,
+    setting: str,
+    source: SourceSettings,
+    run_seed: int | None,
+    are_checked: bool = False,
 ) -> PromptRows | PromptSource:
     """`run_seed` None: what is held out."""
     path, kwargs = source.path, source.kwargs
@@ -231,7 +244,8 @@ def _open(
     columns = RowColumns.of(data, setting, source, default_name)
     if _has_rows(path):
         rows = open_rows(setting, path, subset=source.subset, split=source.split)
-        return RowPrompts(rows, columns, path)
+        num_checked = 0 if are_checked else data.num_eval_prompts if run_seed is None else None
+        return RowPrompts(rows, columns, path, num_checked)
     if is_user_code(path):
         seed = HELD_OUT_RUN_SEED if run_seed is None else run_seed
         return open_user_source(setting, path, kwargs, seed, columns)

@@ -1,8 +1,9 @@
 """From rows to prompts: which columns hold the prompt, its answer and its media, and what a
 template makes; rows of files, and what a user's own PATH.py:NAME returns.
 
-Invariant: every row is checked when its source is opened, so none ends a run that has begun; its
-images and videos are read when it is sampled. What a user's own returns is checked as it is read.
+Invariant: every row that is read is checked when its source is opened, or by the launch of the run,
+so none ends a run that has begun; its images and videos are read when it is sampled. What a user's
+own returns is checked as it is read.
 
 A row has images and videos in the content parts of its messages, or in columns (`data.image_key`,
 `data.video_key`) with a marker <image> or <video> in the text where each stands; without markers
@@ -246,6 +247,8 @@ class RowColumns:
         if self.answer_key is None:
             return ""
         answer = self._required(row, self.answer_key)
+        if isinstance(answer, str):
+            return answer
         place = f"{self.setting}: {row.place}: {self.answer_key}"
         if answer is None or (isinstance(answer, float) and math.isnan(answer)):
             raise ConfigError(f"{place} was {answer}; it must have a value")
@@ -256,7 +259,7 @@ class RowColumns:
                 f"{place} was {shown(answer)}; it must be text, a number, or lists and records "
                 f"of them ({error})"
             ) from error
-        return _written(answer) if isinstance(answer, str | int | float) else text
+        return _written(answer) if isinstance(answer, int | float) else text
 
     def _required(self, row: Row, key: str) -> Any:
         value = _value(row.fields, key)
@@ -274,14 +277,19 @@ class RowColumns:
 class RowPrompts:
     """The prompts of the rows of files.
 
+    Args:
+        num_checked: how many are looked at now, the first ones; None: all.
+
     Raises:
-        ConfigError: a row has no prompt or no answer.
+        ConfigError: one of these has no prompt or no answer.
     """
 
-    def __init__(self, rows: RowSource, columns: RowColumns, path: str) -> None:
+    def __init__(
+        self, rows: RowSource, columns: RowColumns, path: str, num_checked: int | None = None
+    ) -> None:
         self._rows, self._columns = rows, columns
         columns.check(rows[0], path)
-        for _ in self:
+        for _ in itertools.islice(self, num_checked):
             pass
 
     def __len__(self) -> int:

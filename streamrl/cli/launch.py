@@ -72,7 +72,7 @@ def _launch(
     console = Console()
     remedy = ""
     try:
-        with launching(config, arguments, console) as (config, _):
+        with launching(config, arguments, console, are_rows_checked=True) as (config, _):
             lost = run_here(
                 config,
                 console,

@@ -6,6 +6,7 @@ the same settings of prompts, and the same rows, have the same prompt at each in
 cannot move a prompt is not among them, so a run may go on with another value of it.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -177,6 +178,15 @@ def rows_of(config: "RunConfig") -> tuple[SourceRows, ...]:
         for source in entry.data.sources
         if has_rows(source.path)
     )
+
+
+def reading_of(config: "RunConfig") -> str:
+    """A digest of the settings by which rows become prompts, whatever else is among them."""
+    settings = [
+        entry.data.model_dump(mode="json", exclude={"first_prompt_index"})
+        for entry in config.entries
+    ]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def first_difference(then: "RunConfig", now: "RunConfig") -> tuple[str, str, str] | None:

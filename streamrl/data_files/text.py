@@ -7,26 +7,30 @@ import json
 import os
 import sys
 import zlib
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-import numpy as np
 import zstandard
 
 from streamrl.data_files.rows import Row, row, shown
 from streamrl.errors import ConfigError, reading
 
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
+_MARK = "\ufeff"
+"""With which Windows begins text."""
 
 
 class JsonLines:
-    """One object a line; where its lines begin is in memory, and all of a compressed file."""
+    """One object a line; where its lines begin is in memory, and all of a compressed file. A file
+    that is written to while it is read is refused; one that is replaced is read on as it was."""
 
     def __init__(self, setting: str, path: Path) -> None:
         self._setting, self._path = setting, path
         self._file = _opened(setting, path)
-        starts, sizes, numbers = [], [], []
+        self._state = self._now()
+        starts, sizes, numbers = array("q"), array("q"), array("q")
         start = 0
         # A line ends with a newline only: others may stand in a JSON string.
         for number, line in enumerate(self._file, 1):
@@ -35,16 +39,21 @@ class JsonLines:
                 sizes.append(len(line))
                 numbers.append(number)
             start += len(line)
-        columns = (np.array(column, np.int64) for column in (starts, sizes, numbers))
-        self._starts, self._sizes, self._numbers = columns
+        self._starts, self._sizes, self._numbers = starts, sizes, numbers
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, number: int) -> Row:
         with reading(self._path, self._setting):
-            line = self._line(int(self._starts[number]), int(self._sizes[number]))
-            text = line.decode("utf-8-sig")
+            return self._row(number)
+
+    def __iter__(self) -> Iterator[Row]:
+        with reading(self._path, self._setting):
+            yield from map(self._row, range(len(self)))
+
+    def _row(self, number: int) -> Row:
+        text = self._line(self._starts[number], self._sizes[number]).decode().removeprefix(_MARK)
         place = f"line {self._numbers[number]} of {self._path.name}"
         try:
             return row(self._setting, place, json.loads(text))
@@ -53,13 +62,21 @@ class JsonLines:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise ConfigError(f"{self._setting}: {place} is not JSON: {reason}") from error
 
-    def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self)))
-
     def _line(self, start: int, size: int) -> bytes:
         if isinstance(self._file, io.BytesIO):
             return bytes(self._file.getbuffer()[start : start + size])
+        if self._now() != self._state:
+            raise ConfigError(
+                f"{self._setting}: {self._path} was written to while its rows were read; make a "
+                "new file of them and put that in its place"
+            )
         return os.pread(self._file.fileno(), size, start)
+
+    def _now(self) -> tuple[int, int]:
+        if isinstance(self._file, io.BytesIO):
+            return 0, 0
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
 
 
 def count_lines(setting: str, path: Path) -> int:

@@ -38,7 +38,7 @@ from streamrl.errors import (
     StreamRLError,
     TransportError,
 )
-from streamrl.run_folder import Rows, prepare
+from streamrl.run_folder import Rows, are_rows_checked, prepare
 from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
@@ -364,6 +364,26 @@ def test_a_run_goes_on_with_its_own_prompts_or_is_left_as_it_is(tmp_path, monkey
     assert (run / "config.yaml").read_text() == before
     prepare(config(f"data.source={tmp_path}/rows.jsonl"), resume=True, new=False)
     prepare(config("run.seed=9"), resume=False, new=True)
+
+
+def test_generators_do_not_check_again_what_their_launch_has_checked(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    fixed = [f"run.folder={tmp_path}", "buffer.url=zmq://127.0.0.1:0", f"data.source={rows}"]
+    config = load_config(QUICKSTART, [*fixed, "weights.address=tcp://127.0.0.1:0"]).config
+    assert not are_rows_checked(config), "a daemon without a launch"
+    for by_launch in (True, False):
+        run = prepare(config, resume=by_launch, new=False, are_rows_checked=by_launch).run.path
+        started = load_config(run / "config.yaml", environment={}).config
+        assert are_rows_checked(started) == by_launch
+    prepare(config, resume=False, new=False, are_rows_checked=True)
+    assert not are_rows_checked(started.with_values(data={"prompt_key": "answer"}))
+    rows.write_text('{"prompt": "c", "answer": "b"}\n')
+    with pytest.raises(
+        ConfigError, match=r"data\.source: .*rows\.jsonl has 1 rows, and the launch"
+    ):
+        are_rows_checked(started)
+    assert not are_rows_checked(started.with_values(data={"prompt_key": "answer"}))
 
 
 def test_a_run_goes_on_with_its_own_rows_or_with_an_epoch_of_others(tmp_path):

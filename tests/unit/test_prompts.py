@@ -161,6 +161,31 @@ def test_a_file_of_another_format_is_refused(tmp_path, name, content, sentence):
     assert sentence in str(caught.value)
 
 
+def test_a_file_that_is_written_to_while_it_is_read_is_refused_and_one_that_is_replaced_is_not(
+    tmp_path,
+):
+    path, new = tmp_path / "rows.jsonl", tmp_path / "new"
+    path.write_text(f"{json.dumps(GOOD)}\n" * 2)
+    prompts = open_prompts(DataSettings(source=str(path)), seed=0)
+    new.write_text('{"prompt": "other", "answer": "a"}\n')
+    new.rename(path)
+    assert prompts[0].content == "q"
+    prompts = open_prompts(DataSettings(source=str(path)), seed=0)
+    path.write_text('{"prompt": "third", "answer": "a"}\n')
+    with pytest.raises(ConfigError, match=r"data\.source: .*rows\.jsonl was written to while"):
+        prompts[0]
+
+
+def test_rows_that_are_known_to_be_prompts_are_read_one_by_one(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{json.dumps(GOOD)}\n{{"prompt": 3, "answer": "a"}}\n')
+    data = DataSettings(source=str(path), shuffle=False)
+    prompts = open_prompts(data, seed=0, are_checked=True)
+    assert prompts[0].content == "q"
+    with pytest.raises(ConfigError, match=r"line 2 of rows\.jsonl: prompt was 3"):
+        prompts[1]
+
+
 def test_a_line_ends_with_a_newline_only(tmp_path):
     row = {"prompt": "a\u2028b\x85c", "answer": "x"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n")

@@ -81,7 +81,8 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
 def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
     """Each once, in the source's own order."""
     changes = {"source": (source,), "source_kwargs": {}, "shuffle": False, "curriculum": None}
-    prompts = open_prompts(data.model_copy(update=changes), seed=0)
+    # Their own check has been before.
+    prompts = open_prompts(data.model_copy(update=changes), seed=0, are_checked=True)
     known = _size(prompts)
     size = _LARGEST_SCAN if known is None else known
     numbers = range(min(size, _LARGEST_SCAN) if is_user_code(source.path) else size)
@@ -158,7 +159,7 @@ def _check_room(
     """Whether the longest of the first prompts leaves room for an answer where the chat template
     has written the tools into it."""
     try:
-        prompts = open_prompts(config.data, config.run.seed)
+        prompts = open_prompts(config.data, config.run.seed, are_checked=True)
         first = [prompts[i] for i in range(min(_size(prompts) or _SCANNED, _SCANNED))]
         longest = max(first, key=lambda prompt: sum(map(len, _texts(prompt))))
         messages = renderer.messages(longest)

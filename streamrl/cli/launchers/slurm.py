@@ -104,7 +104,10 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
         _print(make_plan(config, hosts, resume=arguments.resume))
         return 0
     try:
-        with launching(config, arguments, console, wait_s=_LOST_LOCK_S) as (config, _):
+        with launching(config, arguments, console, are_rows_checked=True, wait_s=_LOST_LOCK_S) as (
+            config,
+            _,
+        ):
             if has_own_keys and not (config.run.path / "keys").exists():
                 make_keys(config.run.path / "keys")
             plan = make_plan(config, hosts, resume=arguments.resume)

@@ -115,11 +115,12 @@ def launching(
     console: Console,
     *,
     binds: bool = True,
+    are_rows_checked: bool = False,
     wait_s: float = 0.0,
 ) -> Iterator[tuple[RunConfig, Mirror | None]]:
     """Around every launch: the configuration with the run's folder prepared, and its mirror.
 
-    `binds` and `wait_s` are those of `prepare` and `sole_launch`.
+    `wait_s` is that of `sole_launch`, and what stands before it those of `prepare`.
     """
     resume, new = arguments.resume, arguments.new
     with sole_launch(config.run.path, wait_s):
@@ -133,7 +134,12 @@ def launching(
                 highlight=False,
             )
         config = prepare(
-            config, resume=resume, new=new, binds=binds, next_prompt_index=_next_prompt_index
+            config,
+            resume=resume,
+            new=new,
+            binds=binds,
+            are_rows_checked=are_rows_checked,
+            next_prompt_index=_next_prompt_index,
         )
         with mirrored(mirror), reported(config, arguments, console):
             yield config, mirror
