@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import xxhash
 import zstandard
 
 from streamrl.data_files.rows import Row, row, shown
@@ -20,11 +21,13 @@ from streamrl.errors import ConfigError, reading
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 _MARK = "\ufeff"
 """With which Windows begins text."""
+_CHUNK_BYTES = 1 << 20
 
 
 class JsonLines:
     """One object a line; where its lines begin is in memory, and all of a compressed file. A file
-    that is written to while it is read is refused; one that is replaced is read on as it was."""
+    whose lines are written over while it is read is refused; lines that are added are not read, and
+    a file that is replaced is read on as it was."""
 
     def __init__(self, setting: str, path: Path) -> None:
         self._setting, self._path = setting, path
@@ -40,6 +43,7 @@ class JsonLines:
                 numbers.append(number)
             start += len(line)
         self._starts, self._sizes, self._numbers = starts, sizes, numbers
+        self._end, self._digest = start, self._digest_of(start)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -65,11 +69,13 @@ class JsonLines:
     def _line(self, start: int, size: int) -> bytes:
         if isinstance(self._file, io.BytesIO):
             return bytes(self._file.getbuffer()[start : start + size])
-        if self._now() != self._state:
-            raise ConfigError(
-                f"{self._setting}: {self._path} was written to while its rows were read; make a "
-                "new file of them and put that in its place"
-            )
+        if (now := self._now()) != self._state:
+            if self._digest_of(self._end) != self._digest:
+                raise ConfigError(
+                    f"{self._setting}: {self._path} was written over while its rows were read; "
+                    "make a new file of them and put that in its place"
+                )
+            self._state = now
         return os.pread(self._file.fileno(), size, start)
 
     def _now(self) -> tuple[int, int]:
@@ -77,6 +83,15 @@ class JsonLines:
             return 0, 0
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
+
+    def _digest_of(self, end: int) -> int:
+        """Of what stands in the file before this place."""
+        digest = xxhash.xxh3_64()
+        if not isinstance(self._file, io.BytesIO):
+            for start in range(0, end, _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, end - start)
+                digest.update(os.pread(self._file.fileno(), size, start))
+        return digest.intdigest()
 
 
 def count_lines(setting: str, path: Path) -> int:

@@ -161,7 +161,7 @@ def test_a_file_of_another_format_is_refused(tmp_path, name, content, sentence):
     assert sentence in str(caught.value)
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_refused_and_one_that_is_replaced_is_not(
+def test_a_file_that_is_written_over_while_it_is_read_is_refused_and_one_that_is_replaced_is_not(
     tmp_path,
 ):
     path, new = tmp_path / "rows.jsonl", tmp_path / "new"
@@ -171,8 +171,11 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused_and_one_that_is_r
     new.rename(path)
     assert prompts[0].content == "q"
     prompts = open_prompts(DataSettings(source=str(path)), seed=0)
+    with path.open("a") as file:
+        file.write('{"prompt": "added"}\n')
+    assert prompts[0].content == "other"
     path.write_text('{"prompt": "third", "answer": "a"}\n')
-    with pytest.raises(ConfigError, match=r"data\.source: .*rows\.jsonl was written to while"):
+    with pytest.raises(ConfigError, match=r"data\.source: .*rows\.jsonl was written over while"):
         prompts[0]
 
 
