@@ -250,7 +250,11 @@ class Journal(Generic[Place]):
         named = {i: {key: p for key, p in stored[i].items() if key in held[i]} for i in touched}
         gone = (p for i in touched for key, p in stored[i].items() if key not in held[i])
         freed = [place for place in gone if place is not None]
-        new = [(i, key) for i in sorted(touched) for key in held[i] if key not in named[i]]
+        unnamed = [(i, key) for i in sorted(touched) for key in held[i] if key not in named[i]]
+        new = [(i, key) for i, key in unnamed if self._state.holds((i, key[0]))]
+        for index, key in set(unnamed).difference(new):
+            # Lost before it was written.
+            named[index][key] = None
         try:
             places = self._storage.stage([self._state.payload((i, key[0])) for i, key in new])
         except StorageError:

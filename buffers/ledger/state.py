@@ -460,6 +460,10 @@ class BufferState(Generic[Payload]):
         """A run that has ended in its journal may be resumed: a learner has time to attach."""
         return self.ledger.finished and self._resumes_until_s is None
 
+    def holds(self, key: PayloadKey) -> bool:
+        prompt_index, number = key
+        return number in self._payloads.get(prompt_index, ())
+
     def payload(self, key: PayloadKey) -> Any:
         """That of a group, or the bytes of a sibling."""
         prompt_index, number = key
@@ -556,7 +560,7 @@ class BufferState(Generic[Payload]):
             self._delete_unheld(prompt_index)
 
     def _holds_group(self, prompt_index: int) -> bool:
-        return GROUP in self._payloads.get(prompt_index, ())
+        return self.holds((prompt_index, GROUP))
 
     def _hold(self, key: PayloadKey, payload: Any, num_bytes: int) -> None:
         prompt_index, number = key

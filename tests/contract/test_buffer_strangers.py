@@ -17,13 +17,21 @@ import zmq.asyncio
 from buffers import messages as m
 from buffers.audit import audit_journal
 from buffers.journal.sqlite import journal_path
-from buffers.zmq import server
+from buffers.zmq import multipart, server
 from streamrl import wire
-from streamrl.errors import LedgerError, TransportError, WireError
-from streamrl.types import Books, GeneratorStatus, Lease, RefusalReason, SchedulingState, replace
+from streamrl.errors import LedgerError, LostMemoryError, TransportError, WireError
+from streamrl.types import (
+    Books,
+    GeneratorStatus,
+    Lease,
+    RefusalReason,
+    SchedulingState,
+    pack,
+    replace,
+)
 from tests.contract.test_buffer_daemon import Daemon, status
 from tests.contract.test_buffers import fill, zmq_server
-from tests.records import lease_one
+from tests.records import lease_one, make_group
 
 MB = 2**20
 
@@ -50,6 +58,11 @@ class Stranger:
 
     async def send(self, *frames: bytes) -> None:
         await self._socket.send_multipart([b"id", *frames])
+
+    async def call_together(self, parts: list[list[bytes]]) -> None:
+        """In one message; waits for the replies, which come in one."""
+        await self._socket.send_multipart(multipart.joined(parts))
+        await asyncio.wait_for(self._socket.recv_multipart(), 20.0)
 
     async def call(self, *frames: bytes) -> Any:
         await self.send(*frames)
@@ -142,6 +155,30 @@ async def test_a_request_out_of_range_is_refused_and_changes_nothing(daemon: Dae
     await fill(client, "s/a")
     await client.close()
     assert daemon.end() == 0
+    assert audit_journal(journal_path(daemon.run)).faults == ()
+
+
+async def test_a_group_that_is_lost_before_it_is_written_is_sampled_again(daemon: Daemon):
+    """Put, lent and called lost in one message, which is one commit."""
+    client, stranger = daemon.client(), Stranger(daemon.url)
+    await client.attach(0, None)
+    lease = await lease_one(client, "s/1", "g", 0.0)
+    group = wire.encode(pack(make_group(lease.prompt_index, lease_id="s/1")))
+    parts = [
+        [b"put", wire.encode(m.PutRequest("s/1")), group],
+        [b"take", wire.encode(m.TakeRequest(1, 0, 2, 0.0, False))],
+        [b"lost", wire.encode(m.LostRequest((lease.prompt_index,), 0))],
+    ]
+    await stranger.call_together(parts)
+    assert (await client.stats()).books.taken == 1
+    with pytest.raises(LostMemoryError):
+        await client.fetch([lease.prompt_index])
+    await client.attach(0, None)
+    again = await lease_one(client, "s/2", "g", 0.0)
+    assert again.prompt_index == lease.prompt_index
+    await client.close()
+    stranger.close()
+    daemon.kill()
     assert audit_journal(journal_path(daemon.run)).faults == ()
 
 
