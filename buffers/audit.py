@@ -216,11 +216,11 @@ def audit(events: Iterable[Event]) -> EventAudit:
 
 def compare(result: EventAudit, snapshot: LedgerSnapshot) -> Iterator[str]:
     """Where the ledger's snapshot disagrees with the events."""
-    granted = snapshot.granted - snapshot.unseen
+    granted = snapshot.granted - (snapshot.unseen or 0)
     if granted != result.granted:
         yield f"the ledger has {granted} leases granted, the events {result.granted}"
     yield from _length_faults(snapshot.lengths, result.lengths.rounded())
-    if snapshot.unseen:
+    if snapshot.unseen is not None:
         return
     ended = {
         "acknowledged": snapshot.acknowledged,

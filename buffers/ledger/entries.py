@@ -214,7 +214,8 @@ MAX_GAP = 100_000
 class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     """The totals of a ledger: all of its state but the entries.
 
-    `unseen` are the leases that count as granted because a learner's books contain them. `lengths`
+    `unseen` are the leases that count as granted because a learner's books contain them; None until
+    books were adopted, which then say how leases ended, also those that were seen. `lengths`
     are counted here alone, so books that are adopted do not change them. `final_version` is None
     until a learner has attached, which says where the run ends. `steered_bound` is that of `Books`.
     `scheduling_states` are those of generators that are not active, which a `BufferState` adds.
@@ -231,7 +232,7 @@ class LedgerSnapshot(Struct, frozen=True, kw_only=True):
     dropped: dict[DropReason, int] = {}
     next_prompt_index: int = 0
     revision: int = 0
-    unseen: int = 0
+    unseen: int | None = None
     lengths: ResponseLengths = ResponseLengths()
     final_version: int | None = None
     steered_bound: int = 0
@@ -263,7 +264,7 @@ class Entries:
         self._next_prompt_index = 0
         self.revision = 0
         """It grows with every change of an entry, before the change."""
-        self._unseen = 0
+        self._unseen: int | None = None
         self._freed: list[int] = []
         self.responses = ResponseCounter()
         self.subscribers: list[Callable[[Event], None]] = []
@@ -476,7 +477,7 @@ class Entries:
         it or a restored copy has it, counts as granted once more.
         """
         self.reconcile(books)
-        seen = self._granted - self._unseen
+        seen = self._granted - (self._unseen or 0)
         self._granted = books.granted + len(self._entries)
         self._unseen = self._granted - seen
         self._acknowledged = books.acknowledged + books.trained

@@ -331,6 +331,22 @@ def test_what_was_not_committed_is_not_there_and_nothing_else_is_missing(tmp_pat
     journal.close()
 
 
+def test_an_older_copy_whose_leases_ended_otherwise_since_passes_the_audit(tmp_path):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, Books())
+    state.lease(["a"], "g", 0.0)
+    journal.commit()
+    older = shutil.copytree(tmp_path / "buffer", tmp_path / "older" / "buffer").parent
+    state.release("a", DropReason.FILTERED)
+    journal.commit()
+    journal.close()
+    copy, journal = open_journal(older)
+    copy.attach(0, state.ledger.books())
+    assert copy.ledger.books().dropped == {DropReason.FILTERED: 1}
+    commit_and_recover(older, copy, journal)
+    assert audit_journal(journal_path(older)).faults == ()
+
+
 def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
     state, journal = open_journal(tmp_path)
     state.attach(0, None)
