@@ -11,10 +11,11 @@ if not torch.cuda.is_available():
 from learners.batch.micro_batch import Packing  # noqa: E402
 from learners.policy import attention  # noqa: E402
 from learners.policy.attention import Scores, _bucketed  # noqa: E402
-from learners.policy.fusion import LIGER_FAMILIES, use_liger  # noqa: E402
+from learners.policy.fusion import use_liger  # noqa: E402
 from learners.policy.network import Network  # noqa: E402
 from learners.policy.sharding import compute_in  # noqa: E402
 from streamrl.algorithms.logprobs import token_logprobs  # noqa: E402
+from streamrl.placement.limits import LIGER_FAMILIES  # noqa: E402
 from tests.model_families import (  # noqa: E402
     FAMILIES,
     assert_alike,

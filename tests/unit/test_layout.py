@@ -1,5 +1,5 @@
 """The limits that keep the tree readable: lines of a file, lines of a function, files of a folder,
-and a sentence that says what a folder is.
+and a sentence that says what a folder is; and that what runs elsewhere imports what there is.
 
 The import floors are proven by import-linter, in `make check`.
 """
@@ -7,6 +7,8 @@ The import floors are proven by import-linter, in `make check`.
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,32 @@ def test_no_file_is_shorter_than_the_limit_without_a_reason(sources: list[Path])
 def test_every_folder_says_what_it_is(sources: list[Path]):
     inits = {path.parent / "__init__.py" for path in sources}
     assert not [str(path) for path in inits if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "fuzz", "gpu", "research"])
+def test_what_runs_on_a_gpu_or_by_hand_imports_what_there_is(folder: str):
+    """Neither a type checker nor another test reads all of it."""
+    trees = {p: ast.parse(p.read_text()) for p in (ROOT / "tests" / folder).rglob("*.py")}
+    imports = [
+        (path.name, node.module, alias.name)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in PACKAGES
+        for alias in node.names
+    ]
+    assert imports
+    assert not [(path, module, name) for path, module, name in imports if not has(module, name)]
+
+
+def has(module: str, name: str) -> bool:
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as lacking:
+        # A library that is not installed here.
+        return str(lacking.name).split(".")[0] not in PACKAGES
+    return hasattr(found, name) or (
+        hasattr(found, "__path__") and find_spec(f"{module}.{name}") is not None
+    )
 
 
 def long_functions(path: Path) -> Iterator[str]:
