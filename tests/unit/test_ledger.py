@@ -8,8 +8,6 @@ import pytest
 from buffers.ledger.ledger import Ledger
 from streamrl.errors import (
     ConfigError,
-    DuplicateGroupError,
-    FencedError,
     LedgerError,
     LostMemoryError,
     UnknownLeaseError,
@@ -72,15 +70,6 @@ def test_nothing_is_granted_before_a_learner_attached():
     assert grant(ledger, "a").prompt_index == 0
 
 
-def test_admission_stops_at_the_staleness_bound_and_opens_with_the_next_version():
-    ledger = make_ledger(groups_per_step=2, max_staleness=1)
-    fill(ledger, "a", "b", "c", "d")
-    assert ledger.lease("e", 0.0, 10.0) is None
-    train_one_step(ledger)
-    assert [grant(ledger, name).prompt_index for name in "ef"] == [4, 5]
-    assert ledger.lease("g", 0.0, 10.0) is None
-
-
 def test_admission_stops_near_the_end_of_the_run():
     ledger = make_ledger(groups_per_step=2, max_staleness=5, final_version=2)
     fill(ledger, *"abcd")
@@ -98,12 +87,6 @@ def test_a_drain_admits_what_completes_the_last_batch_until_a_learner_attaches()
     assert ledger.num_admitted() == 0
     ledger.attach(0)
     assert ledger.num_admitted() == 6
-
-
-def test_a_lease_asked_for_twice_is_granted_once():
-    ledger = make_ledger()
-    assert grant(ledger, "a") == grant(ledger, "a")
-    assert ledger.books().granted == 1
 
 
 def test_the_oldest_version_of_a_lease_follows_its_place_in_the_stream():
@@ -213,25 +196,6 @@ def test_the_leases_of_a_session_are_those_that_are_live():
     )
 
 
-def test_putting_the_same_group_again_changes_nothing_and_another_one_is_a_duplicate():
-    ledger = make_ledger()
-    lease = grant(ledger, "a")
-    assert ledger.put("a", header(lease), 0.0)
-    books = ledger.books()
-    assert not ledger.put("a", header(lease), 0.0)
-    with pytest.raises(DuplicateGroupError):
-        ledger.put("a", header(lease, group_id="another"), 0.0)
-    assert ledger.books() == books
-    assert ledger.refused() == {RefusalReason.DUPLICATE: 1}
-
-
-def test_a_group_of_another_prompt_is_refused():
-    ledger = make_ledger()
-    first, second = grant(ledger, "a"), grant(ledger, "b")
-    with pytest.raises(LedgerError, match="prompt 0; the group is for 1"):
-        ledger.put(first.lease_id, header(second), 0.0)
-
-
 @pytest.mark.parametrize("reason", DropReason)
 def test_a_released_lease_returns_its_prompt_or_ends_it_by_its_reason(reason):
     ledger = make_ledger()
@@ -299,17 +263,6 @@ def overtake(ledger: Ledger) -> Lease:
     return slow
 
 
-def test_a_batch_waits_for_the_group_that_is_due():
-    ledger = make_ledger(groups_per_step=1, max_staleness=1, overdue=OverduePolicy.WAIT)
-    slow = overtake(ledger)
-    assert ledger.take(1, 1, 1) == ()
-    assert [entry.prompt_index for entry in ledger.awaited()] == [slow.prompt_index]
-    ledger.put("slow", header(slow, version=0), 0.0)
-    assert ledger.awaited() == ()
-    assert train_one_step(ledger) == [slow.prompt_index]
-    assert not ledger.books().dropped
-
-
 def test_what_is_due_later_is_not_awaited():
     ledger = make_ledger(groups_per_step=1, max_staleness=2, overdue=OverduePolicy.WAIT)
     overtake(ledger)
@@ -372,22 +325,6 @@ def test_an_overdue_group_is_trained_as_old_as_it_is():
     assert train_one_step(ledger) == [slow.prompt_index]
 
 
-def test_a_part_of_a_batch_is_lent_while_the_rest_is_due():
-    ledger = make_ledger(groups_per_step=2, max_staleness=1, overdue=OverduePolicy.WAIT)
-    slow = [grant(ledger, name) for name in ("slow", "slower")]
-    fill(ledger, "a", "b")
-    train_one_step(ledger)
-    fill(ledger, "c", "d", version=1)
-    assert ledger.take(2, 1, 1, num_held=0) == ()
-    ledger.put("slow", header(slow[0]), 0.0)
-    assert ledger.take(2, 1, 1) == ()
-    part = ledger.take(2, 1, 1, num_held=0)
-    assert [group.prompt_index for group in part] == [0]
-    assert ledger.take(2, 1, 1, num_held=1) == ()
-    ledger.put("slower", header(slow[1]), 0.0)
-    assert [group.prompt_index for group in ledger.take(2, 1, 1, num_held=1)] == [0, 1]
-
-
 def test_a_part_is_lent_beside_a_group_that_is_overdue():
     ledger = make_ledger()
     grant(ledger, "of a history that was lost")
@@ -406,12 +343,6 @@ def test_a_part_is_lent_beside_groups_that_are_due_later():
     assert ledger.awaited()[0].prompt_index == slow.prompt_index
     ledger.put("slow", header(slow), 0.0)
     assert [group.prompt_index for group in ledger.take(3, 1, 1)] == [4, 5, 0]
-
-
-def test_a_batch_that_admission_can_never_fill_is_refused_by_name():
-    ledger = make_ledger(groups_per_step=2, max_staleness=0)
-    with pytest.raises(ConfigError, match=r"buffer.max_staleness .* learner.groups_per_step"):
-        ledger.take(3, 0, 1)
 
 
 def test_acknowledged_groups_are_freed_and_the_books_close():
@@ -436,20 +367,6 @@ def test_a_learner_restored_to_a_checkpoint_trains_the_rest_again():
     assert ledger.attach(1) == 2
     assert (ledger.books().acknowledged, ledger.books().buffered) == (1, 3)
     assert [train_one_step(ledger, learner_term=2) for _ in range(3)] == [history[1], [2], [3]]
-
-
-def test_an_old_learner_is_fenced():
-    ledger = make_ledger()
-    fill(ledger, "a", "b")
-    ledger.attach(0)
-    for call in (
-        lambda: ledger.take(2, 0, 1),
-        lambda: ledger.advance(1, 1),
-        lambda: ledger.acknowledge(0, 1),
-        lambda: ledger.finish(1),
-    ):
-        with pytest.raises(FencedError, match="term 2 took over"):
-            call()
 
 
 def test_a_blank_ledger_continues_the_account_of_a_checkpoint():
