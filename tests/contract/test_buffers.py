@@ -99,7 +99,7 @@ def lease_ttl_s() -> float:
     return LEASE_TTL_S
 
 
-@pytest.fixture(params=["memory", "zmq", "zmq with a journal", "redis"])
+@pytest.fixture(params=["memory", "zmq", "redis"])
 async def connect(
     request: pytest.FixtureRequest, tmp_path: Path, lease_ttl_s: float
 ) -> AsyncIterator[Connect]:
@@ -115,9 +115,8 @@ async def connect(
             stack.callback(daemon.stop)
             make = partial(RedisBuffer, url, run, deadline_s=10.0)
         else:
-            has_journal = request.param.endswith("journal")
             server = stack.enter_context(
-                zmq_server(tmp_path, journal=has_journal, lease_ttl_s=lease_ttl_s)
+                zmq_server(tmp_path, journal=True, lease_ttl_s=lease_ttl_s)
             )
 
             def make() -> TrajectoryBuffer:
