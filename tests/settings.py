@@ -62,3 +62,8 @@ def _models(annotation: object) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in getattr(annotation, "__args__", ()):
         yield from _models(argument)
+
+
+def set_options(*settings: str) -> list[str]:
+    """The words of a command line that change these settings."""
+    return [word for setting in settings for word in ("--set", setting)]

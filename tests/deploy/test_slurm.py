@@ -68,9 +68,6 @@ class Job(RunFolder):
             assert time.monotonic() < give_up, (self.state, self.output, self.log("learner"))
             time.sleep(0.2)
 
-    def until_step(self, step: int) -> None:
-        self.until(lambda: bool(self.lines) and self.lines[-1]["step"] >= step)
-
     def until_left(self) -> None:
         """Every node is free, with nothing of the job on it."""
         self.until(lambda: self._cluster.run("squeue", "--noheader") == "")

@@ -20,6 +20,7 @@ from streamrl.cli.main import main
 from streamrl.run_folder import config_of
 from tests.engines import ENVIRONMENT, ROOT
 from tests.ports import free_port
+from tests.settings import set_options
 from tests.system.conftest import CONFIG, STREAMRL, Launched
 
 pytestmark = pytest.mark.timeout(900)
@@ -57,7 +58,7 @@ class Run:
         return path.read_text() if path.exists() else ""
 
     def start(self, *words: str) -> "subprocess.Popen[str]":
-        overrides = [word for override in SIZES for word in ("--set", override)]
+        overrides = set_options(*SIZES)
         with (self.config.parent / "output.txt").open("a") as output:
             return subprocess.Popen(
                 [*words, *overrides],

@@ -11,6 +11,7 @@ from actors.engines.served.process import ServerProcess
 from actors.engines.sglang.server import launch_command
 from tests.engines import ENVIRONMENT, run_config
 from tests.ports import free_port
+from tests.settings import set_options
 from tests.system.conftest import Launched
 
 NUM_STEPS = 20
@@ -34,7 +35,7 @@ def start(
     strict: bool = True,
 ) -> Launched:
     words = (*SIZES, f"run.max_steps={num_steps}", *overrides)
-    return launch(*(word for override in words for word in ("--set", override)), strict=strict)
+    return launch(*set_options(*words), strict=strict)
 
 
 def assert_learned_from_the_newest_weights(run: Launched, num_steps: int = NUM_STEPS) -> None:

@@ -18,6 +18,7 @@ from streamrl.cli.main import main
 from streamrl.metrics import OWN, find
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_last, read_metrics
+from tests.waiting import block_until
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,17 @@ class RunFolder:
         path = self.folder / "logs" / f"{role}.log"
         return path.read_text() if path.exists() else ""
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for the condition; unblocked by it or the deadline."""
+        block_until(condition, DEADLINE_S, explain=lambda: self.log("learner"))
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.newest.get("step", 0) >= step)
+
+    def until_generators(self, count: int) -> None:
+        """So many report, as of the newest step."""
+        self.until(lambda: self.newest.get("generator/count") == count)
+
 
 @dataclass
 class Launched(RunFolder):
@@ -134,13 +146,6 @@ class Launched(RunFolder):
             assert time.monotonic() < deadline, self.log("learner")
             assert self.process.poll() is None, self.finish_output()
             time.sleep(0.02)
-
-    def until_step(self, step: int) -> None:
-        self.until(lambda: self.newest.get("step", 0) >= step)
-
-    def until_generators(self, count: int) -> None:
-        """So many report, as of the newest step."""
-        self.until(lambda: self.newest.get("generator/count") == count)
 
     def child(self, role: str) -> psutil.Process:
         """The newest process of the role."""

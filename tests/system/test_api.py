@@ -150,20 +150,20 @@ def test_the_daemons_end_with_the_script(config, tmp_path):
 
 @pytest.mark.long
 def test_the_sweep_of_the_documents_compares_its_values(config, tmp_path: Path):
-    """As it stands there, with a configuration of its own."""
+    """As it stands there, but for fewer runs, with a configuration of its own."""
     files = {file.name: file for file in write_files(tmp_path, "docs/python.md")}
+    text = files["sweep.py"].read_text()
+    assert text.count("(0, 4), (0, 1)") == 1
+    files["sweep.py"].write_text(text.replace("(0, 4), (0, 1)", "(4,), (0, 1)"))
     (tmp_path / "first.yaml").write_text(yaml.safe_dump(_with_rows(config, tmp_path)))
     done = subprocess.run(
         [sys.executable, files["sweep.py"]], capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "buffer.max_staleness 0",
-        "buffer.max_staleness 4",
-    ]
+    assert [line.partition(":")[0] for line in lines] == ["buffer.max_staleness 4"]
     runs = [path.name for path in Path("runs").glob("sweep-*")]
-    assert sorted(runs) == [f"sweep-{value}-{seed}" for value in (0, 4) for seed in (0, 1)]
+    assert sorted(runs) == [f"sweep-{value}-{seed}" for value in (4,) for seed in (0, 1)]
 
 
 def _with_rows(config: dict[str, Any], folder: Path) -> dict[str, Any]:

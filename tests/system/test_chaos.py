@@ -29,6 +29,7 @@ from streamrl.run_folder import config_of
 from streamrl.tracking.jsonl import TRAINED_FILE, read_metrics
 from tests.redis_server import RedisServer, named_payloads, redis_server
 from tests.research.faults import FaultKind
+from tests.settings import set_options
 from tests.system.conftest import CONFIG, Launched, RunFolder, script
 from tests.system.test_launch import assert_books_close
 
@@ -68,8 +69,7 @@ def test_a_run_under_fire_trains_every_prompt_once(
     command = [*script("chaos"), str(config), "--seed", "5", "--kills", "4"]
     others = ("resume", "damage", "full-disk", "removal", "fresh-start")
     command += [word for kind in others for word in (FaultKind(kind).option, "1")]
-    for override in ("run.max_steps=30", "generator.count=2", f"buffer.url={url}"):
-        command += ["--set", override]
+    command += set_options("run.max_steps=30", "generator.count=2", f"buffer.url={url}")
     with ThreadPoolExecutor(max_workers=1) as threads:
         record = tmp_path / "run" / TRAINED_FILE
         steps = (4, 16) if url.startswith("redis") else ()
@@ -106,8 +106,7 @@ def test_two_ranks_go_on_without_their_checkpoints_within_the_bound(tmp_path: Pa
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
     faults = ("--kills", "0", "--losses", "1", "--removals", "1", "--resumes", "1")
     command = [*script("chaos"), str(config), "--seed", "2", *faults]
-    for override in ("run.max_steps=24", "buffer.max_staleness=1", "learner.num_ranks=2"):
-        command += ["--set", override]
+    command += set_options("run.max_steps=24", "buffer.max_staleness=1", "learner.num_ranks=2")
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 of 3 faults before the end" in done.stdout
@@ -147,7 +146,7 @@ def test_the_finished_siblings_of_a_generator_that_is_killed_are_trained_and_not
     file.write_text(UNEVEN.format(folder=str(tmp_path)))
     environment = f"generator.environment={file}:Uneven"
     settings = ("run.max_steps=3", environment, f"buffer.url={url}")
-    run = launch(*(word for setting in settings for word in ("--set", setting)), strict=False)
+    run = launch(*set_options(*settings), strict=False)
     run.until(lambda: num_kept_siblings(run.folder, url) == 12)
     run.child("generator-0").kill()
     run.until(lambda: run.log("generator-0").count("goes on with 1 siblings") == 12)
@@ -218,7 +217,7 @@ def test_an_episode_of_a_generator_that_is_killed_goes_on_with_its_next_turn(
     lengths = ("generator.max_new_tokens=4", "generator.min_new_tokens=4")
     places = ("generator.max_model_len=64", "learner.max_tokens_per_micro_batch=256")
     settings = ("run.max_steps=3", f"generator.environment={file}:Turns", *lengths, *places)
-    run = launch(*(word for setting in settings for word in ("--set", setting)), strict=False)
+    run = launch(*set_options(*settings), strict=False)
     run.until(lambda: kept_tokens(run.folder) == [8] * 48)
     run.child("generator-0").kill()
     goes_on = "goes on with 0 siblings, and 4 unfinished ones"
@@ -246,7 +245,7 @@ def kept_tokens(run: Path) -> list[int]:
 
 def test_a_generator_frozen_past_its_leases_costs_those_only(launch: Callable[..., Launched]):
     settings = ("run.max_steps=100000", "generator.count=2", "buffer.lease_ttl_s=1.5")
-    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    run = launch(*set_options(*settings))
     run.until_generators(2)
     frozen = run.child("generator-1")
     frozen.send_signal(signal.SIGSTOP)

@@ -32,6 +32,12 @@ SECOND = (4, 3, 3 * WINDOW + 1, 2 * WINDOW + 5, 6, WINDOW + 3, 2)
 """Tokens of trajectories: unpacked, within a window and beyond it, alone in a call and in twos."""
 DIFFERENTIATED = ("GPT-2", "Qwen3-MoE")
 """Families whose backward passes are compiled, too, which takes three times as long."""
+LIKE_LLAMA = {
+    *("Apertus", "Arcee", "CWM", "ERNIE 4.5", "GLM", "Granite", "Granite-SWA", "Helium", "Hunyuan"),
+    *("HyperCLOVA X", "Ministral", "Ministral 3", "Mistral with windows", "nanochat", "OLMo"),
+    *("Phi", "Qwen2", "Qwen2 with windows", "Seed-OSS", "SmolLM3", "StarCoder2 with windows"),
+}
+"""Families whose layers differ from Llama's in numbers, biases, norms and activations alone."""
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
@@ -56,7 +62,7 @@ def test_compiled_layers_have_the_gradients_and_the_names_of_plain_ones():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in STATEFUL])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in STATEFUL | LIKE_LLAMA])
 def test_a_family_keeps_its_gradients_and_is_compiled_once(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):

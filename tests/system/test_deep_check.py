@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
+from tests.settings import set_options
 from tests.system.conftest import CONFIG
 
 REWARD = """
@@ -41,7 +42,7 @@ def deep(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], torch_
     config.write_text(CONFIG.format(folder=tmp_path, model=model))
 
     def check(*overrides: str) -> tuple[int, str, str]:
-        words = [word for override in overrides for word in ("--set", override)]
+        words = set_options(*overrides)
         code = main(["check", "--deep", str(config), *words])
         printed = capsys.readouterr()
         return code, printed.out, printed.err

@@ -10,8 +10,9 @@ import pytest
 
 from streamrl.cli.main import main
 from tests.ports import free_port
+from tests.settings import set_options
 from tests.system.conftest import Launched, slow_reward
-from tests.system.test_launch import _set, assert_audit_passes, assert_every_step_once
+from tests.system.test_launch import assert_audit_passes, assert_every_step_once
 
 Launch = Callable[..., Launched]
 
@@ -27,7 +28,7 @@ def test_a_reward_that_always_raises_ends_the_launch_with_its_line(
 ):
     file = tmp_path / "broken.py"
     file.write_text(NO_LABEL)
-    run = launch(*_set(f"data.reward={file}:score", "run.max_steps=2"))
+    run = launch(*set_options(f"data.reward={file}:score", "run.max_steps=2"))
     assert run.end() == 4, run.output
     sentence = f"reward {file}:score: KeyError: 'label' (broken.py:3); 32 groups have failed"
     assert run.output.splitlines()[-1].startswith(f"streamrl launch: generator-0: {sentence}")
@@ -46,7 +47,7 @@ def test_a_package_that_is_missing_ends_the_launch_with_the_remedy(
 ):
     (tmp_path / "wandb.py").write_text(NO_WANDB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = launch(*_set("tracking.wandb=offline"))
+    run = launch(*set_options("tracking.wandb=offline"))
     assert run.end() == 2, run.output
     sentence = "tracking.wandb: needs wandb, which is not installed: pip install 'streamrl[wandb]'"
     assert run.output.endswith(f"streamrl launch: learner: {sentence}\n")
@@ -55,7 +56,7 @@ def test_a_package_that_is_missing_ends_the_launch_with_the_remedy(
 
 def test_a_redis_that_does_not_run_is_named(launch: Launch):
     url = f"redis://127.0.0.1:{free_port()}/0"
-    run = launch(*_set(f"buffer.url={url}"))
+    run = launch(*set_options(f"buffer.url={url}"))
     assert run.end() == 5, run.output
     assert f"warning: buffer.url: no Redis answers at {url}" in run.output
     assert f"streamrl launch: buffer books: Redis at {url} has not answered" in run.output
@@ -67,7 +68,7 @@ def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
-    settings = _set("run.max_steps=4", "run.evaluate=true", reward)
+    settings = set_options("run.max_steps=4", "run.evaluate=true", reward)
     starting = launch(*settings)
     starting.until(lambda: (starting.folder / "logs" / "learner.log").exists())
     config = interrupt(starting)

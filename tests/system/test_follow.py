@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.settings import set_options
 from tests.system.conftest import STREAMRL, Launched, slow_reward
-from tests.system.test_launch import _set
 from tests.terminal import Terminal, is_put_back
 
 
@@ -18,7 +18,7 @@ def test_a_live_run_is_followed_to_its_end_and_every_line_of_its_logs_is_json(
 ):
     settings = ("run.log_format=json", "run.max_steps=100000")
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
-    run = launch(*_set(*settings, reward), strict=False)
+    run = launch(*set_options(*settings, reward), strict=False)
     run.until_step(5)
     screen = Terminal([STREAMRL, "status", str(run.folder), "--follow"], rows=60, columns=150)
     try:

@@ -18,15 +18,12 @@ import pytest
 from streamrl.checkpoints.find import list_checkpoints
 from streamrl.cli.main import main
 from streamrl.types import DropReason, RefusalReason
+from tests.settings import set_options
 from tests.system.conftest import DEADLINE_S, STREAMRL, Launched, RunFolder, slow_reward
 
 Launch = Callable[..., Launched]
 TWO = "generator.count=2"
 COLUMNS = ("leased", "buffered", "taken", "trained", "acknowledged")
-
-
-def _set(*overrides: str) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
 
 
 def assert_books_close(run: RunFolder) -> None:
@@ -68,7 +65,7 @@ def assert_every_step_once(run: RunFolder, num_steps: int) -> list[dict[str, Any
 
 def test_a_run_learns_asynchronously_within_its_staleness_bound(launch: Launch):
     sizes = ("learner.groups_per_step=16", "generator.group_size=8", "generator.max_num_seqs=64")
-    run = launch(*_set("run.max_steps=60", "run.evaluate=true", TWO, *sizes))
+    run = launch(*set_options("run.max_steps=60", "run.evaluate=true", TWO, *sizes))
     assert run.end() == 0, run.output
     lines = assert_every_step_once(run, 60)
     assert_books_close(run)
@@ -88,7 +85,7 @@ def test_a_run_learns_asynchronously_within_its_staleness_bound(launch: Launch):
 
 
 def test_without_staleness_the_algorithm_is_synchronous(launch: Launch):
-    run = launch(*_set("buffer.max_staleness=0", "run.max_steps=6"))
+    run = launch(*set_options("buffer.max_staleness=0", "run.max_steps=6"))
     assert run.end() == 0, run.output
     lines = assert_every_step_once(run, 6)
     assert {line["buffer/staleness_max"] for line in lines} == {0}
@@ -102,7 +99,7 @@ def test_without_staleness_the_algorithm_is_synchronous(launch: Launch):
 def test_a_run_continues_after_its_learner_or_every_process_was_killed_and_after_ctrl_c(
     launch: Launch,
 ):
-    endless = _set("run.max_steps=100000")
+    endless = set_options("run.max_steps=100000")
     first = launch(*endless, strict=False)
     first.until_step(5)
     first.child("learner").kill()
@@ -126,7 +123,7 @@ def test_a_run_continues_after_its_learner_or_every_process_was_killed_and_after
     assert_books_close(second)
 
     num_steps = len(second.lines) + 3
-    third = launch("--resume", *_set(f"run.max_steps={num_steps}"))
+    third = launch("--resume", *set_options(f"run.max_steps={num_steps}"))
     assert third.end() == 0, third.output
     lines = assert_every_step_once(third, num_steps)
     assert_books_close(third)
@@ -139,8 +136,8 @@ def test_a_run_continues_after_its_learner_or_every_process_was_killed_and_after
 
 def test_a_steered_bound_is_audited_and_outlasts_a_killed_learner(launch: Launch):
     """A learner that is synchronous waits, so the bound is raised after nine steps."""
-    steered = _set("buffer.max_staleness={min: 0, max: 3, ess: 0.2}")
-    first = launch(*steered, *_set("run.max_steps=100000"), strict=False)
+    steered = set_options("buffer.max_staleness={min: 0, max: 3, ess: 0.2}")
+    first = launch(*steered, *set_options("run.max_steps=100000"), strict=False)
 
     def bounds() -> list[int]:
         return [line["buffer/staleness_bound"] for line in first.lines]
@@ -166,7 +163,7 @@ def test_a_steered_bound_is_audited_and_outlasts_a_killed_learner(launch: Launch
 def test_a_killed_buffer_continues_and_an_older_copy_of_its_journal_is_brought_up_to_date(
     launch: Launch,
 ):
-    run = launch(*_set("run.max_steps=60", TWO), strict=False)
+    run = launch(*set_options("run.max_steps=60", TWO), strict=False)
     for step in (3, 6):
         run.until_step(step)
         run.child("buffer").kill()
@@ -198,7 +195,7 @@ def test_a_killed_buffer_continues_and_an_older_copy_of_its_journal_is_brought_u
 
 @pytest.mark.long
 def test_a_killed_buffer_without_a_journal_gets_its_state_back(launch: Launch):
-    run = launch(*_set("run.max_steps=40", "buffer.journal=false"), strict=False)
+    run = launch(*set_options("run.max_steps=40", "buffer.journal=false"), strict=False)
     run.until_step(5)
     run.child("buffer").kill()
     assert run.end() == 0, run.output
@@ -211,7 +208,7 @@ def test_a_killed_buffer_without_a_journal_gets_its_state_back(launch: Launch):
 
 @pytest.mark.long
 def test_what_a_killed_launcher_has_started_drains_and_the_buffer_ends_last(launch: Launch):
-    run = launch(*_set("run.max_steps=100000"))
+    run = launch(*set_options("run.max_steps=100000"))
     run.until_step(3)
     daemons = psutil.Process(run.process.pid).children()
     run.process.kill()
@@ -229,7 +226,7 @@ def test_sigterm_ends_a_daemon_within_ten_seconds_and_a_kill_costs_the_leases_on
     launch: Launch, tmp_path: Path
 ):
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.3)}"
-    run = launch(*_set("run.max_steps=100000", TWO, reward), strict=False)
+    run = launch(*set_options("run.max_steps=100000", TWO, reward), strict=False)
     run.until_generators(2)
     terminate(run, "generator-0")
     run.until_step(len(run.lines) + 5)
@@ -262,7 +259,7 @@ def test_all_generators_are_restarted_one_after_the_other_and_the_learner_goes_o
     launch: Launch, tmp_path: Path
 ):
     reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
-    run = launch(*_set("run.max_steps=100000", TWO, "buffer.lease_ttl_s=30", reward))
+    run = launch(*set_options("run.max_steps=100000", TWO, "buffer.lease_ttl_s=30", reward))
     run.until_generators(2)
     config = str(run.folder / "config.yaml")
     names, started = ("generator-0", "generator-1"), []
@@ -300,7 +297,7 @@ def _states(config: str) -> dict[str, str]:
 def test_a_configuration_that_cannot_work_ends_the_launch_with_the_reason(
     launch: Launch, tmp_path: Path
 ):
-    run = launch(*_set(f"buffer.curve={tmp_path}"))
+    run = launch(*set_options(f"buffer.curve={tmp_path}"))
     assert run.end() == 2
     assert "buffer.curve: cannot read " in run.output
     assert "`streamrl keys new FOLDER` makes the keys" in " ".join(run.output.split())

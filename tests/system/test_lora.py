@@ -9,13 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from streamrl.cli.main import main
+from tests.settings import set_options
 
 NUM_STEPS = 8
 LORA = ("learner.lora={rank: 4, alpha: 32}", "learner.optimizer.lr=1e-2")
-
-
-def _set(*overrides: str) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +32,7 @@ def test_generators_sample_with_the_adapter_that_is_trained(
         "algorithm.kl_loss.coef=0.01",
         f"learner.num_ranks={num_ranks}",
     )
-    run = launch(*_set(*LORA, f"learner.lora.publish={publish}", *overrides))
+    run = launch(*set_options(*LORA, f"learner.lora.publish={publish}", *overrides))
     assert run.end() == 0, run.output
     gaps = [abs(line["mismatch/staleness_0/kl"]) for line in run.lines]
     assert max(gaps) < 1e-4, gaps

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
+from tests.settings import set_options
 from tests.system.conftest import Launched
 from tests.system.test_launch import (
-    _set,
     assert_audit_passes,
     assert_books_close,
     assert_every_step_once,
@@ -35,16 +34,12 @@ def mirrored_steps(mirror: Path) -> list[int]:
     return [int(p.parent.name[5:]) for p in mirror.glob("run/checkpoints/step-*/manifest.json")]
 
 
-@pytest.mark.parametrize("learner_dies_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_lost_machine_costs_the_steps_since_the_last_mirrored_checkpoint(
-    launch: Callable[..., Launched], tmp_path: Path, learner_dies_first: bool
+    launch: Callable[..., Launched], tmp_path: Path
 ):
     mirror = tmp_path / "mirror"
-    settings = _set(f"run.folder_mirror=file://{mirror}", "run.max_steps=24")
+    settings = set_options(f"run.folder_mirror=file://{mirror}", "run.max_steps=24")
     run = launch(*settings, strict=False)
-    if learner_dies_first:
-        run.until_step(7)
-        run.child("learner").send_signal(signal.SIGKILL)
     run.until(lambda: max(mirrored_steps(mirror), default=0) >= 9)
     lose(run)
     newest = max(mirrored_steps(mirror))

@@ -56,9 +56,6 @@ class Ranks(RunFolder):
     def until(self, condition: Callable[[], bool]) -> None:
         block_until(condition, DEADLINE_S, explain=lambda: self.output)
 
-    def until_step(self, step: int) -> None:
-        self.until(lambda: len(self.lines) >= step)
-
     def rank(self, learner: "subprocess.Popen[bytes]", index: int) -> psutil.Process:
         for child in psutil.Process(learner.pid).children():
             if child.environ().get("RANK") == str(index):
@@ -140,18 +137,6 @@ def test_two_ranks_train_end_as_one_and_go_on(ranks: Ranks, model: Path):
     )
     assert before.keys() == after.keys()
     assert all(not before[name].equal(tensor) for name, tensor in after.items())
-
-
-@pytest.mark.long
-def test_a_failure_of_a_rank_is_that_of_its_torchrun(ranks: Ranks):
-    """Whoever supervises it starts nothing again that cannot work."""
-    words = (STREAMRL, "learner", "--config", ranks.config, "--set", "learner.num_ranks=3")
-    learner = ranks.start(
-        *(STREAMRL, "torchrun", "--standalone", "--nproc-per-node=2", "--no-python", *words)
-    )
-    assert learner.wait(DEADLINE_S) == 2
-    sentence = "streamrl torchrun: learner.num_ranks 3 is for a learner that is started without"
-    assert sentence in ranks.output
 
 
 @pytest.mark.long

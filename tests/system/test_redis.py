@@ -11,7 +11,8 @@ from streamrl.tracking.jsonl import read_validations
 from tests.records import lease_one
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, redis_server
-from tests.system.test_launch import Launch, _set, assert_every_step_once
+from tests.settings import set_options
+from tests.system.test_launch import Launch, assert_every_step_once
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_a_run_that_the_server_knows_is_not_continued_by_another(
     launch: Launch, redis: RedisServer
 ):
     asyncio.run(leave_a_run_behind(redis.url))
-    settings = _set(f"buffer.url={redis.url}", "run.max_steps=1")
+    settings = set_options(f"buffer.url={redis.url}", "run.max_steps=1")
     refused = launch(*settings)
     assert refused.end() == 2
     assert "the buffer holds a run run at version 5 already" in refused.output
@@ -49,9 +50,9 @@ def test_an_ended_run_is_resumed_by_a_learner_that_comes_after_its_generators(
     launch: Launch, redis: RedisServer
 ):
     settings = (f"buffer.url={redis.url}", "validation.every=2")
-    first = launch(*_set(*settings, "run.max_steps=2"))
+    first = launch(*set_options(*settings, "run.max_steps=2"))
     assert first.end() == 0, first.output
-    run = launch("--resume", *_set(*settings, "run.max_steps=4"))
+    run = launch("--resume", *set_options(*settings, "run.max_steps=4"))
     assert run.end() == 0, run.output
     assert_every_step_once(run, 4)
     assert run.books["balanced"]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.settings import set_options
 from tests.system.conftest import Launched
-from tests.system.test_launch import _set, assert_books_close, assert_every_step_once
+from tests.system.test_launch import assert_books_close, assert_every_step_once
 
 Launch = Callable[..., Launched]
 
@@ -43,7 +44,7 @@ def test_a_run_with_two_rewards_by_data_source_goes_on_with_a_hanging_one(
         {"reward": f"{own}:hangs", "data_source": ["judged"], "timeout_s": 0.2},
     ]
     run = launch(
-        *_set(
+        *set_options(
             f"data.source={prompts}",
             "data.source_kwargs={}",
             f"data.rewards={json.dumps(rewards)}",

@@ -11,8 +11,9 @@ import pytest
 
 from streamrl.config.secrets import REDIS_PASSWORD
 from tests.redis_server import RedisServer, redis_server
+from tests.settings import set_options
 from tests.system.conftest import DEADLINE_S, STREAMRL, slow_reward
-from tests.system.test_launch import Launch, _set
+from tests.system.test_launch import Launch
 
 PASSWORD = "pass-w0rd-of-redis"
 
@@ -59,7 +60,7 @@ def test_a_password_is_in_nothing_that_a_run_leaves_or_shows(
     url = redis.url.replace("://", f"://:{PASSWORD}@")
     reward = f"data.reward={slow_reward(tmp_path, seconds=0.2)}"
     run = launch(
-        *_set(f"buffer.url={url}", "run.max_steps=100000", "tracking.wandb=offline", reward)
+        *set_options(f"buffer.url={url}", "run.max_steps=100000", "tracking.wandb=offline", reward)
     )
     run.until_step(2)
     words = words_of_children(run.process.pid)

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from streamrl.run_folder import read_json
+from tests.research.script import run_script
+from tests.research.soak import main, make_parser
 from tests.system.conftest import CONFIG, DEADLINE_S, script
 
 LEAKING = """
@@ -83,7 +85,8 @@ def test_a_reward_that_keeps_memory_is_found(tmp_path: Path, model: Path):
         (("--minutes", "inf"), "--minutes: was inf; it must be >= 0.1, and finite"),
     ],
 )
-def test_a_soak_that_cannot_be_is_refused(tmp_path: Path, arguments, message):
-    done = soak(tmp_path, tmp_path, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_a_soak_that_cannot_be_is_refused(tmp_path: Path, capsys, arguments, message):
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, model=tmp_path))
+    assert run_script(make_parser(), main, [str(config), *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -14,8 +14,8 @@ from streamrl.cli.display.view import notes
 from streamrl.cli.main import main
 from streamrl.cli.status import read_status
 from streamrl.diagnosis import diagnose
+from tests.settings import set_options
 from tests.system.conftest import Launched, slow_reward
-from tests.system.test_launch import _set
 
 
 def causes(folder: Path) -> dict[str, str]:
@@ -40,7 +40,7 @@ def test_a_frozen_generator_is_named_by_the_learner_and_by_status(
         "run.stall_s=3",
         "run.max_steps=1000",
     )
-    run = launch(*_set(*settings))
+    run = launch(*set_options(*settings))
     run.until_step(1)
     run.until(lambda: main(["status", str(run.folder)]) == 0)
     output = capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_a_group_that_a_step_waits_for_is_named_while_others_are_finished(
         "run.stall_s=4",
         "run.max_steps=100000",
     )
-    run = launch(*_set(*settings))
+    run = launch(*set_options(*settings))
     run.until_step(1)
     hold.touch()
 
@@ -146,7 +146,7 @@ def test_a_run_that_cannot_learn_is_told_so_with_a_remedy(
 ):
     (tmp_path / "never.py").write_text("def score(episode):\n    return 0.0\n")
     settings = (f"data.reward={tmp_path}/never.py:score", "run.max_steps=8", "run.signs.steps=5")
-    run = launch(*_set(*settings))
+    run = launch(*set_options(*settings))
     assert run.end() == 0
     said = "for 5 steps every reward is 0: compare answers with what is expected"
     assert run.log("learner").count(said) == 1

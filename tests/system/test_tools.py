@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from tests.isolation import find_isolation
+from tests.settings import set_options
 from tests.system.conftest import Launched
-from tests.system.test_launch import _set, assert_books_close, assert_every_step_once
+from tests.system.test_launch import assert_books_close, assert_every_step_once
 
 pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
 
@@ -66,7 +67,7 @@ def test_a_run_goes_on_while_its_tools_attack_raise_and_hang(
         {"tool": f"{own}:hangs", "time_limit_s": 0.2},
     ]
     run = launch(
-        *_set(
+        *set_options(
             f"data.tool_parser={parser}",
             f"data.chat_template={template}",
             "data.tool_schemas=omit",

@@ -8,6 +8,7 @@ import pytest
 from streamrl.run_folder import read_json
 from streamrl.samples.files import read_samples, validation_files
 from streamrl.tracking.jsonl import read_validations
+from tests.settings import set_options
 
 REWARD = """
 import sys, time
@@ -32,7 +33,7 @@ def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(laun
         "learner.checkpoint.every=2",
         "learner.checkpoint.best_by=validation/mean@4",
     )
-    run = launch(*(word for setting in settings for word in ("--set", setting)), strict=False)
+    run = launch(*set_options(*settings), strict=False)
     run.until(lambda: BEGUN.search(run.log("validator")) is not None)
     validator = run.child("validator")
     validator.send_signal(signal.SIGKILL)
@@ -66,7 +67,7 @@ def test_a_run_with_held_out_prompts_has_a_baseline_and_a_final_score_without_be
     reward.write_text(REWARD)
     held_out = ("data.eval_source=copy", "data.num_eval_prompts=8", "run.evaluate=true")
     settings = (*held_out, f"data.reward={reward}:score")
-    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    run = launch(*set_options(*settings))
     assert run.end() == 0, run.log("validator")
     validated = read_validations(run.folder)
     assert {0, 12} <= validated.keys()
@@ -82,7 +83,7 @@ def test_a_run_with_held_out_prompts_has_a_baseline_and_a_final_score_without_be
 
 def test_a_run_that_ends_before_its_validator_has_reported_waits_for_it(launch):
     settings = ("data.eval_source=copy", "data.num_eval_prompts=8", "run.max_steps=2")
-    run = launch(*(word for setting in settings for word in ("--set", setting)))
+    run = launch(*set_options(*settings))
     assert run.end() == 0, run.log("validator")
     assert read_validations(run.folder).keys() == {0, 2}
     assert "versions 0 and 2" in " ".join(run.output.split())

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from streamrl.cli.main import main
+from tests.settings import set_options
 from tests.system.test_launch import assert_books_close
 
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "colors"
@@ -28,9 +29,7 @@ def test_a_tiny_qwen_learns_to_name_colors(launch, tmp_path, monkeypatch):
         "buffer.url=zmq://127.0.0.1:0",
         "weights.address=tcp://127.0.0.1:0",
     )
-    run = launch(
-        *(word for value in overrides for word in ("--set", value)), file=Path("config.yaml")
-    )
+    run = launch(*set_options(*overrides), file=Path("config.yaml"))
     assert run.end() == 0, run.output
     rewards = [line["reward/mean"] for line in run.lines]
     assert len(rewards) == NUM_STEPS

@@ -45,6 +45,7 @@ from tests.checkpoints import write_checkpoint
 from tests.ports import free_port
 from tests.research import chaos, soak
 from tests.research.script import run_script
+from tests.settings import set_options
 from tests.training import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -323,6 +324,24 @@ def test_a_run_under_way_is_not_moved_aside(tmp_path, capsys, script):
         words = [QUICKSTART, "--set", f"run.folder={tmp_path}"]
         assert run_script(script.make_parser(), script.main, words) == 2
     assert f"is a launch of {folder} already" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("option", ["--new", "--resume"])
+def test_a_second_launch_of_a_run_is_refused(tmp_path, capsys, monkeypatch, option):
+    monkeypatch.setattr("streamrl.cli.processes.fork_server._can_fork", lambda: False)
+    folder = tmp_path / "quickstart"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    with sole_launch(folder):
+        words = [option, "--no-view", "--set", f"run.folder={tmp_path}"]
+        ports = ("buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0")
+        assert main(["launch", QUICKSTART, *words, *set_options(*ports)]) == 2
+    us = f"process {os.getpid()} of {socket.gethostname()}"
+    assert capsys.readouterr().err.endswith(
+        f"streamrl launch: run.name: {us} is a launch of {folder} already: stop it, or choose "
+        "another run.name\n"
+    )
     assert (folder / "metrics.jsonl").exists()
 
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.ports import free_port
+from tests.settings import set_options
 from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, Launched
 from tests.waiting import block_until
 
@@ -77,20 +78,16 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 until = partial(block_until, deadline_s=START_DEADLINE_S)
 
 
-def overrides(*words: str) -> list[str]:
-    return [word for override in words for word in ("--set", override)]
-
-
 def test_a_run_with_a_vllm_and_an_hf_generator_learns_from_both(
     config: Path, start: Callable[..., "subprocess.Popen[str]"]
 ):
     steps = f"run.max_steps={NUM_STEPS}"
-    as_vllm = overrides("generator.engine=vllm", steps, *SIZES)
+    as_vllm = set_options("generator.engine=vllm", steps, *SIZES)
     generator = start("generator", "--config", str(config), "--id", "vllm-0", *as_vllm)
     folder = config.parent / "run"
     run = Launched(generator, folder)
     until(lambda: "serves" in run.log("vllm-0"), explain=lambda: run.log("vllm-0")[-3000:])
-    launch = start("launch", str(config), "--no-view", *overrides(steps, *SIZES))
+    launch = start("launch", str(config), "--no-view", *set_options(steps, *SIZES))
     output = launch.communicate(timeout=DEADLINE_S)[0]
     assert launch.returncode == 0, output
     assert generator.wait(timeout=30) == 0, run.log("vllm-0")[-3000:]
@@ -115,7 +112,7 @@ def test_a_run_with_a_vllm_and_an_hf_generator_learns_from_both(
 def test_a_killed_vllm_generator_leaves_no_process_behind(
     config: Path, start: Callable[..., "subprocess.Popen[str]"]
 ):
-    as_vllm = overrides("generator.engine=vllm")
+    as_vllm = set_options("generator.engine=vllm")
     generator = start("generator", "--config", str(config), "--id", "vllm-0", *as_vllm)
     run = Launched(generator, config.parent / "run")
     until(lambda: "serves" in run.log("vllm-0"), explain=lambda: run.log("vllm-0")[-3000:])

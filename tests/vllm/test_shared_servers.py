@@ -25,6 +25,7 @@ from streamrl.run_folder import config_of
 from streamrl.types import SamplingParams
 from tests.engines import ENVIRONMENT, run_config, update_to
 from tests.ports import free_port
+from tests.settings import set_options
 from tests.system.conftest import CONFIG, STREAMRL, Launched
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -110,7 +111,7 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., Launched]]:
     path.write_text(SMALL_TASK.format(folder=tmp_path, model=model))
 
     def run(*overrides: str) -> Launched:
-        words = [word for override in (*SIZES, *overrides) for word in ("--set", override)]
+        words = set_options(*SIZES, *overrides)
         with (tmp_path / "output.txt").open("w") as output:
             process = subprocess.Popen(
                 [STREAMRL, "launch", str(path), "--no-view", *words],

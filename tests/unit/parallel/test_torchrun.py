@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from learners.executor.place import join
 from streamrl.cli.arguments.commands import parse
 from streamrl.cli.processes.torchrun import main
+from streamrl.config.learner import LearnerSettings
 from streamrl.errors import (
     ERROR_FILE_VARIABLE,
     ConfigError,
@@ -101,6 +103,13 @@ def test_it_ends_well_and_leaves_the_environment_to_its_own_parent(tmp_path, mon
 def test_options_of_the_ranks_are_not_taken_for_its_own():
     words = ["--nnodes=2", "--no-python", "streamrl", "learner", "--config", "x", "--", "--help"]
     assert arguments(*words).words == ["--", *words]
+
+
+def test_another_number_of_ranks_than_torchrun_has_started_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sentence = r"num_ranks 3 is for a learner that is started without torchrun, .* started 2"
+    with pytest.raises(ConfigError, match=sentence):
+        join(LearnerSettings(num_ranks=3))
 
 
 def test_nohup_holds_for_ranks(tmp_path):
