@@ -8,11 +8,17 @@ SGLANG := .venv-sglang
 ON_SGLANG := $(SGLANG)/bin/pytest tests/sglang tests/contract/test_engines.py
 LOWEST := .venv-lowest
 OURS_ALONE := unit/benchmarks unit/launchers unit/sandbox unit/check/test_before_launch.py \
-  unit/test_child_processes.py unit/test_deploy*.py unit/test_docs*.py unit/test_fork_server.py \
-  unit/test_inert_settings.py unit/test_install.py unit/test_late_tests.py unit/test_layout.py \
-  unit/test_ledger*.py unit/test_log_lines.py unit/test_parts.py unit/test_segments.py \
-  unit/parallel/test_equal_ranks.py unit/rewards/test_*code.py unit/weights/test_slow_receivers.py \
-  unit/weights/test_strangers.py contract/test_buffer_limits.py contract/test_hostile_servers.py
+  unit/check/test_extras.py unit/check/test_machine.py unit/config/test_foreign_names.py \
+  unit/parallel/test_equal_ranks.py unit/rewards/test_*code.py unit/test_ablate.py \
+  unit/test_child_processes.py unit/test_deadlines.py unit/test_deploy*.py unit/test_docs*.py \
+  unit/test_fork_server.py unit/test_growth.py unit/test_inert_settings.py unit/test_install.py \
+  unit/test_journal.py unit/test_late_tests.py unit/test_layout.py unit/test_ledger*.py \
+  unit/test_log_lines.py unit/test_parts.py unit/test_prompt_overlap.py unit/test_run_audit.py \
+  unit/test_run_history.py unit/test_scale.py unit/test_segments.py unit/test_shutdown.py \
+  unit/test_steering.py unit/test_stopped_learner.py unit/weights/test_slow_receivers.py \
+  unit/weights/test_strangers.py contract/test_agent_strangers.py contract/test_buffer_daemon.py \
+  contract/test_buffer_limits.py contract/test_buffer_strangers.py contract/test_hostile_servers.py \
+  contract/test_redis_daemons.py contract/test_redis_limits.py
 WHOLE_RUN := tests/system/test_launch.py::test_a_run_learns_asynchronously_within_its_staleness_bound
 # Named, since to collect all tests takes each process twice as long as to collect these.
 LONG = tests/deploy $(sort $(shell grep -rl --include='test_*.py' 'mark[.]long' tests/unit tests/contract tests/system))
@@ -53,9 +59,9 @@ test-on-vllm: $(VENV)/dev.stamp
 # With every direct dependency at the lowest version that pyproject.toml allows: unit and contract, a
 # whole run that nothing disturbs, and the tools of `make check` whose findings depend on no library.
 # Left out is what has the standard library and our own code alone: files of this repository, sandbox,
-# processes, launchers, the ledger, sockets that strangers write to; and, since other tests call the same
-# of the libraries, loads of the buffer and the many algorithms that two ranks or parts train alike. uv
-# finds the versions, pip cannot.
+# processes, launchers, the ledger, its journal and audit, sockets that strangers write to; and, since
+# other tests call the same of the libraries, loads, kills and full disks of the buffer and the many
+# algorithms that two ranks or parts train alike. uv finds the versions, pip cannot.
 test-lowest: $(LOWEST)/lowest.stamp
 	$(LOWEST)/bin/ruff check .
 	$(LOWEST)/bin/ruff format --check .
