@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
 from tests.settings import set_options
@@ -34,12 +35,16 @@ def mirrored_steps(mirror: Path) -> list[int]:
     return [int(p.parent.name[5:]) for p in mirror.glob("run/checkpoints/step-*/manifest.json")]
 
 
+@pytest.mark.parametrize("learner_dies_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_lost_machine_costs_the_steps_since_the_last_mirrored_checkpoint(
-    launch: Callable[..., Launched], tmp_path: Path
+    launch: Callable[..., Launched], tmp_path: Path, learner_dies_first: bool
 ):
     mirror = tmp_path / "mirror"
     settings = set_options(f"run.folder_mirror=file://{mirror}", "run.max_steps=24")
     run = launch(*settings, strict=False)
+    if learner_dies_first:
+        run.until_step(7)
+        run.child("learner").send_signal(signal.SIGKILL)
     run.until(lambda: max(mirrored_steps(mirror), default=0) >= 9)
     lose(run)
     newest = max(mirrored_steps(mirror))
