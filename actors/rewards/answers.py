@@ -15,15 +15,19 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from unicodedata import normalize
 
+from actors.rewards.units import Quantity, quantity
 from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
 _STATES = re.compile(
-    r"\banswer\b[\s*]*(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut"
-    r"(?:\s+rather)?\b)?[\s*]*:?|:)",
+    r"\b(?:answer|(?:correct|right) (?:option|choice))\b[\s*]*"
+    r"(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
     re.IGNORECASE,
 )
+# Behind an answer: of many spaces, from the first one on.
+_REASON = re.compile(r"(?<![\s,])[\s,]\s*(?:because|since)\b.*", re.DOTALL | re.IGNORECASE)
+_TAKEN_BACK = re.compile(r"\b(?:actually|correction|wait)\b", re.IGNORECASE)
 # Behind "####"; other lines are headings, where text follows them.
 _SIGNS_OF_MINUS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
 _DASHES = "\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
@@ -49,6 +53,31 @@ _SIGNS = str.maketrans(
         "\N{EMPTY SET}": "\\emptyset ",
     }
 )
+_IN_TEXT = r"(?:\\text\{\s*)?"
+# Of what people write in formulas, by what math-verify reads.
+_COMMANDS = (
+    (re.compile(r"\\(?:degree|textdegree)(?![a-zA-Z])"), r"^\\circ "),
+    (re.compile(r"\\langle(?![a-zA-Z])"), "("),
+    (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
+    # Of a set of numbers, the inequality that they meet.
+    (
+        re.compile(
+            r"\A\s*(?:\\left)?\\\{\s*([a-zA-Z])\s*(?:\\in\s*(?:\\mathbb\{?R\}?|R)\s*)?"
+            r"(?:\\(?:mid|vert|colon)(?![a-zA-Z])|[|:])\s*"
+            r"(?=[^|]*(?:[<>]|\\(?:[lg]e|neq?)))([^|]*?)(?:\\right)?\\\}\s*\Z"
+        ),
+        r"\2",
+    ),
+    (
+        re.compile(
+            rf"\A{_IN_TEXT}(?:there (?:is|are) )?no (?:real )?solutions?\}}?\Z", re.IGNORECASE
+        ),
+        r"\\emptyset",
+    ),
+    (re.compile(rf"\A{_IN_TEXT}all real numbers\}}?\Z", re.IGNORECASE), r"\\mathbb{R}"),
+)
+# Also as ]0; 1[, which is open.
+_INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[\])])")
 # What stands between thousands, beside a comma: a space of the keyboard may stand between numbers.
 _THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
@@ -93,28 +122,41 @@ _NO_CHOICE = re.compile(
     r"(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
     r"|.*\b(?i:incorrect|wait|wrong)\b|.*(?<![a-zA-Z\\])(?:[A-Z]|[IVX]+)(?![a-zA-Z]))"
 )
-_LETTER = re.compile(r"\A\(([a-zA-Z])\)\Z")
+_LETTER = re.compile(r"\A\(?([a-zA-Z])\)\Z")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|mbox|boldsymbol|bm)\s*\{([^{}\\]*)\}"
 )
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
-_TIME = re.compile(r"0?(\d{1,2}:\d\d) ?([ap])\.? ?m")
+_TIME = re.compile(r"0?(\d{1,2})(:\d\d)? ?([ap])\.? ?m")
+_ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 # Behind an answer, and no part of what is spaced in LaTeX.
 _STOP = re.compile(r"(?<!\\)[.,;]\Z")
 # What says nothing of a value, in front of it.
 _LEADING = re.compile(
     r"\A(?:\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
-    r"|[Oo]ption (?=\(?[A-J]\)?\Z))\s*"
+    r"|(?:[Oo]ption|[Cc]hoice) (?=\(?[A-J]\)?\Z))\s*"
 )
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 _UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
-_LENGTH = r"(?:[cdkm]?m|ft|mi|yd)"
-_MEASURE = re.compile(
-    rf"(?<=\d)(?:\s*{_LENGTH}/(?:hr?|min|s|sec)|\s*k?g/m?[lL]|\s*(?:°|\^\{{?\\circ\}}?)\s*[CF]"
-    # 5m^2 may be a formula.
-    rf"|(?!m)\s*{_LENGTH}(?:\^\{{?[23]\}}?|[²³]))\Z"
+_GAPS = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])")
+_DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
+# Digits, and the base that they are to: a letter in front may be a name with an index.
+_BASED = re.compile(r"\(?(\d[\dA-F]*)\)?_\{?(\d{1,2}|[a-z]{3,8})\}?")
+_BASES = (
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
 )
+_LETTERS = re.compile(r"[A-H](?:(?:[,;&]|and)*[A-H])+")
 # What makes another number of the one behind it, and of the one in front of it.
 _CHANGED_BEFORE = re.compile(
     r"(?:\A\s*|\b(?:is|are|be) )up to\s*[$(]*\Z|(?<!left )"
@@ -175,6 +217,7 @@ def marked_answer(text: str) -> str | None:
 
 def _marked(text: str) -> Iterator[str | None]:
     """From the last mark on; None of one that has no end."""
+    ends = _ends_of_braces(text)
     for mark in reversed(list(_MARKS.finditer(text))):
         behind = text[mark.end() :]
         if mark[0] == "####":
@@ -185,23 +228,27 @@ def _marked(text: str) -> Iterator[str | None]:
             inside, _, _ = behind.partition("</answer>")
             yield bare(inside)
         else:
-            inside_braces = _in_braces(behind)
-            yield None if inside_braces is None else bare(inside_braces)
+            end = ends.get(mark.end())
+            yield None if end is None else bare(text[mark.end() : end])
 
 
 def stated_answer(text: str) -> str | None:
-    """What stands behind its last "answer is" or "answer:", None without one.
+    """What stands behind its last "answer is" or "answer:" in a line, None without one.
 
     >>> stated_answer("A is too short. The answer is **(B)**.")
     '(B)'
     """
     places = list(_STATES.finditer(text))
-    return bare(text[places[-1].end() :]) if places else None
+    if not places:
+        return None
+    behind = text[places[-1].end() :].strip()
+    line, _, rest = behind.partition("\n")
+    return bare(_REASON.sub("", behind if _TAKEN_BACK.search(rest) else line, count=1))
 
 
 def unmarked_answer(text: str) -> str:
     """What a text without a mark answers: what it states, else all of it."""
-    return stated_answer(text) or text.strip()
+    return stated_answer(text) or bare(text)
 
 
 def shown_answer(text: str) -> str:
@@ -225,13 +272,16 @@ def bare(answer: str) -> str:
     return _LEADING.sub("", text)
 
 
-def _in_braces(text: str) -> str | None:
-    depth = 1
-    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if not depth:
-            return text[: found.start()]
-    return None
+def _ends_of_braces(text: str) -> dict[int, int]:
+    """Where what begins behind each brace ends, by where it begins."""
+    begun: list[int] = []
+    ends = {}
+    for found in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if found[0] == "{" or found[0].startswith(("\\boxed", "\\fboxed")):
+            begun.append(found.end())
+        elif found[0] == "}" and begun:
+            ends[begun.pop()] = found.start()
+    return ends
 
 
 def plain(text: str) -> str:
@@ -264,8 +314,17 @@ def _typed_fraction(found: re.Match[str]) -> str:
 def latex(text: str) -> str:
     """As `plain`, for a reader of formulas: it keeps fractions and powers, and loses currencies."""
     text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
+    for command, known in _COMMANDS:
+        text = command.sub(known, text)
+    text = _INTERVAL.sub(_interval, text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
+
+
+def _interval(found: re.Match[str]) -> str:
+    begin = found[1].replace("]", "(")
+    end = found[4].replace("[", ")")
+    return f"{begin}{found[2]},{found[3]}{end}"
 
 
 def _joined(text: str) -> str:
@@ -311,7 +370,8 @@ def words(text: str) -> str:
         text = _TEXT.sub(r"\1", text).strip("$ ")
     plainly = " ".join(text.split()).strip(" .").casefold()
     if time := _TIME.fullmatch(plainly):
-        return f"{time[1]} {time[2]}m"
+        return f"{time[1]}{time[2] or ':00'} {time[3]}m"
+    plainly = _ORDINAL.sub("", plainly).removeprefix("an ").removeprefix("the ")
     if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FUNCTIONS & set(plainly.split()):
         return ""
     return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""
@@ -353,8 +413,9 @@ def counted(text: str) -> Fraction | None:
     >>> counted("12 m/s"), counted("1.2 million people"), counted("at least 12 slices")
     (Fraction(12, 1), Fraction(1200000, 1), None)
     """
-    if measure := _MEASURE.search(plainly := _plainly(text)):
-        return whole_number(plainly[: measure.start()])
+    measure = measured(text)
+    if measure and measure.is_evident and (value := whole_number(measure.value)) is not None:
+        return value
     number = _one_number(text)
     if number is None or _is_changed(number):
         return None
@@ -369,6 +430,39 @@ def counted(text: str) -> Fraction | None:
         return None
     words_beside = set(re.findall(r"\w+", f"{before} {behind}".casefold()))
     return None if words_beside & (_FUNCTIONS | _CHANGING) else _scaled(number, scale)
+
+
+def measured(text: str) -> Quantity | None:
+    """The value and the unit of an answer, None without a unit.
+
+    >>> measured("5\\\\text{ cm}").unit == measured("5 km").unit, measured("5 apples")
+    (False, None)
+    """
+    inner = _TEXT.sub(r"\1", text)
+    plainly = _GAPS.sub(" ", _DEGREES.sub("°", plain(inner))).strip()
+    return quantity(plainly.rstrip("$"), is_text=inner != text)
+
+
+def digits_to_base(text: str) -> tuple[str, str] | None:
+    """Of a number that is written to a base.
+
+    >>> digits_to_base("(2516)_{\\\\text{eight}}"), digits_to_base("1011")
+    (('2516', '8'), None)
+    """
+    found = _BASED.fullmatch(written(text))
+    if found is None or not (found[2].isdigit() or found[2] in _BASES):
+        return None
+    return found[1], found[2] if found[2].isdigit() else str(_BASES.index(found[2]) + 2)
+
+
+def letters(text: str) -> str:
+    """Those of several choices, in their order; "" of another answer.
+
+    >>> letters("A, B, and D"), letters("ABD"), letters("A"), letters("A or B")
+    ('ABD', 'ABD', '', '')
+    """
+    found = _LETTERS.fullmatch(written(text))
+    return re.sub("[^A-H]", "", found[0]) if found else ""
 
 
 def is_changed(text: str) -> bool:
@@ -427,15 +521,17 @@ def shown_number(number: Fraction) -> str:
 
 
 def answered_number(turn: str) -> Fraction | None:
-    """The number that a turn answers with, None without one: that of its marked answer, or its last
-    one where it marks none.
+    """The number that a turn answers with, None without one: that of its marked answer, unless
+    words make another of it, or its last one where it marks none.
 
     >>> answered_number("3 + 4 = 7, so #### 1,007")
     Fraction(1007, 1)
     """
     text = answer_part(turn)
     marked = marked_answer(text)
-    return _last_number(plain(text)) if marked is None else number_in(marked)
+    if marked is None:
+        return _last_number(plain(text))
+    return counted(marked) if is_changed(marked) else number_in(marked)
 
 
 def _last_number(text: str) -> Fraction | None:

@@ -18,8 +18,11 @@ from actors.rewards.answers import (
     bare,
     choice,
     counted,
+    digits_to_base,
     is_changed,
+    letters,
     marked_answer,
+    measured,
     shown_answer,
     shown_number,
     unmarked_answer,
@@ -29,7 +32,11 @@ from actors.rewards.answers import (
 )
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.forms import gold_of
+from actors.rewards.units import Quantity
 from streamrl.interfaces import Episode, Prompt, Score
+
+# Words behind a comma explain them.
+_VERDICTS = ("yes", "no", "true", "false")
 
 
 def text_to_match(prompt: Prompt) -> str:
@@ -64,7 +71,7 @@ def math_at_once(episode: Episode) -> Score | None:
         return None
     text = answer_of(episode)
     marked = marked_answer(text)
-    given = unmarked_answer(text) if marked is None else marked
+    given = unmarked_answer(text if marked is None else marked)
     same = [compared(gold, given) for gold in golds]
     if None in same and not any(same):
         return None
@@ -72,38 +79,68 @@ def math_at_once(episode: Episode) -> Score | None:
 
 
 def acceptable(gold: Any) -> Sequence[str]:
-    """Each of a list; a text is a list where it is one of texts, as JSON has it. Of GSM8K's, what
-    stands behind the reasoning."""
+    """Each of a list; a text is a list where it is one of texts, as JSON has it. Of a solution, as
+    GSM8K and MATH have it, the answer that it marks."""
     if isinstance(gold, str) and gold.lstrip().startswith('["'):
         try:
             gold = json.loads(gold)
         except ValueError:
             return [gold]
     golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
-    return [bare((marked_answer(one) or one) if "####" in one else one) for one in golds]
+    # Of several boxes all are of the answer.
+    return [
+        bare((marked_answer(one) if one.count("\\boxed") < 2 else None) or one) for one in golds
+    ]
 
 
 def compared(gold: str, given: str) -> bool | None:
     """Whether two texts, words or numbers are the same; None of what is left to math-verify, which
     takes a word for a product of letters."""
-    if written(gold) == written(given):
+    if written(gold) == written(given) or (letters(gold) and letters(gold) == letters(given)):
         return True
-    chosen = None if choice(gold) else choice(given)
-    if chosen and (written(gold) in (chosen[0], written(chosen[1])) or _known(gold, chosen[1])):
+    bases = digits_to_base(gold), digits_to_base(given)
+    if None not in bases:
+        return bases[0] == bases[1]
+    one, other = choice(gold), choice(given)
+    if one is None and other and (written(gold) in _said(other) or _known(gold, other[1])):
+        return True
+    if other is None and one and (written(given) in _said(one) or _known(one[1], given)):
         return True
     return _known(gold, given)
 
 
+def _said(chosen: tuple[str, str]) -> tuple[str, str]:
+    return chosen[0], written(chosen[1])
+
+
 def _known(gold: str, given: str) -> bool | None:
-    """Of words and numbers."""
-    if words(gold):
-        return words(gold) == words(given)
+    """Of words and numbers, with their units where both have one."""
+    if wanted_words := words(gold):
+        is_verdict = wanted_words in _VERDICTS
+        return wanted_words == words(given.partition(",")[0] if is_verdict else given)
+    measure, other = measured(gold), measured(given)
+    if measure and other:
+        if measure.unit != other.unit:
+            return _same_quantity(measure, other)
+        gold, given = measure.value, other.value
+    elif measure and measure.is_evident:
+        gold = measure.value
     wanted, found = whole_number(gold), whole_number(given)
     if wanted is None or found is not None:
         return None if wanted is None or found is None else wanted == found
     if counted(given) == wanted:
         return True
     return False if is_changed(given) else None
+
+
+def _same_quantity(one: Quantity, other: Quantity) -> bool:
+    """Whether values of different units are as much."""
+    if one.unit.powers != other.unit.powers:
+        return False
+    value, other_value = whole_number(one.value), whole_number(other.value)
+    if value is None or other_value is None:
+        return False
+    return value * one.unit.factor == other_value * other.unit.factor
 
 
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
@@ -196,7 +233,9 @@ def number_to_match(prompt: Prompt) -> Fraction:
     Raises:
         FinalError: it has none.
     """
-    number = answered_number(prompt.answer)
+    number = whole_number(prompt.answer)
+    if number is None:
+        number = answered_number(prompt.answer)
     if number is None:
         raise no_gold(prompt, prompt.answer, "numeric_answer needs a number in it")
     return number

@@ -13,8 +13,9 @@ differences that are not 0. Its answers stay: what the quick ways do not decide,
 import logging
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import combinations, product
 from math import log10
 from typing import Any
 
@@ -22,7 +23,29 @@ from antlr4 import CommonTokenStream
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import latex2sympy2
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, verify
-from sympy import Derivative, Integral, Limit, Product, Sum
+from sympy import (
+    And,
+    Basic,
+    Derivative,
+    Eq,
+    FiniteSet,
+    Integral,
+    Intersection,
+    Interval,
+    Limit,
+    MatrixBase,
+    Ne,
+    Product,
+    Set,
+    StrictGreaterThan,
+    StrictLessThan,
+    Sum,
+    Symbol,
+    Tuple,
+    Union,
+    oo,
+)
+from sympy.core.relational import Relational
 
 from actors.rewards.answers import (
     answer_of,
@@ -153,11 +176,13 @@ def _score(episode: Episode, strict: bool) -> Score:
         return decided
     text = answer_of(episode)
     marked = marked_answer(text)
-    given = unmarked_answer(text) if marked is None else marked
+    given = unmarked_answer(text if marked is None else marked)
     undecided = [gold for gold in golds if compared(gold, given) is None and not is_vast(gold)]
+    if not choice(given):
+        undecided = [own[1] if (own := choice(gold)) else gold for gold in undecided]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold), _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
-    expression = latex(text if marked is None else f"\\boxed{{{marked}}}")
+    expression = latex(text) if marked is None else f"\\boxed{{{latex(given)}}}"
     forms = _ANYWHERE if marked is None else _FORMULA
     parsed = [] if is_vast(expression) else _parse(expression, forms)
     if marked is None and not parsed:
@@ -168,7 +193,7 @@ def _score(episode: Episode, strict: bool) -> Score:
         _is_equal(_marked_gold(gold), expression, forms, strict) for gold in undecided
     )
     if not is_right and (chosen := choice(given)):
-        said = latex(f"\\boxed{{{chosen[1]}}}")
+        said = f"\\boxed{{{latex(chosen[1])}}}"
         is_right = not is_vast(said) and any(
             _is_equal(_marked_gold(gold), said, _FORMULA, strict)
             for gold in undecided
@@ -203,9 +228,85 @@ def _marked_gold(gold: str) -> str:
 def _is_equal(gold: str, expression: str, forms: Forms, strict: bool) -> bool:
     wanted, given = _parse(gold, _FORMULA), _parse(expression, forms)
     # The limits of the call end it, with its process; math-verify's own need the main thread.
-    return bool(verify(wanted, given, strict=strict, timeout_seconds=None))
+    if verify(wanted, given, strict=strict, timeout_seconds=None):
+        return True
+    return any(
+        verify(one, other, strict=strict, timeout_seconds=None)
+        for one, other in product(wanted[:1], given[:1])
+        for one, other in _alike(one, other)
+    )
+
+
+def _alike(wanted: Any, given: Any) -> Iterator[tuple[Basic, Basic]]:
+    """Two formulas of different kinds as one kind, where they may be as one: a solved inequality
+    and an interval, a row or a column and a point."""
+    if isinstance(wanted, MatrixBase) != isinstance(given, MatrixBase):
+        yield _point(wanted), _point(given)
+    one, other = solution_set(wanted), solution_set(given)
+    if one and other and (one[0] == other[0] or None in (one[0], other[0])):
+        yield one[1], other[1]
+
+
+def _point(formula: Any) -> Any:
+    is_line = isinstance(formula, MatrixBase) and min(formula.shape) == 1 < max(formula.shape)
+    return Tuple(*formula) if is_line else formula
+
+
+def solution_set(formula: Any) -> tuple[Symbol | None, Set] | None:
+    """The numbers that an interval, a solved inequality or several of them apart stand for, with
+    the unknown, if it is named; None of others: 2x < 4 may be the question itself."""
+    match formula:
+        case Interval() | Union():
+            return None, formula
+        case Eq(lhs=Symbol() as unknown, rhs=Interval() | Union() as inside):
+            return unknown, inside
+        case And() | FiniteSet() | Tuple():
+            parts = [solution_set(part) for part in formula.args]
+            unknowns = {part[0] for part in parts if part}
+            if None in parts or len(unknowns) != 1:
+                return None
+            sets = [part[1] for part in parts if part]
+            if isinstance(formula, And):
+                return unknowns.pop(), Intersection(*sets)
+            # Inequalities that hold together have no union.
+            is_apart = all(one.is_disjoint(other) for one, other in combinations(sets, 2))
+            return (unknowns.pop(), Union(*sets)) if is_apart else None
+        case Relational() if not isinstance(formula, Eq):
+            return _solved(formula if isinstance(formula.lhs, Symbol) else formula.reversed)
+    return None
+
+
+def _solved(inequality: Relational) -> tuple[Symbol, Set] | None:
+    unknown, bound = inequality.lhs, inequality.rhs
+    if not isinstance(unknown, Symbol) or not bound.is_number:
+        return None
+    below = Interval(-oo, bound, right_open=True)
+    above = Interval(bound, oo, left_open=True)
+    match inequality:
+        case Ne():
+            return unknown, Union(below, above)
+        case StrictLessThan():
+            return unknown, below
+        case StrictGreaterThan():
+            return unknown, above
+    return unknown, Union(below if inequality.rel_op == "<=" else above, FiniteSet(bound))
 
 
 @lru_cache(maxsize=_KEPT)
 def _parse(text: str, forms: Forms) -> list[Any]:
-    return list(parse(text, forms, parsing_timeout=None))
+    return list(parse(both_signs(text), forms, parsing_timeout=None))
+
+
+def both_signs(text: str) -> str:
+    """A box around a formula with a plus-minus sign within it as one around the two that it stands
+    for.
+
+    >>> both_signs("\\\\boxed{\\\\frac{1 \\\\pm x}{2}}"), both_signs("\\\\boxed{\\\\pm 1}")
+    ('\\\\boxed{\\\\frac{1 + x}{2}, \\\\frac{1 - x}{2}}', '\\\\boxed{\\\\pm 1}')
+    """
+    box = re.fullmatch(r"\\boxed\{([^,]*\{[^{},]*\\pm[^,]*)\}", text)
+    if box is None:
+        return text
+    upper = box[1].replace("\\pm", "+").replace("\\mp", "-")
+    lower = box[1].replace("\\pm", "-").replace("\\mp", "+")
+    return f"\\boxed{{{upper}, {lower}}}"

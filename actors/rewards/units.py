@@ -1,0 +1,136 @@
+"""Units of measure behind a value: what they are multiples of, so that 5 cm is 50 mm and no 5 m.
+
+A unit is a product of powers of names, such as `km/h`, `square feet` or `g per mL`. Names that are
+not in the tables are no units: 5 apples have none.
+"""
+
+import re
+from collections import Counter
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+# One of each in the unit that names what it measures.
+_SYMBOLS: dict[str, tuple[int | str, str]] = {
+    **{"m": (1, "m"), "g": (1, "g"), "s": (1, "s"), "h": (3600, "s"), "in": ("0.0254", "m")},
+    **{"ft": ("0.3048", "m"), "yd": ("0.9144", "m"), "mi": ("1609.344", "m"), "min": (60, "s")},
+    **{"sec": (1, "s"), "hr": (3600, "s"), "lb": ("453.59237", "g"), "oz": ("28.349523125", "g")},
+    **{"N": (1, "N"), "J": (1, "J"), "W": (1, "W"), "V": (1, "V"), "A": (1, "A"), "Pa": (1, "Pa")},
+    **{"Hz": (1, "Hz"), "K": (1, "K"), "mol": (1, "mol"), "eV": (1, "eV"), "\\Omega": (1, "ohm")},
+    **{"Ω": (1, "ohm"), "°": (1, "deg"), "°C": (1, "Celsius"), "°F": (1, "Fahrenheit")},
+    **{"\\$": (1, "$"), "$": (1, "$")},
+}
+_WORDS = {
+    **{"meter": "m", "metre": "m", "gram": "g", "second": "s", "sec": "sec", "hour": "h"},
+    **{"hr": "h", "minute": "min", "inch": "in", "foot": "ft", "feet": "ft", "yard": "yd"},
+    **{"mile": "mi", "pound": "lb", "lb": "lb", "ounce": "oz", "degree": "°", "dollar": "$"},
+    **{"ohm": "Ω", "newton": "N", "joule": "J", "watt": "W", "volt": "V"},
+}
+_FURTHER = {
+    **{"cent": (Fraction(1, 100), {"$": 1}), "day": (Fraction(86400), {"s": 1})},
+    **{"week": (Fraction(604800), {"s": 1}), "mph": (Fraction("0.44704"), {"m": 1, "s": -1})},
+    **{name: (Fraction(1, 1000), {"m": 3}) for name in ("L", "l", "liter", "litre")},
+}
+_PREFIXES = {"k": 3, "c": -2, "m": -3, "d": -1, "M": 6, "G": 9, "n": -9}
+_PREFIX_WORDS = {"kilo": "k", "centi": "c", "milli": "m", "deci": "d", "mega": "M"}
+# What prefixes stand before.
+_METRIC = frozenset({"m", "g", "s", "L", "l", "N", "J", "W", "V", "A", "Pa", "Hz", "mol", "eV"})
+_METRIC_WORDS = frozenset({"meter", "metre", "gram", "second", "liter", "litre", "joule", "watt"})
+_NAME = r"(?:°\s?[CF]?|\\Omega|Ω|[a-zA-Z]{1,12})"
+_FACTOR = (
+    rf"(?:(?:square|sq\.?|cubic|cu\.?)\s)?{_NAME}(?:\.(?=\s))?"
+    r"(?:\^?[23]|\^\{[23]\}|[²³]|\s(?:squared|cubed))?"
+)
+_UNIT = re.compile(
+    rf"(?:(?<=[\d)}}])\s*|(?<=[a-z])\s+)(?P<unit>{_FACTOR}(?:\s?(?:/|\bper\b|\\cdot|·)\s?{_FACTOR}){{0,2}})\Z"
+)
+_FACTORS = re.compile(rf"\s?(?P<over>/|\bper\b)?(?:[\s·]|\\cdot)*(?P<factor>{_FACTOR})")
+_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+_DOLLARS = re.compile(r"\\?\$\s?(?P<value>[^$]*\d)")
+# A unit is at the end of a text, and no longer.
+_LONGEST = 48
+
+
+class Unit(NamedTuple):
+    """`factor` times a product of powers of the names."""
+
+    factor: Fraction
+    powers: tuple[tuple[str, int], ...]
+
+
+class Quantity(NamedTuple):
+    """A value as a text, and what it counts."""
+
+    value: str
+    unit: Unit
+    is_evident: bool
+    """Whether it can be nothing else: 5m may be a formula."""
+
+
+def quantity(text: str, *, is_text: bool = False) -> Quantity | None:
+    """The value and the unit of a text without commands for fonts; None without a unit.
+
+    Args:
+        is_text: whether what is behind the value was text within a formula.
+
+    >>> quantity("5 cm").unit == quantity("5 meters").unit, quantity("5 cm").value
+    (False, '5')
+    >>> quantity("5 m").is_evident, quantity("5 m/s").is_evident, quantity("5 apples")
+    (False, True, None)
+    """
+    if dollars := _DOLLARS.fullmatch(text):
+        return Quantity(dollars["value"], Unit(Fraction(1), (("$", 1),)), True)
+    start = max(0, len(text) - _LONGEST)
+    found = _UNIT.search(text, start)
+    unit = unit_of(found["unit"]) if found else None
+    if found is None or unit is None:
+        return None
+    name = found["unit"]
+    is_apart = found.start() < found.start("unit") and len(re.sub(r"[^a-zA-Z]", "", name)) > 1
+    is_evident = is_text or not name[0].isascii() or "\\" in name or "/" in name or is_apart
+    return Quantity(text[: found.start()], unit, is_evident)
+
+
+@lru_cache(maxsize=256)
+def unit_of(text: str) -> Unit | None:
+    """What a name or a product of names stands for.
+
+    >>> unit_of("km/h") == unit_of("kilometers per hour"), unit_of("apples")
+    (True, None)
+    """
+    factor, powers = Fraction(1), Counter[str]()
+    for found in _FACTORS.finditer(text):
+        sign = -1 if found["over"] else 1
+        words = re.findall(rf"{_NAME}|\d|[²³]", found["factor"])
+        power = {"2": 2, "²": 2, "3": 3, "³": 3}.get(words[-1], 1)
+        power *= next((_POWERS[word] for word in words if word in _POWERS), 1)
+        names = [word for word in words if word not in _POWERS and not word.isdigit()]
+        one = _named(names[0].replace(" ", "")) if len(names) == 1 else None
+        if one is None:
+            return None
+        factor *= one[0] ** (sign * power)
+        for name, own in one[1].items():
+            powers[name] += sign * power * own
+    return Unit(factor, tuple(sorted((n, p) for n, p in powers.items() if p))) if powers else None
+
+
+def _named(name: str) -> tuple[Fraction, dict[str, int]] | None:
+    """Of one name, with its prefix and its plural."""
+    if name in _SYMBOLS:
+        number, measures = _SYMBOLS[name]
+        return Fraction(number), {measures: 1}
+    if name in _FURTHER:
+        return _FURTHER[name]
+    if name[:1] in _PREFIXES and name[1:] in _METRIC and (one := _named(name[1:])):
+        return one[0] * Fraction(10) ** _PREFIXES[name[0]], one[1]
+    word = name.casefold()
+    for singular in (word, word.removesuffix("s"), word.removesuffix("es")):
+        if singular in _WORDS:
+            return _named(_WORDS[singular])
+        if singular in _FURTHER:
+            return _FURTHER[singular]
+        for prefix, letter in _PREFIX_WORDS.items():
+            rest = singular.removeprefix(prefix)
+            if rest in _METRIC_WORDS and rest != singular and (one := _named(rest)):
+                return one[0] * Fraction(10) ** _PREFIXES[letter], one[1]
+    return None

@@ -1,0 +1,123 @@
+"""Answers in the forms of public data sets; each line has had a wrong verdict."""
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from actors.rewards.answers import answered_number, marked_answer
+from actors.rewards.builtin import numeric_answer
+from actors.rewards.math_answer import math
+from streamrl.interfaces import Episode, Prompt
+from streamrl.types import FinishReason
+
+UNION = r"(-\infty,-2)\cup(2,\infty)"
+ROOTS = r"\frac{-1\pm\sqrt{5}}{2}"
+COLUMN = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
+
+
+def episode(response: str, answer: str) -> Episode:
+    return Episode(Prompt("question", answer), response, len(response), FinishReason.STOP)
+
+
+def verdict(response: str, answer: str) -> float:
+    (score,) = math([episode(response, answer)])
+    return score.reward
+
+
+# The answer, what equals it, and what does not.
+BOXED = [
+    # Intervals and solved inequalities: another inequality may be the question.
+    ("[2,5)", [r"2 \le x < 5", r"5 > x \ge 2", "[2;5["], ["2 < x < 5", "2x < 10", "[2,5]"]),
+    (r"(-\infty,3)", ["x<3", "3 > x", r"]-\infty;3["], [r"x \le 3", "x > 3", "x < y", "2x < 6"]),
+    (UNION, [r"x<-2 \text{ or } x>2", r"(-\infty,-2),(2,\infty)"], ["-2<x<2", "|x| > 2"]),
+    (r"x<-2 \text{ or } x>2", [UNION, "x > 2, x < -2"], ["(-2,2)"]),
+    (r"(-\infty,1)\cup(1,\infty)", [r"x \neq 1"], [r"x \neq 2", "x > 1"]),
+    (r"m \in (-\infty, 1)", ["m < 1"], ["x < 1", "m > 1"]),
+    ("0<a<1", ["(0,1)"], ["0 < x < 1", r"0<a\le 1"]),
+    (r"\{x \mid \frac{1}{2} < x \leq 2\}", [r"(\frac12,2]", "0.5 < x \\le 2"], ["[0.5,2]"]),
+    ("(1,2]", [r"\left\{x \in \mathbb{R} | 1 < x \le 2\right\}"], [r"\{x | 1 < x < 2\}"]),
+    ("(1,4)", [], ["(1,3),(2,4)"]),
+    (r"(-\infty,\infty)", ["all real numbers"], [r"x>2 \text{ and } x<5"]),
+    (r"\emptyset", [r"\text{There is no solution}", "no real solutions"], ["0"]),
+    # Units on both sides.
+    (r"5\text{ cm}", ["50 mm", r"0.05\,\mathrm{m}", "5"], ["5 m", r"5\text{ cm}^2", "5 inches"]),
+    (r"5 \mathrm{~cm}", [r"5\text{ centimeters}"], [r"5\mathrm{~cm}^2"]),
+    (r"12 \text{ cm}^2", ["12 square centimeters", r"1200 \text{ mm}^2"], [r"12 \text{ cm}^3"]),
+    (r"72 \mathrm{~km} / \mathrm{h}", ["20 m/s", "72 kilometers per hour"], ["72 mph"]),
+    (r"120 \text{ minutes}", [r"2 \text{ hours}", "2 h"], [r"2 \text{ minutes}"]),
+    (r"10\pi \text{ cm}", [r"10\pi"], [r"10\pi \text{ m}"]),
+    (r"\$18.90", ["1890 cents", "18.9 dollars"], ["1890"]),
+    (r"5.4 \text{ cents}", [r"\$0.054"], [r"\$5.4"]),
+    ("60 mph", ["60 miles per hour"], ["60 km/h"]),
+    (r"100 ^\circ\text{C}", ["100 °C"], ["100 °F"]),
+    (r"5 \Omega", ["5"], ["6"]),
+    ("5", [r"5 \Omega"], [r"6 \Omega"]),
+    ("1.5", ["1.5 in."], ["1.5x"]),
+    ("90", [r"90\degree"], [r"91\degree"]),
+    # Numbers to a base.
+    ("1011_2", ["1011", r"(1011)_{2}"], ["1011_3", "11_{10}", "1111_2"]),
+    ("4343_6", [r"4343_{\text{six}}"], [r"4343_{\text{seven}}", "4344_6"]),
+    # Several choices, and one with what it says.
+    ("ABD", ["A, B, D", "A, B and D"], ["ABC", "A, B", "A or B or D"]),
+    (r"\mathrm{(B)}\ 27", ["B", "27", "(B)"], ["C", "28", "(C) 27"]),
+    (r"\textbf{(B)}\ 2\sqrt{3}", [r"\sqrt{12}"], [r"\sqrt{13}"]),
+    ("C", [r"\text{The answer is C}", "The correct option is (C)", "choice C", "C)"], ["C or D"]),
+    # Words and times.
+    (r"\text{Yes}", ["Yes, it does"], ["No, yes"]),
+    ("No", [r"\text{No}, it is not"], ["no solution", "Yes"]),
+    ("circle", ["the circle"], ["ellipse"]),
+    ("June 20", ["June 20th"], ["June 2nd"]),
+    ("6:00 PM", ["6 p.m."], ["6 AM"]),
+    # Signs within, vectors.
+    (ROOTS, [r"\frac{-1+\sqrt5}{2}, \frac{-1-\sqrt5}{2}"], [r"\frac{-1+\sqrt5}{2}"]),
+    (COLUMN, ["(1,2)", r"\langle 1, 2 \rangle"], ["(2,1)", r"\begin{pmatrix}1&2\end{pmatrix}"]),
+    ("5", [], [r"\begin{pmatrix} 5 \\ 5 \end{pmatrix}"]),
+]
+
+
+@pytest.mark.parametrize(("gold", "equal", "other"), BOXED, ids=[gold for gold, *_ in BOXED])
+def test_answers_in_other_forms(gold: str, equal: list[str], other: list[str]):
+    said = {text: verdict(f"So \\boxed{{{text}}}.", gold) for text in (*equal, *other)}
+    assert said == dict.fromkeys(equal, 1) | dict.fromkeys(other, 0)
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "reward"),
+    [
+        ("Answer: B\n\nExplanation: A is too small, C too big.", "B", 1),
+        ("The answer is B.\n\nA is wrong since 3 < 4.", "B", 1),
+        ("The answer is B, because A is 3.", "B", 1),
+        ("The correct option is (B).", "B", 1),
+        ("B.", "B", 1),
+        ("The answer is B\nWait, it is C.", "B", 0),
+        ("Answer: A\n\nB is too big.", "B", 0),
+        ("The answer is $x<3$.", r"(-\infty,3)", 1),
+        ("The answer is 50 mm.", r"5\text{ cm}", 1),
+        ("The answer is 5 m.", r"5\text{ cm}", 0),
+    ],
+)
+def test_answers_that_are_stated(response: str, gold: str, reward: float):
+    assert verdict(response, gold) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### at least 7", None),
+        ("<answer>7 or more</answer>", None),
+        (r"\boxed{7\text{ million}}", 7_000_000),
+        ("#### 1.2 million people", 1_200_000),
+        ("#### 7 more apples", 7),
+        ("so at least 7", 7),
+    ],
+)
+def test_words_that_make_another_number_of_a_marked_one(text: str, number: int | None):
+    assert answered_number(text) == (None if number is None else Fraction(number))
+    assert numeric_answer(episode("#### 7000000", "7 million")).reward == 1
+
+
+def test_boxes_without_an_end_take_no_time():
+    start = time.process_time()
+    assert marked_answer(r"\boxed{1} " + r"\boxed{" * 20_000) == "1"
+    assert time.process_time() - start < 2
