@@ -65,7 +65,9 @@ def _read(value: Any) -> list[str]:
 
 
 def _calls(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and isinstance(value.get("tool_calls"), list):
+        yield from _calls(value["tool_calls"])
+    elif isinstance(value, Mapping):
         record = value.get("function", value)
         arguments = decoded(record.get("arguments", record.get("parameters", {})))
         yield _written(record["name"], arguments)
@@ -76,8 +78,9 @@ def _calls(value: Any) -> Iterator[str]:
         for part in value.split(_OPENING)[1:]:
             yield from _calls(part.rpartition(_CLOSING)[0] or part)
     else:
-        fenced = _FENCED.fullmatch(value.strip())
-        text = fenced[1].strip() if fenced else value.strip()
+        text = value.strip()
+        if not text.startswith(("[", "{")) and (blocks := _FENCED.findall(text)):
+            text = blocks[-1].strip()
         record = decoded(text)
         yield from _in_python(text) if isinstance(record, str) else _calls(record)
 

@@ -89,14 +89,15 @@ class ProgramOutcome:
 
 def solution_of(response: str, language: str = "python") -> str:
     """The last block of code in the response, of those that name the language if there are any; or
-    all of it.
+    all of its <answer>, or of it.
 
     >>> solution_of("So:\\n```py\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
     """
     blocks: list[tuple[str, str]] = FENCE.findall(response)
     named = [block for block in blocks if _names(block[0].casefold(), language)]
-    return (named or blocks or [("", response)])[-1][1]
+    inside, _, _ = response.rpartition("<answer>")[2].partition("</answer>")
+    return (named or blocks or [("", inside)])[-1][1]
 
 
 def _names(word: str, language: str) -> bool:

@@ -47,6 +47,10 @@ class ChatAnswer(Struct, frozen=True):
     choices: list[JudgeChoice]
 
 
+# Behind a score, also where it is bold.
+_OUT_OF = re.compile(r"[*}\])]{0,4}\s?[(]?(?:/|out of)\s?(\d+(?:\.\d+)?)")
+
+
 def _pattern(text: str) -> str:
     try:
         compiled = re.compile(text)
@@ -71,12 +75,14 @@ class Judge:
         system: str = ""
         """System message, if there is one."""
         score_pattern: Annotated[str, AfterValidator(_pattern)] = (
-            r"(?i)\bscore\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?(?:\s+is\b)?"
-            r"\W{0,9}?(-?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+))(?![\d.,]*\d| ?(?:-|to) ?\d)"
+            r"(?i)(?:\b(?:score|rating)\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?"
+            r"(?:\s+is\b)?\W{0,9}?(?:\\boxed\{)?|\[\[)"
+            r"(-?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+))(?![\d.,]*\d| ?(?:-|to) ?\d)"
         )
         """Regular expression with one group, the number; the last match counts, and one at the
-        beginning of a line before others. The default reads "Score: 7", "Score (0-10): 7" and JSON
-        such as {"score": 7}."""
+        beginning of a line before others. The default reads "Score: 7", "Score (0-10): 7",
+        "Rating: [[7]]" and JSON such as {"score": 7}. A score out of another number than the upper
+        end of the scale is none."""
         scale: tuple[float, float] = (0.0, 10.0)
         """Scores that become the rewards 0 and 1."""
         temperature: Annotated[float, Field(ge=0)] | None = 0.0
@@ -122,6 +128,9 @@ class Judge:
         try:
             score = float(found[0][1]) if found else None
         except ValueError:
+            score = None
+        out_of = _OUT_OF.match(text, found[0].end(1)) if found else None
+        if out_of and float(out_of[1]) != high:
             score = None
         if score is None or not low <= score <= high:
             ending = " ".join(text.split())[-80:]

@@ -55,6 +55,9 @@ class TestJudge:
             ("Score: ...7/10", 0.7),
             ('{"score": 7,"reason": "9"}', 0.7),
             ("The score is 6 out of 10.", 0.6),
+            ("Rating: [[8]]", 0.8),
+            ("It is good. [[8]]", 0.8),
+            ("Final score: $\\boxed{8}$", 0.8),
             ("<think>Score: 2?</think>A 9, that is: score 9", 0.9),
         ],
     )
@@ -66,7 +69,17 @@ class TestJudge:
         assert set(body) == {"model", "messages"}
 
     @pytest.mark.parametrize(
-        "text", ["no idea", "Score: 11", "Score: -1", "Score: 7,5", "", "<think>Score: 7?"]
+        "text",
+        [
+            "no idea",
+            "Score: 11",
+            "Score: -1",
+            "Score: 4/5",
+            "Score: **4** (out of 5)",
+            "Score: 7,5",
+            "",
+            "<think>Score: 7?",
+        ],
     )
     async def test_nonsense_is_asked_again_and_then_fails_the_group(self, text):
         async with serving(lambda body: (200, says(text))) as service:
