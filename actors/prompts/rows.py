@@ -41,7 +41,7 @@ from streamrl.user_code import attributed_to, load_user_code
 from streamrl.vision.parts import has_media, is_medium, paths_in
 
 _PROMPT = "it must be text, or a list of messages that have a role and a content"
-_SHAREGPT = "; with ShareGPT's from and value set data.prompt_template: '{{{{ {}[0].value }}}}'"
+_SHAREGPT = "; with ShareGPT's from and value set data.prompt_template: '{{{{ {}[{}].value }}}}'"
 _MARKERS = {"<image>": "image", "<video>": "video"}
 _SPLIT = re.compile("(<image>|<video>)")
 _JINJA = ImmutableSandboxedEnvironment(
@@ -213,9 +213,10 @@ class RowColumns:
     def _content(self, row: Row) -> str | tuple[Message, ...]:
         value = self._required(row, self.prompt_key)
         content = _content(value)
-        if not content:
+        if not content or (isinstance(content, str) and not content.strip()):
             place = f"{self.setting}: {row.place}: {self.prompt_key}"
-            hint = _SHAREGPT.format(self.prompt_key) if _is_sharegpt(value) else ""
+            asked = _asked_in_sharegpt(value)
+            hint = "" if asked is None else _SHAREGPT.format(self.prompt_key, asked)
             raise ConfigError(f"{place} was {shown(value)}; {_PROMPT}{hint}")
         return content
 
@@ -433,7 +434,10 @@ _MISSING = object()
 
 
 def _value(fields: Any, key: str) -> Any:
-    """A column may have a dot in its name; a number behind a dot is a place in a list, from 0."""
+    """A column may have a dot in its name; a number behind a dot is a place in a list, from 0. What
+    a dot reaches into may be text of JSON."""
+    if isinstance(fields, str):
+        fields = _of_json(fields)
     if isinstance(fields, list | tuple):
         fields = {str(place): value for place, value in enumerate(fields)}
     if not isinstance(fields, Mapping):
@@ -445,16 +449,31 @@ def _value(fields: Any, key: str) -> Any:
 
 
 def _content(value: Any) -> str | tuple[Message, ...]:
-    """The prompt's text or messages; empty if the value is neither."""
+    """The prompt's text or messages, which may be text of JSON; empty if the value is neither."""
     if isinstance(value, str):
-        return value
+        read = _of_json(value) if value.lstrip().startswith("[") else None
+        if not (isinstance(read, list) and read and all(map(_is_message, read))):
+            return value
+        value = read
     messages = value if isinstance(value, list) and all(map(_is_message, value)) else ()
     return tuple(map(normalized, messages))
 
 
-def _is_sharegpt(value: Any) -> bool:
+def _of_json(text: str) -> Any:
+    """None of other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _asked_in_sharegpt(value: Any) -> int | None:
+    """Which of ShareGPT's turns is the first question; None of other values."""
     turns = value if isinstance(value, list) else []
-    return any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
+    if not any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
+        return None
+    speakers = [turn.get("from") if isinstance(turn, dict) else None for turn in turns]
+    return next((i for i, name in enumerate(speakers) if name in ("human", "user")), 0)
 
 
 def _is_call(turn: Mapping[str, Any]) -> bool:

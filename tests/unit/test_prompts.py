@@ -105,6 +105,7 @@ BAD_ROWS = [
     ({"prompt": "q"}, "lacks 'answer'; it has prompt"),
     ({**GOOD, "prompt": 3}, f"prompt was 3; {TEXT}"),
     ({**GOOD, "prompt": ""}, f"prompt was ''; {TEXT}"),
+    ({**GOOD, "prompt": " \n"}, f"prompt was ' \\n'; {TEXT}"),
     ({**GOOD, "prompt": None}, f"prompt was None; {TEXT}"),
     ({**GOOD, "prompt": []}, f"prompt was []; {TEXT}"),
     ({**GOOD, "prompt": [{"role": "user"}]}, f"prompt was [{{'role': 'user'}}]; {TEXT}"),
@@ -113,6 +114,10 @@ BAD_ROWS = [
     (
         {**GOOD, "prompt": [{"from": "human", "value": "q"}]},
         "set data.prompt_template: '{{ prompt[0].value }}'",
+    ),
+    (
+        {**GOOD, "prompt": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}]},
+        "set data.prompt_template: '{{ prompt[1].value }}'",
     ),
 ]
 
@@ -130,6 +135,20 @@ def test_a_bad_row_is_named_when_the_file_is_opened(tmp_path, suffix, row, sente
             open_prompts(data, seed=0) if setting == "source" else open_held_out(data)
         assert str(caught.value).startswith(f"data.{setting}: {place}")
         assert str(caught.value).endswith(sentence)
+
+
+def test_messages_and_records_may_be_text_of_json(tmp_path):
+    """As ROLL's `messages`, and `verification_info` of SYNTHETIC-1."""
+    messages = [{"role": "user", "content": "q"}]
+    texts = [json.dumps(messages), '["q"]', "[1, 2] is a list"]
+    info = json.dumps({"ground_truth": 5})
+    rows = [{"prompt": text, "info": info} for text in texts]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    data = DataSettings(source=str(path), answer_key="info.ground_truth", shuffle=False)
+    prompts = open_prompts(data, seed=0)
+    assert [prompts[i].content for i in range(3)] == [tuple(messages), *texts[1:]]
+    assert prompts[0].answer == "5"
 
 
 @pytest.mark.parametrize("row", [{"prompt": "q", "answer": None}, {"prompt": None, "answer": "a"}])
