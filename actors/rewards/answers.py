@@ -76,6 +76,11 @@ _COMMANDS = (
     ),
     (re.compile(rf"\A{_IN_TEXT}all real numbers\}}?\Z", re.IGNORECASE), r"\\mathbb{R}"),
 )
+# A word behind one of several numbers: math-verify leaves out what follows it.
+_COUNTED = re.compile(
+    r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\{[\s~]*(?P<word>[a-zA-Z]{1,15})[\s.]*"
+    r"(?:(?P<further>and|or)\s*\}|\}(?:\^\{?[23]\}?)?(?=\s*[,;]|\s*\\text\{\s*(?:and|or)\s))"
+)
 # Also as ]0; 1[, which is open.
 _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[\])])")
 # What stands between thousands, beside a comma: a space of the keyboard may stand between numbers.
@@ -316,9 +321,15 @@ def latex(text: str) -> str:
     text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
     for command, known in _COMMANDS:
         text = command.sub(known, text)
-    text = _INTERVAL.sub(_interval, text)
+    text = _COUNTED.sub(_uncounted, _INTERVAL.sub(_interval, text))
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
+
+
+def _uncounted(found: re.Match[str]) -> str:
+    if found["word"].casefold() in _FUNCTIONS | _CHANGING:
+        return found[0]
+    return " \\text{ and } " if found["further"] else ""
 
 
 def _interval(found: re.Match[str]) -> str:
@@ -429,7 +440,11 @@ def counted(text: str) -> Fraction | None:
     if not is_unit and scale is None and not _PROSE.fullmatch(f"{before} {behind}"):
         return None
     words_beside = set(re.findall(r"\w+", f"{before} {behind}".casefold()))
-    return None if words_beside & (_FUNCTIONS | _CHANGING) else _scaled(number, scale)
+    # A letter alone is a variable, but for those of "a pair" and "Tom's".
+    is_formula = any(len(word) == 1 and word not in "ais" for word in words_beside)
+    if is_formula or words_beside & (_FUNCTIONS | _CHANGING):
+        return None
+    return _scaled(number, scale)
 
 
 def measured(text: str) -> Quantity | None:
@@ -440,7 +455,8 @@ def measured(text: str) -> Quantity | None:
     """
     inner = _TEXT.sub(r"\1", text)
     plainly = _GAPS.sub(" ", _DEGREES.sub("°", plain(inner))).strip()
-    return quantity(plainly.rstrip("$"), is_text=inner != text)
+    # One at the end ends a formula, and another begins it.
+    return quantity(plainly.strip("$") if plainly.endswith("$") else plainly, is_text=inner != text)
 
 
 def digits_to_base(text: str) -> tuple[str, str] | None:

@@ -42,7 +42,7 @@ _FACTOR = (
     r"(?:\^?[23]|\^\{[23]\}|[²³]|\s(?:squared|cubed))?"
 )
 _UNIT = re.compile(
-    rf"(?:(?<=[\d)}}])\s*|(?<=[a-z])\s+)(?P<unit>{_FACTOR}(?:\s?(?:/|\bper\b|\\cdot|·)\s?{_FACTOR}){{0,2}})\Z"
+    rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:\s?(?:/|\bper\b|\\cdot|·)\s?{_FACTOR}){{0,2}})\Z"
 )
 _FACTORS = re.compile(rf"\s?(?P<over>/|\bper\b)?(?:[\s·]|\\cdot)*(?P<factor>{_FACTOR})")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}

@@ -55,6 +55,9 @@ BOXED = [
     ("5", [r"5 \Omega"], [r"6 \Omega"]),
     ("1.5", ["1.5 in."], ["1.5x"]),
     ("90", [r"90\degree"], [r"91\degree"]),
+    (r"3\text{ cm}, 4\text{ cm}", [r"3 \text{ cm and } 4 \text{ cm}", "4, 3"], [r"3\text{ cm}"]),
+    ("3", [], [r"3 \text{ cm and } 4 \text{ cm}", r"3 \text{ men or } 5 \text{ men}"]),
+    ("7", [], [r"7 \text{ more than } x"]),
     # Numbers to a base.
     ("1011_2", ["1011", r"(1011)_{2}"], ["1011_3", "11_{10}", "1111_2"]),
     ("4343_6", [r"4343_{\text{six}}"], [r"4343_{\text{seven}}", "4344_6"]),
