@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from functools import lru_cache
 from unicodedata import normalize
 
 from actors.rewards.units import Quantity, quantity
@@ -20,6 +21,7 @@ from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
+_BRACES = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 _STATES = re.compile(
     r"\b(?:answer|(?:correct|right) (?:option|choice))\b[\s*]*"
     r"(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
@@ -222,7 +224,8 @@ def marked_answer(text: str) -> str | None:
 
 def _marked(text: str) -> Iterator[str | None]:
     """From the last mark on; None of one that has no end."""
-    ends = _ends_of_braces(text)
+    ends: dict[int, int] = {}
+    begin = len(text)
     for mark in reversed(list(_MARKS.finditer(text))):
         behind = text[mark.end() :]
         if mark[0] == "####":
@@ -233,6 +236,10 @@ def _marked(text: str) -> Iterator[str | None]:
             inside, _, _ = behind.partition("</answer>")
             yield bare(inside)
         else:
+            # Of most texts the last box has an end.
+            if begin:
+                begin = mark.start() if begin == len(text) else 0
+                ends = _ends_of_braces(text, begin)
             end = ends.get(mark.end())
             yield None if end is None else bare(text[mark.end() : end])
 
@@ -277,11 +284,11 @@ def bare(answer: str) -> str:
     return _LEADING.sub("", text)
 
 
-def _ends_of_braces(text: str) -> dict[int, int]:
-    """Where what begins behind each brace ends, by where it begins."""
+def _ends_of_braces(text: str, start: int) -> dict[int, int]:
+    """Where what begins behind each brace ends, by where it begins, of those from `start` on."""
     begun: list[int] = []
     ends = {}
-    for found in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+    for found in _BRACES.finditer(text, start):
         if found[0] == "{" or found[0].startswith(("\\boxed", "\\fboxed")):
             begun.append(found.end())
         elif found[0] == "}" and begun:
@@ -344,6 +351,7 @@ def _joined(text: str) -> str:
     return _THOUSANDS.sub("", text).replace("~", " ")
 
 
+@lru_cache(maxsize=64)
 def written(text: str) -> str:
     """A formula without what changes its look alone: sizes of brackets and fractions, text in a
     formula, brackets around a letter, white space but between digits.
