@@ -7,7 +7,9 @@ meet in torch's TCPStore, which has no key.
 
 Invariant: no call outlasts the group's timeout. After an error the group is unusable: `close` it
 and form another one. gloo reports a peer that died before the call at once, one that died or froze
-during it only at the timeout.
+during it only at the timeout. torch's thread that watches over NCCL would end this process when a
+broadcast fails or takes too long: these groups have none, and whoever waits for a broadcast watches
+it. Closing one ends what is under way, for NCCL's orderly end waits for peers, which may be gone.
 
 Where the members of one gloo group find each other: their addresses, held by the sender.
 
@@ -20,12 +22,13 @@ MAX_VALUES small ones. Whoever does not know the key is not read.
 """
 
 import logging
+import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -289,7 +292,14 @@ class BroadcastGroup:
                     broadcast.wait()
 
     def close(self) -> None:
-        self._group.shutdown()
+        """Ends what is under way. Each member has said what it loaded, so nobody lacks it."""
+        if isinstance(self._group, ProcessGroupGloo):
+            self._group.shutdown()
+        else:
+            try:
+                self._group.abort()
+            except RuntimeError as error:
+                log.warning("a group of NCCL did not end: %s", error)
         _close(self._store)
 
 
@@ -330,6 +340,27 @@ def _gloo(store: Store, host: str, rank: int, world_size: int, timeout_s: float)
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Waits for all ranks here, where that ends in time: the first broadcast forms the group, and
+    in there NCCL waits for ever."""
+    store.set(f"rank {rank}", "")
+    store.wait([f"rank {other}" for other in range(world_size)], timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    with _unwatched():
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """A group of NCCL that is made meanwhile reads it, and gets no watching thread."""
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_BLOCKING_WAIT)
+        if before is not None:
+            os.environ[_BLOCKING_WAIT] = before

@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+import os
 import socket
 import time
 
 import psutil
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import WeightTransferError
@@ -121,3 +122,42 @@ def test_a_broadcast_between_gpus_is_over_when_wait_returns() -> None:
     assert work.polls_left < 0
     with pytest.raises(WeightTransferError, match="too slow"):
         groups.Broadcast(GpuWork(math.inf), 0.01).wait()
+
+
+class Nccl:
+    """In place of torch's group, which needs a GPU."""
+
+    class Options:
+        _timeout = None
+
+    def __init__(self, store: Store, rank: int, world_size: int, options: Options) -> None:
+        self.is_unwatched = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        raise RuntimeError("it hangs")
+
+
+async def test_a_group_of_nccl_that_fails_ends_neither_the_process_nor_a_close(monkeypatch):
+    """torch's watching thread would end the process, and its `shutdown` wait for lost peers."""
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    store = groups.OpenStore("127.0.0.1", 5.0)
+    other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    joined = await asyncio.gather(
+        asyncio.to_thread(store.join, "g", 2, "nccl", 5.0),
+        asyncio.to_thread(groups._nccl, PrefixStore("g", other), 1, 2, 5.0),
+    )
+    made = [joined[0]._group, joined[1]]
+    assert all(one.is_unwatched for one in made)
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    joined[0].close()
+    assert made[0].is_aborted
+
+
+def test_a_rank_that_does_not_come_to_a_group_of_nccl_is_waited_for_until_the_timeout(monkeypatch):
+    """In a broadcast NCCL would wait for it for ever."""
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    store = groups.OpenStore("127.0.0.1", 5.0)
+    with pytest.raises(WeightTransferError, match="group g did not form"):
+        store.join("g", 2, "nccl", 0.2)
