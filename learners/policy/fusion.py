@@ -28,8 +28,8 @@ from learners.policy import attention
 from learners.policy.decoding import carries_state
 from learners.policy.network import Network
 from learners.policy.sharding import layers
-from streamrl.algorithms.logprobs import has_liger
 from streamrl.config import RunConfig
+from streamrl.extras import is_installed
 from streamrl.placement.hosts import has_compiler
 from streamrl.placement.limits import require_compilable, require_liger, why_without_liger
 
@@ -77,7 +77,7 @@ def uses_liger(network: Network, config: RunConfig) -> bool:
     """What `learner.liger_layers` comes to for this network, if it is not compiled.
 
     Raises:
-        ConfigError: it is true, and cannot be; or the installed version is a wrong one.
+        ConfigError: it is true, and cannot be.
     """
     wanted = config.learner.liger_layers
     reason = None if wanted is False else _without_liger(network, config)
@@ -90,7 +90,7 @@ def _without_liger(network: Network, config: RunConfig) -> str | None:
     """Why this network's layers stay plain; None if they need not."""
     if network.device.type != "cuda":
         return f"learner.device is {network.device}, not a GPU"
-    if not has_liger():
+    if not is_installed("liger_kernel"):
         return "liger-kernel is not installed: pip install 'streamrl[liger]'"
     return why_without_liger(network.model.config.model_type, config.learner.mesh.tensor)
 

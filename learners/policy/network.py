@@ -244,8 +244,6 @@ class Network(torch.nn.Module):
         **options: bool,
     ) -> dict[str, torch.Tensor | None]:
         """The columns of the whole micro-batch's response tokens, and of their candidates."""
-        # Candidates take their normalizer from these, and Liger rounds the target's logit.
-        options["allow_liger"] = top is None and taught is None
         computed = self._logprobs(hidden, tokens, micro_batch, **options)
         logprobs = computed.logprobs
         return {

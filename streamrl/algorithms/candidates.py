@@ -104,7 +104,6 @@ def masked_logprobs(
     transform: LogitTransform = PLAIN_LOGITS,
     with_entropy: bool = False,
     trains_entropy: bool = True,
-    allow_liger: bool = True,
 ) -> TokenLogprobs:
     """As `token_logprobs`, over the candidates of each token; over the vocabulary without any.
 
@@ -118,7 +117,6 @@ def masked_logprobs(
         entropy = entropy if trains_entropy else entropy.detach()
         return TokenLogprobs(logprobs, entropy if with_entropy else None)
     options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
-    options["allow_liger"] = allow_liger
     whole = token_logprobs(
         hidden[~is_masked], weight, targets[~is_masked], bias, transform, **options
     )

@@ -2,28 +2,20 @@
 
 The vocabulary is walked in blocks: forward keeps a running logsumexp, backward recomputes each
 block. So the [R, V] logits never exist; the price is one more matrix product, which is saved where
-they are few enough to be kept. On a GPU with liger-kernel installed its fused kernels do the same.
+they are few enough to be kept.
 
-Invariant: the results are those of log_softmax in float32 over whole logits.
+Invariant: the results are those of log_softmax in float32 over whole logits. On a GPU the logits
+themselves are float32, too, where liger-kernel rounds each to the dtype of the hidden states.
 
 Letters: R response tokens, H hidden size, V vocabulary, B tokens of the vocabulary in a block.
-
-Liger's are used where they can be and the installed version is right.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
-
-from streamrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -75,53 +67,6 @@ class LogitTransform:
 PLAIN_LOGITS = LogitTransform()
 
 
-FIRST_RIGHT_LIGER = "0.8.2"
-
-
-def takes_liger(device: torch.device, trains_entropy: bool) -> bool:
-    """Liger's kernels run on a GPU, and give log-probabilities alone."""
-    return device.type == "cuda" and not trains_entropy and has_liger()
-
-
-@cache
-def has_liger() -> bool:
-    """Whether liger-kernel is there.
-
-    Raises:
-        ConfigError: it is a version with wrong gradients.
-    """
-    if find_spec("liger_kernel") is None:
-        return False
-    if Version(installed := version("liger-kernel")) < Version(FIRST_RIGHT_LIGER):
-        raise ConfigError(
-            f"liger-kernel {installed} is installed, which scales all gradients by that of the "
-            f"first token; install {FIRST_RIGHT_LIGER} or later, or remove it"
-        )
-    return True
-
-
-def fused_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, transform: LogitTransform
-) -> Tensor | None:
-    """Minus Liger's per-token cross-entropy; None where it cannot express the transform."""
-    if transform.softcap is not None and transform.temperature != 1.0:
-        return None
-    liger = import_module("liger_kernel.transformers.functional")
-    if transform.slope != 1.0:
-        hidden = hidden * transform.slope
-        bias = None if bias is None else bias * transform.slope
-    losses: Tensor = liger.liger_fused_linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        reduction="none",
-        softcap=transform.softcap,
-        accum_dtype=torch.float32,
-    )
-    return -losses
-
-
 CPU_BLOCK_ELEMENTS = 1 << 20
 """[R, B] logits that stay near a core's caches."""
 CUDA_BLOCK_ELEMENTS = 1 << 26
@@ -150,7 +95,6 @@ def token_logprobs(
     transform: LogitTransform = PLAIN_LOGITS,
     with_entropy: bool = False,
     trains_entropy: bool = True,
-    allow_liger: bool = True,
 ) -> TokenLogprobs:
     """Log-probability of each target, and the entropy of its distribution.
 
@@ -164,41 +108,17 @@ def token_logprobs(
     Raises:
         ValueError: shapes do not fit, or a target lies outside the vocabulary (CPU only: looking
             would make a GPU wait).
-        ConfigError: the installed liger-kernel computes wrong gradients.
     """
     _check(hidden, weight, targets)
-    trains_entropy = with_entropy and trains_entropy
-    # Liger divides by the number of rows.
-    if allow_liger and len(hidden) and takes_liger(hidden.device, trains_entropy):
-        logprobs = fused_logprobs(hidden, weight, targets, bias, transform)
-        if logprobs is not None:
-            # Liger has no entropy; without gradient it takes one more matrix product.
-            measured = None
-            if with_entropy:
-                with torch.no_grad():
-                    _, measured = _blocked(hidden, weight, targets, bias, transform, True)
-            return TokenLogprobs(logprobs, measured)
-    logprobs, entropy = _blocked(hidden, weight, targets, bias, transform, with_entropy)
-    if entropy is not None and not trains_entropy:
-        entropy = entropy.detach()
-    return TokenLogprobs(logprobs, entropy)
-
-
-def _blocked(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    transform: LogitTransform,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
     keeps_logits = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_ELEMENTS
     # Backward recomputes outside autocast, so forward must not run inside it.
     with torch.autocast(hidden.device.type, enabled=False):
-        result: tuple[Tensor, Tensor | None] = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
+        logprobs, entropy = _BlockedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, with_entropy, keeps_logits
         )
-    return result
+    if entropy is not None and not trains_entropy:
+        entropy = entropy.detach()
+    return TokenLogprobs(logprobs, entropy)
 
 
 class _BlockedLogprobs(torch.autograd.Function):

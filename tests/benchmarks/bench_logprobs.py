@@ -25,7 +25,7 @@ import torch
 from measure import Figures, contest, measured
 from torch import Tensor
 
-from streamrl.algorithms.logprobs import PLAIN_LOGITS, fused_logprobs, token_logprobs
+from streamrl.algorithms.logprobs import token_logprobs
 
 CUDA = torch.cuda.is_available()
 THREADS = 2
@@ -150,7 +150,7 @@ def _errors(compute: Logprobs, tokens: int, vocabulary: int, dtype: torch.dtype)
 
 
 def _blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return token_logprobs(hidden, weight, targets, allow_liger=False).logprobs
+    return token_logprobs(hidden, weight, targets).logprobs
 
 
 def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -161,9 +161,11 @@ def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def _liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logprobs = fused_logprobs(hidden, weight, targets, None, PLAIN_LOGITS)
-    assert logprobs is not None
-    return logprobs
+    library = import_module("liger_kernel.transformers.functional")
+    losses: Tensor = library.liger_fused_linear_cross_entropy(
+        hidden, weight, targets, reduction="none", accum_dtype=torch.float32
+    )
+    return -losses
 
 
 def _cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

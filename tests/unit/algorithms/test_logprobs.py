@@ -1,16 +1,11 @@
 """Blocked log-probabilities equal those of whole logits, forward and backward."""
 
-import tomllib
-from pathlib import Path
-
 import pytest
 import torch
-from packaging.requirements import Requirement
 from torch import Tensor
 
 from streamrl.algorithms import logprobs as module
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs
-from streamrl.errors import ConfigError
 
 TRANSFORMS = [
     LogitTransform(),
@@ -124,64 +119,6 @@ def test_a_measured_entropy_has_no_gradient() -> None:
     assert trained.entropy.requires_grad
     assert not result.entropy.requires_grad
     assert torch.equal(result.entropy, trained.entropy)
-
-
-@pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.parametrize("trains_entropy", [False, True])
-def test_liger_is_used_on_a_gpu_unless_the_entropy_is_trained(
-    with_entropy: bool, trains_entropy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden, weight, targets, _ = _example(torch.float32, False)
-    calls = []
-
-    def fused(hidden, weight, targets, bias, transform):
-        calls.append(targets)
-        return _plainly(hidden, weight, targets, bias, transform)[0]
-
-    decide = module.takes_liger
-    monkeypatch.setattr(module, "has_liger", lambda: True)
-    monkeypatch.setattr(module, "fused_logprobs", fused)
-    monkeypatch.setattr(
-        module, "takes_liger", lambda _, trains: decide(torch.device("cuda"), trains)
-    )
-    options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
-    result = token_logprobs(hidden, weight, targets, **options)
-    chosen, entropy = _plainly(hidden, weight, targets, None, LogitTransform())
-    assert bool(calls) == (not (with_entropy and trains_entropy))
-    torch.testing.assert_close(result.logprobs, chosen)
-    if with_entropy:
-        torch.testing.assert_close(result.entropy, entropy)
-        assert result.entropy.requires_grad == trains_entropy
-    else:
-        assert result.entropy is None
-
-
-def test_liger_is_not_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_liger", lambda: True)
-    assert not module.takes_liger(torch.device("cpu"), trains_entropy=False)
-
-
-@pytest.mark.parametrize(
-    ("installed", "is_wrong"),
-    [("0.7.0", True), ("0.8.1", True), ("0.8.2", False), ("0.8.10", False)],
-)
-def test_a_liger_with_wrong_gradients_is_refused(
-    installed: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "version", lambda name: installed)
-    if is_wrong:
-        with pytest.raises(ConfigError, match=f"liger-kernel {installed} is installed, which"):
-            module.has_liger.__wrapped__()
-    else:
-        assert module.has_liger.__wrapped__()
-
-
-def test_the_extra_admits_no_liger_with_wrong_gradients() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    (requirement,) = project["project"]["optional-dependencies"]["liger"]
-    admitted = Requirement(requirement).specifier
-    assert not any(admitted.contains(wrong) for wrong in ("0.7.0", "0.8.1"))
 
 
 def test_no_tokens_give_no_logprobs() -> None:

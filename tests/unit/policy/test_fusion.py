@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 def has_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler, and liger-kernel."""
     monkeypatch.setattr(fusion, "has_compiler", lambda: True)
-    monkeypatch.setattr(fusion, "has_liger", lambda: True)
+    monkeypatch.setattr(fusion, "is_installed", lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_what_cannot_have_them_stays_plain_or_is_refused(
     if case == "cpu":
         network.device = torch.device("cpu")
     if case == "missing":
-        monkeypatch.setattr(fusion, "has_liger", lambda: False)
+        monkeypatch.setattr(fusion, "is_installed", lambda _: False)
     mesh = {"tensor": 2 if case == "tensor" else 1}
     assert not fusion.uses_liger(network, make_config(learner={"mesh": mesh}))
     config = make_config(learner={"mesh": mesh, "liger_layers": True})
