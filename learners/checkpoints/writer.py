@@ -213,7 +213,8 @@ class CheckpointWriter:
             tensors_of(trainer, contents), non_blocking=self._has_gpu
         )
         if self._has_gpu:
-            torch.cuda.synchronize()
+            # Not for the device, where a broadcast of weights may wait for its receivers.
+            torch.cuda.current_stream().synchronize()
         failure: OSError | None = None
         try:
             flush()

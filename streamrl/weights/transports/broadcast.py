@@ -95,7 +95,7 @@ class BroadcastSender:
         device = torch.device("cpu") if endpoint.backend == "gloo" else self._device
         try:
             if self._group is None:
-                self._group = self._join(endpoint)
+                self._group = self._join(endpoint, data.device)
             outgoing = _outgoing(endpoint, layout, data, device, key)
             if difference is not None:
                 outgoing = (frame for frame in difference.frames if frame is not None)
@@ -121,11 +121,10 @@ class BroadcastSender:
             return self._store
         return groups.OpenStore(self._host, self._timeout_s)
 
-    def _join(self, endpoint: BroadcastEndpoint) -> groups.BroadcastGroup:
+    def _join(self, endpoint: BroadcastEndpoint, device: torch.device) -> groups.BroadcastGroup:
         if isinstance(self._store, groups.OpenStore):
-            return self._store.join(
-                endpoint.group, endpoint.world_size, endpoint.backend, self._timeout_s
-            )
+            size, backend = endpoint.world_size, endpoint.backend
+            return self._store.join(endpoint.group, size, backend, self._timeout_s, device)
         return groups.join(replace(endpoint, rank=0))
 
 
@@ -226,7 +225,7 @@ class BroadcastReceiver:
     def _join(self, endpoint: BroadcastEndpoint) -> groups.BroadcastGroup:
         if self._group is None or self._group[0] != endpoint.group:
             self.close()
-            self._group = (endpoint.group, groups.join(endpoint))
+            self._group = (endpoint.group, groups.join(endpoint, self._device))
         return self._group[1]
 
     def _reserve(self, number: int, num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -164,6 +165,7 @@ class RendezvousStore(Store):
         self._values = wire.decode(self._socket.recv(), Values).by_key
 
 
+_HOST = torch.device("cpu")
 IN_FLIGHT = 2
 """Broadcasts under way at a time."""
 
@@ -189,13 +191,21 @@ class OpenStore:
             master_listen_fd=listening.detach(),
         )
 
-    def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> "BroadcastGroup":
+    def join(
+        self,
+        name: str,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        device: torch.device = _HOST,
+    ) -> "BroadcastGroup":
         """Rank 0 of the named group. Waits for all ranks; unblocked by them or the timeout."""
-        return _form(self._store, self.host, name, 0, world_size, backend, timeout_s)
+        return _form(self._store, self.host, name, 0, world_size, backend, timeout_s, device)
 
 
-def join(endpoint: BroadcastEndpoint) -> "BroadcastGroup":
-    """The endpoint's rank of its group. Waits for all ranks or the timeout."""
+def join(endpoint: BroadcastEndpoint, device: torch.device = _HOST) -> "BroadcastGroup":
+    """The endpoint's rank of its group, whose tensors are on the device. Waits for all ranks or the
+    timeout."""
     host, port, timeout_s = endpoint.host, endpoint.port, endpoint.timeout_s
     store: Store
     try:
@@ -208,7 +218,7 @@ def join(endpoint: BroadcastEndpoint) -> "BroadcastGroup":
         raise WeightTransferError(f"no weight store at {host}:{port}: {error}") from error
     group = (endpoint.group, endpoint.rank, endpoint.world_size, endpoint.backend)
     try:
-        return _form(store, host, *group, timeout_s)
+        return _form(store, host, *group, timeout_s, device)
     except WeightTransferError:
         _close(store)
         raise
@@ -317,6 +327,7 @@ def _form(
     world_size: int,
     backend: str,
     timeout_s: float,
+    device: torch.device,
 ) -> BroadcastGroup:
     prefixed = PrefixStore(name, store)
     try:
@@ -324,7 +335,7 @@ def _form(
             case "gloo":
                 group = _gloo(prefixed, host, rank, world_size, timeout_s)
             case "nccl":
-                group = _nccl(prefixed, rank, world_size, timeout_s)
+                group = _nccl(prefixed, rank, world_size, timeout_s, device)
             case _:
                 raise WeightTransferError(f"weights.backend: was {backend!r}; gloo or nccl")
     except (RuntimeError, OSError, WireError, zmq.ZMQError) as error:
@@ -339,15 +350,42 @@ def _gloo(store: Store, host: str, rank: int, world_size: int, timeout_s: float)
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _nccl(store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Waits for all ranks here, where that ends in time: the first broadcast forms the group, and
-    in there NCCL waits for ever."""
+def _nccl(store: Store, rank: int, world_size: int, timeout_s: float, device: torch.device) -> Any:
+    """Waits for all ranks in the store first: whom NCCL waits for, it does so for ever."""
+    ends_s = time.monotonic() + timeout_s
     store.set(f"rank {rank}", "")
     store.wait([f"rank {other}" for other in range(world_size)], timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     with _unwatched():
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    _connect(group, torch.empty(0, device=device).device, max(0.0, ends_s - time.monotonic()))
+    return group
+
+
+def _connect(group: Any, device: torch.device, timeout_s: float) -> None:
+    """By a thread, which is left behind if NCCL reaches nobody.
+
+    Raises:
+        WeightTransferError: it has not, in time.
+    """
+    connected: Future[None] = Future()
+
+    def connect() -> None:
+        try:
+            group.eager_connect_single_device(device)
+            connected.set_result(None)
+        except RuntimeError as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=connect, name="nccl", daemon=True).start()
+    try:
+        connected.result(timeout_s)
+    except TimeoutError as error:
+        raise WeightTransferError(
+            f"NCCL has not connected the learner's and the generators' GPUs in {timeout_s:.1f} s: "
+            "name the network in NCCL_SOCKET_IFNAME, or use weights.backend gloo"
+        ) from error
 
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"

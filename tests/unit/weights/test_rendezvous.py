@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import socket
+import threading
 import time
 
 import psutil
@@ -124,6 +125,9 @@ def test_a_broadcast_between_gpus_is_over_when_wait_returns() -> None:
         groups.Broadcast(GpuWork(math.inf), 0.01).wait()
 
 
+CPU = torch.device("cpu")
+
+
 class Nccl:
     """In place of torch's group, which needs a GPU."""
 
@@ -133,6 +137,10 @@ class Nccl:
     def __init__(self, store: Store, rank: int, world_size: int, options: Options) -> None:
         self.is_unwatched = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
         self.is_aborted = False
+        self.connected: list[torch.device] = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -146,10 +154,10 @@ async def test_a_group_of_nccl_that_fails_ends_neither_the_process_nor_a_close(m
     other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     joined = await asyncio.gather(
         asyncio.to_thread(store.join, "g", 2, "nccl", 5.0),
-        asyncio.to_thread(groups._nccl, PrefixStore("g", other), 1, 2, 5.0),
+        asyncio.to_thread(groups._nccl, PrefixStore("g", other), 1, 2, 5.0, CPU),
     )
     made = [joined[0]._group, joined[1]]
-    assert all(one.is_unwatched for one in made)
+    assert all(one.is_unwatched and one.connected == [CPU] for one in made)
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     joined[0].close()
     assert made[0].is_aborted
@@ -161,3 +169,13 @@ def test_a_rank_that_does_not_come_to_a_group_of_nccl_is_waited_for_until_the_ti
     store = groups.OpenStore("127.0.0.1", 5.0)
     with pytest.raises(WeightTransferError, match="group g did not form"):
         store.join("g", 2, "nccl", 0.2)
+
+
+def test_a_network_that_nccl_cannot_use_is_an_error_in_time(monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(Nccl, "eager_connect_single_device", lambda *_: released.wait())
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    store = groups.OpenStore("127.0.0.1", 5.0)
+    with pytest.raises(WeightTransferError, match=r"NCCL has not connected .* in 0\.\d s"):
+        store.join("g", 1, "nccl", 0.2)
+    released.set()
