@@ -12,7 +12,8 @@ their longest.
 
 The variable-length kernel is the newest FlashAttention that is installed and made for the GPU
 (`use_flash_attention`): 3 or 4, which torch calls in place of its own, then flash-attn's (extra
-`flash`), then torch's own. All take half precision alone, and no more than scale and window.
+`flash`), then torch's own. All take half precision alone, heads of some widths, and no more than
+scale and window.
 """
 
 import logging
@@ -146,11 +147,18 @@ def packed_attention(
     _require_known(module, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scores = Scores(scaling, attention_mask.window, softcap, s_aux)
-    has_kernel = (
-        query.is_cuda and query.dtype in HALF and scores.are_plain and q.shape[-1] == v.shape[-1]
-    )
+    is_half = query.is_cuda and query.dtype in HALF
+    has_kernel = is_half and scores.are_plain and takes_width(q.shape[-1], v.shape[-1])
     attend = _unpadded if has_kernel else _bucketed
     return attend(q, k, v, packing, scores)[None], None
+
+
+def takes_width(of_keys: int, of_values: int) -> bool:
+    """Whether the variable-length kernel takes heads so wide. FlashAttention 4 takes those between
+    128 and 256 on some GPUs alone."""
+    is_fourth = current_flash_attention_impl() == "FA4"
+    widths = (*range(8, 129, 8), 256) if is_fourth else range(8, 257, 8)
+    return of_keys == of_values and of_keys in widths
 
 
 def _require_known(module: torch.nn.Module, arguments: dict[str, Any]) -> None:

@@ -81,6 +81,24 @@ def test_a_kernel_attends_as_the_buckets_do(kernel, window, scale):
     assert len(kernel) == 1
 
 
+@pytest.mark.parametrize(
+    ("widths", "version", "is_taken"),
+    [
+        ((64, 64), None, True),
+        ((256, 256), None, True),
+        ((192, 192), "FA3", True),
+        ((192, 192), "FA4", False),
+        ((256, 256), "FA4", True),
+        ((512, 512), None, False),
+        ((100, 100), None, False),
+        ((192, 128), None, False),
+    ],
+)
+def test_heads_that_no_kernel_takes_are_padded(monkeypatch, widths, version, is_taken):
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: version)
+    assert attention.takes_width(*widths) == is_taken
+
+
 def test_without_flash_attn_there_is_torch():
     assert attention._flash_attention() is None
 
