@@ -3,9 +3,10 @@
 `compile_layers`: torch.compile of a decoder's layers, one by one, so that a model's depth costs
 nothing. Attention over packed trajectories stays as it is: its buckets differ with every
 micro-batch. What is compiled are the pieces around it (norms, projections, rotary positions, the
-MLP), for any number of tokens. Parameters keep their names, and activation checkpointing stays
-around the layers. A model that carries a state from token to token stays plain: the loops of its
-code would be compiled anew for each length.
+MLP), for any number of tokens. Parameters keep their names. What recomputes, offloads or shards a
+layer is around what is compiled: torch compiles no part of a layer that is recomputed inside. A
+model that carries a state from token to token stays plain: the loops of its code would be compiled
+anew for each length.
 
 `use_liger`: the same norms, rotary positions and MLPs by kernels that are written, for runs too
 short to compile. What a model of the same family looks up on another device stays transformers'
@@ -66,11 +67,12 @@ def compiles(network: Network, config: RunConfig) -> bool:
 
 
 def compile_layers(network: Network) -> None:
-    """In place; the first passes of a run compile, which takes a minute or so."""
+    """In place, before anything is put around the layers; the first passes of a run compile, which
+    takes a minute or so."""
     attend: Any = torch.compiler.disable(attention.attend)
     AttentionInterface.register(attention.NAME, attend)
     for layer in layers(network):
-        layer.compile(dynamic=True)
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def uses_liger(network: Network, config: RunConfig) -> bool:

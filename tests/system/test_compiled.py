@@ -1,7 +1,7 @@
 """Compiled layers compute what plain ones do, for micro-batches of other lengths as well."""
 
 import shutil
-from functools import partialmethod
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from learners.policy.fusion import compile_layers
 from learners.policy.loading import load_network
 from learners.policy.network import Network
 from learners.policy.sequence_parallel import sequence_block
+from learners.policy.sharding import checkpoint_layers
 from streamrl.config.learner import MeshSettings
 from tests.model_families import (
     FAMILIES,
@@ -72,8 +73,7 @@ def test_a_family_keeps_its_gradients_and_is_compiled_once(
     micro_batches = [make_micro_batch(lengths) for lengths in (FIRST, SECOND)]
     plain = [gradients_of(network, network(m).logprobs) for m in micro_batches]
     backend = "aot_eager" if family in DIFFERENTIATED else "eager"
-    compiled_by = partialmethod(torch.nn.Module.compile, backend=backend)
-    monkeypatch.setattr(torch.nn.Module, "compile", compiled_by)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     counters.clear()
     compile_layers(network)
@@ -90,7 +90,22 @@ def test_the_setting_compiles_every_layer_of_the_model_that_is_loaded(tmp_path: 
     for compiles in (False, True):
         network = load_network(make_config(**sections, learner={"compile": compiles}))
         layers = network.model.model.layers
-        assert [layer._compiled_call_impl is not None for layer in layers] == [compiles] * 2
+        assert [hasattr(one.forward, "_torchdynamo_orig_callable") for one in layers] == (
+            [compiles] * 2
+        )
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["", "offloaded"])
+def test_layers_that_are_recomputed_are_compiled(on_host: bool, monkeypatch: pytest.MonkeyPatch):
+    expected = gradients(make_network(), 0)
+    network = make_network()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(network)
+    checkpoint_layers(network, on_host=on_host)
+    assert_alike(gradients(network, 0), expected)
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def logprobs_of_shared_tokens() -> torch.Tensor:
