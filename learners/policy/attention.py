@@ -54,13 +54,22 @@ def use_flash_attention(wanted: FlashAttentionVersion, device: torch.device) -> 
         return
     refused = []
     for version in _VERSIONS if wanted == "auto" else (wanted,):
-        if (reason := _unusable(version, device)) is None:
-            activate_flash_attention_impl(_VERSIONS[version][0])
+        reason = _unusable(version, device) or _not_activated(version)
+        if reason is None:
             log.info("attention is computed by FlashAttention %d", version)
             return
         refused.append(f"learner.flash_attention: was {version}, and {reason}")
     if wanted != "auto":
         raise ConfigError(f"{refused[0]}; auto takes what is there")
+
+
+def _not_activated(version: int) -> str | None:
+    try:
+        activate_flash_attention_impl(_VERSIONS[version][0])
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("FlashAttention %d is installed and does not load: %s", version, error)
+        return f"it does not load: {error}"
+    return None
 
 
 def _unusable(version: int, device: torch.device) -> str | None:

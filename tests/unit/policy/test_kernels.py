@@ -164,6 +164,20 @@ def test_a_version_that_is_asked_for_and_cannot_be_is_refused(
     assert not activated
 
 
+def test_a_version_that_does_not_load_is_passed_over_or_refused(activated, monkeypatch):
+    def activate(name: str) -> None:
+        if name == "FA3":
+            raise ImportError("libcudart.so.12")
+        activated.append(name)
+
+    monkeypatch.setattr(attention, "is_installed", lambda _: True)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    attention.use_flash_attention("auto", CUDA)
+    assert activated == ["FA4"]
+    with pytest.raises(ConfigError, match=r"was 3, and it does not load: libcudart\.so\.12; auto"):
+        attention.use_flash_attention(3, CUDA)
+
+
 def test_torch_knows_the_versions_by_these_names():
     names = {name for name, _ in attention._VERSIONS.values()}
     assert names <= set(torch.nn.attention.list_flash_attention_impls())
