@@ -278,6 +278,7 @@ class WeightSender:
         try:
             first = by_peer[peers[0]]
             key = self._key(version)
+            await asyncio.to_thread(held.wait)
             await asyncio.to_thread(
                 self._broadcast.send, first, self._layout, held.data, key, difference
             )

@@ -8,6 +8,7 @@ timeout. After an error the group is closed; the next update forms another one.
 import itertools
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -33,6 +34,7 @@ class BroadcastSender:
         self._members: tuple[str, ...] = ()
         self._group: groups.BroadcastGroup | None = None
         self._name = ""
+        self._stream: torch.cuda.Stream | None = None
 
     def endpoints(
         self,
@@ -85,8 +87,9 @@ class BroadcastSender:
         key: bytes,
         difference: Difference | None = None,
     ) -> None:
-        """Broadcast `data` [layout.num_bytes] uint8, with checksums of this key, or the difference
-        that was announced; waits for the members of the endpoint's group.
+        """Broadcast `data` [layout.num_bytes] uint8, all of which is there, with checksums of this
+        key, or the difference that was announced; waits for the members of the endpoint's group,
+        and for no other work of a GPU.
 
         Raises:
             WeightTransferError: a member is gone or too slow; the next update forms a new group.
@@ -99,8 +102,9 @@ class BroadcastSender:
             outgoing = _outgoing(endpoint, layout, data, device, key)
             if difference is not None:
                 outgoing = (frame for frame in difference.frames if frame is not None)
-            for _ in self._group.pipelined(outgoing):
-                pass
+            with self._beside():
+                for _ in self._group.pipelined(outgoing):
+                    pass
         except WeightTransferError:
             self.close()
             raise
@@ -112,6 +116,15 @@ class BroadcastSender:
         if isinstance(self._store, RendezvousServer):
             self._store.close()
             self._store = None
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """In a stream of its own on a GPU: in the default one, copies wait for all that the learner
+        has begun, and the learner for the copies."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._stream)
 
     def _open_store(self, backend: str) -> RendezvousServer | groups.OpenStore:
         """For gloo one for each group; torch's own is kept, since it ends with the process only."""

@@ -346,6 +346,10 @@ class Written:
     stamp: int
     event: torch.cuda.Event | None
 
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
 
 class SendBuffers:
     """Two copies of the parameters: while a transfer reads one, the learner writes the other.
@@ -408,8 +412,7 @@ class SendBuffers:
         until a GPU has written it."""
         assert self.exported is not None, "a route that needs shared memory was refused before"
         stamps, memory = self.exported
-        if held.event is not None:
-            held.event.synchronize()
+        held.wait()
         return SharedEndpoint(
             memory=memory,
             start=held.start,
