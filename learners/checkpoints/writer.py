@@ -208,13 +208,7 @@ class CheckpointWriter:
             "credit": trainer.state_dict(),
             "random": random_state(),
         }
-        # In memory that is kept for the next save.
-        copies: dict[str, torch.Tensor] = self._stager.stage(
-            tensors_of(trainer, contents), non_blocking=self._has_gpu
-        )
-        if self._has_gpu:
-            # Not for the device, where a broadcast of weights may wait for its receivers.
-            torch.cuda.current_stream().synchronize()
+        copies = self._copies(tensors_of(trainer, contents))
         failure: OSError | None = None
         try:
             flush()
@@ -230,6 +224,14 @@ class CheckpointWriter:
 
         self._saving = self._thread.submit(write)
         return self._saving
+
+    def _copies(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """In memory that is kept for the next save."""
+        copies: dict[str, torch.Tensor] = self._stager.stage(tensors, non_blocking=self._has_gpu)
+        if self._has_gpu:
+            # Not for the device, where a broadcast of weights may wait for its receivers.
+            torch.cuda.current_stream().synchronize()
+        return copies
 
     def _say_saved(self, path: Path, took_s: float, copy_s: float) -> None:
         """With a warning, once, if a signal would not leave a save so much time."""
