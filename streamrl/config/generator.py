@@ -39,7 +39,7 @@ class ServerSettings(Section):
     url: str | tuple[str, ...] | None = None
     """http://host:port of a server that is up, or a list of several; null: this generator starts
     its own."""
-    api_key_variable: str | None = None
+    api_key_env: str | None = None
     """Environment variable with the key of `url`."""
     start_timeout_s: Seconds = 600.0
     """Longest start of a server."""
@@ -53,7 +53,7 @@ class ServerSettings(Section):
             if not one.startswith(("http://", "https://")) or "," in one:
                 raise ValueError(f"was {one!r}; it must be http://host:port, or a list of such")
             if "@" in one.partition("//")[2].partition("/")[0]:
-                raise ValueError("holds a password; the server's key belongs into api_key_variable")
+                raise ValueError("holds a password; the server's key belongs into api_key_env")
         if url == ():
             raise ValueError("was an empty list; name a server, or leave it out")
         if place := twice(one.rstrip("/") for one in _urls(url)):
@@ -67,8 +67,8 @@ class ServerSettings(Section):
 
     @model_validator(mode="after")
     def _has_a_server_for_its_key(self) -> Self:
-        if self.api_key_variable is not None and self.url is None:
-            raise ValueError("api_key_variable: is of a server elsewhere; set url, or leave it out")
+        if self.api_key_env is not None and self.url is None:
+            raise ValueError("api_key_env: is of a server elsewhere; set url, or leave it out")
         return self
 
     @property
@@ -77,14 +77,14 @@ class ServerSettings(Section):
         Raises:
             ConfigError: the variable is not set.
         """
-        if self.api_key_variable is None:
+        if self.api_key_env is None:
             return None
-        if self.api_key_variable not in os.environ:
+        if self.api_key_env not in os.environ:
             raise ConfigError(
-                f"{self.section}.api_key_variable: there is no {self.api_key_variable} in the "
+                f"{self.section}.api_key_env: there is no {self.api_key_env} in the "
                 f"environment, and {self.urls[0]} asks for a key"
             )
-        return os.environ[self.api_key_variable]
+        return os.environ[self.api_key_env]
 
     @model_validator(mode="after")
     def _leaves_a_server_elsewhere_alone(self) -> Self:
@@ -206,7 +206,7 @@ class AgentSettings(Section):
     """Where the API listens; off loopback it needs a token."""
     port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
     """Of a machine's first generator; others take the next ones. 0: any free one."""
-    token_variable: str | None = None
+    token_env: str | None = None
     """Environment variable with the token that agents show."""
     silence_s: Seconds = 600.0
     """An agent that asks for nothing for so long fails its group."""
@@ -238,10 +238,10 @@ class AgentSettings(Section):
         if self.command is not None and not self.command:
             raise ValueError("command: is empty; it must name a program")
         is_local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        if not is_local and self.token_variable is None:
+        if not is_local and self.token_env is None:
             raise ValueError(
                 f"host: was {self.host!r}, which other machines can reach; that needs a token: "
-                "put one into an environment variable and name it in token_variable"
+                "put one into an environment variable and name it in token_env"
             )
         return self
 
@@ -251,14 +251,13 @@ class AgentSettings(Section):
         Raises:
             ConfigError: the variable is not set, or is empty.
         """
-        if self.token_variable is None:
+        if self.token_env is None:
             return None
-        if not os.environ.get(self.token_variable):
+        if not os.environ.get(self.token_env):
             raise ConfigError(
-                f"generator.agent.token_variable: there is no {self.token_variable} in the "
-                "environment"
+                f"generator.agent.token_env: there is no {self.token_env} in the environment"
             )
-        return os.environ[self.token_variable]
+        return os.environ[self.token_env]
 
 
 class EpisodeSettings(Section):

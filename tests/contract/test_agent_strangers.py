@@ -107,7 +107,7 @@ async def test_numbers_have_a_range():
 async def test_a_token_that_is_no_text_is_refused(monkeypatch):
     monkeypatch.setenv("TOKEN", "secret")
     async with httpx2.AsyncClient() as http:
-        gateway = Gateway(config(token_variable="TOKEN"))
+        gateway = Gateway(config(token_env="TOKEN"))
         url = await gateway.start(PlainRenderer())
         try:
             headers = [(b"Authorization", b"Bearer \xff\xfe")]

@@ -407,7 +407,7 @@ class TestAgentsThatAsk:
 
     async def test_a_token_is_asked_for(self, monkeypatch):
         monkeypatch.setenv("AGENTS", "tok")
-        async with serving(token_variable="AGENTS") as episodes, httpx2.AsyncClient() as http:
+        async with serving(token_env="AGENTS") as episodes, httpx2.AsyncClient() as http:
             url = f"{episodes.url}/sessions"
             for headers in ({}, {"Authorization": "Bearer other"}, {"x-api-key": "tök".encode()}):
                 refused = await http.post(url, json={"wait_s": 0}, headers=headers)
@@ -435,13 +435,13 @@ async def test_generators_of_one_machine_take_ports_beside_each_other():
 async def test_an_address_of_another_machine_is_refused(monkeypatch):
     monkeypatch.setenv("AGENTS", "tok")
     with pytest.raises(ConfigError, match=r"generator\.agent\.host: .*assign"):
-        async with serving(host="203.0.113.7", token_variable="AGENTS"):
+        async with serving(host="203.0.113.7", token_env="AGENTS"):
             pass
 
 
 def test_a_token_that_is_not_there_is_missed():
     with pytest.raises(ConfigError, match="there is no NO_SUCH_VARIABLE in the environment"):
-        Gateway(config(token_variable="NO_SUCH_VARIABLE"))
+        Gateway(config(token_env="NO_SUCH_VARIABLE"))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_an_unknown_engine_is_named(name, meant):
             {"sglang": {"url": "http://node:8000", "mem_fraction_static": 0.8}},
             "mem_fraction_static: is chosen where the server of sglang.url is started",
         ),
-        ({"vllm": {"api_key_variable": "KEY"}}, "is of a server elsewhere; set url"),
+        ({"vllm": {"api_key_env": "KEY"}}, "is of a server elsewhere; set url"),
         (
             {"vllm": {"url": "http://node:8000"}, "engine_kwargs": {"seed": 1}},
             "does not get to see",
@@ -125,7 +125,7 @@ def test_the_documents_show_the_command_that_starts_a_vllm_elsewhere():
 
 
 def test_a_key_comes_from_the_environment_alone(monkeypatch):
-    server = config("vllm", vllm={"url": "http://node:8000", "api_key_variable": "A_KEY"})
+    server = config("vllm", vllm={"url": "http://node:8000", "api_key_env": "A_KEY"})
     monkeypatch.delenv("A_KEY", raising=False)
     with pytest.raises(ConfigError, match="there is no A_KEY in the environment"):
         engines.make_engine(server, seed=0)

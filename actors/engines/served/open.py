@@ -104,7 +104,7 @@ async def wait_until_up(
         if refused:
             url, reason = refused[0]
             raise ConfigError(
-                f"generator: {url} wants another key (api_key_variable): {reason}"
+                f"generator: {url} wants another key (api_key_env): {reason}"
             ) from reason
         if time.monotonic() > until_s:
             raise ConfigError(f"no inference server at {errors[0]}")

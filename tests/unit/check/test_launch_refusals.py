@@ -120,9 +120,9 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
     (
         [
             *("model.path=chats", "generator.environment=agent", "data.max_prompt_length=40"),
-            "generator.agent.token_variable=NO_SUCH_TOKEN",
+            "generator.agent.token_env=NO_SUCH_TOKEN",
         ],
-        r"generator\.agent\.token_variable: there is no NO_SUCH_TOKEN",
+        r"generator\.agent\.token_env: there is no NO_SUCH_TOKEN",
     ),
 ]
 CHATS = ("model.path=chats", "data.source=rows.jsonl", "data.max_prompt_length=40")

@@ -148,8 +148,8 @@ def test_the_keys_that_settings_name_reach_the_nodes_and_nothing_else_does(monke
         algorithm={"distillation": {"teachers": teachers}},
         generator={
             "engine": "vllm",
-            "vllm": {"url": "http://v:1", "api_key_variable": "SERVER_KEY"},
-            "agent": {"command": "work {prompt}", "token_variable": "TASK_TOKEN"},
+            "vllm": {"url": "http://v:1", "api_key_env": "SERVER_KEY"},
+            "agent": {"command": "work {prompt}", "token_env": "TASK_TOKEN"},
             "environment": "agent",
         },
     )

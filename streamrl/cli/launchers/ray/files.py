@@ -25,7 +25,7 @@ MAX_BYTES = 500 * 2**20
 _KEYS, _PASSWORD, _SERVERS_ONLY = "keys", "redis", "server.secret"
 _OF_SERVICES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "HF_TOKEN", "HF_ENDPOINT")
 # Settings of servers, teachers, judges and agents that name the variable with a key.
-_NAME_VARIABLES = ("api_key_variable", "api_key_env", "token_variable")
+_NAME_VARIABLES = ("api_key_env", "token_env")
 # What the launcher makes itself, or what names no file on the nodes.
 _NOT_SENT = ("run", "cluster", "buffer", "tracking")
 
