@@ -8,6 +8,7 @@ it act.
 from typing import Any
 
 from pydantic import ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.inert import refusals
@@ -181,9 +182,19 @@ class RunConfig(Section):
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")
-    def _has_no_contradiction(self) -> "RunConfig":
-        if sentences := list(contradictions(self)):
-            raise ValueError("\n".join(sentences))
-        if refused := list(refusals(self.algorithm, self.learner.num_updates)):
-            raise ValidationError.from_exception_data("RunConfig", refused)
+    def _is_consistent(self) -> "RunConfig":
+        require_consistent(self)
         return self
+
+
+def require_consistent(config: RunConfig) -> None:
+    """
+    Raises:
+        ValidationError: sections contradict each other, or settings have no effect.
+    """
+    refused = list(refusals(config.algorithm, config.learner.num_updates))
+    if sentences := "\n".join(contradictions(config)):
+        error = {"error": ValueError(sentences)}
+        refused.insert(0, InitErrorDetails(type="value_error", loc=(), input=None, ctx=error))
+    if refused:
+        raise ValidationError.from_exception_data("RunConfig", refused)

@@ -146,7 +146,11 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
         found += check_secrets(loaded.config, loaded.origins.get("buffer.url"))
     said = {finding.sentence for finding in found}
     all_found = [CONFIGURATION.problem(line) for line in lines if line not in said]
+    # Of a setting that is refused its default was looked at.
+    not_looked_at = {line.partition(": ")[0] for line in lines}
     for finding in found:
+        if finding.cause in not_looked_at and finding.sentence not in lines:
+            continue
         if finding.severity is not Severity.OK:
             where = loaded.origins.get(finding.cause, "")
             finding = msgspec.structs.replace(finding, where=where)

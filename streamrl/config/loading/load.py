@@ -14,13 +14,13 @@ resolved file needs no data to know when the run ends.
 import argparse
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,17 +29,21 @@ from streamrl.config.algorithm.settings import CHOICES, AlgorithmSettings
 from streamrl.config.data import DataSettings
 from streamrl.config.environments import entries_of
 from streamrl.config.learner import LearnerSettings
-from streamrl.config.loading.explain import RESOLVED_FILE, explain
+from streamrl.config.loading.explain import RESOLVED_FILE, explain, is_at
 from streamrl.config.loading.sources import Setting, from_environment, from_file, from_override
 from streamrl.config.run import RunSettings
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import RunConfig, require_consistent
 from streamrl.config.secrets import hand_down, without_secrets
+from streamrl.config.section import overlaid
 from streamrl.data_files import SUFFIXES, count_rows, has_rows
 from streamrl.errors import ConfigError
 
 _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
 WRITTEN_BY = "# StreamRL"
 """Begins a line of the comment over a run's configuration; the release follows."""
+_NOT_GIVEN = {"model": {"path": "(not given)"}, "data": {"source": "(not given)"}}
+Place: TypeAlias = tuple[int | str, ...]
+"""The keys that lead to a setting."""
 # What the policy reads.
 _READ = frozenset({"system_prompt", "prompt_template", "template", "content", "instructions"})
 
@@ -123,7 +127,8 @@ def load_usable(
     environment: Mapping[str, str] | None = None,
 ) -> tuple[LoadedConfig, ConfigError | None]:
     """As `load_config`, for a check that goes on: what is refused, and the configuration without
-    it. Settings that are refused have their defaults there.
+    it. Settings that are refused have their defaults there, so what is found of them is of no
+    value that was given.
 
     Raises:
         ConfigError: the file, a variable or an override cannot be read, or too little is left.
@@ -145,7 +150,7 @@ def load_usable(
         return LoadedConfig(RunConfig.model_validate(tree), origins), None
     except ConfigError as error:
         refusal = error
-        refused: list[tuple[int | str, ...]] = [("run", "total_epochs")]
+        refused: list[Place] = [("run", "total_epochs")]
     except ValidationError as error:
         refusal = ConfigError(
             _without_secrets(explain(error, RunConfig, origins), path) + _of_other_release(path)
@@ -153,7 +158,8 @@ def load_usable(
         refused = _places(error)
     if (rest := _usable(tree, refused)) is None:
         raise refusal
-    return LoadedConfig(rest, origins), refusal
+    beside = _refused_beside(rest, tree, refused, origins)
+    return LoadedConfig(rest, origins), ConfigError("\n".join((str(refusal), *beside)))
 
 
 def _of_other_release(path: Path | str) -> str:
@@ -207,33 +213,67 @@ def _without_secrets(error: ConfigError, path: Path | str) -> str:
     return file.join(map(without_secrets, str(error).split(file)))
 
 
-def _places(error: ValidationError) -> list[tuple[int | str, ...]]:
+def _places(error: ValidationError) -> list[Place]:
     return [detail["loc"] for detail in error.errors()]
 
 
-def _usable(tree: Mapping[str, Any], refused: Sequence[tuple[int | str, ...]]) -> RunConfig | None:
-    """The sections without what was refused, unless that is all of a section that must be given;
-    whether they contradict each other is not looked at."""
-    rest = reduce(_without, refused, tree)
-    try:
-        sections = {
-            name: TypeAdapter[Any](field.annotation).validate_python(rest.get(name, field.default))  # type: ignore[arg-type]
-            for name, field in RunConfig.model_fields.items()
-        }
-        config = RunConfig.model_construct(**sections)
-    except ValidationError:
-        return None
+def _usable(tree: Mapping[str, Any], refused: Sequence[Place]) -> RunConfig | None:
+    """The sections without what was refused; whether they contradict each other is not looked at.
+    What must be given and is not has the value of _NOT_GIVEN. None if nothing can be made."""
+    rest = overlaid(_NOT_GIVEN, reduce(_without, refused, tree))
+    sections: dict[str, Any] = {}
+    also_refused: list[Place] = []
+    for name, field in RunConfig.model_fields.items():
+        try:
+            given = rest.get(name, field.default)
+            sections[name] = TypeAdapter[Any](field.annotation).validate_python(given)  # type: ignore[arg-type]
+        except ValidationError as error:
+            also_refused += [(name, *place) for place in _places(error)]
+    config = RunConfig.model_construct(**sections)
     try:
         # What has some of another section's settings is read beside that one alone.
-        entries_of(config)
-        config.validation.engine_settings(config.generator)
+        if not also_refused:
+            entries_of(config)
+            config.validation.engine_settings(config.generator)
     except ValidationError as error:
-        smaller = reduce(_without, _places(error), rest)
-        return None if smaller == rest else _usable(smaller, ())
-    return config
+        also_refused += _places(error)
+    if not also_refused:
+        return config
+    smaller = reduce(_without, also_refused, rest)
+    return None if smaller == rest else _usable(smaller, ())
 
 
-def _without(tree: Mapping[str, Any], path: tuple[int | str, ...]) -> Mapping[str, Any]:
+def _refused_beside(
+    rest: RunConfig,
+    tree: Mapping[str, Any],
+    refused: Sequence[Place],
+    origins: Mapping[str, str],
+) -> Iterator[str]:
+    """The contradictions of what was not refused that stand whatever takes the place of the rest:
+    not those with a default where a key that was refused may have meant that setting."""
+    try:
+        require_consistent(rest)
+    except ValidationError as error:
+        sections = {str(place[0]) for place in refused if place}
+        for sentence in str(explain(error, RunConfig, origins)).splitlines():
+            named = [name.split(".") for name in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", sentence)]
+            doubtful = [name for name in named if name[0] in sections]
+            # A preset and its choices say what the others of this section are.
+            if all(n[0] != "algorithm" and _is_given(tree, n, refused) for n in doubtful):
+                yield sentence
+
+
+def _is_given(tree: Mapping[str, Any], name: Sequence[str], refused: Sequence[Place]) -> bool:
+    """Whether the setting of this name was given, and not refused."""
+    at: Any = tree
+    for part in name:
+        if not isinstance(at, Mapping) or part not in at:
+            return False
+        at = at[part]
+    return not any(is_at(".".join(name), ".".join(map(str, place))) for place in refused)
+
+
+def _without(tree: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
     """The tree without the value at the path, or without the last part of it that there is."""
     if not path or str(path[0]) not in tree:
         return tree

@@ -302,9 +302,9 @@ TRAPS = [
     (
         [
             *("generator.engine=vllm", f"generator.vllm.url={HOST_OF_NOBODY}"),
-            "generator.vllm.api_key_variable=NO_SUCH_KEY",
+            "generator.vllm.api_key_env=NO_SUCH_KEY",
         ],
-        r"generator\.vllm\.api_key_variable: there is no NO_SUCH_KEY",
+        r"generator\.vllm\.api_key_env: there is no NO_SUCH_KEY",
     ),
     (
         ["generator.vllm.url=http://me:secret@127.0.0.1:9"],
@@ -635,9 +635,38 @@ def test_all_problems_are_listed_at_once_with_their_places(folder, capsys):
     assert "max_steps" not in output.out
     assert "  ok " not in output.out
     lines = output.err.removeprefix("streamrl check: ").splitlines()
-    starts = ("run.max_stepz", "buffer.url", "model.path", "data.reward", "learner.device")
-    assert [line.partition(":")[0] for line in lines] == list(starts)
-    assert "(--set data.reward)" in lines[3]
+    starts = (
+        "run.max_stepz",
+        "buffer.url",
+        "generator.temperature 0 makes the generator.group_size",
+    )
+    starts += ("model.path", "data.reward", "learner.device")
+    assert all(map(str.startswith, lines, starts))
+    assert "(--set data.reward)" in lines[4]
+
+
+@pytest.mark.usefixtures("torch_is_known")
+@pytest.mark.parametrize(
+    ("line", "given", "also", "never"),
+    [
+        # The value that stands for a model of another name is not looked at.
+        ("model: {path:", "model: {name:", "data.reward: there is no file", "(not given)"),
+        # A prompt length that was meant may be shorter than the default.
+        ("max_prompt_length:", "max_prompt_len:", "data.reward: there is no", "cannot hold"),
+        # A key may be of the server whose name is misspelled.
+        ("generator: {", "generator: {vllm: {urll: 'http://a', api_key_env: K}, ",
+         "data.reward: there is no file", "is of a server elsewhere"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_keeps_no_other_problem_back(folder, capsys, line, given, also, never):
+    text = CONFIG.format(folder=folder)
+    assert line in text
+    (folder / "run.yaml").write_text(text.replace(line, given))
+    settings = ("data.reward=nowhere.py:score", "learner.max_tokens_per_micro_batch=100")
+    assert main(["check", "run.yaml", *(word for s in settings for word in ("--set", s))]) == 2
+    output = capsys.readouterr().err
+    assert also in output
+    assert never not in output
 
 
 def test_contradictions_are_listed_beside_what_is_missing(folder):
