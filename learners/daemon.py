@@ -11,6 +11,7 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -35,9 +36,11 @@ from streamrl.checkpoints.find import checkpoints_of, require_new_run, require_s
 from streamrl.checkpoints.history import History, survives
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
+from streamrl.config.loading.load import config_file
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError, UnreachableBufferError
 from streamrl.interfaces import TrajectoryBuffer
+from streamrl.run_folder import require_own_folder
 from streamrl.shutdown import Shutdown
 from streamrl.tracking import CLOSE_S
 from streamrl.tracking.prometheus import Exported, exporting, of_learner
@@ -51,6 +54,7 @@ log = logging.getLogger(__name__)
 def main(arguments: argparse.Namespace) -> int:
     config: RunConfig = arguments.run_config
     if arguments.resume:
+        require_own_folder(config, Path(config_file(arguments)))
         config = resumed(config)
     if is_starter(config.learner):
         return service.run(partial(start_ranks, config), role="learner-ranks", config=config)

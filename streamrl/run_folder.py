@@ -313,6 +313,28 @@ def _place(folder: Path) -> tuple[str, ...]:
     return (*place, "--set", f"run.name={json.dumps(folder.name)}")
 
 
+def require_own_folder(config: RunConfig, file: Path) -> None:
+    """For a command that goes on with the run of this file.
+
+    Raises:
+        ConfigError: the file is of a run that was moved or copied, or whose relative path is of
+            another working folder: another run would go on, or begin.
+    """
+    folder, path = file.absolute().parent, config.run.path
+    is_of_a_run = file.name == RESOLVED_FILE and (folder / "metrics.jsonl").exists()
+    if not is_of_a_run or folder.resolve() == path.resolve():
+        return
+    try:
+        is_said_elsewhere = load_config(file, environment={}).config.run.path != path
+    except ConfigError:
+        return
+    if not is_said_elsewhere:
+        raise ConfigError(
+            f"run.folder: {file} lies in the folder of a run and means {path.absolute()}; "
+            f"{shlex.join(_place(folder))} goes on with the run where it lies"
+        )
+
+
 def note_restart(folder: Path, role: str, exit_code: int, sentence: str) -> None:
     """Add that a launch of the run starts a process again, and why it ended."""
     line = {"time_s": time.time(), "role": role, "exit_code": exit_code, "sentence": sentence}

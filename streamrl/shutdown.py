@@ -3,6 +3,8 @@
     the first SIGTERM or SIGINT   `requested` is set: the daemon saves, gives back what it holds,
                                   and ends; where it holds nothing yet it ends there
     the second one                the process ends at once
+    SIGHUP                        the first one, unless nohup has it ignored; never the second, as a
+                                  terminal that closes sends it twice
     `force_s` after the first, or EXIT_S after the work is over
                                   the process ends, whatever its threads wait for
 
@@ -28,7 +30,6 @@ from typing import Any
 
 from streamrl.errors import EXIT_CRASHED, StreamRLError, leave_record
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FORWARDED_S = 1.0
 FORCE_S = 12.0
 EXIT_S = 4.0
@@ -38,6 +39,13 @@ _LOG_S = 1.0
 _WAKE = 0
 
 log = logging.getLogger(__name__)
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those at which a process ends in order."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    hang_up = () if is_ignored else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
 class Stopped(BaseException):
@@ -60,6 +68,7 @@ class Shutdown:
         self._order = ""
         self._is_asked = self._is_empty_handed = False
         self._exit_code: int | None = None
+        self._signals: tuple[signal.Signals, ...] = ()
         self._pipe = (-1, -1)
 
     def install(self) -> None:
@@ -68,7 +77,8 @@ class Shutdown:
         self._main = threading.get_ident()
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        for number in SIGNALS:
+        self._signals = ending_signals()
+        for number in self._signals:
             signal.signal(number, self._on_signal)
         # A byte for each signal, as soon as the process gets it.
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -76,7 +86,7 @@ class Shutdown:
 
     def uninstall(self) -> None:
         """Ignore one signal from here on: the work is done, and its exit code stands."""
-        for number in SIGNALS:
+        for number in self._signals:
             signal.signal(number, lambda late, _: signal.signal(late, signal.SIG_DFL))
         signal.set_wakeup_fd(-1)
         os.close(self._pipe[1])
@@ -152,15 +162,17 @@ class Shutdown:
                     os.close(reader)
                     return
                 for number in numbers:
-                    if number in SIGNALS:
-                        self._count(signal.Signals(number).name)
+                    if number in self._signals:
+                        self._count(signal.Signals(number))
 
-    def _count(self, name: str) -> None:
-        now_s = time.monotonic()
+    def _count(self, number: signal.Signals) -> None:
+        now_s, name = time.monotonic(), number.name
         if self._first_s is None:
             self._first_s, self._order = now_s, name
             if self._exit_code is None:
                 self._end_within(EMPTY_HANDED_S if self._is_empty_handed else self._force_s)
+        elif number is signal.SIGHUP:
+            return
         elif not self._is_rank or now_s - self._first_s >= FORWARDED_S:
             _in_time(lambda: log.warning("second %s: stopping at once", name))
             os._exit(EXIT_CRASHED if self._exit_code is None else self._exit_code)

@@ -7,6 +7,7 @@ run buffer, learner and generators until the learner ends or a signal comes; eva
 import argparse
 import asyncio
 import os
+from pathlib import Path
 
 from rich.console import Console
 
@@ -31,7 +32,7 @@ from streamrl.config.secrets import hand_down
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
-from streamrl.run_folder import resume_command
+from streamrl.run_folder import require_own_folder, resume_command
 
 # As a pod that is made for torchrun has them, such as Kubeflow's.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -53,6 +54,8 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
         require_startable(arguments)
     if refusal is not None:
         raise refusal
+    if arguments.resume:
+        require_own_folder(loaded.config, Path(config_file(arguments)))
     if name:
         if loaded.config.parity.is_required:
             raise ConfigError(

@@ -4,6 +4,7 @@ Invariant: nothing heavy is imported until a command is chosen and a configurati
 known to be valid, so help and errors come at once.
 """
 
+import argparse
 import errno
 import gc
 import importlib
@@ -30,7 +31,18 @@ FORMAT_VARIABLE = "STREAMRL__RUN__LOG_FORMAT"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of the command, by the kind of its failure; see docs/operating.md."""
-    parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        parsed = parse(sys.argv[1:] if arguments is None else arguments)
+        code = _run(parsed)
+    except KeyboardInterrupt as interruption:
+        number = interruption.number if isinstance(interruption, Interrupted) else signal.SIGINT
+        return 128 + number
+    if parsed.command in DAEMONS and arguments is None:
+        _leave(code)
+    return code
+
+
+def _run(parsed: argparse.Namespace) -> int:
     _open_many_files()
     if parsed.command in DAEMONS and os.environ.get(FORMAT_VARIABLE) == "json":
         import_command("streamrl.log_lines").log_as_json(parsed.command)
@@ -46,11 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = ended if isinstance(ended, int) else import_command("asyncio").run(ended)
         # There is no sys.stdout where the shell has closed it.
         print(end="", flush=True)
+        return code
     except (StreamRLError, ImportError) as error:
         return _report(parsed.command, error)
-    except KeyboardInterrupt as interruption:
-        number = interruption.number if isinstance(interruption, Interrupted) else signal.SIGINT
-        return 128 + number
     except BrokenPipeError:
         _discard_output()
         return EXIT_BROKEN_PIPE
@@ -69,9 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         leave_record(error)
         raise
-    if parsed.command in DAEMONS and arguments is None:
-        _leave(code)
-    return code
 
 
 def _open_many_files() -> None:

@@ -71,7 +71,8 @@ def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(
     settings = set_options("run.max_steps=4", "run.evaluate=true", reward)
     starting = launch(*settings)
     starting.until(lambda: (starting.folder / "logs" / "learner.log").exists())
-    config = interrupt(starting)
+    # As a terminal that closes does it.
+    config = interrupt(starting, signal.SIGHUP, times=2)
     assert main(["status", str(config)]) == 0
     assert f"before the first step; streamrl launch {config} --resume" in capsys.readouterr().out
 
@@ -87,12 +88,18 @@ def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(
     assert not (evaluating.folder / "evaluation.json").exists()
 
 
-def interrupt(run: Launched, *, times: int = 1, command: str = "launch") -> Path:
-    """Ends the launch as Ctrl-C does; the configuration that its hint names."""
+def interrupt(
+    run: Launched,
+    number: signal.Signals = signal.SIGINT,
+    *,
+    times: int = 1,
+    command: str = "launch",
+) -> Path:
+    """Ends the launch by this signal; the configuration that its hint names."""
     processes = psutil.Process(run.process.pid).children(recursive=True)
     for _ in range(times):
-        run.process.send_signal(signal.SIGINT)
-    assert run.end() == 130, run.output
+        run.process.send_signal(number)
+    assert run.end() == 128 + number, run.output
     assert not any(process.is_running() for process in processes)
     assert "Traceback" not in run.output
     hint = run.output.splitlines()[-1]

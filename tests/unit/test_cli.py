@@ -270,6 +270,15 @@ def test_the_exit_code_is_that_of_the_errors_kind(monkeypatch, capsys, error, co
     assert capsys.readouterr().err == printed
 
 
+def test_ctrl_c_before_a_command_begins_is_no_traceback(monkeypatch, capsys):
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("streamrl.cli.main.parse", interrupted)
+    assert main(["check"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_every_command_can_be_loaded():
     for name, command in COMMANDS.items():
         module, _, function = command.entry.partition(":")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from tests.research.growth import Bound, Verdict, trend
@@ -90,14 +90,12 @@ def test_the_slope_is_per_minute_and_has_its_spread():
     assert found.last == pytest.approx(400 + 2 * (600 - 50) / 60, abs=0.3)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), scale=st.floats(0.1, 50.0))
 def test_noise_of_any_size_is_steady(seed, scale):
     noise = np.random.default_rng(seed).normal(400.0, scale, len(TIMES))
     assert trend(TIMES, noise, RSS, WARM_UP_S).verdict is Verdict.STEADY
 
 
-@settings(deadline=None)
 @given(rate=st.floats(1.0, 1000.0), base=st.floats(1.0, 1e5), num_readings=st.integers(60, 2000))
 def test_a_leak_of_any_size_is_found_however_often_it_is_read(rate, base, num_readings):
     times = np.linspace(0.0, SECONDS, num_readings)

@@ -314,7 +314,7 @@ def failing_write(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-JournalMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+JournalMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20)
 TestJournal = JournalMachine.TestCase
 
 

@@ -392,7 +392,7 @@ def _due_of(lease: Lease) -> tuple[int, int]:
     return lease.min_policy_version, lease.prompt_index
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=75, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase
 
 

@@ -253,7 +253,7 @@ class HistoryMachine(RuleBasedStateMachine):
         assert checkpoint is None or checkpoint.policy_version <= self.learner.version
 
 
-HistoryMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+HistoryMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20)
 TestHistory = HistoryMachine.TestCase
 
 

@@ -221,8 +221,14 @@ def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path, capsys):
     words = shlex.split(capsys.readouterr().out)
     options = words[words.index("--resume") :]
     settings = [options[i + 1] for i, word in enumerate(options) if word == "--set"]
-    run = load_config(moved / "config.yaml", [s for s in settings if "=N" not in s]).config.run
+    settings = [s for s in settings if "=N" not in s]
+    run = load_config(moved / "config.yaml", settings).config.run
     assert run.path == moved
+    # Without them another run would begin where it was.
+    for command in (["launch"], ["learner", "--config"]):
+        assert main([*command, str(moved / "config.yaml"), "--resume"]) == 2
+        assert f"--set 'run.folder=\"{moved.parent}\"'" in capsys.readouterr().err
+    assert not config.run.path.exists()
 
 
 def test_a_run_that_is_finished_without_its_validator_is_not_in_order(tmp_path, capsys):

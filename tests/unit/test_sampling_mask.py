@@ -93,7 +93,7 @@ def without_mask(group: TrajectoryGroup) -> TrajectoryGroup:
     return structs.replace(group, trajectories=members)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     top_p=st.sampled_from([1.0, 0.9, 0.5]),
     top_k=st.sampled_from([1, 5, VOCAB_SIZE]),

@@ -107,7 +107,7 @@ CHANGES = st.one_of(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_reply_with_anything_changed_is_sound_or_refused(kind, data):
     body: Any = good_reply("me/l/3", data.draw(st.integers(0, 4))).form(kind)
@@ -118,7 +118,7 @@ def test_a_reply_with_anything_changed_is_sound_or_refused(kind, data):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_bytes_with_anything_changed_are_sound_or_refused(kind, data):
     content = json.dumps(good_reply("me/l/3", 3).form(kind)).encode()

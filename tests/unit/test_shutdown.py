@@ -173,6 +173,31 @@ def test_a_second_signal_ends_a_daemon_whose_loop_is_blocked(tmp_path, monkeypat
     assert "second SIGTERM: stopping at once" in log
 
 
+def test_a_terminal_that_closes_is_one_signal_however_often_it_is_sent(tmp_path, monkeypatch):
+    async def main(ending: Shutdown) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await ending.requested.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+
+    code, log = end_of(tmp_path, main, monkeypatch)
+    assert code == 0
+    assert "SIGHUP: draining" in log
+
+
+def test_a_terminal_that_closes_leaves_what_nohup_started_alone(tmp_path, monkeypatch):
+    async def main(ending: Shutdown) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+        assert not ending.requested.is_set()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert end_of(tmp_path, main, monkeypatch)[0] == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_process_that_a_daemon_forks_tells_it_of_no_signal(tmp_path, monkeypatch):
     async def main(ending: Shutdown) -> None:
         child = os.fork()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.fork_server import Descriptors, ForkServer, start
 from streamrl.errors import ErrorPipe, Interrupted, StreamRLError, error_of, sentence_of
+from streamrl.shutdown import ending_signals
 
 GRACE_PERIOD_S = 10.0
 _STANDARD_ERROR = 2
@@ -30,7 +32,7 @@ def call(*arguments: str, fork_server: ForkServer | None = None) -> str:
     Raises:
         StreamRLError: it failed; of the failure's kind, with the command's own sentence.
     """
-    with sigterm_raises(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
+    with signals_raise(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
         to = Descriptors(output.fileno(), _STANDARD_ERROR, pipe.descriptor)
         environment = {**os.environ, **pipe.environment}
         running = _run((executable(), *arguments), environment, to, fork_server)
@@ -79,22 +81,34 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def signals_raise() -> Iterator[None]:
+    """SIGTERM, and a terminal that closes, end the block as Ctrl-C does."""
+    numbers = [number for number in ending_signals() if number is not signal.SIGINT]
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:
+    hear(signal.Signals(number))
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)
     raise Interrupted(signal.Signals(number))
 
 
+def hear(number: signal.Signals) -> None:
+    """Where a terminal closes, write no more to it: that would fail."""
+    for output in (1, 2) if number is signal.SIGHUP else ():
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(output).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+
+
 async def unless_signaled(
-    work: Coroutine[Any, Any, T],
-    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+    work: Coroutine[Any, Any, T], signals: Sequence[signal.Signals] | None = None
 ) -> T:
     """The work's result.
 
@@ -105,9 +119,13 @@ async def unless_signaled(
     signaled: list[signal.Signals] = []
 
     def on_signal(number: signal.Signals) -> None:
-        signaled.append(number)
-        task.cancel()
+        hear(number)
+        # A terminal that closes sends it twice.
+        if not (signaled and number is signal.SIGHUP):
+            signaled.append(number)
+            task.cancel()
 
+    signals = ending_signals() if signals is None else signals
     for number in signals:
         loop.add_signal_handler(number, on_signal, number)
     try:

@@ -15,10 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
+from streamrl.cli.processes.command import hear
 from streamrl.cli.processes.restarts import Child, RestartBudget
 from streamrl.errors import EXIT_UNREACHABLE, Interrupted, StreamRLError
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.placement.plan import Plan, PlannedProcess
+from streamrl.shutdown import ending_signals
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
@@ -58,7 +60,7 @@ async def supervise(
         child.is_strict = strict
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, _on_signal, number, interrupted, children, notify)
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
     showing = asyncio.ensure_future(view(children))
@@ -93,13 +95,15 @@ def _on_signal(
     children: Sequence[Child],
     notify: Callable[[str], None],
 ) -> None:
-    """The first signal stops the run, which is said, the second one kills its processes."""
+    """The first signal stops the run, which is said, the second one kills its processes, unless it
+    is of a terminal that closes, which sends it twice."""
+    hear(number)
     if not interrupted.done():
         interrupted.set_result(number)
         again = "Ctrl-C again" if number is signal.SIGINT else "a second signal"
         notify(f"finishing the step and saving it; {again} stops now")
         return
-    for child in children:
+    for child in children if number is not signal.SIGHUP else ():
         child.stop(signal.SIGKILL)
 
 

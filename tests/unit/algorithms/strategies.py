@@ -10,7 +10,7 @@ from torch import Tensor
 from streamrl.algorithms.rollout_is import RolloutISConfig
 from streamrl.algorithms.sequences import Sequences
 
-for_any = settings(max_examples=25, deadline=None)
+for_any = settings(max_examples=25)
 """A case may take long the first time: torch loads kernels on first use."""
 
 

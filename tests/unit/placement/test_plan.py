@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from streamrl.cli import plan as plan_command
 from streamrl.cli.main import main
@@ -137,7 +137,6 @@ def test_the_place_of_each_process_is_looked_at_once(monkeypatch):
     assert sorted(looked) == sorted(process.name for process in plan.processes)
 
 
-@settings(deadline=None)
 @given(
     counts=st.lists(st.integers(0, 8), min_size=1, max_size=5),
     num_ranks=st.integers(1, 12),

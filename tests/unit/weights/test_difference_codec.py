@@ -25,7 +25,7 @@ def versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return base, base ^ changes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(versions())
 def test_a_difference_gives_exactly_the_second_version(pair):
     base, data = pair
@@ -39,7 +39,7 @@ def test_a_difference_gives_exactly_the_second_version(pair):
         assert torch.equal(base, data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(versions(), st.integers(0, 2**32), st.integers(1, 255))
 def test_a_frame_that_has_changed_is_refused_or_keeps_the_length(pair, place, change):
     """Which other bytes it gives, the checksum of the result finds out."""

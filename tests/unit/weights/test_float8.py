@@ -31,7 +31,7 @@ def matrix(shape: tuple[int, int], seed: int, exponent: int, is_wide: bool) -> t
     return values * torch.exp(4 * torch.randn(shape, generator=random)) if is_wide else values
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(shapes, st.integers(0, 9), st.integers(-10, 3), st.sampled_from(sorted(BOUNDS, key=str)))
 def test_a_cast_rounds_once(shape, seed, exponent, dtype):
     tensor = matrix(shape, seed, exponent, is_wide=False)
@@ -41,7 +41,7 @@ def test_a_cast_rounds_once(shape, seed, exponent, dtype):
     assert ((received.float() - tensor).abs() <= (tensor.abs() * relative).clamp(smallest)).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes, st.integers(0, 9), st.integers(-100, 60), st.booleans())
 def test_float8_is_within_a_sixteenth_or_a_fraction_of_the_blocks_largest(
     shape, seed, exponent, is_wide

@@ -36,7 +36,7 @@ from streamrl.cli.launchers.ray.cluster import (
 )
 from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
 from streamrl.cli.plan import print_plan
-from streamrl.cli.processes.command import sigterm_raises, unless_signaled
+from streamrl.cli.processes.command import signals_raise, unless_signaled
 from streamrl.cli.processes.daemons import PlannedChild, make_children, newest_step, supervise
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.cli.processes.restarts import Child, RestartBudget
@@ -68,7 +68,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     # a copy that Ray removes, so that a relative one is of the home folder.
     base = Path.home() if "runtime_resources" in Path.cwd().parts else Path.cwd()
     config, console = config.with_values(run={"folder": base / config.run.folder}), Console()
-    with connected(arguments.ray), sigterm_raises():
+    with connected(arguments.ray), signals_raise():
         if arguments.dry_run:
             print_plan(_Run(with_keys(config), arguments, console).plan())
             return 0
