@@ -54,9 +54,9 @@ class Mesh:
     def parameter_mesh(self) -> DeviceMesh:
         """Over which parameters are sharded, for `fully_shard`: [shard x sequence], or [replicate,
         shard x sequence] where there are replicas."""
-        self.device_mesh["shard", "sequence"]._flatten(_SHARD_SEQUENCE)
+        flat = self.device_mesh["shard", "sequence"]._flatten(_SHARD_SEQUENCE)
         if self.size("replicate") == 1:
-            return self.device_mesh[_SHARD_SEQUENCE]
+            return flat
         return self.device_mesh["replicate", _SHARD_SEQUENCE]
 
     def size(self, dimension: Dimension) -> int:
