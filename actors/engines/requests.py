@@ -126,11 +126,11 @@ async def answered(
     return nothing_sampled()
 
 
-def nothing_sampled() -> Completion:
+def nothing_sampled(reason: FinishReason = FinishReason.DEADLINE) -> Completion:
     """The answer to a request that was stopped before its first token."""
     return Completion(
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
         policy_versions=np.zeros(0, np.int32),
-        finish_reason=FinishReason.DEADLINE,
+        finish_reason=reason,
     )

@@ -21,6 +21,7 @@ from actors.engines.reported import completion
 from actors.engines.served import http as http_module
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import (
+    BusyError,
     ConnectionLostError,
     Http,
     RefusedError,
@@ -163,6 +164,33 @@ async def test_a_request_given_up_for_an_update_begins_anew():
     first, again = [request.cache_salt for request in server.asked]
     assert first != again
     assert engine.policy_version == 7
+    await engine.close()
+
+
+async def test_what_a_server_does_not_take_while_it_loads_is_asked_again_after_it():
+    server, may_load = (
+        FakeServer(BusyError("/generate", 503, "paused", 0.0), an_answer()),
+        asyncio.Event(),
+    )
+    load = server.load_in_pause
+
+    async def slowly(*arguments: object) -> float:
+        await may_load.wait()
+        return await load(*arguments)
+
+    server.load_in_pause = slowly
+    engine = engine_on(server, retry_timeout_s=0.1)
+    update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
+    loading = asyncio.create_task(engine.load_weights(update))
+    async with asyncio.timeout(10):
+        while not engine._weights.num_loads_begun:
+            await asyncio.sleep(0)
+        running = asyncio.create_task(engine.generate([5], ONE))
+        await asyncio.sleep(0.2)
+        assert len(server.asked) == 1
+        may_load.set()
+        await loading
+        assert (await running).token_ids.tolist() == [3]
     await engine.close()
 
 

@@ -116,6 +116,23 @@ async def test_wait_ends_and_abort_begins_anew(engine, tmp_path, mode, version):
         assert logprob_errors(version, prompt, completion).max() < 1e-4
 
 
+async def test_a_request_that_a_paused_vllm_does_not_take_is_sent_again(engine, monkeypatch):
+    if isinstance(engine, ServedEngine):
+        pytest.skip("any server's 503 is asked again")
+    generate, refused = engine._llm.generate, Exception("paused")
+    refused.status_code = 503
+
+    async def once(*arguments: object) -> AsyncIterator[object]:
+        monkeypatch.undo()
+        raise refused
+        yield
+
+    monkeypatch.setattr(engine._llm, "generate", once)
+    completion = await engine.generate([5], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert len(completion.token_ids) == 4
+    assert engine._llm.generate == generate
+
+
 async def test_a_completion_stopped_after_an_update_has_the_versions_of_its_tokens(
     engine, tmp_path
 ):

@@ -114,6 +114,9 @@ class ServerWeights:
         self.is_shared = server.labels.is_shared
         self.policy_version = self.newest_version = self.highest_version = 0
         self.num_changes = self.num_loads_begun = self.num_loads_ended = 0
+        self.is_loaded = asyncio.Event()
+        """Not set while this engine loads an update."""
+        self.is_loaded.set()
 
     async def receive(self, update: WeightUpdate) -> None:
         """
@@ -147,6 +150,7 @@ class ServerWeights:
             loaded()
             return 0.0
         self.num_loads_begun += 1
+        self.is_loaded.clear()
         try:
             async with standstill() as require_none:
                 check = require_none if self.is_shared else lambda: None
@@ -156,6 +160,7 @@ class ServerWeights:
             raise TransportError(f"{self._server.name} did not load an update: {error}") from error
         finally:
             self.num_loads_ended += 1
+            self.is_loaded.set()
 
     async def learn(self, answer: Completion) -> None:
         """From an answer's versions and, if another generator may have loaded one, from the label
@@ -369,6 +374,10 @@ class ServedEngine(UpdatableEngine):
             raise RolloutError(f"{self._server.name}: {error}") from error
         except RolloutError as error:
             raise RolloutError(f"{self._server.name}: {error}") from error
+        except BusyError:
+            # So vLLM 0.33 answers what arrives in a pause that requests in flight do not outlast.
+            await self._weights.is_loaded.wait()
+            raise
         except (asyncio.CancelledError, ConnectionLostError, SlowAnswerError):
             aborting = asyncio.create_task(self._abort(request_id))
             self._aborts.add(aborting)
@@ -385,7 +394,7 @@ class ServedEngine(UpdatableEngine):
             # It started after an update, with prefixes that the version before had computed.
             if len(answer.policy_versions) and version == self._weights.policy_version:
                 self._weights.on_version(int(answer.policy_versions[0]))
-            return structs.replace(nothing_sampled(), finish_reason=FinishReason.ABORT)
+            return nothing_sampled(FinishReason.ABORT)
         return answer
 
     async def _abort(self, request_id: str) -> None:

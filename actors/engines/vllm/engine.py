@@ -24,6 +24,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,13 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 from actors.engines import require_torchvision
 from actors.engines.model import ModelFacts, fitted, require_all_sent
 from actors.engines.reported import candidates, completion, num_asked, recorded, sets_of
-from actors.engines.requests import InFlightRequests, aborted_on, answered, stops_of
+from actors.engines.requests import (
+    InFlightRequests,
+    aborted_on,
+    answered,
+    nothing_sampled,
+    stops_of,
+)
 from actors.engines.served.process import death
 from actors.engines.served.server import UNLABELED
 from actors.engines.updates import UpdatableEngine
@@ -57,7 +64,7 @@ from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.hosts import visible_alone
-from streamrl.types import Completion, Media, SamplingParams, WeightUpdate
+from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
 from streamrl.vision.parts import decode
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.places import Placeholders
@@ -215,6 +222,7 @@ class VllmVision:
         return VllmPrompt(token_ids, self.placeholders.collapse(token_ids, sizes), images, ids)
 
 
+_AGAIN_S = 0.05
 # After it vLLM's processes are killed; they hold no state.
 _SHUTDOWN_S = 1.0
 
@@ -280,6 +288,8 @@ class VllmEngine(UpdatableEngine):
             handle.num_tokens = 0
             self._raise_if_closed()
             outputs = await self._requests.run(self._sample(prompt, params, handle))
+            if not outputs:
+                return nothing_sampled(FinishReason.ABORT)
             return _completion(outputs, sampling, prompt.token_ids)
 
         return await answered(send, sampling, handle.stop)
@@ -330,8 +340,9 @@ class VllmEngine(UpdatableEngine):
     async def _sample(
         self, prompt: VllmPrompt, params: VllmSamplingParams, handle: CompletionHandle
     ) -> list[CompletionOutput]:
-        """vLLM's answers, each with its new tokens. Waits for an update that is being loaded, then
-        for the last answer; canceling frees the request's slot."""
+        """vLLM's answers, each with its new tokens; none if it takes no request at present. Waits
+        for an update that is being loaded, then for the last answer; canceling frees the request's
+        slot."""
         await self._may_submit.wait()
         salted = prompt.salted(self._cache_salt)
         request_id = str(next(self._numbers))
@@ -345,6 +356,10 @@ class VllmEngine(UpdatableEngine):
         except EngineDeadError as error:
             raise await asyncio.to_thread(self._processes.death) from error
         except Exception as error:
+            # So vLLM 0.33 answers what arrives in a pause that requests in flight do not outlast.
+            if getattr(error, "status_code", None) == HTTPStatus.SERVICE_UNAVAILABLE:
+                await asyncio.sleep(_AGAIN_S)
+                return []
             raise RolloutError(f"vLLM refused a request: {error.__cause__ or error}") from error
         finally:
             del self._submitted[request_id]
