@@ -6,18 +6,23 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 _SETTINGS = yaml.safe_load((Path(__file__).parent / "data" / "model_families.yaml").read_text())
-FAMILIES: dict[str, dict[str, Any]] = _SETTINGS["families"]
+DOCUMENTED: dict[str, dict[str, Any]] = _SETTINGS["families"]
+"""With the newest transformers."""
+FAMILIES = {name: of for name, of in DOCUMENTED.items() if of["model_type"] in CONFIG_MAPPING}
 REFUSED: dict[str, dict[str, Any]] = _SETTINGS["refused"]
 VOCAB_SIZE: int = _SETTINGS["base"]["vocab_size"]
 WINDOW: int = _SETTINGS["window"]
 STATEFUL = {
+    "Bailing-Hybrid",
     "Bamba",
+    "DeepSeek-V4",
     "Falcon-H1",
     "Granite-MoE-Hybrid",
     "Jamba",
+    "Kimi-Linear",
     "Mamba",
     "Mamba 2",
     "MiniMax",
@@ -40,24 +45,30 @@ UNPACKED = {
     "DeepSeek-V3.2",
     "Falcon",
     "Falcon with ALiBi",
-    "GPT-J",
+    "GLM-5",
     "GPT-Neo",
     "Inkling",
+    "Inkling 2",
     "LFM2",
     "LFM2-MoE",
+    "LFM3",
     "Llama 4",
     "MPT",
 }
 """Families that packing would change, without the kernels that know where a trajectory ends."""
-ROUTED = (
+_ROUTED = (
     "AFMoE",
+    "Bailing-Hybrid",
     "DeepSeek-V3",
     "DeepSeek-V3.2",
     "ERNIE 4.5-MoE",
     "GLM-4-MoE",
+    "GLM-4.7-Flash",
+    "GLM-5",
     "gpt-oss",
     "Granite-MoE",
     "Granite-MoE-Hybrid",
+    "Kimi-Linear",
     "LFM2-MoE",
     "MiMo-V2-Flash",
     "MiniMax",
@@ -69,6 +80,7 @@ ROUTED = (
     "Qwen3-Next",
     "Qwen3.5-MoE",
 )
+ROUTED = tuple(family for family in _ROUTED if family in FAMILIES)
 """Families with routers whose choice can be replayed."""
 RELATIVE = 2e-4
 """Of a parameter's largest gradient."""

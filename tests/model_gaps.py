@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
-from tests.model_families import FAMILIES, WINDOW, make_model, plain_logprobs
+from tests.model_families import DOCUMENTED, FAMILIES, WINDOW, make_model, plain_logprobs
 from tests.training import make_micro_batch
 
 LENGTHS = (1, 3 * WINDOW, 5, 2, 1, 2 * WINDOW + 3, 9)
@@ -34,7 +34,7 @@ def rows() -> Iterator[str]:
 
 def documented_name(family: str) -> str:
     """What `config.json` says of it, and what a variant has."""
-    return f"`{FAMILIES[family]['model_type']}`" + "".join(family.partition(" with ")[1:])
+    return f"`{DOCUMENTED[family]['model_type']}`" + "".join(family.partition(" with ")[1:])
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ a tensor block compute the same hidden states, bit for bit, and so the same grad
 all hold. Called before the parameters are sharded.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -52,7 +53,7 @@ from torch.distributed.fsdp import (
 from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from learners.parallel.mesh import Mesh
 from learners.policy.decoding import decoder_of
@@ -241,6 +242,8 @@ def _checkpointed(
     return output
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""Of a layer or an expert in a module's name; a plan has a star there."""
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 _STYLES = frozenset(
     {
@@ -264,15 +267,22 @@ def split_matrices(model: PreTrainedModel, mesh: Mesh) -> None:
     size = mesh.size("tensor")
     if size == 1:
         return
-    plan = require_plan(model, size)
-    shared = [name for name, style in plan.items() if style == _PARTIAL_GRADIENT]
-    split = {name: style for name, style in plan.items() if name not in shared}
-    apply_tensor_parallelism(model, mesh.device_mesh["tensor"], split)
+    plan, axis = require_plan(model, size), mesh.device_mesh["tensor"]
     for name, module in model.named_modules():
-        if any(fnmatchcase(name, pattern) for pattern in shared):
+        pattern = _NUMBER.sub("*", name)
+        chosen = plan.get(pattern)
+        if chosen == _PARTIAL_GRADIENT:
             module.forward = partial(
                 _with_summed_gradients, module, module.forward, mesh.group("tensor")
             )
+            continue
+        for own, _ in list(module.named_parameters(recurse=False)):
+            if of_parameter := plan.get(f"{pattern}.{own}", chosen):
+                style = ALL_PARALLEL_STYLES[of_parameter]
+                style.validate_param(module, own, axis, parameter_name=f"{name}.{own}")
+                style.shard_param(module, own, axis)
+        if chosen:
+            ALL_PARALLEL_STYLES[chosen].install_forward(module, axis)
 
 
 def require_plan(model: PreTrainedModel, size: int) -> dict[str, str]:

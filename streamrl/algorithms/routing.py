@@ -33,13 +33,17 @@ from streamrl.placement.limits import require_experts
 ROUTERS = frozenset(
     {
         "AfmoeTokenChoiceRouter",
+        "BailingHybridTopkRouter",
         "DeepseekV32TopkRouter",
         "DeepseekV3TopkRouter",
         "Ernie4_5_MoeTopKRouter",
+        "Glm4MoeLiteTopkRouter",
         "Glm4MoeTopkRouter",
+        "GlmMoeDsaTopkRouter",
         "GptOssTopKRouter",
         "GraniteMoeHybridTopKRouter",
         "GraniteMoeTopKRouter",
+        "KimiLinearTopkRouter",
         "Lfm2MoeTopKRouter",
         "MiMoV2FlashTopkRouter",
         "MiniMaxM2TopKRouter",
@@ -53,7 +57,7 @@ ROUTERS = frozenset(
     }
 )
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.")
-_IS_ROUTER = re.compile(r"(Router|Gate)$")
+_IS_ROUTER = re.compile(r"(Router|(?<!Forget)Gate)$")
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
 """The experts [N, K] that the tokens of a call get, from those that the router would take."""

@@ -22,14 +22,16 @@ _NAMES = (
     "rope_parameters",
     "max_position_embeddings",
     "original_max_position_embeddings",
+    "index_topk",
 )
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _ROPES_OF_THE_ROW = frozenset({"longrope", "dynamic"})
 """Position embeddings that depend on the longest trajectory of a row, not on the token's place."""
 _CACHES = frozenset({"minimax", "rwkv", "xlstm"})
 """Models with a cache of their own."""
-_INEXACT = frozenset({"deepseek_v32", "doge", "nemotron_h", "recurrent_gemma", "zamba2"})
-"""Models that compute something else from transformers' cache than without one."""
+_INEXACT = frozenset({"doge", "nemotron_h", "recurrent_gemma", "zamba2"})
+"""Models that compute something else from transformers' cache than without one; those that choose
+the keys of a token by an index do, too."""
 
 
 _STATEFUL = frozenset(
@@ -189,7 +191,7 @@ def require_decoding(facts: Facts, max_model_len: int) -> None:
         ConfigError: it is one of those, or its sequences may become too long for it.
     """
     kind = facts.get("model_type")
-    if kind in _CACHES | _INEXACT:
+    if kind in _CACHES | _INEXACT or facts.get("index_topk"):
         reason = "which has a cache of its own" if kind in _CACHES else "whose cache is inexact"
         raise ConfigError(f"generator.engine: hf cannot decode {kind}, {reason}: use vllm")
     for rope, limit in rope_limits(facts).items():

@@ -11,8 +11,8 @@ from streamrl.errors import ConfigError
 from streamrl.model_folder import VISION
 
 _ZEROES_PADDING = frozenset({"youtu"})
-"""Model types of which transformers 5.19 sets the embedding of the pad token to 0 when it has
-loaded it, and with it the row of a tied LM head."""
+"""Model types of which transformers sets the embedding of the pad token to 0 when it has loaded it,
+and with it the row of a tied LM head."""
 
 
 def has_vision(config: Any) -> bool:

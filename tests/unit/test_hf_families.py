@@ -109,7 +109,7 @@ def test_prompts_of_several_lengths_share_a_prefill(family, monkeypatch):
     assert shapes == [(3, 11)]
 
 
-@pytest.mark.parametrize("family", ["RWKV", "RecurrentGemma", "Zamba 2", "DeepSeek-V3.2"])
+@pytest.mark.parametrize("family", ["RWKV", "RecurrentGemma", "Zamba 2", "GLM-5"])
 def test_a_model_that_cannot_go_on_from_a_cache_is_refused(family):
     with pytest.raises(ConfigError, match=r"generator.engine: hf cannot decode \w+, .*: use vllm"):
         make_batch(make_model(family))

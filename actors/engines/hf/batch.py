@@ -269,7 +269,7 @@ def _cache_of(
     reason = why_not_slots(model)
     if reason is None:
         num_layers = model.config.get_text_config().num_hidden_layers
-        return SlotCache(num_layers, num_slots, device)
+        return SlotCache(num_layers, num_slots, argument, device)
     log.warning(
         "generator.engine hf decodes %s through transformers' own cache, slower: it has %s",
         model.config.model_type,

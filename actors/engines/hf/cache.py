@@ -18,7 +18,6 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -26,6 +25,7 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from streamrl.errors import ConfigError
 from streamrl.vision.tower import set_attention
 
 
@@ -150,7 +150,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The `past_key_values` of a decoding forward pass: one slot per sequence.
+    """The cache of a decoding forward pass: one slot per sequence.
 
     Rows 0..n-1 are running, so attention reads views and gathers nothing. The mask excludes stale
     values beyond a row's length.
@@ -159,10 +159,13 @@ class SlotCache(Cache):
     joins_lengths = True
     """Whether prompts of several lengths share a prefill."""
 
-    def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, num_slots: int, argument: str, device: torch.device
+    ) -> None:
         self.num_slots = num_slots
         self.capacity = _GROWTH
         self.longest = 0
+        self._argument = argument
         self._device = device
         self._rows = torch.arange(num_slots, device=device)
         self._positions = self._rows
@@ -178,11 +181,11 @@ class SlotCache(Cache):
         self.longest = max(longest + 1, _NARROWEST)
         self.reserve(self.longest)
         if shortest + 1 == self.longest:
-            return {"attention_mask": None, "past_key_values": self}
+            return {"attention_mask": None, self._argument: self}
         reach = torch.arange(self.longest, device=positions.device)
         mask = torch.zeros(len(positions), self.longest, dtype=dtype, device=positions.device)
         mask.masked_fill_(reach > positions[:, None], -torch.inf)
-        return {"attention_mask": mask[:, None, None], "past_key_values": self}
+        return {"attention_mask": mask[:, None, None], self._argument: self}
 
     def indices(self, heads: int) -> torch.Tensor:
         """The index of each running row's and head's new position [n * H] in a flat layer."""
@@ -202,11 +205,11 @@ class SlotCache(Cache):
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
         """What a forward pass takes of these prompts, together with a cache that it fills."""
         inputs, last = right_padded(prompts, self._device)
-        return Prefill({**inputs, "past_key_values": DynamicCache()}, last)
+        return Prefill({**inputs, self._argument: DynamicCache()}, last)
 
     def join(self, first: int, inputs: dict[str, Any], of: torch.Tensor) -> None:
         """Slots first, first + 1, ... continue the rows `of` [k] of what a prefill has filled."""
-        prefilled = inputs["past_key_values"]
+        prefilled = inputs[self._argument]
         self.reserve(prefilled.get_seq_length())
         for slot, layer in zip(self._slots, prefilled.layers, strict=True):
             assert isinstance(layer, DynamicLayer), "full attention has no other layers"
@@ -231,8 +234,7 @@ Rows = tuple[DynamicCache, torch.Tensor]
 
 
 class ModelCache:
-    """Implements what `SlotCache` does, for any layers that transformers has a cache for: windows,
-    states, indices.
+    """Implements what `SlotCache` does, for layers of transformers' caches with windows or states.
 
     All rows have `_length` past positions; shorter rows are padded on the left, where the mask
     hides them. Rows that leave are dropped, and lengths cut, before the next pass.
@@ -309,10 +311,6 @@ def _joined(parts: list[tuple[Any, torch.Tensor]], length: int) -> Any:
             layer.cumulative_length = length
         layer.keys = torch.cat([_fit(part.keys[rows], width, 2) for part, rows in parts])
         layer.values = torch.cat([_fit(part.values[rows], width, 2) for part, rows in parts])
-    if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
-        layer.indexer_keys = torch.cat(
-            [_fit(part.indexer_keys[rows], length, 1) for part, rows in parts]
-        )
     return layer
 
 
@@ -390,12 +388,16 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 _PROBE = "streamrl_probe"
-_WORDS = {
+_LAYERS = {
     "DynamicSlidingWindowLayer": "sliding windows",
-    "DynamicIndexedLayer": "an index of its keys",
+    "DummyLayer": "layers without keys of their own",
     "LinearAttentionLayer": "layers with a state",
     "LinearAttentionAndFullAttentionLayer": "layers with a state",
     "LinearAttentionAndSlidingWindowAttentionLayer": "layers with a state",
+}
+"""Of a cache that is arranged anew exactly, by class; an index of the keys would choose others."""
+_WORDS = {
+    **_LAYERS,
     "sliding_window": "sliding windows",
     "softcap": "soft caps",
     "s_aux": "attention sinks",
@@ -405,10 +407,24 @@ _HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "dropout"})
 """Arguments of attention that a decode step's mask and positions say as well."""
 
 
+# From 5.24 on transformers says `cache` for the other two; a model's own code may still say them.
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+
+
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which the model's forward takes a cache."""
+    """The name under which the model's forward takes a cache.
+
+    Raises:
+        ConfigError: it takes none.
+    """
     names = inspect.signature(model.forward).parameters
-    return "past_key_values" if "past_key_values" in names else "cache_params"
+    for name in _CACHE_ARGUMENTS:
+        if name in names:
+            return name
+    raise ConfigError(
+        f"generator.engine: hf cannot decode {model.config.model_type}, which takes no cache of "
+        "transformers: use vllm"
+    )
 
 
 def why_not_slots(model: PreTrainedModel) -> str | None:
@@ -416,9 +432,17 @@ def why_not_slots(model: PreTrainedModel) -> str | None:
 
     A forward pass of one token shows what the model asks of its attention; the layers of the cache
     that transformers makes for it show what it keeps.
+
+    Raises:
+        ConfigError: it keeps what cannot be arranged anew as its requests join and leave.
     """
     layers = DynamicCache(config=model.config).layers
     kinds = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
+    if unknown := kinds - _LAYERS.keys():
+        raise ConfigError(
+            f"generator.engine: hf cannot decode {model.config.model_type}, which has layers of "
+            f"its own in its cache ({', '.join(sorted(unknown))}): use vllm"
+        )
     own = model.config.get_text_config()._attn_implementation
     num_calls, asked = _arguments(model)
     is_plain = num_calls == len(layers) == model.config.get_text_config().num_hidden_layers
@@ -436,16 +460,23 @@ def _arguments(model: PreTrainedModel) -> tuple[int, frozenset[str]]:
     asked: set[str] = set()
     num_calls = 0
 
-    def probe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def probe(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         nonlocal num_calls
         num_calls += 1
         asked.update(
             name
             for name, value in kwargs.items()
-            if name not in _HARMLESS | {"scaling", "attention_mask"}
-            and (isinstance(value, torch.Tensor) or value)
+            if name not in _HARMLESS | {"scaling"} and (isinstance(value, torch.Tensor) or value)
         )
-        return sdpa_attention_forward(*args, **kwargs)
+        # A token alone attends to itself, whatever else was asked for.
+        return sdpa_attention_forward(module, query, key, value, attention_mask)
 
     AttentionInterface.register(_PROBE, probe)
     AttentionMaskInterface.register(_PROBE, sdpa_mask)

@@ -30,7 +30,7 @@ from streamrl.placement.hosts import compilers, has_compiler
 
 TESTED: Mapping[str, str] = {
     "torch": "2.13.0",
-    "transformers": "5.19.0",
+    "transformers": "5.24.0",
     "vllm": "0.32.0",
     "sglang": "0.5.23",
 }

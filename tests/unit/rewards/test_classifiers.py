@@ -30,6 +30,7 @@ SMALL = {
     "n_heads": 4,
     "num_key_value_heads": None,
     "head_dim": None,
+    "rotary_dim": 4,
 }
 ENCODERS = {
     kind: {"model_type": kind, **SMALL}
