@@ -237,7 +237,7 @@ def test_the_ranges_are_those_of_the_installation():
     assert needed["ray"].extra == "ray", "although it asks for an extra of its own"
     assert needed["ray"].specifier
     assert needed["torch"].extra == ""
-    assert set(needed["torch"].specifier.split(",")) == {">=2.11", "<2.15"}
+    assert set(needed["torch"].specifier.split(",")) == {">=2.11", "<2.16"}
     assert needed["vllm"].extra == "vllm"
     assert not bad(check_packages(needed_packages()))
 
