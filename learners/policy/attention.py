@@ -25,7 +25,12 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -285,7 +290,9 @@ def _torch_attention(
     elif groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     kernel: Any = varlen_attn
-    return kernel(query.contiguous(), key.contiguous(), value.contiguous(), *bounds, **options)
+    # Else torch 2.15 takes cuDNN, also where another FlashAttention has been chosen.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return kernel(query.contiguous(), key.contiguous(), value.contiguous(), *bounds, **options)
 
 
 @cache

@@ -54,6 +54,7 @@ def kernel(request, monkeypatch):
 
     def grouped(q, k, v, ends_q, _, longest_q, longest_k, scale, window_size, enable_gqa=False):
         calls.append({"scale": scale})
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert window_size[1] == 0, "0 to come means causal"
         assert enable_gqa == (q.shape != k.shape)
         return plainly(q, k, v, ends_q, window_size[0], scale)
