@@ -100,10 +100,10 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 
 def hear(number: signal.Signals) -> None:
-    """Where a terminal closes, write no more to it: that would fail."""
+    """To a terminal that has gone, write no more: that would fail."""
     for output in (1, 2) if number is signal.SIGHUP else ():
         with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(output).st_mode):
+            if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 

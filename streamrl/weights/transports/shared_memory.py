@@ -77,15 +77,20 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for the thread, which `shutdown` unblocks."""
+        """Waits for the thread, which `shutdown` unblocks, unless it is the one that collects this
+        as garbage."""
         self.path.unlink(missing_ok=True)
         self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
-        os.close(self._fd)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _serve(self) -> None:
+        with self._socket:
+            self._give()
+        os.close(self._fd)
+
+    def _give(self) -> None:
         """Waits for connections, until closed; where none can be accepted, as the process may open
         no more files, for _RETRY_S. One byte and a descriptor always fit into a new connection's
         buffer, so no receiver is waited for."""

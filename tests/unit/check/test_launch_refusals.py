@@ -278,7 +278,8 @@ LATER: Mapping[str, str] = {
         actors/engines/vllm/server actors/rewards/remote/teachers
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
-        actors/engines/model learners/checkpoints/contents learners/policy/decoding
+        actors/engines/hf/cache actors/engines/model learners/checkpoints/contents
+        learners/policy/decoding
         learners/policy/packing_check learners/policy/router_replay
         learners/policy/sequence_parallel
     """,
