@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from streamrl.errors import ConfigError
 
-_SETTING = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+SETTING = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+"""A setting's name in a sentence."""
 
 
 class Severity(StrEnum):
@@ -83,7 +84,7 @@ def _setting(sentence: str) -> str:
     >>> _setting("run.folder: cannot write to /proc"), _setting("8 cores")
     ('run.folder', '')
     """
-    found = _SETTING.match(sentence)
+    found = SETTING.match(sentence)
     return found[0] if found else ""
 
 

@@ -325,10 +325,11 @@ def require_own_folder(config: RunConfig, file: Path) -> None:
     if not is_of_a_run or folder.resolve() == path.resolve():
         return
     try:
-        is_said_elsewhere = load_config(file, environment={}).config.run.path != path
+        own = load_config(file, environment={}).config.run
     except ConfigError:
         return
-    if not is_said_elsewhere:
+    means_this = path.resolve().parent == folder.resolve().parent and config.run.name == own.name
+    if means_this or path.resolve() == own.path.resolve():
         raise ConfigError(
             f"run.folder: {file} lies in the folder of a run and means {path.absolute()}; "
             f"{shlex.join(_place(folder))} goes on with the run where it lies"

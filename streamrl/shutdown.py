@@ -4,7 +4,7 @@
                                   and ends; where it holds nothing yet it ends there
     the second one                the process ends at once
     SIGHUP                        the first one, unless nohup has it ignored; never the second, as a
-                                  terminal that closes sends it twice
+                                  terminal that closes sends it twice, nor is one SIGTERM after it
     `force_s` after the first, or EXIT_S after the work is over
                                   the process ends, whatever its threads wait for
 
@@ -48,6 +48,22 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
+class Orders:
+    """Which of the signals that a process gets are orders to end. A terminal that closes sends
+    SIGHUP twice, and a session that ends SIGTERM after it: together they are one."""
+
+    def __init__(self) -> None:
+        self._last: signal.Signals | None = None
+
+    def count(self, number: signal.Signals) -> bool:
+        """Whether this one is an order of its own."""
+        follows = self._last is signal.SIGHUP and number is signal.SIGTERM
+        is_own = self._last is None or not (follows or number is signal.SIGHUP)
+        if self._last is None or number is not signal.SIGHUP:
+            self._last = number
+        return is_own
+
+
 class Stopped(BaseException):
     """A signal came where the daemon holds nothing that could be lost."""
 
@@ -65,7 +81,7 @@ class Shutdown:
         self._is_rank = "RANK" in os.environ
         self._first_s: float | None = None
         self._ends_by_s: float | None = None
-        self._order = ""
+        self._order, self._orders = "", Orders()
         self._is_asked = self._is_empty_handed = False
         self._exit_code: int | None = None
         self._signals: tuple[signal.Signals, ...] = ()
@@ -167,12 +183,12 @@ class Shutdown:
 
     def _count(self, number: signal.Signals) -> None:
         now_s, name = time.monotonic(), number.name
+        if not self._orders.count(number):
+            return
         if self._first_s is None:
             self._first_s, self._order = now_s, name
             if self._exit_code is None:
                 self._end_within(EMPTY_HANDED_S if self._is_empty_handed else self._force_s)
-        elif number is signal.SIGHUP:
-            return
         elif not self._is_rank or now_s - self._first_s >= FORWARDED_S:
             _in_time(lambda: log.warning("second %s: stopping at once", name))
             os._exit(EXIT_CRASHED if self._exit_code is None else self._exit_code)

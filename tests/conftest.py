@@ -24,8 +24,10 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()
-# What a shell starts in the background ignores Ctrl-C, and so would every process of the tests.
+# What a shell starts in the background ignores Ctrl-C, what nohup starts ignores a terminal that
+# closes, and so would every process of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long a machine takes to draw inputs, or with one, says nothing about the code under test.
 settings.register_profile("streamrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])

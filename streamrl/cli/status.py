@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import signal
 import sys
 import time
 from collections import deque
@@ -312,7 +311,6 @@ def waits_for(reading: Reading) -> str:
     return "" if reading.stats is None or reading.is_over else lasting_wait(reading.stats)
 
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _WIDE = 120
 _SHARES_S = 10.0
 
@@ -332,7 +330,7 @@ def main(arguments: argparse.Namespace) -> int:
         _require_folder(arguments.target, "--follow in lines")
         return _print_lines(arguments.target)
     following = _follow(_Followed(arguments.target), arguments.interval)
-    asyncio.run(unless_signaled(following, _ENDING))
+    asyncio.run(unless_signaled(following))
     return 0
 
 

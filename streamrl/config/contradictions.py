@@ -114,9 +114,9 @@ def _of_groups(c: "RunConfig") -> Iterator[str]:
         )
     if c.max_num_episodes > MAX_NAMES:
         yield (
-            f"generator.oversample.num_siblings {oversample.num_siblings} and group_size "
-            f"{c.max_group_size} make groups of {c.max_num_episodes} episodes; the buffer keeps at "
-            f"most {MAX_NAMES} apart"
+            f"generator.oversample.num_siblings {oversample.num_siblings} and "
+            f"{_largest_group(c)} make groups of {c.max_num_episodes} episodes; the buffer keeps "
+            f"at most {MAX_NAMES} apart"
         )
     places = [entry.place or "generator." for entry in c.entries if entry.group_size == 1]
     if places and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
@@ -435,8 +435,8 @@ def _of_episodes(c: "RunConfig") -> Iterator[str]:
     if episode.max_in_flight is not None and episode.max_in_flight < c.max_num_episodes:
         yield (
             f"generator.episode.max_in_flight {episode.max_in_flight} cannot hold one group, which "
-            f"is sampled as {c.max_num_episodes} episodes (group_size {c.max_group_size} and what "
-            "is sampled beside them)"
+            f"is sampled as {c.max_num_episodes} episodes ({_largest_group(c)} and what is sampled "
+            "beside them)"
         )
     shaping = c.algorithm.reward.truncated
     if episode.truncated != "keep" and shaping != "train":
@@ -484,10 +484,18 @@ def _bad_generator(c: "RunConfig") -> str | None:
     )
 
 
+def _largest_group(c: "RunConfig") -> str:
+    entry = max(c.entries, key=lambda entry: entry.group_size)
+    return f"{entry.place or 'generator.'}group_size {entry.group_size}"
+
+
 def _of_validated_checkpoints(c: "RunConfig") -> Iterator[str]:
     every, patience = c.validation.every, c.validation.early_stop.patience
     if patience and not c.is_validated:
-        yield f"validation.early_stop.patience {patience} needs validations: set validation.every"
+        yield (
+            f"validation.early_stop.patience {patience} needs validations: set validation.every; "
+            "with generator.engine hf, data.eval_source is enough"
+        )
     checkpoint = c.learner.checkpoint
     if not checkpoint.keep_best or not checkpoint.is_best_validated:
         return

@@ -163,7 +163,8 @@ class MeshSettings(Section):
         if self.shard == -1:
             raise ConfigError(
                 f"learner.mesh: {product} is {others}, which does not divide the {world_size} "
-                "ranks of the learner; torchrun --nproc-per-node says how many there are"
+                "ranks of the learner; learner.num_ranks, or torchrun --nproc-per-node, says how "
+                "many there are"
             )
         raise ConfigError(
             f"learner.mesh: {product} x shard {shard} is {others * shard}, but the learner has "

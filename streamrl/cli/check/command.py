@@ -54,7 +54,12 @@ from streamrl.cli.check.settings import (
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.addresses import is_loopback
-from streamrl.config.loading.load import config_file, load_usable
+from streamrl.config.loading.load import (
+    config_file,
+    contradictions_beside,
+    is_of_a_stand_in,
+    load_usable,
+)
 from streamrl.config.run import RunSettings
 from streamrl.errors import EXIT_CONFIG, EXIT_CRASHED, ConfigError
 from streamrl.findings import CONFIGURATION, Area, Finding, Severity
@@ -138,7 +143,9 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
 
     Runs the user's files, whose output goes to standard error.
     """
-    lines = () if refused is None else str(refused).splitlines()
+    lines: list[str] = []
+    if refused is not None:
+        lines = [*str(refused).splitlines(), *contradictions_beside(loaded, refused)]
     found: list[Finding] = []
     with contextlib.redirect_stdout(sys.stderr):
         for check in _OF_RUN:
@@ -146,10 +153,9 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
         found += check_secrets(loaded.config, loaded.origins.get("buffer.url"))
     said = {finding.sentence for finding in found}
     all_found = [CONFIGURATION.problem(line) for line in lines if line not in said]
-    # Of a setting that is refused its default was looked at.
-    not_looked_at = {line.partition(": ")[0] for line in lines}
     for finding in found:
-        if finding.cause in not_looked_at and finding.sentence not in lines:
+        is_said = finding.sentence in lines
+        if refused and not is_said and is_of_a_stand_in(finding.sentence, refused, loaded.origins):
             continue
         if finding.severity is not Severity.OK:
             where = loaded.origins.get(finding.cause, "")

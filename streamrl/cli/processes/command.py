@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.processes.fork_server import Descriptors, ForkServer, start
 from streamrl.errors import ErrorPipe, Interrupted, StreamRLError, error_of, sentence_of
-from streamrl.shutdown import ending_signals
+from streamrl.shutdown import Orders, ending_signals
 
 GRACE_PERIOD_S = 10.0
 _STANDARD_ERROR = 2
@@ -104,12 +104,11 @@ def hear(number: signal.Signals) -> None:
     for output in (1, 2) if number is signal.SIGHUP else ():
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+                with open(os.devnull, "wb") as nothing:
+                    os.dup2(nothing.fileno(), output)
 
 
-async def unless_signaled(
-    work: Coroutine[Any, Any, T], signals: Sequence[signal.Signals] | None = None
-) -> T:
+async def unless_signaled(work: Coroutine[Any, Any, T]) -> T:
     """The work's result.
 
     Raises:
@@ -117,16 +116,16 @@ async def unless_signaled(
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     signaled: list[signal.Signals] = []
+    orders = Orders()
 
     def on_signal(number: signal.Signals) -> None:
         hear(number)
-        # A terminal that closes sends it twice.
-        if not (signaled and number is signal.SIGHUP):
+        if orders.count(number):
             signaled.append(number)
             task.cancel()
 
-    signals = ending_signals() if signals is None else signals
-    for number in signals:
+    before = {number: signal.getsignal(number) for number in ending_signals()}
+    for number in before:
         loop.add_signal_handler(number, on_signal, number)
     try:
         return await task
@@ -135,5 +134,6 @@ async def unless_signaled(
             raise Interrupted(signaled[0]) from None
         raise
     finally:
-        for number in signals:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)

@@ -20,7 +20,7 @@ from streamrl.cli.processes.restarts import Child, RestartBudget
 from streamrl.errors import EXIT_UNREACHABLE, Interrupted, StreamRLError
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.placement.plan import Plan, PlannedProcess
-from streamrl.shutdown import ending_signals
+from streamrl.shutdown import Orders, ending_signals
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
@@ -60,8 +60,9 @@ async def supervise(
         child.is_strict = strict
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
+    orders = Orders()
     for number in ending_signals():
-        loop.add_signal_handler(number, _on_signal, number, interrupted, children, notify)
+        loop.add_signal_handler(number, _on_signal, number, orders, interrupted, children, notify)
     supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
     showing = asyncio.ensure_future(view(children))
     showing.add_done_callback(_say_failure)
@@ -91,19 +92,21 @@ def newest_step(folder: Path) -> int:
 
 def _on_signal(
     number: signal.Signals,
+    orders: Orders,
     interrupted: "asyncio.Future[signal.Signals]",
     children: Sequence[Child],
     notify: Callable[[str], None],
 ) -> None:
-    """The first signal stops the run, which is said, the second one kills its processes, unless it
-    is of a terminal that closes, which sends it twice."""
+    """The first order stops the run, which is said, the second one kills its processes."""
     hear(number)
+    if not orders.count(number):
+        return
     if not interrupted.done():
         interrupted.set_result(number)
         again = "Ctrl-C again" if number is signal.SIGINT else "a second signal"
         notify(f"finishing the step and saving it; {again} stops now")
         return
-    for child in children if number is not signal.SIGHUP else ():
+    for child in children:
         child.stop(signal.SIGKILL)
 
 

@@ -14,7 +14,7 @@ resolved file needs no data to know when the run ends.
 import argparse
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -37,6 +37,7 @@ from streamrl.config.secrets import hand_down, without_secrets
 from streamrl.config.section import overlaid
 from streamrl.data_files import SUFFIXES, count_rows, has_rows
 from streamrl.errors import ConfigError
+from streamrl.findings import SETTING
 
 _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
 WRITTEN_BY = "# StreamRL"
@@ -158,8 +159,35 @@ def load_usable(
         refused = _places(error)
     if (rest := _usable(tree, refused)) is None:
         raise refusal
-    beside = _refused_beside(rest, tree, refused, origins)
-    return LoadedConfig(rest, origins), ConfigError("\n".join((str(refusal), *beside)))
+    return LoadedConfig(rest, origins), refusal
+
+
+def contradictions_beside(loaded: LoadedConfig, refusal: ConfigError) -> list[str]:
+    """Those of settings that were not refused, whatever takes the place of the others."""
+    try:
+        require_consistent(loaded.config)
+    except ValidationError as error:
+        sentences = str(explain(error, RunConfig, loaded.origins)).splitlines()
+        return [s for s in sentences if not is_of_a_stand_in(s, refusal, loaded.origins)]
+    return []
+
+
+def is_of_a_stand_in(sentence: str, refusal: ConfigError, origins: Mapping[str, str]) -> bool:
+    """Whether the sentence may be about a value that stands for one that was refused: it names a
+    setting that was not given, in a section of which a key was refused.
+
+    A preset of the algorithm says what other settings are, and an environment which are read.
+    """
+    refused = [line.partition(": ")[0] for line in str(refusal).splitlines()]
+    sections = {name.partition(".")[0] for name in refused}
+    for name in SETTING.findall(sentence):
+        section = name.partition(".")[0]
+        is_given = any(is_at(key, name) for key in origins)
+        is_refused = any(is_at(one, name) for one in refused)
+        is_sound = is_given and not is_refused and section != "algorithm"
+        if section in sections and not is_sound:
+            return True
+    return "environments" in sections and "environment" in sentence
 
 
 def _of_other_release(path: Path | str) -> str:
@@ -241,36 +269,6 @@ def _usable(tree: Mapping[str, Any], refused: Sequence[Place]) -> RunConfig | No
         return config
     smaller = reduce(_without, also_refused, rest)
     return None if smaller == rest else _usable(smaller, ())
-
-
-def _refused_beside(
-    rest: RunConfig,
-    tree: Mapping[str, Any],
-    refused: Sequence[Place],
-    origins: Mapping[str, str],
-) -> Iterator[str]:
-    """The contradictions of what was not refused that stand whatever takes the place of the rest:
-    not those with a default where a key that was refused may have meant that setting."""
-    try:
-        require_consistent(rest)
-    except ValidationError as error:
-        sections = {str(place[0]) for place in refused if place}
-        for sentence in str(explain(error, RunConfig, origins)).splitlines():
-            named = [name.split(".") for name in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", sentence)]
-            doubtful = [name for name in named if name[0] in sections]
-            # A preset and its choices say what the others of this section are.
-            if all(n[0] != "algorithm" and _is_given(tree, n, refused) for n in doubtful):
-                yield sentence
-
-
-def _is_given(tree: Mapping[str, Any], name: Sequence[str], refused: Sequence[Place]) -> bool:
-    """Whether the setting of this name was given, and not refused."""
-    at: Any = tree
-    for part in name:
-        if not isinstance(at, Mapping) or part not in at:
-            return False
-        at = at[part]
-    return not any(is_at(".".join(name), ".".join(map(str, place))) for place in refused)
 
 
 def _without(tree: Mapping[str, Any], path: Place) -> Mapping[str, Any]:

@@ -656,6 +656,13 @@ def test_all_problems_are_listed_at_once_with_their_places(folder, capsys):
         # A key may be of the server whose name is misspelled.
         ("generator: {", "generator: {vllm: {urll: 'http://a', api_key_env: K}, ",
          "data.reward: there is no file", "is of a server elsewhere"),
+        ("model: {path:", "modle: {path:", "data.reward: there is no file", "(not given)"),
+        ("generator: {", "generator: {grup_size: 4, episode: {max_in_flight: 4}, ",
+         "data.reward: there is no file", "cannot hold one group"),
+        ("generator: {", "environments: [{nam: a}]\ngenerator: {agent: {command: [a]}, ",
+         "data.reward: there is no file", "no environment is agent"),
+        ("buffer: {", "learner: {num_rank: 2, mesh: {tensor: 2}}\nbuffer: {",
+         "data.reward: there is no file", "does not divide"),
     ],
 )  # fmt: skip
 def test_what_is_refused_keeps_no_other_problem_back(folder, capsys, line, given, also, never):
