@@ -67,19 +67,8 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
 async def _serve_from_disk(
     config: RunConfig, stop: threading.Event, exported: Exported
 ) -> BufferStats | None:
-    """`zmq://`: at the address of the configuration, with the journal of the run's folder. Begins
-    anew where that is removed. None if it was stopped before the journal could be opened."""
-    while not stop.is_set():
-        try:
-            return await _serve_journal(config, stop, exported)
-        except HandedOverError as error:
-            log.warning("%s; what it had is asked for or sampled again", error)
-    return None
-
-
-async def _serve_journal(
-    config: RunConfig, stop: threading.Event, exported: Exported
-) -> BufferStats | None:
+    """`zmq://`: at the address of the configuration, with the journal of the run's folder. None if
+    it was stopped before that could be opened."""
     state: BufferState[Frame] = _blank(config)
     url = config.buffer.url
     with contextlib.ExitStack() as stack:

@@ -106,7 +106,6 @@ class JournalStorage(Protocol[Place]):
 
         Raises:
             StorageError: nothing was written.
-            HandedOverError: here or in `commit`; the storage is no longer as this journal left it.
         """
 
     def commit(self, changes: Changes[Place]) -> frozenset[PayloadKey]:

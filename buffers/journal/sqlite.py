@@ -29,7 +29,7 @@ from buffers.journal.journal import DAMAGED, Changes, JournalContent, events_of
 from buffers.journal.payload_segments import Payload, PayloadPlace, Segments
 from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.ledger.state import PayloadKey
-from streamrl.errors import ConfigError, HandedOverError, OtherReleaseError, StorageError
+from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 
 FORMAT = 9
 MAX_LOG_BYTES = 4 * 2**20
@@ -98,17 +98,6 @@ class SqliteStorage:
         return self._segments.recover(places)
 
     def stage(self, payloads: Sequence[Payload]) -> list[PayloadPlace]:
-        """
-        Raises:
-            HandedOverError: the file was removed; the open one takes in what no restart finds.
-        """
-        try:
-            self._path.stat()
-        except FileNotFoundError as error:
-            raise HandedOverError(f"the journal {self._path} has been removed") from error
-        except OSError:
-            # Of a file server that does not answer, SQLite says what can still be written.
-            pass
         return self._segments.write(payloads)
 
     def commit(self, changes: Changes[PayloadPlace]) -> frozenset[PayloadKey]:

@@ -398,26 +398,6 @@ async def test_a_learner_hears_that_a_buffer_has_lost_everything(daemon: Daemon)
     await learner.close()
 
 
-async def test_a_running_buffer_whose_folder_is_removed_begins_anew_at_the_next_change(
-    daemon: Daemon,
-):
-    learner, generator = daemon.client(), daemon.client()
-    await learner.attach(0, None)
-    shutil.rmtree(daemon.run / "buffer")
-    # The old one grants it and cannot answer; the new one has no learner yet, and grants none.
-    assert await lease_one(generator, "s/0", "g", 0.0) is None
-    with pytest.raises(LostMemoryError, match="knows term 0, not 1"):
-        await learner.take(1, 0, 0.0)
-    assert "journal.sqlite has been removed" in daemon.log
-    await learner.attach(0, None)
-    await fill(generator, "s/a")
-    daemon.kill()
-    daemon.start()
-    assert (await learner.stats()).books.buffered == 1
-    await learner.close()
-    await generator.close()
-
-
 async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemon):
     learner = daemon.client()
     await learner.attach(0, None)
