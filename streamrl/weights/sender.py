@@ -273,12 +273,13 @@ class WeightSender:
         )
         start, version = time.perf_counter(), held.policy_version
         by_peer = {peer: endpoints[peer.hello.session] for peer in peers}
+        # Before the receivers wait for this end.
+        await asyncio.to_thread(held.wait)
         attempt = await self._transfer(by_peer, version)
         wait_s = self._settings.deadline_s / 2
         try:
             first = by_peer[peers[0]]
             key = self._key(version)
-            await asyncio.to_thread(held.wait)
             await asyncio.to_thread(
                 self._broadcast.send, first, self._layout, held.data, key, difference
             )

@@ -5,7 +5,8 @@ group, no launcher, and a new group can exist beside a broken one. gloo sends ho
 members meet in a `RendezvousServer`, whose key they need. NCCL sends device tensors; its members
 meet in torch's TCPStore, which has no key.
 
-Invariant: no call outlasts the group's timeout. After an error the group is unusable: `close` it
+Invariant: no call outlasts the group's timeout, but for the connection of NCCL, which has twice as
+much. After an error the group is unusable: `close` it
 and form another one. gloo reports a peer that died before the call at once, one that died or froze
 during it only at the timeout. torch's thread that watches over NCCL would end this process when a
 broadcast fails or takes too long: these groups have none, and whoever waits for a broadcast watches
@@ -352,14 +353,13 @@ def _gloo(store: Store, host: str, rank: int, world_size: int, timeout_s: float)
 
 def _nccl(store: Store, rank: int, world_size: int, timeout_s: float, device: torch.device) -> Any:
     """Waits for all ranks in the store first: whom NCCL waits for, it does so for ever."""
-    ends_s = time.monotonic() + timeout_s
     store.set(f"rank {rank}", "")
     store.wait([f"rank {other}" for other in range(world_size)], timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     with _unwatched():
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    _connect(group, torch.empty(0, device=device).device, max(0.0, ends_s - time.monotonic()))
+    _connect(group, torch.empty(0, device=device).device, 2 * timeout_s)
     return group
 
 
@@ -375,7 +375,7 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> None:
         try:
             group.eager_connect_single_device(device)
             connected.set_result(None)
-        except RuntimeError as error:
+        except Exception as error:
             connected.set_exception(error)
 
     threading.Thread(target=connect, name="nccl", daemon=True).start()
@@ -384,7 +384,8 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> None:
     except TimeoutError as error:
         raise WeightTransferError(
             f"NCCL has not connected the learner's and the generators' GPUs in {timeout_s:.1f} s: "
-            "name the network in NCCL_SOCKET_IFNAME, or use weights.backend gloo"
+            "name the network in NCCL_SOCKET_IFNAME, raise weights.deadline_s, or use "
+            "weights.backend gloo"
         ) from error
 
 
