@@ -14,6 +14,7 @@ import logging
 import math
 import shlex
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -51,12 +52,13 @@ R = TypeVar("R")
 
 class Rows(Struct, frozen=True):
     """What a run reads from this prompt on; rows that this machine does not have are not known.
-    `reading` says by which settings; `are_checked` if its launch has made a prompt of each."""
+    `reading` says by which settings; `checked_on` the host on which the launch has made a prompt of
+    each, or "": another host may lack the images and videos of the rows."""
 
     first_prompt_index: int
     sources: tuple[SourceRows, ...]
     reading: str = ""
-    are_checked: bool = False
+    checked_on: str = ""
 
     def num_passes(self, prompt_index: int) -> float:
         """Over the rows of all sources together, before this prompt; not a number without rows."""
@@ -177,7 +179,7 @@ def _continued(
     if difference is None:
         if not known:
             return (now,)
-        then = replace(known[-1], reading=now.reading, are_checked=now.are_checked)
+        then = replace(known[-1], reading=now.reading, checked_on=now.checked_on)
         return (*known[:-1], then)
     sentence, remedy = difference
     if "data." not in sentence.partition(":")[0]:
@@ -222,12 +224,13 @@ def _rows_now(config: RunConfig, are_checked: bool) -> Rows:
     sources: tuple[SourceRows, ...] = ()
     with suppress(ConfigError):
         sources = rows_of(config)
-    return Rows(config.data.first_prompt_index, sources, reading_of(config), are_checked)
+    checked_on = socket.gethostname() if are_checked else ""
+    return Rows(config.data.first_prompt_index, sources, reading_of(config), checked_on)
 
 
 def are_rows_checked(config: RunConfig) -> bool:
-    """Whether the launch of this run has made a prompt of each row that a daemon reads here. Reads
-    all of the files.
+    """Whether the launch of this run has made a prompt, on this host, of each row that a daemon
+    reads. Reads all of the files.
 
     Raises:
         ConfigError: a file has other rows than at the launch, so that processes of the run would
@@ -242,11 +245,11 @@ def are_rows_checked(config: RunConfig) -> bool:
         is_other = then.num_rows != source.num_rows or not source.path.startswith("datasets:")
         if then != source and is_other:
             raise ConfigError(
-                f"{source.setting}: {source.path} has {source.num_rows} rows, and the launch of "
-                f"the run in {config.run.path} read {then.num_rows} others: put them back, or stop "
-                "the run and go on with `streamrl launch --resume`"
+                f"{source.setting}: {source.path} ({source.num_rows} rows) is not the file that "
+                f"the launch of the run in {config.run.path} read ({then.num_rows} rows): put that "
+                "back, or stop the run and go on with `streamrl launch --resume`"
             )
-    return launched.are_checked and launched.sources == now
+    return launched.checked_on == socket.gethostname() and launched.sources == now
 
 
 def read_rows(folder: Path) -> tuple[Rows, ...]:

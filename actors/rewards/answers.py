@@ -10,26 +10,30 @@ A whole number before a fraction below 1 is mixed: 3\\frac{1}{2} and 3 1/2 are 7
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from unicodedata import normalize
 
-from actors.rewards.units import Quantity, quantity
+from actors.rewards.units import Quantity, quantity, unit_of
 from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
 _BRACES = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 _STATES = re.compile(
-    r"\b(?:answer|(?:correct|right) (?:option|choice))\b[\s*]*"
+    # An option or a choice with its letter alone: the correct one may be the one that is explained.
+    r"\b(?:answer|(?:correct|right) (?:option|choice)(?=[\s*]*(?:is|:)[\s*:(]*[A-Ja-j]\b))\b[\s*]*"
     r"(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
     re.IGNORECASE,
 )
 # Behind an answer: of many spaces, from the first one on.
 _REASON = re.compile(r"(?<![\s,])[\s,]\s*(?:because|since)\b.*", re.DOTALL | re.IGNORECASE)
-_TAKEN_BACK = re.compile(r"\b(?:actually|correction|wait)\b", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"\b(?:actually|correction|final|hmm|instead|meant?|oops|sorry|wait)\b|\bno,", re.IGNORECASE
+)
 # Behind "####"; other lines are headings, where text follows them.
 _SIGNS_OF_MINUS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
 _DASHES = "\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
@@ -145,6 +149,8 @@ _LEADING = re.compile(
 )
 # With a word of three letters: fewer may be a product.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
+# But for those of "a pair" and "Tom's", and of names such as "vitamin C".
+_VARIABLE = re.compile(r"(?<![\w'\u2019-])[b-hj-rt-z](?![\w'\u2019-])")
 _UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
 _GAPS = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
@@ -328,13 +334,17 @@ def latex(text: str) -> str:
     text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
     for command, known in _COMMANDS:
         text = command.sub(known, text)
-    text = _COUNTED.sub(_uncounted, _INTERVAL.sub(_interval, text))
+    uncounted = partial(_uncounted, words=Counter(re.findall("[a-zA-Z]+", text)))
+    text = _COUNTED.sub(uncounted, _INTERVAL.sub(_interval, text))
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
 
 
-def _uncounted(found: re.Match[str]) -> str:
-    if found["word"].casefold() in _FUNCTIONS | _CHANGING:
+def _uncounted(found: re.Match[str], words: Counter[str]) -> str:
+    word = found["word"]
+    # 3 men or 5 men are numbers of one thing; of 5 men and 3 women it matters which are how many.
+    is_of_one = words[word] > 1 and len(word) > 1
+    if word.casefold() in _FUNCTIONS | _CHANGING or not (is_of_one or unit_of(word)):
         return found[0]
     return " \\text{ and } " if found["further"] else ""
 
@@ -448,8 +458,7 @@ def counted(text: str) -> Fraction | None:
     if not is_unit and scale is None and not _PROSE.fullmatch(f"{before} {behind}"):
         return None
     words_beside = set(re.findall(r"\w+", f"{before} {behind}".casefold()))
-    # A letter alone is a variable, but for those of "a pair" and "Tom's".
-    is_formula = any(len(word) == 1 and word not in "ais" for word in words_beside)
+    is_formula = _VARIABLE.search(f"{before} {behind}")
     if is_formula or words_beside & (_FUNCTIONS | _CHANGING):
         return None
     return _scaled(number, scale)
@@ -476,7 +485,8 @@ def digits_to_base(text: str) -> tuple[str, str] | None:
     found = _BASED.fullmatch(written(text))
     if found is None or not (found[2].isdigit() or found[2] in _BASES):
         return None
-    return found[1], found[2] if found[2].isdigit() else str(_BASES.index(found[2]) + 2)
+    base = found[2] if found[2].isdigit() else str(_BASES.index(found[2]) + 2)
+    return found[1].lstrip("0") or "0", base
 
 
 def letters(text: str) -> str:

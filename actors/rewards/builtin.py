@@ -37,6 +37,7 @@ from streamrl.interfaces import Episode, Prompt, Score
 
 # Words behind a comma explain them.
 _VERDICTS = ("yes", "no", "true", "false")
+_OTHERWISE = re.compile(rf"\b(?:{'|'.join(_VERDICTS)}|but|if|unless|when)\b", re.IGNORECASE)
 
 
 def text_to_match(prompt: Prompt) -> str:
@@ -104,8 +105,10 @@ def compared(gold: str, given: str) -> bool | None:
     one, other = choice(gold), choice(given)
     if one is None and other and (written(gold) in _said(other) or _known(gold, other[1])):
         return True
-    if other is None and one and (written(given) in _said(one) or _known(one[1], given)):
-        return True
+    if other is None and one:
+        known = written(given) in _said(one) or _known(one[1], given)
+        if known is not None:
+            return known
     return _known(gold, given)
 
 
@@ -116,8 +119,9 @@ def _said(chosen: tuple[str, str]) -> tuple[str, str]:
 def _known(gold: str, given: str) -> bool | None:
     """Of words and numbers, with their units where both have one."""
     if wanted_words := words(gold):
-        is_verdict = wanted_words in _VERDICTS
-        return wanted_words == words(given.partition(",")[0] if is_verdict else given)
+        head, _, reason = given.partition(",")
+        is_explained = wanted_words in _VERDICTS and not _OTHERWISE.search(reason)
+        return wanted_words == words(head if is_explained else given)
     measure, other = measured(gold), measured(given)
     if measure and other:
         if measure.unit != other.unit:

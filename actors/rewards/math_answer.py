@@ -304,9 +304,11 @@ def both_signs(text: str) -> str:
     >>> both_signs("\\\\boxed{\\\\frac{1 \\\\pm x}{2}}"), both_signs("\\\\boxed{\\\\pm 1}")
     ('\\\\boxed{\\\\frac{1 + x}{2}, \\\\frac{1 - x}{2}}', '\\\\boxed{\\\\pm 1}')
     """
-    box = re.fullmatch(r"\\boxed\{([^,]*\{[^{},]*\\pm[^,]*)\}", text)
-    if box is None:
+    inner = text.removeprefix("\\boxed{").removesuffix("}")
+    is_boxed = text == f"\\boxed{{{inner}}}" and "," not in inner
+    # Of two signs it stands for four.
+    if not is_boxed or inner.count("\\pm") != 1 or not re.search(r"\{[^{}]*?\\pm", inner):
         return text
-    upper = box[1].replace("\\pm", "+").replace("\\mp", "-")
-    lower = box[1].replace("\\pm", "-").replace("\\mp", "+")
+    upper = inner.replace("\\pm", "+").replace("\\mp", "-")
+    lower = inner.replace("\\pm", "-").replace("\\mp", "+")
     return f"\\boxed{{{upper}, {lower}}}"

@@ -15,9 +15,14 @@ _SYMBOLS: dict[str, tuple[int | str, str]] = {
     **{"m": (1, "m"), "g": (1, "g"), "s": (1, "s"), "h": (3600, "s"), "in": ("0.0254", "m")},
     **{"ft": ("0.3048", "m"), "yd": ("0.9144", "m"), "mi": ("1609.344", "m"), "min": (60, "s")},
     **{"sec": (1, "s"), "hr": (3600, "s"), "lb": ("453.59237", "g"), "oz": ("28.349523125", "g")},
-    **{"N": (1, "N"), "J": (1, "J"), "W": (1, "W"), "V": (1, "V"), "A": (1, "A"), "Pa": (1, "Pa")},
-    **{"Hz": (1, "Hz"), "K": (1, "K"), "mol": (1, "mol"), "eV": (1, "eV"), "\\Omega": (1, "ohm")},
-    **{"Ω": (1, "ohm"), "°": (1, "deg"), "°C": (1, "Celsius"), "°F": (1, "Fahrenheit")},
+    **{"V": (1, "V"), "A": (1, "A"), "K": (1, "K"), "mol": (1, "mol"), "eV": (1, "eV")},
+    **{
+        "\\Omega": (1, "ohm"),
+        "Ω": (1, "ohm"),
+        "°": (1, "deg"),
+        "°C": (1, "Celsius"),
+        "°F": (1, "Fahrenheit"),
+    },
     **{"\\$": (1, "$"), "$": (1, "$")},
 }
 _WORDS = {
@@ -29,6 +34,10 @@ _WORDS = {
 _FURTHER = {
     **{"cent": (Fraction(1, 100), {"$": 1}), "day": (Fraction(86400), {"s": 1})},
     **{"week": (Fraction(604800), {"s": 1}), "mph": (Fraction("0.44704"), {"m": 1, "s": -1})},
+    **{"N": (Fraction(1000), {"g": 1, "m": 1, "s": -2}), "Hz": (Fraction(1), {"s": -1})},
+    **{"J": (Fraction(1000), {"g": 1, "m": 2, "s": -2})},
+    **{"W": (Fraction(1000), {"g": 1, "m": 2, "s": -3})},
+    **{"Pa": (Fraction(1000), {"g": 1, "m": -1, "s": -2})},
     **{name: (Fraction(1, 1000), {"m": 3}) for name in ("L", "l", "liter", "litre")},
 }
 _PREFIXES = {"k": 3, "c": -2, "m": -3, "d": -1, "M": 6, "G": 9, "n": -9}
@@ -44,6 +53,8 @@ _FACTOR = (
 _UNIT = re.compile(
     rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:\s?(?:/|\bper\b|\\cdot|·)\s?{_FACTOR}){{0,2}})\Z"
 )
+# 5m^2 and 5mm^2 may be formulas.
+_SQUARED = re.compile(r"(?!m)[a-z]{2}(?:\^\{?[23]\}?|[²³])\Z")
 _FACTORS = re.compile(rf"\s?(?P<over>/|\bper\b)?(?:[\s·]|\\cdot)*(?P<factor>{_FACTOR})")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _DOLLARS = re.compile(r"\\?\$\s?(?P<value>[^$]*\d)")
@@ -87,7 +98,8 @@ def quantity(text: str, *, is_text: bool = False) -> Quantity | None:
         return None
     name = found["unit"]
     is_apart = found.start() < found.start("unit") and len(re.sub(r"[^a-zA-Z]", "", name)) > 1
-    is_evident = is_text or not name[0].isascii() or "\\" in name or "/" in name or is_apart
+    is_marked = not name[0].isascii() or "\\" in name or "/" in name
+    is_evident = is_text or is_marked or is_apart or _SQUARED.match(name) is not None
     return Quantity(text[: found.start()], unit, is_evident)
 
 

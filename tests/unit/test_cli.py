@@ -405,10 +405,13 @@ def test_generators_do_not_check_again_what_their_launch_has_checked(tmp_path):
         started = load_config(run / "config.yaml", environment={}).config
         assert are_rows_checked(started) == by_launch
     prepare(config, resume=False, new=False, are_rows_checked=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "another")
+        assert not are_rows_checked(started), "which may lack the images of the rows"
     assert not are_rows_checked(started.with_values(data={"prompt_key": "answer"}))
     rows.write_text('{"prompt": "c", "answer": "b"}\n')
     with pytest.raises(
-        ConfigError, match=r"data\.source: .*rows\.jsonl has 1 rows, and the launch"
+        ConfigError, match=r"data\.source: .*rows\.jsonl \(1 rows\) is not the file that the launch"
     ):
         are_rows_checked(started)
     assert not are_rows_checked(started.with_values(data={"prompt_key": "answer"}))

@@ -87,6 +87,10 @@ class ProgramOutcome:
     missing: tuple[str, ...] = ()
 
 
+# A program may print the marks.
+_ANSWER = re.compile(r"(?<!['\"])<answer>(.*?)(?:(?<!['\"])</answer>|\Z)", re.DOTALL)
+
+
 def solution_of(response: str, language: str = "python") -> str:
     """The last block of code in the response, of those that name the language if there are any; or
     all of its <answer>, or of it.
@@ -96,8 +100,10 @@ def solution_of(response: str, language: str = "python") -> str:
     """
     blocks: list[tuple[str, str]] = FENCE.findall(response)
     named = [block for block in blocks if _names(block[0].casefold(), language)]
-    inside, _, _ = response.rpartition("<answer>")[2].partition("</answer>")
-    return (named or blocks or [("", inside)])[-1][1]
+    if chosen := named or blocks:
+        return chosen[-1][1]
+    answers: list[str] = _ANSWER.findall(response)
+    return (answers or [response])[-1]
 
 
 def _names(word: str, language: str) -> bool:

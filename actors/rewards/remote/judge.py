@@ -75,8 +75,8 @@ class Judge:
         system: str = ""
         """System message, if there is one."""
         score_pattern: Annotated[str, AfterValidator(_pattern)] = (
-            r"(?i)(?:\b(?:score|rating)\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?"
-            r"(?:\s+is\b)?\W{0,9}?(?:\\boxed\{)?|\[\[)"
+            r"(?i)\b(?:score|rating)\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?"
+            r"(?:\s+is\b)?\W{0,9}?(?:\\boxed\{)?"
             r"(-?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+))(?![\d.,]*\d| ?(?:-|to) ?\d)"
         )
         """Regular expression with one group, the number; the last match counts, and one at the

@@ -254,6 +254,7 @@ def test_the_last_block_is_the_solution():
     assert solution_of("```python\ncut off") == "cut off"
     assert solution_of("bare") == "bare"
     assert solution_of("So: <answer>bare</answer>") == "bare"
+    assert solution_of("print('<answer>')") == "print('<answer>')"
 
 
 def test_what_a_response_shows_behind_its_program_is_none():

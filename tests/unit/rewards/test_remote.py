@@ -56,7 +56,6 @@ class TestJudge:
             ('{"score": 7,"reason": "9"}', 0.7),
             ("The score is 6 out of 10.", 0.6),
             ("Rating: [[8]]", 0.8),
-            ("It is good. [[8]]", 0.8),
             ("Final score: $\\boxed{8}$", 0.8),
             ("<think>Score: 2?</think>A 9, that is: score 9", 0.9),
         ],
