@@ -54,7 +54,7 @@ _UNIT = re.compile(
     rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:\s?(?:/|\bper\b|\\cdot|·)\s?{_FACTOR}){{0,2}})\Z"
 )
 # 5m^2 and 5mm^2 may be formulas.
-_SQUARED = re.compile(r"(?!m)[a-z]{2}(?:\^\{?[23]\}?|[²³])\Z")
+_SQUARED = re.compile(r"(?!m)[a-z]{2}\^\{?[23]\}?\Z|[a-z]{1,2}[²³]\Z")
 _FACTORS = re.compile(rf"\s?(?P<over>/|\bper\b)?(?:[\s·]|\\cdot)*(?P<factor>{_FACTOR})")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _DOLLARS = re.compile(r"\\?\$\s?(?P<value>[^$]*\d)")
