@@ -15,7 +15,7 @@ import pytest
 
 from streamrl import service, shutdown
 from streamrl.errors import ErrorRecord, FencedError
-from streamrl.shutdown import Shutdown
+from streamrl.shutdown import Orders, Shutdown
 from tests.unit.test_service import make_config
 
 NEVER_S = 3600.0
@@ -183,6 +183,23 @@ def test_a_terminal_that_closes_is_one_signal_however_often_it_is_sent(tmp_path,
     code, log = end_of(tmp_path, main, monkeypatch)
     assert code == 0
     assert "SIGHUP: draining" in log
+
+
+@pytest.mark.parametrize(
+    ("names", "num_orders"),
+    [
+        ("HUP HUP TERM", 1),
+        ("HUP TERM TERM", 2),
+        ("HUP INT", 2),
+        ("TERM HUP", 1),
+        ("TERM HUP TERM", 2),
+        ("INT INT", 2),
+    ],
+)
+def test_what_ends_a_session_is_one_order(names: str, num_orders: int):
+    orders = Orders()
+    numbers = [signal.Signals[f"SIG{name}"] for name in names.split()]
+    assert sum(map(orders.count, numbers)) == num_orders
 
 
 def test_a_terminal_that_closes_leaves_what_nohup_started_alone(tmp_path, monkeypatch):
