@@ -136,4 +136,5 @@ async def unless_signaled(work: Coroutine[Any, Any, T]) -> T:
     finally:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+            is_late = number in signaled and number is signal.SIGHUP
+            signal.signal(number, signal.SIG_IGN if is_late else handler)

@@ -78,6 +78,10 @@ async def supervise(
         await _stop_in_order(children, supervised, interrupted, stop_s)
         showing.cancel()
         await asyncio.wait({showing, beside})
+    if stopped_by is signal.SIGHUP:
+        # The second one may come late, and this process has more to do.
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if failure := _failure(watched):
         raise failure
     if stopped_by is not None:
