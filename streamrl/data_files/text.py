@@ -34,7 +34,7 @@ class JsonLines:
         self._file = _opened(setting, path)
         self._state = self._now()
         starts, sizes, numbers = array("q"), array("q"), array("q")
-        start = 0
+        start, digest = 0, xxhash.xxh3_64()
         # A line ends with a newline only: others may stand in a JSON string.
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
@@ -42,8 +42,9 @@ class JsonLines:
                 sizes.append(len(line))
                 numbers.append(number)
             start += len(line)
+            digest.update(line)
         self._starts, self._sizes, self._numbers = starts, sizes, numbers
-        self._end, self._digest = start, self._digest_of(start)
+        self._end, self._digest = start, digest.intdigest()
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -87,10 +88,9 @@ class JsonLines:
     def _digest_of(self, end: int) -> int:
         """Of what stands in the file before this place."""
         digest = xxhash.xxh3_64()
-        if not isinstance(self._file, io.BytesIO):
-            for start in range(0, end, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, end - start)
-                digest.update(os.pread(self._file.fileno(), size, start))
+        for start in range(0, end, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, end - start)
+            digest.update(os.pread(self._file.fileno(), size, start))
         return digest.intdigest()
 
 
