@@ -7,7 +7,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -108,33 +108,48 @@ def hear(number: signal.Signals) -> None:
                     os.dup2(nothing.fileno(), output)
 
 
+@contextmanager
+def on_orders(react: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Calls `react` in the running loop at each order to end. After the block signals do what they
+    did before, but for SIGHUP where it came: the second one may come late, and ends nothing."""
+    loop, orders = asyncio.get_running_loop(), Orders()
+    heard: set[signal.Signals] = set()
+
+    def on_signal(number: signal.Signals) -> None:
+        hear(number)
+        heard.add(number)
+        if orders.count(number):
+            react(number)
+
+    before = {number: signal.getsignal(number) for number in ending_signals()}
+    for number in before:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            is_late = number is signal.SIGHUP and number in heard
+            signal.signal(number, signal.SIG_IGN if is_late else handler)
+
+
 async def unless_signaled(work: Coroutine[Any, Any, T]) -> T:
     """The work's result.
 
     Raises:
         Interrupted: a signal came first, which cancels it.
     """
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    task = asyncio.ensure_future(work)
     signaled: list[signal.Signals] = []
-    orders = Orders()
 
-    def on_signal(number: signal.Signals) -> None:
-        hear(number)
-        if orders.count(number):
-            signaled.append(number)
-            task.cancel()
+    def cancel(number: signal.Signals) -> None:
+        signaled.append(number)
+        task.cancel()
 
-    before = {number: signal.getsignal(number) for number in ending_signals()}
-    for number in before:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if signaled:
-            raise Interrupted(signaled[0]) from None
-        raise
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            is_late = number in signaled and number is signal.SIGHUP
-            signal.signal(number, signal.SIG_IGN if is_late else handler)
+    with on_orders(cancel):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if signaled:
+                raise Interrupted(signaled[0]) from None
+            raise

@@ -15,12 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-from streamrl.cli.processes.command import hear
+from streamrl.cli.processes.command import on_orders
 from streamrl.cli.processes.restarts import Child, RestartBudget
 from streamrl.errors import EXIT_UNREACHABLE, Interrupted, StreamRLError
 from streamrl.log_lines import FORMAT_VARIABLE
 from streamrl.placement.plan import Plan, PlannedProcess
-from streamrl.shutdown import Orders, ending_signals
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
@@ -58,30 +57,23 @@ async def supervise(
     """
     for child in children:
         child.is_strict = strict
-    loop = asyncio.get_running_loop()
-    interrupted: asyncio.Future[signal.Signals] = loop.create_future()
-    orders = Orders()
-    for number in ending_signals():
-        loop.add_signal_handler(number, _on_signal, number, orders, interrupted, children, notify)
-    supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
-    showing = asyncio.ensure_future(view(children))
-    showing.add_done_callback(_say_failure)
-    beside = asyncio.ensure_future(background(children) if background else asyncio.sleep(0))
-    watched: tuple[asyncio.Future[Any], ...] = (*supervised.values(), beside)
-    try:
-        while not (interrupted.done() or supervised["learner"].done() or _failure(watched)):
-            running = [task for task in (interrupted, *watched) if not task.done()]
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopped_by = interrupted.result() if interrupted.done() else None
-        beside.cancel()
-        await _stop_in_order(children, supervised, interrupted, stop_s)
-        showing.cancel()
-        await asyncio.wait({showing, beside})
-    if stopped_by is signal.SIGHUP:
-        # The second one may come late, and this process has more to do.
-        loop.remove_signal_handler(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+    with on_orders(partial(_on_order, interrupted, children, notify)):
+        supervised = {child.role: asyncio.create_task(child.supervise()) for child in children}
+        showing = asyncio.ensure_future(view(children))
+        showing.add_done_callback(_say_failure)
+        beside = asyncio.ensure_future(background(children) if background else asyncio.sleep(0))
+        watched: tuple[asyncio.Future[Any], ...] = (*supervised.values(), beside)
+        try:
+            while not (interrupted.done() or supervised["learner"].done() or _failure(watched)):
+                running = [task for task in (interrupted, *watched) if not task.done()]
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped_by = interrupted.result() if interrupted.done() else None
+            beside.cancel()
+            await _stop_in_order(children, supervised, interrupted, stop_s)
+            showing.cancel()
+            await asyncio.wait({showing, beside})
     if failure := _failure(watched):
         raise failure
     if stopped_by is not None:
@@ -94,17 +86,13 @@ def newest_step(folder: Path) -> int:
     return step
 
 
-def _on_signal(
-    number: signal.Signals,
-    orders: Orders,
+def _on_order(
     interrupted: "asyncio.Future[signal.Signals]",
     children: Sequence[Child],
     notify: Callable[[str], None],
+    number: signal.Signals,
 ) -> None:
-    """The first order stops the run, which is said, the second one kills its processes."""
-    hear(number)
-    if not orders.count(number):
-        return
+    """The first one stops the run, which is said, the second one kills its processes."""
     if not interrupted.done():
         interrupted.set_result(number)
         again = "Ctrl-C again" if number is signal.SIGINT else "a second signal"
