@@ -1,17 +1,16 @@
 """`streamrl status`: one screen of a run, what is wrong with it first.
 
-    0  healthy: what the run needs is there, and nothing is wrong; or the run has finished or was
-       stopped; or something is not there yet, for no longer than a start takes: a sentence for each
+    0  nothing is wrong: the run works, has finished or was stopped, or something is not there yet,
+       for no longer than a start takes
     1  something is wrong: a sentence for each cause
     2  the target names no run
 
 `--follow` shows it again and again, as the live view of a launch, or prints lines; it waits for new
 steps, and ends with 0 when the learner has ended, with 130 at Ctrl-C.
 
-`--probe ROLE` is the probe of Docker, Kubernetes or a person for one daemon: 0 for a healthy one.
-It says nothing of the others, imports no torch, and waits for the buffer a few seconds at most. A
-buffer answers by itself; a generator is healthy if its buffer has heard from it in time; a learner
-writes `learner.json` every second, whatever it computes.
+`--probe ROLE` is the probe of one daemon for Docker or Kubernetes: 0 for a healthy one. It imports
+no torch, and waits for the buffer a few seconds at most. A generator is healthy if its buffer has
+heard from it in time; a learner writes `learner.json` every second, whatever it computes.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from streamrl.cli.buffer.target import read_folder, read_stats, require_url
+from streamrl.cli.buffer.target import find_target, read_folder, read_stats
 from streamrl.cli.display.generators import generator_rows, generator_table, print_generators
 from streamrl.cli.display.numbers import (
     RECENT,
@@ -89,7 +88,7 @@ class RunStatus:
 
     @property
     def remaining(self) -> Mapping[str, float]:
-        """See `remaining`; of a run that goes on."""
+        """Of a run that goes on."""
         if self.config is None or not self._is_current or state_of(self.reading).has_ended:
             return {}
         run, checkpoint = self.config.run, self.config.learner.checkpoint
@@ -128,36 +127,21 @@ def texts(status: RunStatus, without: Container[str] = ()) -> Iterator[Text]:
             yield Text(printable(f"{name:<8} {value}"))
 
 
-async def read_status(target: str) -> RunStatus:
-    """Everything that can be read; a buffer that does not answer is part of the reading.
-
-    Raises:
-        ConfigError: the target names no run.
-    """
-    if "://" in target:
-        return await _status_at(target)
-    return await status_of(find_config(target))
-
-
-async def _status_at(url: str) -> RunStatus:
-    require_url(url)
-    stats, unreachable = await read_stats(url)
-    reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
-    return RunStatus(url, reading, ())
-
-
-async def status_of(config: RunConfig) -> RunStatus:
-    """Of the run of this configuration, from its folder and its buffer."""
-    reading = read_folder(config)
-    lines = [numbers_of(line) for line in read_newest(config.run.path / METRICS_FILE, RECENT)]
+async def read_status(found: RunConfig | str) -> RunStatus:
+    """All that folder and buffer say; a buffer that does not answer is part of the reading."""
+    if isinstance(found, str):
+        stats, unreachable = await read_stats(found)
+        reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
+        return RunStatus(found, reading, ())
+    reading, run = read_folder(found), found.run
+    lines = [numbers_of(line) for line in read_newest(run.path / METRICS_FILE, RECENT)]
     if lines and "time_s" in lines[-1]:
-        reading = msgspec.structs.replace(
-            reading, idle_s=max(0.0, time.time() - lines[-1]["time_s"])
-        )
+        idle_s = max(0.0, time.time() - lines[-1]["time_s"])
+        reading = msgspec.structs.replace(reading, idle_s=idle_s)
     if state_of(reading) is not RunState.FINISHED:
-        stats, unreachable = await read_stats(config)
+        stats, unreachable = await read_stats(found)
         reading = msgspec.structs.replace(reading, stats=stats, unreachable=unreachable)
-    return RunStatus(config.run.name, reading, lines, read_books(config.run.path), config)
+    return RunStatus(run.name, reading, lines, read_books(run.path), found)
 
 
 def is_healthy(reading: Reading) -> bool:
@@ -325,7 +309,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(fault or "healthy")
         return 1 if fault else 0
     if not arguments.follow:
-        return _print(asyncio.run(read_status(arguments.target)), as_record=arguments.json)
+        status = asyncio.run(read_status(find_target(arguments.target)))
+        return _print(status, as_record=arguments.json)
     if arguments.lines or not sys.stdout.isatty():
         _require_folder(arguments.target, "--follow in lines")
         return _print_lines(arguments.target)
@@ -389,38 +374,35 @@ class _Followed:
     def __init__(self, target: str) -> None:
         self.has_ended = False
         self._target, self._read_s = target, time.time()
-        self._config = None if "://" in target else find_config(target)
-        if self._config is None:
-            require_url(target)
-        self._metrics = self._config and FollowedMetrics(self._config.run.path / "metrics.jsonl")
+        self._found = found = find_target(target)
+        folder = None if isinstance(found, str) else found.run.path
+        self._metrics = folder and FollowedMetrics(folder / METRICS_FILE)
         self._earlier: deque[tuple[float, BufferStats]] = deque()
 
     async def draw(self, width: int) -> RenderableType:
         """The screen; a run that cannot be read any more is shown as that."""
-        lines = self._lines()
+        lines = [numbers_of(line) for line in self._metrics.read()] if self._metrics else []
+        lines = [line for line in lines if isinstance(line.get("step"), int)]
         try:
-            if self._config and is_launched_since(self._config.run.path, self._read_s):
-                self._config, self._read_s = find_config(self._target), time.time()
-            status = await self._read(lines)
+            found = self._newest_launch()
+            status = await read_status(found)
         except (StreamRLError, OSError) as error:
             return Text(str(error), style="red")
+        if lines:
+            status = dataclasses.replace(status, lines=lines[-RECENT:])
         self.has_ended = _has_ended(status.reading)
         table = self._generators(status.reading.stats, width)
-        if self._config is None:
+        if isinstance(found, str):
             return Group(*texts(status), table)
         # Below they stand with the training reward.
         said = texts(status, without=("held-out", "steps"))
-        return screen(said, self._config, lines, table)
+        return screen(said, found, lines, table)
 
-    async def _read(self, lines: Lines) -> RunStatus:
-        status = await (
-            _status_at(self._target) if self._config is None else status_of(self._config)
-        )
-        return dataclasses.replace(status, lines=lines[-RECENT:]) if lines else status
-
-    def _lines(self) -> Lines:
-        lines = [numbers_of(line) for line in self._metrics.read()] if self._metrics else []
-        return [line for line in lines if isinstance(line.get("step"), int)]
+    def _newest_launch(self) -> RunConfig | str:
+        found = self._found
+        if not isinstance(found, str) and is_launched_since(found.run.path, self._read_s):
+            self._found, self._read_s = find_target(self._target), time.time()
+        return self._found
 
     def _generators(self, stats: BufferStats | None, width: int) -> RenderableType:
         """Shares of their time are those since about _SHARES_S ago."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.buffer.target import find_target
 from streamrl.cli.display.view import notes
 from streamrl.cli.main import main
 from streamrl.cli.status import read_status
@@ -19,12 +20,12 @@ from tests.system.conftest import Launched, slow_reward
 
 
 def causes(folder: Path) -> dict[str, str]:
-    found = diagnose(asyncio.run(read_status(str(folder))).reading)
+    found = diagnose(asyncio.run(read_status(find_target(str(folder)))).reading)
     return {finding.cause: finding.sentence for finding in found}
 
 
 def leases(folder: Path) -> list[str]:
-    stats = asyncio.run(read_status(str(folder))).reading.stats
+    stats = asyncio.run(read_status(find_target(str(folder)))).reading.stats
     return [lease for report in stats.generators for lease in report.lease_ids] if stats else []
 
 

@@ -116,7 +116,7 @@ def shown(folder: Path, monkeypatch: pytest.MonkeyPatch, width: int, num_generat
     async def read(_: object) -> RunStatus:
         return RunStatus("run", reading, (), config=config)
 
-    monkeypatch.setattr("streamrl.cli.status.status_of", read)
+    monkeypatch.setattr("streamrl.cli.status.read_status", read)
     return drawn(_Followed(str(config.run.path)), width)
 
 
@@ -256,7 +256,7 @@ def test_a_view_left_open_shows_the_launch_that_goes_on(tmp_path):
     file.write_text(text.replace("max_steps: 550", "max_steps: 90").replace("29610", "29777"))
     os.utime(file, (time.time() + 60,) * 2)
     assert "step 6 of 90" in drawn(followed)
-    assert followed._config.buffer.url == "zmq://127.0.0.1:29777"
+    assert followed._found.buffer.url == "zmq://127.0.0.1:29777"
 
 
 def test_held_out_rewards_are_in_the_status_and_so_is_what_is_being_validated(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """The commands that ask a running buffer, whatever its backend: `streamrl generators` with its
-verbs, `buffer inspect` and `buffer drain`; and `buffer books`, whether Redis holds a run, which
-outlives its daemons. `streamrl launch` runs that before a new run, so that a run does not find what
-an older one of its name has left on the server.
+verbs, `buffer inspect` and `buffer drain`; and `buffer books`, whether Redis still holds a run,
+which `streamrl launch` runs before a new one of that name.
 
 A generator gets its scheduling state with the reply to its next heartbeat.
 
@@ -20,7 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from streamrl.checkpoints.find import require_new_run
-from streamrl.cli.buffer.target import open_running, read_folder
+from streamrl.cli.buffer.target import find_target, open_running, read_folder
 from streamrl.cli.display.generators import generator_rows, print_generators
 from streamrl.cli.display.numbers import books_rows
 from streamrl.config import RunConfig
@@ -29,7 +28,6 @@ from streamrl.config.loading.load import configuration
 from streamrl.errors import ConfigError
 from streamrl.extras import require
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.run_folder import find_config
 from streamrl.types import BufferStats, SchedulingState
 
 _POLL_S, _BOOKS_S = 0.5, 5.0
@@ -113,12 +111,12 @@ async def _wait_until_drained(read: Callable[[], Awaitable[Progress]], deadline_
 
 
 async def drain(arguments: argparse.Namespace) -> int:
-    config = None if "://" in arguments.target else find_config(arguments.target)
+    found = find_target(arguments.target)
     async with open_running(arguments.target) as buffer:
-        return await _wait_until_drained(lambda: _request(buffer, config), arguments.deadline)
+        return await _wait_until_drained(lambda: _request(buffer, found), arguments.deadline)
 
 
-async def _request(buffer: TrajectoryBuffer, config: RunConfig | None) -> Progress:
+async def _request(buffer: TrajectoryBuffer, found: RunConfig | str) -> Progress:
     """Each reading requests the drain again, since a learner that attaches ends it."""
     await buffer.drain()
     stats = await buffer.stats()
@@ -128,12 +126,12 @@ async def _request(buffer: TrajectoryBuffer, config: RunConfig | None) -> Progre
         if books.trained:
             kept = f"{books.trained} trained groups are kept until the learner's next checkpoint"
         return f"drained at version {stats.policy_version}: {kept}", 0
-    if config is not None and books.leased == 0:
-        reading = read_folder(config)
+    if isinstance(found, RunConfig) and books.leased == 0:
+        reading = read_folder(found)
         if reading.is_over and not reading.is_relaunched:
             return (
                 f"{stats.in_flight} groups wait and no learner takes them: start one with "
-                f"`streamrl learner --config {config.run.path / RESOLVED_FILE} --resume`"
+                f"`streamrl learner --config {found.run.path / RESOLVED_FILE} --resume`"
             ), 1
     holders = ", ".join(f"{s.generator_id} {len(s.lease_ids)}" for s in stats.generators)
     return (

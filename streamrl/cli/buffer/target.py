@@ -1,7 +1,7 @@
 """The buffer that a command is given: by its run, or by the URL of a server of one run.
 
-Nothing here attaches, so that no command fences a learner. A run that has ended is known from its
-folder, so that no command waits for a buffer that is gone.
+Nothing here attaches, so that no command fences a learner. No command waits for the buffer of a run
+that has ended, which its folder tells.
 """
 
 import asyncio
@@ -31,59 +31,70 @@ _DEADLINE_S = 10.0
 _PROBE_S = 2.0
 
 
-@asynccontextmanager
-async def open_buffer(target: str | RunConfig) -> AsyncIterator[TrajectoryBuffer]:
-    """A client, closed when the block ends.
+def find_target(target: str) -> RunConfig | str:
+    """The configuration of a run, or the URL of a server of one run.
 
     Raises:
-        ConfigError: the target names no run, or several.
+        ConfigError: it names no run, or may name several.
     """
-    if isinstance(target, RunConfig):
-        buffer = connect(target)
-    else:
-        require_url(target)
-        buffer = ZmqBuffer(target, deadline_s=_DEADLINE_S)
-    try:
-        yield buffer
-    finally:
-        await buffer.close()
+    if "://" not in target:
+        return find_config(target)
+    if not target.startswith("zmq://"):
+        raise ConfigError(
+            f"{hide_password(target)[0]} names no run: give the configuration, such as "
+            "runs/NAME/config.yaml"
+        )
+    if _place(target) is None:
+        raise ConfigError(f"{target}: must be zmq://host:port, with a port from 1 to 65535")
+    return target
 
 
 @asynccontextmanager
 async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
-    """As `open_buffer`, of a run that works, or whose buffer may answer all the same.
+    """A client of a run that works, or whose buffer may answer all the same; closed when the block
+    ends.
 
     Raises:
         StreamRLError: the run has ended: how, and at which step.
         TransportError: nothing listens where its buffer should be.
     """
-    config = None if "://" in target else find_config(target)
-    if config is not None:
-        reading = read_folder(config)
+    found = find_target(target)
+    if isinstance(found, RunConfig):
+        reading = read_folder(found)
         state = state_of(reading)
         is_over = state is RunState.FINISHED or (
-            state is not RunState.RUNNING and not await is_listening(config.buffer.url)
+            state is not RunState.RUNNING and not await _is_listening(found.buffer.url)
         )
         if is_over:
             how = outcome(reading) or "no learner has reported, and nothing listens at buffer.url"
-            raise StreamRLError(f"no process of {config.run.path} is running: {how}")
-        deadline_s = min(_DEADLINE_S, config.buffer.deadline_s)
-        config = config.with_values(buffer={"deadline_s": deadline_s})
-    else:
-        require_url(target)
-        if not await is_listening(target):
-            raise TransportError(_absence(target))
-    async with open_buffer(target if config is None else config) as client:
+            raise StreamRLError(f"no process of {found.run.path} is running: {how}")
+        deadline_s = min(_DEADLINE_S, found.buffer.deadline_s)
+        found = found.with_values(buffer={"deadline_s": deadline_s})
+    elif not await _is_listening(found):
+        raise TransportError(_absence(found))
+    async with _client(found) as client:
         yield client
 
 
-async def read_stats(target: str | RunConfig) -> tuple[BufferStats | None, str]:
+async def read_stats(found: RunConfig | str) -> tuple[BufferStats | None, str]:
     """The buffer's stats, or why there are none. Waits a few seconds for it."""
-    url = target if isinstance(target, str) else target.buffer.url
-    if not await is_listening(url):
+    url = found if isinstance(found, str) else found.buffer.url
+    if not await _is_listening(url):
         return None, _absence(url)
-    async with open_buffer(target) as buffer:
+    async with _client(found) as buffer:
         return await try_stats(buffer)
+
+
+@asynccontextmanager
+async def _client(found: RunConfig | str) -> AsyncIterator[TrajectoryBuffer]:
+    if isinstance(found, RunConfig):
+        buffer = connect(found)
+    else:
+        buffer = ZmqBuffer(found, deadline_s=_DEADLINE_S)
+    try:
+        yield buffer
+    finally:
+        await buffer.close()
 
 
 def _absence(url: str) -> str:
@@ -110,20 +121,6 @@ def read_folder(config: RunConfig) -> Reading:
     )
 
 
-def require_url(target: str) -> None:
-    """
-    Raises:
-        ConfigError: the URL is not that of a server of one run.
-    """
-    if not target.startswith("zmq://"):
-        raise ConfigError(
-            f"{hide_password(target)[0]} names no run: give the configuration, such as "
-            "runs/NAME/config.yaml"
-        )
-    if _place(target) is None:
-        raise ConfigError(f"{target}: must be zmq://host:port, with a port from 1 to 65535")
-
-
 def _place(url: str) -> tuple[str, int] | None:
     """Host and port; None for an URL without either, or with several of them."""
     try:
@@ -134,7 +131,7 @@ def _place(url: str) -> tuple[str, int] | None:
     return (host, port) if host and port and "," not in parts.netloc else None
 
 
-async def is_listening(url: str) -> bool:
+async def _is_listening(url: str) -> bool:
     """Whether a process accepts connections there; true for an address that cannot be tried.
 
     Waits _PROBE_S at most, after which the address counts as one of a slow network.

@@ -11,13 +11,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -53,7 +52,6 @@ _NUMBER = re.compile(r"\d[\d,.]*")
 _SAMPLE_S = 4.0
 _NUM_SIBLINGS = 8
 _SAMPLE_CHARACTERS = 600
-_SHORTEST_SAMPLE = 5
 
 
 class ProgressView:
@@ -131,9 +129,9 @@ def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _place(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Such as: step 333/550; checkpoint 400 in 0:13; ETA 0:42."""
-    max_steps, checkpoint = config.run.max_steps, config.learner.checkpoint
+    max_steps = config.run.max_steps
     yield f"step {lines[-1]['step']}/{max_steps}"
-    yield from remaining_texts(remaining(lines, max_steps, checkpoint.every))
+    yield from remaining_texts(remaining(lines, max_steps, config.learner.checkpoint.every))
 
 
 def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -151,9 +149,8 @@ def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def notes(folder: Path) -> list[str]:
-    """That the learner is silent, or what it waits for, what is being validated, the groups
-    that failed, and that it does not learn; a sentence each. None of a learner of an earlier
-    launch."""
+    """What the learner waits for or that it is silent, what is validated, which groups failed, and
+    that it does not learn: a sentence each. None of a learner of an earlier launch."""
     learner = read_learner(folder)
     if learner is None or is_launched_since(folder, learner.time_s):
         return []
@@ -192,7 +189,8 @@ def screen(
     lines: Sequence[Mapping[str, Any]],
     table: RenderableType,
 ) -> RenderableType:
-    """The layout of every live view, most important first."""
+    """The layout of every live view, most important first: rich cuts off what a terminal has no
+    room for."""
     step, max_steps = lines[-1]["step"] if lines else 0, config.run.max_steps
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", max_width=16)
@@ -200,32 +198,8 @@ def screen(
     facts.add_row(f"{100 * step / max_steps:.0f} % done", ProgressBar(max_steps, step))
     for name, value in _facts(config, lines):
         facts.add_row(name, Text(printable(value)))
-    return _Fitted(Group(*said, facts, table), newest_sample(config.run.path))
-
-
-class _Fitted(NamedTuple):
-    """The sample has the rows of the terminal that are left, or none; rows of the table for which
-    there is no room are counted."""
-
-    above: Group
-    sample: Panel | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        above = console.render_lines(self.above, options, new_lines=True)
-        left = console.height - len(above) - 1
-        if console.is_terminal and left < 0:
-            shown = above[: left - 1]
-            yield Segments([segment for line in shown for segment in line])
-            yield Text(f"{len(above) - len(shown)} more rows", style="dim")
-            return
-        yield self.above
-        if self.sample is None:
-            return
-        if not console.is_terminal or len(console.render_lines(self.sample, options)) <= left:
-            yield self.sample
-        elif left >= _SHORTEST_SAMPLE:
-            self.sample.height = left
-            yield self.sample
+    sample = newest_sample(config.run.path)
+    return Group(*said, facts, table, *([] if sample is None else [sample]))
 
 
 def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
