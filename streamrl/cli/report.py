@@ -1,10 +1,8 @@
 """`streamrl report`: the summary of a run folder, and `report.html`, its page: what the run is, its
-result and its charts, what happened, samples. At any time, and at the end of a launch, however it
-ends.
+result and its charts, what happened by the daemons' logs, samples.
 
 Settings that are places of a machine (addresses, the folder of runs) are left out of the page,
-which is sent to others. What happened is read from the daemons' logs: starts, ends, kills,
-warnings.
+which is sent to others.
 
 Invariant: all that a model or a user wrote is data in a JSON block, in which no `<` occurs, and the
 script puts it into the page as text. The page is one file that runs its own script alone and loads
@@ -37,7 +35,6 @@ from streamrl.cli.display.numbers import (
     books_rows,
     summary,
     summary_rows,
-    validation_text,
 )
 from streamrl.cli.launchers import options_of
 from streamrl.cli.samples import expectation, facts, readings, verdict
@@ -57,15 +54,12 @@ def main(arguments: argparse.Namespace) -> int:
     config = find_run(arguments.folder)
     try:
         path = write_page(config)
-    except OSError:
-        # The summary of somebody else's run, whose folder is read-only, needs no page.
+    finally:
+        # That of somebody else's run, whose folder is read-only, needs no page.
         if not arguments.html:
             Console().print(summary(config))
-        raise
     if arguments.html:
         print(path)
-    else:
-        Console().print(summary(config))
     return 0
 
 
@@ -133,9 +127,8 @@ def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str
     # In the lines of steps they stand at the step that came after them.
     of_steps = {n: v for n, v in steps["metrics"].items() if not n.startswith("validation/")}
     overview, groups = _charts(config, [*of_steps, *versions["metrics"]])
-    rows = summary_rows(lines, run, validation_text(config))
     return {
-        **about(config, rows),
+        **about(config, summary_rows(config, lines)),
         # The page that explains it is a name and no link, since the report is read elsewhere too.
         "checks": [
             {"holds": holds, "text": text, "page": f"docs/{page}"}
@@ -145,10 +138,7 @@ def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str
         "versions": versions,
         "overview": overview,
         "groups": groups,
-        "events": [
-            {"time": e.time_s, "role": e.role, "kind": e.kind, "text": printable(e.text)}
-            for e in read_events(run)
-        ],
+        "events": [event._asdict() for event in read_events(run)],
         "samples": list(_samples(run)),
     }
 
@@ -158,10 +148,10 @@ def _charts(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Those of the overview, and the others by group; a metric that none draws has its own."""
     rewards = {"reward/mean": "training", config.validation.watched_metric: "held-out"}
-    reward = {"title": "Reward", "kind": "lines", "note": "", "height": 280}
     series = {name: label for name, label in rewards.items() if name in names}
-    overview = [{**reward, "series": series}, *(_chart(chart, names) for chart in OVERVIEW)]
-    overview = [chart for chart in overview if chart["series"]]
+    reward = {"title": "Reward", "kind": "lines", "note": "", "height": 280, "series": series}
+    found = (reward, *(_chart(chart, names) for chart in OVERVIEW))
+    overview = [chart for chart in found if chart["series"]]
     drawn = {name for chart in overview for name in chart["series"]}
     groups = []
     for group in groups_of(names):
@@ -390,12 +380,8 @@ def _changed(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _tile(name: str, text: str) -> dict[str, Any]:
     value, _, detail = text.replace("->", "\u2192").partition(" (")
     is_first = "reward" in name or name == "validation"
-    return {
-        "name": name,
-        "value": value,
-        "detail": detail.replace(")", "", 1),
-        "is_first": is_first,
-    }
+    detail = detail.replace(")", "", 1)
+    return {"name": name, "value": value, "detail": detail, "is_first": is_first}
 
 
 def checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, str, str]]:
@@ -423,60 +409,54 @@ NUM_EVENTS = 400
 _LONGEST_EVENT = 300
 Kind: TypeAlias = Literal["fault", "warning", "start", "stop"]
 _ORDER: tuple[Kind, ...] = ("fault", "start", "stop", "warning")
-_LINE = re.compile(
-    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(?P<ms>\d{3}))? (?P<who>\S+) (?P<rest>.*)"
-)
-_RECORD = re.compile(r"(?P<level>[DIWEC]) (?P<logger>\S+): (?P<text>.*)")
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d{3})?) (\S+) (.*)")
+_RECORD = re.compile(r"([DIWEC]) \S+: (.*)")
 _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
 _STARTS = re.compile(r"serving at |\S+ serves |attached at version |starting from ")
 _STOPS = re.compile(r".*: draining|.*: done$|the run is over|drained")
 
 
-@dataclass(frozen=True)
-class PageEvent:
+class PageEvent(NamedTuple):
     """At a Unix time, of the daemon whose log has it."""
 
-    time_s: float
+    time: float
     role: str
     kind: Kind
     text: str
 
 
-class _Record(NamedTuple):
-    time_s: float
-    level: str
-    text: str
+_Record: TypeAlias = tuple[float, str, str]
+"""Of a line: Unix time, level and text."""
 
 
 def read_events(run: Path) -> list[PageEvent]:
     """In the order of their times."""
     found = (event for log in sorted((run / "logs").glob("*.log")) for event in _events(log))
-    kept = heapq.nsmallest(NUM_EVENTS, found, lambda e: (_ORDER.index(e.kind), -e.time_s))
-    return sorted(kept, key=lambda event: event.time_s)
+    return sorted(heapq.nsmallest(NUM_EVENTS, found, lambda e: (_ORDER.index(e.kind), -e.time)))
 
 
 def _events(log: Path) -> Iterator[PageEvent]:
     with log.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             record = _of_json(line) if line.startswith("{") else _of_text(line)
-            if record is not None and (kind := _kind(record)):
-                yield PageEvent(record.time_s, log.stem, kind, record.text[:_LONGEST_EVENT])
+            if record is not None and (kind := _kind(*record[1:])):
+                yield PageEvent(record[0], log.stem, kind, printable(record[2][:_LONGEST_EVENT]))
 
 
 def _of_text(line: str) -> _Record | None:
-    found = _LINE.match(line)
-    if found is None:
+    if (found := _LINE.match(line)) is None:
         return None
+    when, who, rest = found.groups()
     try:
         # Logs have the local time of the machine.
-        time_s = datetime.fromisoformat(found["time"]).timestamp() + int(found["ms"] or 0) / 1000
+        time_s = datetime.fromisoformat(when).timestamp()
     except (ValueError, OverflowError):
         # Somebody's code has printed it.
         return None
-    if found["who"] == "launcher:":
-        return _Record(time_s, "error", found["rest"])
-    record = _RECORD.match(found["rest"])
-    return record and _Record(time_s, _LEVELS[record["level"]], record["text"])
+    if who == "launcher:":
+        return time_s, "error", rest
+    record = _RECORD.match(rest)
+    return record and (time_s, _LEVELS[record[1]], record[2])
 
 
 def _of_json(line: str) -> _Record | None:
@@ -484,17 +464,17 @@ def _of_json(line: str) -> _Record | None:
     try:
         fields = json.loads(line)
         time_s = datetime.fromisoformat(fields["time"]).timestamp()
-        return _Record(time_s, fields["level"], str(fields["message"]))
+        return time_s, fields["level"], str(fields["message"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
-def _kind(record: _Record) -> Kind | None:
-    match record.level:
+def _kind(level: str, text: str) -> Kind | None:
+    match level:
         case "error" | "critical":
             return "fault"
         case "warning":
             return "warning"
-    if _STARTS.match(record.text):
+    if _STARTS.match(text):
         return "start"
-    return "stop" if _STOPS.match(record.text) else None
+    return "stop" if _STOPS.match(text) else None

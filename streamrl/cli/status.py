@@ -45,7 +45,6 @@ from streamrl.cli.display.numbers import (
     reward_text,
     training_reward,
     unsaved_rows,
-    validation_text,
     wait_shares,
 )
 from streamrl.cli.display.view import REFRESH_S, LinePrinter, means, screen
@@ -177,46 +176,32 @@ def headline(status: RunStatus) -> str:
 
 def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     """What buffer and learner do, as far as it is known."""
-    stats, learner = status.reading.stats, status.reading.learner
-    has_ended = state_of(status.reading).has_ended
-    if stats is not None:
-        books = stats.books
-        yield (
-            "buffer",
-            f"{books.leased} leased, {books.buffered} buffered, {books.taken} taken, at most "
-            f"{stats.capacity}; {balance(books)}",
-        )
-    elif has_ended and status.books is not None:
-        yield "buffer", "; ".join(value for _, value in books_rows(status.books))
-    else:
-        yield "buffer", "does not answer"
+    reading, config = status.reading, status.config
+    stats, learner = reading.stats, reading.learner
+    has_ended = state_of(reading).has_ended
+    yield "buffer", _buffer_row(status)
     if learner is not None:
         yield "learner", _learner_row(learner, status)
         if not has_ended:
             yield "weights", _weights_row(learner)
         # Beside what the learner does itself: it saves a checkpoint meanwhile.
-        if learner.validating and status.reading.is_learner_reporting:
+        if learner.validating and reading.is_learner_reporting:
             yield "held-out", learner.validating
-    elif stats is not None and stats.books.learner_term:
-        yield (
-            "learner",
-            f"number {stats.books.learner_term} attached, at version {stats.policy_version}",
-        )
+    elif stats is not None and (term := stats.books.learner_term):
+        yield "learner", f"number {term} attached, at version {stats.policy_version}"
     if recent := ", ".join(means(status.lines)):
         yield "steps", f"{mean_of_last(len(status.lines))}: {recent}"
-    failures = failures_of(status.reading)
-    if failures and failures not in (found.sentence for found in diagnose(status.reading)):
+    failures = failures_of(reading)
+    if failures and failures not in (found.sentence for found in diagnose(reading)):
         yield "failed", failures
-    if status.config is not None:
-        config = status.config
-        for name, held_out in held_out_rows(config.run.path, validation_text(config)):
+    if config is not None:
+        for name, held_out in held_out_rows(config):
             yield "held-out", f"{name.removeprefix('held-out ')} {held_out}"
         if config.run.folder_mirror:
             yield "mirror", _mirror_row(config)
-    if status.config is not None and has_ended and status.lines:
-        yield from unsaved_rows(status.config.run.path, status.last_line["step"])
-    waiting = waits_for(status.reading)
-    if waiting and not status.reading.is_stalled:
+        if has_ended and status.lines:
+            yield from unsaved_rows(config.run.path, status.last_line["step"])
+    if (waiting := waits_for(reading)) and not reading.is_stalled:
         yield "waiting", waiting
     if learner is not None:
         yield from (("learning", sign) for sign in learner.signs)
@@ -250,6 +235,17 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "mirror": msgspec.to_builtins(None if config is None else read_mirror(config.run.path)),
         "scaling": msgspec.to_builtins(status.scaling),
     }
+
+
+def _buffer_row(status: RunStatus) -> str:
+    stats = status.reading.stats
+    if stats is not None:
+        books, most = stats.books, stats.capacity
+        held = f"{books.leased} leased, {books.buffered} buffered, {books.taken} taken"
+        return f"{held}, at most {most}; {balance(books)}"
+    if state_of(status.reading).has_ended and status.books is not None:
+        return "; ".join(value for _, value in books_rows(status.books))
+    return "does not answer"
 
 
 def _learner_row(learner: LearnerStatus, status: RunStatus) -> str:
@@ -433,9 +429,8 @@ async def _fault(config: RunConfig, role: str, given: str | None) -> str:
         reading = read_folder(config)
         if reading.learner is None:
             return f"no learner has reported in {config.run.path}"
-        age_s = reading.learner_age_s
-        said = f"the learner last reported {age_s:.0f} s ago"
-        return "" if reading.is_learner_reporting else said
+        silent = f"the learner last reported {reading.learner_age_s:.0f} s ago"
+        return "" if reading.is_learner_reporting else silent
     if role == "generator" and given is None:
         raise ConfigError("--id: is required for a generator and was not given")
     stats, fault = await read_stats(config)

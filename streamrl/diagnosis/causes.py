@@ -4,14 +4,11 @@ Invariant: a cause is reported only if the reading shows it. Those that come fir
 what a person can change.
 
 What is absent (buffer, learner, generators that may sample, a validator) comes by itself while a
-process starts, is restarted, or a person has said so. An absence is late, and a finding, once it
-has lasted longer than a start takes (`Reading.start_s`), or the run stands still for it; before
-that it is pending, neither wrong nor healthy.
+process starts or is restarted. An absence is late, and a finding, once it has lasted longer than a
+start takes (`Reading.start_s`), or the run stands still for it; before that it is pending, neither
+wrong nor healthy.
 
-Displays show two of them before they are findings: the group that the learner waits for although
-enough others are finished (with `buffer.overdue: wait` such a wait belongs to the work until
-`run.stall_s`) once that has lasted SHOWN_AFTER_S, and the groups that failed, with why the last one
-did and which rows fail again.
+Displays show two of them before they are findings: `lasting_wait` and `failed_groups`.
 """
 
 from collections import Counter
@@ -70,8 +67,8 @@ def _no_learner(reading: Reading) -> Iterator[Absence]:
 
 
 def _no_generator(reading: Reading) -> Iterator[Absence]:
-    stats = reading.stats
-    if not reading.needs_generators or stats is None or stats.generators:
+    stats = reading.stats_if_sampling
+    if stats is None or stats.generators:
         return
     absent_s = stats.last_heartbeat_age_s
     is_late = absent_s > reading.start_s or reading.stats_if_waiting is not None
@@ -94,8 +91,8 @@ def _silent_generator(reading: Reading) -> Iterator[Absence]:
 
 def _nothing_leased(reading: Reading) -> Iterator[Absence]:
     """Generators report, and none of them may ask for a lease, or none does."""
-    stats = reading.stats
-    if not reading.needs_generators or stats is None or not stats.generators:
+    stats = reading.stats_if_sampling
+    if stats is None or not stats.generators:
         return
     if stats.books.leased + stats.books.buffered >= stats.groups_per_step:
         return
@@ -115,16 +112,12 @@ def _nothing_leased(reading: Reading) -> Iterator[Absence]:
 
 def _no_validator(reading: Reading) -> Iterator[Absence]:
     """The run goes on without it, and its versions are not validated."""
-    learner = reading.learner
-    if learner is None or reading.is_over or not reading.is_learner_reporting:
-        return
-    absent_s = learner.no_validator_s
-    if absent_s is None or absent_s <= HEARTBEAT_TIMEOUT_S:
-        return
-    sentence = (
-        f"no validator has reported for {_seconds(absent_s)}, and no version is validated meanwhile"
-    )
-    yield _none_reports(sentence, "weights.address", absent_s > reading.start_s)
+    learner = reading.working_learner
+    absent_s = 0.0 if learner is None else learner.no_validator_s or 0.0
+    if absent_s > HEARTBEAT_TIMEOUT_S:
+        silence = f"no validator has reported for {_seconds(absent_s)}"
+        sentence = f"{silence}, and no version is validated meanwhile"
+        yield _none_reports(sentence, "weights.address", absent_s > reading.start_s)
 
 
 def _none_reports(sentence: str, address: str, is_late: bool) -> Absence:
@@ -146,8 +139,11 @@ def due_group(stats: BufferStats) -> str:
     first, *others = stats.awaited
     held = _holder(stats, first.lease_id)
     sentence = f"step {stats.policy_version + 1} waits for prompt {first.prompt_index}{held}"
-    num_as_due = sum(other.min_policy_version == first.min_policy_version for other in others)
-    return "; ".join([sentence, *_as_due(num_as_due), _remedy(stats, first)])
+    if count := sum(other.min_policy_version == first.min_policy_version for other in others):
+        more = " or more" if count == MAX_AWAITED - 1 else ""
+        groups = "group is" if count == 1 else "groups are"
+        sentence += f"; {count}{more} other {groups} as due"
+    return f"{sentence}; {_remedy(stats, first)}"
 
 
 def _remedy(stats: BufferStats, awaited: Lease) -> str:
@@ -162,24 +158,15 @@ def _remedy(stats: BufferStats, awaited: Lease) -> str:
     return "raise buffer.max_staleness or set buffer.overdue: train"
 
 
-def _as_due(count: int) -> tuple[str, ...]:
-    if not count:
-        return ()
-    more = " or more" if count == MAX_AWAITED - 1 else ""
-    groups = "group is" if count == 1 else "groups are"
-    return (f"{count}{more} other {groups} as due",)
-
-
 def _holder(stats: BufferStats, lease_id: str) -> str:
     """Who samples the group of a lease, its tokens so far and its age, as far as is reported."""
     for status, heartbeat_age_s in reports(stats):
-        if lease_id not in status.lease_ids:
-            continue
-        place = slice(status.lease_ids.index(lease_id), status.lease_ids.index(lease_id) + 1)
-        tokens = (f"{n:,} tokens" for n in status.lease_num_tokens[place] if n >= 0)
-        ages = (f"{age_s:.0f} s" for age_s in lease_ages_s(status, heartbeat_age_s)[place])
-        progress = ", ".join([*tokens, *ages])
-        return f" on {status.generator_id}" + (f": {progress}" if progress else "")
+        if lease_id in status.lease_ids:
+            at = status.lease_ids.index(lease_id)
+            tokens = [f"{n:,} tokens" for n in status.lease_num_tokens[at : at + 1] if n >= 0]
+            ages = [_seconds(s) for s in lease_ages_s(status, heartbeat_age_s)[at : at + 1]]
+            progress = ", ".join(tokens + ages)
+            return f" on {status.generator_id}" + (f": {progress}" if progress else "")
     return ", which no generator reports"
 
 
@@ -192,47 +179,34 @@ def failed_groups(stats: BufferStats) -> str:
     Books count all failures of the run; the error and the rows are those of the generators that
     report now, each since it was started.
     """
-    return "; ".join([*_malformed(stats), *_failed(stats)])
+    return "; ".join(_failures(stats))
 
 
-def _malformed(stats: BufferStats) -> Iterator[str]:
-    if num_malformed := stats.books.dropped.get(DropReason.MALFORMED, 0):
+def _failures(stats: BufferStats) -> Iterator[str]:
+    books, generators = stats.books, stats.generators
+    # With their moment: the sentence is also read beside counts of another one.
+    ended = f"{books.ended} groups up to version {stats.policy_version}"
+    if num_malformed := books.dropped.get(DropReason.MALFORMED, 0):
         yield (
-            f"{num_malformed} of {_ended(stats)} were refused as malformed (see quarantine/ in the "
-            "run's folder, and streamrl check)"
+            f"{num_malformed} of {ended} were refused as malformed (see quarantine/ in the run's "
+            "folder, and streamrl check)"
         )
-
-
-def _failed(stats: BufferStats) -> Iterator[str]:
-    if num_failed := stats.books.dropped.get(DropReason.FAILED, 0):
-        yield f"{num_failed} of {_ended(stats)} failed"
-        yield from (*_last(stats), *_repeated(stats))
-        if _is_nothing_scored(stats, num_failed):
-            yield NOTHING_SCORED
-
-
-def _ended(stats: BufferStats) -> str:
-    """With their moment: the sentence is also read beside counts of another one."""
-    return f"{stats.books.ended} groups up to version {stats.policy_version}"
+    if not (num_failed := books.dropped.get(DropReason.FAILED, 0)):
+        return
+    yield f"{num_failed} of {ended} failed"
+    if failures := [g.last_failure for g in generators if g.last_failure is not None]:
+        last = max(failures, key=lambda failure: failure.prompt_index)
+        yield f"the last one, prompt {last.prompt_index}: {last.sentence}"
+    yield from _repeated(stats)
+    is_alone = num_failed == books.ended and not (books.buffered or books.taken)
+    if is_alone and any(generator.failed_rewards for generator in generators):
+        yield NOTHING_SCORED
 
 
 NOTHING_SCORED = (
     "no group has been scored yet: mend the reward and launch again; `streamrl check CONFIG "
     "--deep` samples one group and scores it"
 )
-
-
-def _is_nothing_scored(stats: BufferStats, num_failed: int) -> bool:
-    """Whether each group so far failed, by a reward."""
-    books = stats.books
-    is_alone = num_failed == books.ended and not (books.buffered or books.taken)
-    return is_alone and any(generator.failed_rewards for generator in stats.generators)
-
-
-def _last(stats: BufferStats) -> list[str]:
-    reported = [g.last_failure for g in stats.generators if g.last_failure is not None]
-    last = max(reported, key=lambda failure: failure.prompt_index, default=None)
-    return [] if last is None else [f"the last one, prompt {last.prompt_index}: {last.sentence}"]
 
 
 def _repeated(stats: BufferStats) -> Iterator[str]:
@@ -262,15 +236,15 @@ def _groups_failed(reading: Reading) -> Iterator[str]:
     stats = reading.stats
     if stats is None or reading.is_over:
         return
-    dropped = stats.books.dropped
-    num_failed = dropped.get(DropReason.FAILED, 0) + dropped.get(DropReason.MALFORMED, 0)
+    reasons = (DropReason.FAILED, DropReason.MALFORMED)
+    num_failed = sum(stats.books.dropped.get(reason, 0) for reason in reasons)
     if num_failed and num_failed >= _MIN_FAILED_FRAC * stats.books.ended:
         yield failed_groups(stats)
 
 
 def _learner_busy(reading: Reading) -> Iterator[str]:
-    learner = reading.learner
-    if learner is None or not (reading.is_stalled and reading.is_learner_reporting):
+    learner = reading.working_learner
+    if learner is None or not reading.is_stalled:
         return
     lasted, version = _seconds(reading.waited_s), learner.policy_version
     match learner.activity:
@@ -289,10 +263,8 @@ def _checkpoint_unsaved(reading: Reading) -> Iterator[str]:
 
 
 def _learner_fenced(reading: Reading) -> Iterator[str]:
-    stats, learner = reading.stats, reading.learner
-    if stats is None or learner is None or reading.is_over or not reading.is_learner_reporting:
-        return
-    if stats.books.learner_term > learner.learner_term > 0:
+    stats, learner = reading.stats, reading.working_learner
+    if stats and learner and stats.books.learner_term > learner.learner_term > 0:
         yield (
             f"another learner attached to the buffer (number {stats.books.learner_term}, this one "
             f"was number {learner.learner_term}); this one ends at its next call"
@@ -320,7 +292,9 @@ def _old_weights(reading: Reading) -> Iterator[str]:
     stats, learner = reading.stats_if_waiting, reading.learner
     if stats is None:
         return
-    for status in (*_idle_holders(stats), *_catching_up(stats)):
+    # They ask for no lease before they have newer weights.
+    behind = (s for s in stats.generators if s.is_catching_up and not s.lease_ids)
+    for status in (*_idle_holders(stats), *behind):
         if status.policy_version < stats.policy_version:
             sentence = (
                 f"{status.generator_id} holds {_leases(status)} and samples nothing: "
@@ -336,9 +310,7 @@ def _old_weights(reading: Reading) -> Iterator[str]:
 
 
 def _left_out(reading: Reading) -> Iterator[str]:
-    """By a learner that works: one that is gone sends nothing."""
-    learner = reading.learner
-    if learner is not None and reading.is_learner_reporting and not reading.is_over:
+    if (learner := reading.working_learner) is not None:
         yield from learner.left_out
 
 
@@ -444,13 +416,6 @@ def _idle_holders(stats: BufferStats) -> Iterator[GeneratorStatus]:
     for status, age_s in reports(stats):
         is_idle = not (status.num_active or status.num_waiting)
         if status.lease_ids and is_idle and age_s <= HEARTBEAT_TIMEOUT_S:
-            yield status
-
-
-def _catching_up(stats: BufferStats) -> Iterator[GeneratorStatus]:
-    """Those that ask for no lease before they have newer weights."""
-    for status in stats.generators:
-        if status.is_catching_up and not status.lease_ids:
             yield status
 
 

@@ -58,16 +58,22 @@ class Reading(Struct, frozen=True, kw_only=True):
         return is_new and not has_reported
 
     @property
-    def needs_generators(self) -> bool:
-        """Whether the run has a learner that has not got all its groups."""
+    def stats_if_sampling(self) -> BufferStats | None:
+        """The buffer's stats, if the run has a learner that still takes groups."""
         stats, learner = self.stats, self.learner
         if stats is None or self.is_over or not stats.books.learner_term:
-            return False
-        return learner is None or learner.activity is not LearnerActivity.VALIDATING
+            return None
+        is_validating = learner is not None and learner.activity is LearnerActivity.VALIDATING
+        return None if is_validating else stats
 
     @property
     def is_learner_reporting(self) -> bool:
         return self.learner is not None and self.learner_age_s <= HEARTBEAT_TIMEOUT_S
+
+    @property
+    def working_learner(self) -> LearnerStatus | None:
+        """The learner's status, if it reports and the run is not over."""
+        return self.learner if self.is_learner_reporting and not self.is_over else None
 
     @property
     def waited_s(self) -> float:

@@ -149,7 +149,7 @@ def test_the_summary_says_what_was_started_again_how_often_and_why(launched: Lau
     generator = f"starts < 2 and fail(5, 'the buffer is silent'); {second}"
     others = "wait_for('second'); "
     launched.run({"learner": others + learner, "generator": generator})
-    rows = dict(summary_rows([], launched.config.run.path))
+    rows = dict(summary_rows(launched.config, []))
     assert rows["restarts of learner"] == (
         "2: was killed by SIGKILL, as when memory runs out (2 times)"
     )

@@ -574,7 +574,7 @@ LINES = [
 
 
 def test_the_view_says_where_the_run_is(tmp_path):
-    config = load_config(QUICKSTART, ["run.max_steps=150"]).config
+    config = load_config(QUICKSTART, ["run.max_steps=150", f"run.folder={tmp_path}"]).config
     line = headline(config, LINES)
     assert line.startswith("step 30/150  training reward 0.637 (mean of the last 10 steps)  ")
     recent = "staleness 1.00, ESS 0.900, wait 0.10 s, 1,000 generated tokens/s"
@@ -583,7 +583,7 @@ def test_the_view_says_where_the_run_is(tmp_path):
     run = config.run.model_copy(update={"max_steps": 20})
     assert "ETA" not in headline(config.model_copy(update={"run": run}), LINES)
     rewards = [
-        dict(summary_rows(LINES[:count], tmp_path))["training reward"] for count in (30, 9, 2, 1)
+        dict(summary_rows(config, LINES[:count]))["training reward"] for count in (30, 9, 2, 1)
     ]
     assert rewards == [
         "0.075 -> 0.637 (mean of the first 5 and the last 10 steps)",
@@ -653,12 +653,13 @@ def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path):
 
 def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
     name = "response length, last steps"
-    rows = dict(summary_rows(LINES, tmp_path))
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}"]).config
+    rows = dict(summary_rows(config, LINES))
     assert rows[name] == "40 sampled, 40 trained, 25.0 % of tokens dropped"
-    assert dict(summary_rows(LINES[:15], tmp_path))[name] == "25 sampled, 25 trained"
+    assert dict(summary_rows(config, LINES[:15]))[name] == "25 sampled, 25 trained"
     resumed = {**LINES[-1], "fairness/sampled_length_mean": 0.0}
-    assert name not in dict(summary_rows([resumed], tmp_path))
-    assert name not in dict(summary_rows([{"step": 1, "reward/mean": 0.5}], tmp_path))
+    assert name not in dict(summary_rows(config, [resumed]))
+    assert name not in dict(summary_rows(config, [{"step": 1, "reward/mean": 0.5}]))
 
 
 def test_the_report_is_drawn_from_the_metrics(tmp_path):

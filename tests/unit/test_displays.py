@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.cli import report as report_command
-from streamrl.cli.display.numbers import duration, held_out_reward, rate, steps_s, summary
+from streamrl.cli.display.numbers import duration, held_out_rows, rate, steps_s, summary
 from streamrl.cli.display.view import headline, means, notes, render
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, to_yaml
@@ -114,11 +114,11 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     (config.run.path / "evaluation.json").write_text(json.dumps(evaluation))
     change = "0.150 -> 0.550 (mean of the first 2 and the last 2 steps)"
     held_out = "0.336 (greedy, 256 prompts)"
-    assert held_out_reward(config.run.path) == held_out
+    assert held_out_rows(config) == [("held-out reward", held_out)]
     held_out = "0.336 (greedy, 256 prompts, 2 failed)"
     for model, of in (("run/checkpoints/step-00000040", "version 40"), ("models/m", "models/m")):
         (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "model": model}))
-        assert held_out_reward(config.run.path) == f"0.336 (greedy, 256 prompts; {of})"
+        assert held_out_rows(config)[0][1] == f"0.336 (greedy, 256 prompts; {of})"
     (config.run.path / "evaluation.json").write_text(json.dumps({**evaluation, "num_failed": 2}))
     lines = [json.loads(t) for t in (config.run.path / "metrics.jsonl").read_text().splitlines()]
     assert headline(config, lines).startswith(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.display.numbers import held_out_rows, validation_text
+from streamrl.cli.display.numbers import held_out_rows
 from streamrl.cli.processes import run_commands
 from streamrl.cli.processes.run_commands import evaluate_final
 from streamrl.config import RunConfig
@@ -56,7 +56,7 @@ def test_what_the_validator_found_is_the_evaluation(tmp_path, called):
         "by": "validator",
     }
     text = "0.107 -> 0.477 (greedy, 20 prompts, 2 failed; versions 0 and 6)"
-    rows = held_out_rows(config.run.path, validation_text(config))
+    rows = held_out_rows(config)
     assert rows == [("held-out reward", text)]
 
 

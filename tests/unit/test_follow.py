@@ -275,7 +275,7 @@ def test_held_out_rewards_are_in_the_status_and_so_is_what_is_being_validated(tm
     assert f"held-out {validating}" in " ".join(output.split())
     curve = {"0": 0.107, "3": 0.5, "5": 0.477}
     assert record(capsys, config.run.path)["held_out"] == curve
-    summary = dict(summary_rows([{"step": 6}], config.run.path, validation_text(config)))
+    summary = dict(summary_rows(config, [{"step": 6}]))
     assert summary["held-out reward"] == held_out
     tracker = JsonlTracker(config.run.path / VALIDATION_FILE, first_step=6)
     tracker.log({"validation/mean@1": 0.5, "validation/num_prompts": 20.0}, 6)

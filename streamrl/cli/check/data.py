@@ -3,10 +3,6 @@ look-ups, and how far the programs that a model writes are kept apart.
 
 Runs the user's files, as the generators do; those of `algorithm` are read and not run, since they
 import torch.
-
-Held-out prompts that are trained, too, are counted, since their scores tell nothing about new ones:
-of what users bring; sources that make up their prompts keep theirs apart themselves. Tools are made
-as the generators make them.
 """
 
 import re
@@ -55,7 +51,8 @@ _LARGEST_SCAN = 2000
 
 
 def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]:
-    """A warning if prompts of `data.source` are held out, whatever their answers are."""
+    """A warning if prompts of `data.source` are held out, whatever their answers are. Sources that
+    make up their prompts keep theirs apart themselves."""
     own = [
         source
         for source in data.sources
@@ -232,8 +229,7 @@ def _check_training(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding
     if (size := _size(prompts)) is None:
         yield DATA.ok(f"data.source: {sources}, such as {_shown(first)}")
         return
-    num_prompts = config.learner.groups_per_step
-    if num_prompts > size:
+    if (num_prompts := config.learner.groups_per_step) > size:
         yield DATA.warning(
             f"learner.groups_per_step: {num_prompts} is more than the {size} prompts of "
             f"{sources}: a step trains the same prompt {num_prompts / size:.3g} times"
@@ -543,22 +539,23 @@ _HELD = {
 
 def check_sandbox(config: RunConfig) -> Iterator[Finding]:
     """Runs one or two programs where the run has the reward `code` or the tool `python`."""
-    known: tuple[IsolationChoice, ...] = get_args(IsolationChoice)
     for place, kwargs in _users(config):
-        # What it was if it is none of them is said where the arguments are checked.
-        for wanted in (name for name in known if name == kwargs.get("isolation", "auto")):
-            try:
-                isolation = choose(wanted)
-            except ConfigError as error:
-                yield DATA.problem(f"{place}: {error}")
-                continue
-            sentence = f"{place}: {_HELD[isolation]}"
-            if isolation == "none":
-                yield DATA.warning(sentence)
-            elif isolation == "landlock" and wanted == "auto":
-                yield DATA.warning(f"{sentence} (no namespaces: {why_not('namespaces')})")
-            else:
-                yield DATA.ok(sentence)
+        wanted = kwargs.get("isolation", "auto")
+        if wanted not in get_args(IsolationChoice):
+            # Said where the arguments are checked.
+            continue
+        try:
+            isolation = choose(wanted)
+        except ConfigError as error:
+            yield DATA.problem(f"{place}: {error}")
+            continue
+        sentence = f"{place}: {_HELD[isolation]}"
+        if isolation == "none":
+            yield DATA.warning(sentence)
+        elif isolation == "landlock" and wanted == "auto":
+            yield DATA.warning(f"{sentence} (no namespaces: {why_not('namespaces')})")
+        else:
+            yield DATA.ok(sentence)
 
 
 def _users(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:

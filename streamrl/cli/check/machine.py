@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Machine:
 
 def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> Machine:
     """`root` is where the kernel's files are, for tests."""
-    shm, shm_free = _shm(root / "dev/shm")
+    shm, shm_free = _sizes(root / "dev/shm")
     memory = _field(root / "proc/meminfo", "MemTotal").split()[:1]
     memory_limit = _number(root / "sys/fs/cgroup/memory.max")
     return Machine(
@@ -73,10 +74,10 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         shm=shm,
         shm_free=shm_free,
         # Every command raises the soft limit to it.
-        max_files=_limit("RLIMIT_NOFILE", 1),
-        max_locked=_limit("RLIMIT_MEMLOCK", 0),
+        max_files=_limit(resource.RLIMIT_NOFILE, 1),
+        max_locked=_limit(resource.RLIMIT_MEMLOCK, 0),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
-        max_processes=_limit("RLIMIT_NPROC", 0),
+        max_processes=_limit(resource.RLIMIT_NPROC, 0),
         threads_max=_number(root / "sys/fs/cgroup/pids.max"),
         cpu_flags=frozenset(_field(root / "proc/cpuinfo", "flags", "Features").split()),
         is_clock_synchronized=_is_clock_synchronized(),
@@ -105,19 +106,17 @@ def _field(path: Path, *names: str) -> str:
     return ""
 
 
-def _shm(path: Path) -> tuple[int, int]:
+def _sizes(folder: Path) -> tuple[int, int]:
+    """All bytes of its disk and the free ones."""
     try:
-        found = os.statvfs(path)
+        found = shutil.disk_usage(folder)
     except OSError:
         return 0, 0
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return found.total, found.free
 
 
-def _limit(name: str, place: int) -> int | None:
-    number = getattr(resource, name, None)
-    if number is None:
-        return None
-    value = resource.getrlimit(number)[place]
+def _limit(limit: int, place: int) -> int | None:
+    value = resource.getrlimit(limit)[place]
     return None if value == resource.RLIM_INFINITY else value
 
 
@@ -265,7 +264,7 @@ def _amount(num_bytes: int | None) -> str:
     return "any amount" if num_bytes is None else gib(num_bytes)
 
 
-FEW_BYTES, TIGHT_BYTES = 200 * 2**20, 10 * 2**30
+_FEW_BYTES, _TIGHT_BYTES = 200 * 2**20, 10 * 2**30
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "beegfs", "gpfs", "ceph")
 _VOLATILE = ("tmpfs", "ramfs")
 
@@ -278,14 +277,14 @@ class Disk(NamedTuple):
     file_system: str
 
 
-def existing_above(folder: Path) -> Path:
+def _existing_above(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
 
 
 def why_not_made(folder: Path) -> str:
     """Why the folder cannot be made and written, by writing where it will be; "" if it can."""
-    existing = existing_above(folder)
+    existing = _existing_above(folder)
     if not existing.is_dir():
         return f"{existing} is a file"
     try:
@@ -298,29 +297,22 @@ def why_not_made(folder: Path) -> str:
 
 def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
     """Of the nearest folder above that exists."""
-    existing = existing_above(folder)
-    try:
-        status = os.statvfs(existing)
-        free = status.f_bavail * status.f_frsize
-    except OSError:
-        free = 0
-    return Disk(existing, free, _file_system(existing.resolve(), mounts))
+    existing = _existing_above(folder)
+    return Disk(existing, _sizes(existing)[1], _file_system(existing.resolve(), mounts))
 
 
 def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
     """`has_journal`: the buffer keeps one in the folder."""
     room, cause = f"{disk.folder} has {disk.free / 2**30:.3g} GiB free", "disk"
     remedy = "free some, or set run.folder to another disk"
-    if disk.free < FEW_BYTES:
+    if disk.free < _FEW_BYTES:
         yield MACHINE.problem(room, remedy, cause=cause)
-    elif disk.free < TIGHT_BYTES:
+    elif disk.free < _TIGHT_BYTES:
         yield MACHINE.warning(f"{room}, which a few checkpoints fill", remedy, cause=cause)
     else:
         yield MACHINE.ok(room, cause=cause)
-    place, cause = (
-        f"{disk.folder} is on {disk.file_system or 'an unknown file system'}",
-        "file system",
-    )
+    cause = "file system"
+    place = f"{disk.folder} is on {disk.file_system or 'an unknown file system'}"
     if disk.file_system in _NETWORK and has_journal:
         yield MACHINE.warning(
             f"{place}, where the locks of the buffer's journal (SQLite) are not to be trusted",
@@ -336,12 +328,8 @@ def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
 
 def _file_system(path: Path, mounts: Path) -> str:
     """That of the innermost mount above the path."""
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return ""
     best, found = -1, ""
-    for line in lines:
+    for line in _text(mounts).splitlines():
         before, _, after = line.partition(" - ")
         words, kinds = before.split(), after.split()
         if len(words) < 5 or not kinds:
@@ -361,12 +349,11 @@ _REMEDY = (
 def check_isolation(lacks: Mapping[Isolation, str]) -> Iterator[Finding]:
     """`lacks`: what the machine lacks for each, see `why_not`."""
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in lacks.items() if reason)
+    programs, cause = "programs that a model wrote", "sandbox"
     if not lacks["namespaces"]:
-        yield MACHINE.ok("programs that a model wrote get namespaces of their own", cause="sandbox")
+        yield MACHINE.ok(f"{programs} get namespaces of their own", cause=cause)
     elif not lacks["landlock"]:
-        yield MACHINE.ok(
-            f"programs that a model wrote are held by Landlock ({reasons})", cause="sandbox"
-        )
+        yield MACHINE.ok(f"{programs} are held by Landlock ({reasons})", cause=cause)
     else:
-        sentence = f"nothing here keeps programs that a model wrote apart ({reasons})"
-        yield MACHINE.warning(sentence, _REMEDY, cause="sandbox")
+        sentence = f"nothing here keeps {programs} apart ({reasons})"
+        yield MACHINE.warning(sentence, _REMEDY, cause=cause)

@@ -1,7 +1,5 @@
 """Whether addresses can be listened at, keys be read and servers be reached, and whether the Redis
-of a run keeps what it is given.
-
-Nothing here waits longer than ANSWER_S for one connection, and REDIS_S for an answer of Redis.
+of a run keeps what it is given. A connection is waited for ANSWER_S, an answer of Redis REDIS_S.
 """
 
 import asyncio
@@ -9,11 +7,12 @@ import errno
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from streamrl.config import RunConfig
@@ -69,9 +68,8 @@ def check_secrets(config: RunConfig, origin: str | None) -> Iterator[Finding]:
     """Where the password of Redis is kept. `origin` is the place of buffer.url."""
     buffer = config.buffer
     if buffer.password_of_url and origin is not None and not origin.startswith("environment"):
-        reader = (
-            "other users of this machine" if origin.startswith("--set") else "readers of a file"
-        )
+        is_typed = origin.startswith("--set")
+        reader = "other users of this machine" if is_typed else "readers of a file"
         yield CONFIGURATION.warning(
             f"buffer.url: holds a password, which {reader} can see; it is written nowhere else. "
             f"Give it as {REDIS_PASSWORD} in the environment, or as buffer.password_file"
@@ -179,13 +177,14 @@ SKEW_S = 1.0
 
 
 class RedisFacts(Struct, frozen=True):
-    """`skew_s` is how far its clock is ahead of this machine's; `maxmemory` is 0 for no limit."""
+    """What the server says by these names; `skew_s` is how far its clock is ahead of this
+    machine's, `appendfsync` "" where the user may not read it, `maxmemory` 0 for no limit."""
 
-    version: str = ""
-    is_aof: bool = False
-    fsync: str = ""
-    aof_error: str = ""
-    policy: str = ""
+    redis_version: str | float = ""
+    aof_enabled: bool = False
+    appendfsync: str = ""
+    aof_last_write_status: str = "ok"
+    maxmemory_policy: str = "noeviction"
     maxmemory: int = 0
     used_memory: int = 0
     skew_s: float = 0.0
@@ -209,7 +208,7 @@ def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
         remedy = "start it, and see whether buffer.url, firewall and password are right"
         yield MACHINE.problem(f"{url} does not answer: {facts}", remedy, cause="redis")
         return
-    yield MACHINE.ok(f"{url} answers: Redis {facts.version}", cause="redis")
+    yield MACHINE.ok(f"{url} answers: Redis {facts.redis_version}", cause="redis")
     yield replace(_of_persistence(facts), cause="redis persistence")
     yield replace(_of_memory(facts), cause="redis memory")
     skew_s, cause = facts.skew_s, "clock skew"
@@ -225,26 +224,27 @@ def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
 
 
 def _of_persistence(facts: RedisFacts) -> Finding:
-    if facts.aof_error:
-        sentence = f"Redis: the last write of the append-only file failed: {facts.aof_error}"
+    if (status := facts.aof_last_write_status) != "ok":
+        sentence = f"Redis: the last write of the append-only file failed: {status}"
         return MACHINE.problem(sentence, "free disk space on the host of Redis")
-    if not facts.is_aof:
+    if not facts.aof_enabled:
         return MACHINE.problem(
             "Redis keeps no append-only file: a restart loses the groups since the last snapshot",
             "redis-cli CONFIG SET appendonly yes, and appendonly yes in its configuration",
         )
-    if facts.fsync == "no":
+    if facts.appendfsync == "no":
         return MACHINE.warning(
             "Redis has appendfsync no: a crash of its machine loses what is not on the disk yet",
             "redis-cli CONFIG SET appendfsync everysec",
         )
-    return MACHINE.ok(f"append-only file, appendfsync {facts.fsync or 'unknown'}")
+    return MACHINE.ok(f"append-only file, appendfsync {facts.appendfsync or 'unknown'}")
 
 
 def _of_memory(facts: RedisFacts) -> Finding:
-    if facts.maxmemory and facts.policy not in ("noeviction", ""):
+    policy = facts.maxmemory_policy
+    if facts.maxmemory and policy != "noeviction":
         return MACHINE.problem(
-            f"Redis: maxmemory-policy is {facts.policy}: when full it would evict the run's groups",
+            f"Redis: maxmemory-policy is {policy}: when full it would evict the run's groups",
             "redis-cli CONFIG SET maxmemory-policy noeviction",
         )
     if facts.maxmemory and facts.used_memory > 0.8 * facts.maxmemory:
@@ -252,13 +252,15 @@ def _of_memory(facts: RedisFacts) -> Finding:
         sentence = f"Redis: {used:.0f} of {room:.0f} MiB are used"
         return MACHINE.warning(sentence, "raise maxmemory, or delete runs that have ended")
     limit = f"{facts.maxmemory / 2**20:.0f} MiB" if facts.maxmemory else "no limit"
-    return MACHINE.ok(f"maxmemory: {limit}, {facts.policy or 'noeviction'}")
+    return MACHINE.ok(f"maxmemory: {limit}, {policy}")
 
 
 async def _ask(url: str) -> RedisFacts:
+    from redis.exceptions import ResponseError
+
     from buffers.redis.topology import RedisTopology
 
-    topology = RedisTopology(url)
+    topology, fsync = RedisTopology(url), {}
     client: Any = topology.client
     try:
         async with asyncio.timeout(2 * REDIS_S):
@@ -266,30 +268,9 @@ async def _ask(url: str) -> RedisFacts:
             seconds, microseconds = await client.time()
             middle_s = (start_s + time.time()) / 2
             found = await client.info()
-            fsync = await _fsync(client)
+            with suppress(ResponseError):
+                fsync = await client.config_get("appendfsync")
     finally:
         await topology.close()
-    error = found.get("aof_last_write_status", "ok")
-    return RedisFacts(
-        version=str(found.get("redis_version", "")),
-        is_aof=bool(found.get("aof_enabled")),
-        fsync=fsync,
-        aof_error="" if error == "ok" else str(error),
-        policy=str(found.get("maxmemory_policy", "")),
-        maxmemory=int(found.get("maxmemory", 0)),
-        used_memory=int(found.get("used_memory", 0)),
-        skew_s=seconds + microseconds / 1e6 - middle_s,
-    )
-
-
-async def _fsync(client: Any) -> str:
-    from redis.exceptions import ResponseError
-
-    try:
-        found = await client.config_get("appendfsync")
-    except ResponseError:
-        # The user may not read the server's configuration.
-        return ""
-    # By the client's settings, text or bytes.
-    value = found.get("appendfsync", found.get(b"appendfsync", ""))
-    return value.decode() if isinstance(value, bytes) else str(value)
+    skew_s = seconds + microseconds / 1e6 - middle_s
+    return convert({**found, **fsync, "skew_s": skew_s}, RedisFacts, strict=False)

@@ -160,18 +160,11 @@ class TorchFacts(msgspec.Struct, frozen=True):
 
 def ask_torch(script: str = SCRIPT, answer_s: float = ANSWER_S) -> TorchFacts | str:
     """The facts, or why there are none."""
+    command = [sys.executable, "-c", script]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=answer_s,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=answer_s)
     except subprocess.TimeoutExpired:
         return f"it has not been imported within {answer_s:g} s"
-    except OSError as error:
-        return str(error)
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchFacts)
     except (IndexError, msgspec.MsgspecError):
@@ -189,9 +182,8 @@ def check_torch(facts: TorchFacts | str, num_driver_gpus: int | None) -> Iterato
     yield MACHINE.ok(f"torch {facts.version}, a build for {build}", cause="torch")
     if not facts.gloo:
         remedy = "install a build of torch with gloo, as those of pytorch.org are"
-        yield MACHINE.problem(
-            "torch has no gloo, which weights and ranks need", remedy, cause="gloo"
-        )
+        sentence = "torch has no gloo, which weights and ranks need"
+        yield MACHINE.problem(sentence, remedy, cause="gloo")
     yield replace(_of_gpus(facts, num_driver_gpus), cause="gpus")
     if old := sorted({gpu.name for gpu in facts.gpus if gpu.capability < _OLDEST}):
         remedy = "use GPUs of compute capability 7.0 or newer, bfloat16 needs 8.0"

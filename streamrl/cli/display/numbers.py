@@ -203,7 +203,7 @@ def summary(config: RunConfig, *, but: str | None = None) -> Table:
     table.add_column()
     table.add_column(overflow="fold")
     # A failure may quote what the policy wrote.
-    for name, value in summary_rows(lines, folder, validation_text(config)):
+    for name, value in summary_rows(config, lines):
         if name != but:
             table.add_row(Text(printable(name)), Text(printable(value)))
     table.add_row("run folder", Text(str(folder)))
@@ -212,10 +212,9 @@ def summary(config: RunConfig, *, but: str | None = None) -> Table:
     return table
 
 
-def summary_rows(
-    lines: Sequence[Mapping[str, Any]], folder: Path, validated: str = ""
-) -> list[tuple[str, str]]:
+def summary_rows(config: RunConfig, lines: Lines) -> list[tuple[str, str]]:
     """Name and value of each row; those that were not measured are left out."""
+    folder = config.run.path
     failure = read_launch(folder).failure
     failed = [("launch failed", failure)] if failure else []
     if not lines:
@@ -223,7 +222,7 @@ def summary_rows(
     rows = [("steps", str(lines[-1]["step"])), *failed]
     if change := reward_change(lines):
         rows.append(("training reward", change))
-    rows += held_out_rows(folder, validated)
+    rows += held_out_rows(config)
     for label, name in (
         ("staleness, mean", "buffer/staleness_mean"),
         ("ESS, mean", "mismatch/rollout_is_eff_sample_size"),
@@ -267,12 +266,13 @@ def unsaved_rows(folder: Path, step: int) -> list[tuple[str, str]]:
     return [("unsaved", f"{steps} in no checkpoint; --resume goes on {whence}")]
 
 
-def held_out_rows(folder: Path, validated: str) -> list[tuple[str, str]]:
+def held_out_rows(config: RunConfig) -> list[tuple[str, str]]:
     """The validations of the run and, where it is not the last of these, the evaluation of its
     final checkpoint; the name and what it is."""
+    validated, evaluation = validation_text(config), read_json(config.run.path / "evaluation.json")
     rows = [("held-out reward", validated)] if validated else []
-    is_among = bool(validated) and read_json(folder / "evaluation.json").get("by") == "validator"
-    if (evaluated := held_out_reward(folder)) and not is_among:
+    is_among = validated and evaluation.get("by") == "validator"
+    if (evaluated := _evaluation_text(evaluation)) and not is_among:
         rows.append((f"held-out reward{', evaluated' if validated else ''}", evaluated))
     return rows
 
@@ -288,10 +288,9 @@ def validation_text(config: RunConfig) -> str:
     """Such as: 0.250 -> 0.344 (greedy, 256 prompts; versions 0 and 40), best 0.375 of version 30;
     "" before the first one. What is not the mean reward has its name in front."""
     settings = config.validation
-    metric, best_is = settings.watched_metric, settings.best_is
-    validated = read_validations(config.run.path)
+    metric, validated = settings.watched_metric, read_validations(config.run.path)
     known = held_out_curve(config)
-    best = best_of(validated, metric, best_is)
+    best = best_of(validated, metric, settings.best_is)
     if best is None:
         return ""
     first, last = min(known), max(known)
@@ -303,17 +302,15 @@ def validation_text(config: RunConfig) -> str:
     if first == last:
         return f"{name}{known[first]:.3f} ({how}; version {first})"
     versions = f"{how}; versions {first} and {last}"
-    best_text = f", best {best.value:.3f} of version {best.policy_version}"
-    return (
-        f"{name}{known[first]:.3f} -> {known[last]:.3f} ({versions})"
-        f"{'' if best.value == known[last] else best_text}"
-    )
+    text = f"{name}{known[first]:.3f} -> {known[last]:.3f} ({versions})"
+    if best.value == known[last]:
+        return text
+    return f"{text}, best {best.value:.3f} of version {best.policy_version}"
 
 
-def held_out_reward(folder: Path) -> str:
+def _evaluation_text(evaluation: Mapping[str, Any]) -> str:
     """Such as: 0.336 (greedy, 256 prompts, 2 failed; version 40); "" before an evaluation. What is
     no checkpoint has its name."""
-    evaluation = read_json(folder / "evaluation.json")
     score = evaluation.get("greedy_reward_mean")
     model = str(evaluation.get("model", ""))
     version = Path(model).name.removeprefix("step-")

@@ -205,7 +205,7 @@ def screen(
 def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     if rewards := [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]:
         yield "training reward", f"{reward_change(lines)}\n{sparkline(rewards)}"
-    yield from held_out_rows(config.run.path, validation_text(config))
+    yield from held_out_rows(config)
     recent = lines[-RECENT:]
     if texts := [text for text in (", ".join(means(lines)), step_parts(recent)) if text]:
         yield mean_of_last(len(recent)), "\n".join(texts)

@@ -350,21 +350,28 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
         ("Connection refused", "problem", "redis", "does not answer: Connection refused"),
         (RedisFacts("7"), "problem", "redis persistence", "Redis keeps no append-only file"),
         (
-            RedisFacts("7", is_aof=True, fsync="no"),
+            RedisFacts("7", aof_enabled=True, appendfsync="no"),
             "warning",
             "redis persistence",
             "appendfsync no: a crash",
         ),
-        (RedisFacts("7", is_aof=True, aof_error="err"), "problem", "redis persistence", "failed"),
         (
-            RedisFacts("7", is_aof=True, maxmemory=GIB, policy="allkeys-lru"),
+            RedisFacts("7", aof_enabled=True, aof_last_write_status="err"),
+            "problem",
+            "redis persistence",
+            "failed",
+        ),
+        (
+            RedisFacts("7", aof_enabled=True, maxmemory=GIB, maxmemory_policy="allkeys-lru"),
             *("problem", "redis memory", "would evict"),
         ),
         (
-            RedisFacts("7", is_aof=True, maxmemory=GIB, used_memory=GIB, policy="noeviction"),
+            RedisFacts(
+                "7", aof_enabled=True, maxmemory=GIB, used_memory=GIB, maxmemory_policy="noeviction"
+            ),
             *("warning", "redis memory", "Redis: 1024 of 1024 MiB"),
         ),
-        (RedisFacts("7", is_aof=True, skew_s=-3.0), "warning", "clock skew", "3 s behind"),
+        (RedisFacts("7", aof_enabled=True, skew_s=-3.0), "warning", "clock skew", "3 s behind"),
     ],
 )
 def test_a_redis_that_will_not_do_is_found(facts, severity, cause, part):
@@ -382,8 +389,8 @@ def test_a_real_redis_is_asked(tmp_path):
     with redis_server(tmp_path, *settings, "maxmemory-policy allkeys-lru") as server:
         facts = ask_redis(redis_config(server.url, tmp_path))
         assert isinstance(facts, RedisFacts)
-        assert (facts.is_aof, facts.fsync) == (True, "everysec")
-        assert (facts.maxmemory, facts.policy) == (64 * 2**20, "allkeys-lru")
+        assert (facts.aof_enabled, facts.appendfsync) == (True, "everysec")
+        assert (facts.maxmemory, facts.maxmemory_policy) == (64 * 2**20, "allkeys-lru")
         assert abs(facts.skew_s) < 1.0
         assert the_one(check_redis(facts, server.url)).cause == "redis memory"
         url = server.url

@@ -213,13 +213,13 @@ def test_the_events_of_a_log_are_the_same_as_text_and_as_json(tmp_path):
         ("stop", "generator-0:"),
     ]
     start_s = time.mktime(time.strptime("2026-11-22 19:28:10", "%Y-%m-%d %H:%M:%S"))
-    assert events[0].time_s == pytest.approx(start_s + 0.25)
+    assert events[0].time == pytest.approx(start_s + 0.25)
     levels = {"start": "info", "stop": "info", "warning": "warning", "fault": "error"}
-    lines = [json_line("x", levels[e.kind], "n", e.text, time_s=e.time_s) for e in events]
+    lines = [json_line("x", levels[e.kind], "n", e.text, time_s=e.time) for e in events]
     (tmp_path / "logs" / "generator-0.log").write_text("\n".join([*lines, "{torn", '{"a": 1}']))
     again = read_events(tmp_path)
     assert [(e.kind, e.text) for e in again] == [(e.kind, e.text) for e in events]
-    assert again[0].time_s == pytest.approx(events[0].time_s)
+    assert again[0].time == pytest.approx(events[0].time)
 
 
 def test_faults_are_kept_where_there_are_too_many_warnings(tmp_path):
