@@ -5,6 +5,7 @@ The plan of kills is a function of its seed.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,16 @@ def make_run(folder: Path, trained: list[list[int]], books: Books) -> RunConfig:
     (run / "config.yaml").write_text(to_yaml(config))
     write_checkpoint(run, 2, books)
     write_lines(run / "metrics.jsonl", [{"buffer/books_balanced": 1.0}] * 2)
-    write_lines(
-        run / "trained.jsonl", [{"prompt_indices": prompt_indices} for prompt_indices in trained]
-    )
+    write_trained(run, trained)
     return config
+
+
+def write_trained(run: Path, trained: Sequence[Sequence[int]]) -> None:
+    """Each step with tokens of the version that it trains."""
+    bound = {"max_staleness": 1, "overdue": "wait"}
+    versions = ({"oldest_version": i, "newest_version": i, **bound} for i in range(len(trained)))
+    lines = [{"prompt_indices": p, **v} for p, v in zip(trained, versions, strict=True)]
+    write_lines(run / "trained.jsonl", lines)
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -68,7 +75,7 @@ def audit(config: RunConfig) -> RunAudit:
 def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
     result = audit(make_run(tmp_path, TRAINED, BOOKS))
     assert result.faults == ()
-    (finding,) = result.findings[1:]
+    finding = result.findings[1]
     assert "2 steps trained 4 prompts; of 6 granted 1 are open and 1 dropped" in finding
 
 
@@ -79,7 +86,7 @@ def test_what_an_abandoned_history_has_dropped_and_a_step_has_trained_since_is_n
     books = msgspec.structs.replace(
         BOOKS, dropped=dropped, granted=BOOKS.granted + 2, learner_term=2
     )
-    (finding,) = audit(make_run(tmp_path, TRAINED, books)).findings[1:]
+    finding = audit(make_run(tmp_path, TRAINED, books)).findings[1]
     assert "of 6 granted 1 are open and 1 dropped for good" in finding
 
 
@@ -88,7 +95,7 @@ def test_a_run_is_audited_once_it_has_a_checkpoint(tmp_path, capsys):
     assert main(["buffer", "audit", str(run)]) == 1
     assert "prompt 2 was trained by the steps [1, 2]" in capsys.readouterr().out
     later = [*TRAINED, [5, 7]]
-    write_lines(run / "trained.jsonl", [{"prompt_indices": indices} for indices in later])
+    write_trained(run, later)
     assert main(["buffer", "audit", str(run)]) == 0
     assert capsys.readouterr().out.endswith("in order\n")
     (run / "learner.json").write_text('{"activity": "has ended", "policy_version": 3}')

@@ -3,15 +3,13 @@
 Exit code 1 if anything is not in order. At any time of a run; only after its learner has ended is
 its newest checkpoint that of its last step, and has the buffer heard of it.
 
-Reads the buffer's events, then metrics.jsonl, trained.jsonl, the books of the newest checkpoint,
-and books.json; works for any buffer. Of the prompts below `next_prompt_index`, each is trained
-(trained.jsonl names the step), open (the checkpoint's books list it), or dropped for good (they
-count it by reason). Steps after the newest checkpoint are of a learner that runs or was killed:
-none of their prompts is in the checkpoint. Where the buffer keeps events, they are compared with
-all of that. No trained token was further from the version of its step than `buffer.max_staleness`,
-either way: step s trains version s - 1, and each line of trained.jsonl has the oldest and the
-newest version of its tokens and the bound that held for it, since a run may be resumed with another
-one. Lines of a release that wrote no versions are left out.
+Of the prompts below `next_prompt_index`, each is trained (trained.jsonl names the step), open (the
+books of the newest checkpoint list it), or dropped for good (they count it by reason). Steps after
+that checkpoint are of a learner that runs or was killed: none of their prompts is in it. Where the
+buffer keeps events, they are compared with all of that. No trained token was further from the
+version of its step than `buffer.max_staleness`, either way: step s trains version s - 1, and its
+line of trained.jsonl has the bound that held for it, since a run may be resumed with another one.
+
 Invariant: the events are read before the folder, so that a checkpoint that the buffer has heard of
 is found.
 """
@@ -57,9 +55,7 @@ def event_faults(
     has_ended: bool,
 ) -> Iterator[str]:
     """`steps` are the prompts that each step of the surviving history has trained."""
-    contained: set[int] = set()
-    before: set[int] = set()
-    newest = "there is none"
+    contained, before, newest = set[int](), set[int](), "there is none"
     if checkpoint is not None:
         contained = set(members(finished(checkpoint.books)))
         before = set(members(checkpoint.history.finished_before))
@@ -78,7 +74,7 @@ def event_faults(
 
 def _staleness_faults(lines: Sequence[Line]) -> Iterator[str]:
     """A sentence for each step with a token that the bound excludes."""
-    for line in _known(lines):
+    for line in lines:
         version, bound = line["step"] - 1, line["max_staleness"]
         oldest, newest = line["oldest_version"], line["newest_version"]
         of = f"step {line['step']} trained version {version} with tokens of version"
@@ -89,23 +85,19 @@ def _staleness_faults(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _staleness_finding(lines: Sequence[Line]) -> Iterator[str]:
-    """The furthest tokens of all steps, either way, in a line; none without versions."""
-    known = list(_known(lines))
-    if not known:
+    """The furthest tokens of all steps, either way, in a line, and each change of the bound."""
+    if not lines:
         return
-    behind = max(line["step"] - 1 - line["oldest_version"] for line in known)
-    ahead = max(line["newest_version"] - line["step"] + 1 for line in known)
-    bounds = ", ".join(str(bound) for bound in sorted({line["max_staleness"] for line in known}))
+    behind = max(line["step"] - 1 - line["oldest_version"] for line in lines)
+    ahead = max(line["newest_version"] - line["step"] + 1 for line in lines)
+    bounds = ", ".join(str(bound) for bound in sorted({line["max_staleness"] for line in lines}))
     yield (
         f"tokens were at most {max(0, behind)} versions behind the one that trained them and "
-        f"{max(0, ahead)} ahead of it, in {len(known)} steps; buffer.max_staleness {bounds}"
+        f"{max(0, ahead)} ahead of it, in {len(lines)} steps; buffer.max_staleness {bounds}"
     )
-    steered = [line for line in known if "steered" in line]
-    yield from (f"step {line['step']} steered the bound {line['steered']}" for line in steered)
-
-
-def _known(lines: Sequence[Line]) -> Iterator[Line]:
-    return (line for line in lines if "newest_version" in line)
+    for line in lines:
+        if "steered" in line:
+            yield f"step {line['step']} steered the bound {line['steered']}"
 
 
 @dataclass(frozen=True)
@@ -152,13 +144,12 @@ def check_folder(
         faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
     if events is not None:
         faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
-    sums = [*_finding(steps, checkpoint), *_staleness_finding(trained)]
-    sums += _other_rows(folder)
-    for one in read_abandoned(folder):
-        sums.append(
-            f"abandoned after step {one.policy_version}: the checkpoints at version "
-            f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
-        )
+    sums = [*_finding(steps, checkpoint), *_staleness_finding(trained), *_other_rows(folder)]
+    sums += (
+        f"abandoned after step {one.policy_version}: the checkpoints at version "
+        f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"
+        for one in read_abandoned(folder)
+    )
     return RunAudit(tuple(sums), tuple(faults))
 
 
