@@ -2,14 +2,12 @@
 
     a known name    a GGUF file that a package of the package registry contains
     OWNER/NAME      downloaded from the hub
-    a GGUF file     read by transformers (extra: gguf) and written in float32: its quantized weights
-                    become ordinary numbers, with the error that quantization made
-    --config        the small model that a configuration describes in `model.recipe`, made here, at
-                    `model.path`
+    a GGUF file     read by transformers (extra: gguf) and written in float32, with the error that
+                    its quantization made
+    --config        the small model of its `model.recipe`, made at its `model.path`
 
 Invariant: the folder is written beside its place and renamed, so that it is complete or not there;
-a package's file is used only if it is, byte by byte, the one that was read when it was listed. What
-is heavy is imported where it is used.
+a package's file is used only if it is, byte by byte, the one that was read when it was listed.
 """
 
 import argparse
@@ -64,10 +62,6 @@ _LEFT_OUT = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.pth", "onnx/*",
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigError: what is given is no model, or does not go together.
-    """
     if not sys.stderr.isatty():
         # Read when the libraries are imported; in a pipe or a log each state of a bar is a line.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -153,15 +147,11 @@ def _sole_maker(config: RunConfig) -> Iterator[None]:
         return
     path = Path(config.model.path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.with_name(f".{path.name}.lock")
-    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
         # Some file systems have no locks.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(lock)
 
 
 def describe(folder: Path) -> str:

@@ -8,11 +8,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 from buffers.connect import connect, try_stats
 from buffers.zmq.client import ZmqBuffer
 from streamrl.config import RunConfig
+from streamrl.config.addresses import LARGEST_PORT, places_of
 from streamrl.config.secrets import hide_password
 from streamrl.diagnosis import Reading
 from streamrl.diagnosis.reading import RunState, outcome, startup_s, state_of
@@ -122,13 +122,10 @@ def read_folder(config: RunConfig) -> Reading:
 
 
 def _place(url: str) -> tuple[str, int] | None:
-    """Host and port; None for an URL without either, or with several of them."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        return None
-    return (host, port) if host and port and "," not in parts.netloc else None
+    """Host and port; None for a URL without either, or with several of them."""
+    (host, port), *others = places_of(url)
+    is_one = host and not others and port.isdecimal() and 0 < int(port) <= LARGEST_PORT
+    return (host, int(port)) if is_one else None
 
 
 async def _is_listening(url: str) -> bool:
