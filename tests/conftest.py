@@ -69,10 +69,9 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture
 def torch_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """`streamrl check` in this process, without the seconds in which another one imports torch."""
-    from streamrl.cli.check import command
-    from streamrl.cli.check.packages import TorchFacts
+    from streamrl.cli.check import packages
 
-    monkeypatch.setattr(command, "ask_torch", lambda: TorchFacts("2.13.0"))
+    monkeypatch.setattr(packages, "ask_torch", lambda: packages.TorchFacts("2.13.0"))
 
 
 def pytest_collection_finish() -> None:

@@ -25,32 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from actors.sandbox.isolation import KINDS, why_not
-from streamrl.cli.check.data import check_data, check_sandbox, check_user_code
-from streamrl.cli.check.idle import check_idle
-from streamrl.cli.check.machine import (
-    check_disk,
-    check_isolation,
-    check_machine,
-    read_disk,
-    read_machine,
-)
-from streamrl.cli.check.model import check_model
-from streamrl.cli.check.network import check_addresses, check_secrets, check_servers
-from streamrl.cli.check.packages import (
-    ask_torch,
-    check_extras,
-    check_packages,
-    check_torch,
-    needed_packages,
-)
-from streamrl.cli.check.settings import (
-    check_deadlines,
-    check_devices,
-    check_engine_device,
-    check_folder,
-    check_host_memory,
-    check_sizes,
-)
+from streamrl.cli.check import data, idle, machine, model, network, packages, settings
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.addresses import is_loopback
@@ -67,20 +42,20 @@ from streamrl.placement.hosts import driver_devices, is_rocm
 from streamrl.run_folder import held_run
 
 _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
-    check_model,
-    check_data,
-    check_engine_device,
-    check_idle,
-    check_user_code,
-    check_sandbox,
-    check_extras,
-    check_devices,
-    check_folder,
-    check_addresses,
-    check_servers,
-    check_sizes,
-    check_deadlines,
-    check_host_memory,
+    model.check_model,
+    data.check_data,
+    settings.check_engine_device,
+    idle.check_idle,
+    data.check_user_code,
+    data.check_sandbox,
+    packages.check_extras,
+    settings.check_devices,
+    settings.check_folder,
+    network.check_addresses,
+    network.check_servers,
+    settings.check_sizes,
+    settings.check_deadlines,
+    settings.check_host_memory,
 )
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
 
@@ -122,18 +97,19 @@ def machine_findings(
     """Of this machine; `folder` is a run's, `has_journal` where its buffer keeps one there,
     `is_alone` if all of it runs here, so that its times come from one clock. Waits for a process
     that imports torch, and for two programs."""
-    yield from check_machine(read_machine(), is_alone=is_alone)
-    yield from check_packages(needed_packages())
+    yield from machine.check_machine(machine.read_machine(), is_alone=is_alone)
+    yield from packages.check_packages(packages.needed_packages())
     # The driver does not count the GPUs of ROCm.
-    yield from check_torch(ask_torch(), None if is_rocm() else len(driver_devices()))
-    yield from check_isolation({kind: why_not(kind) for kind in KINDS})
-    yield from check_disk(read_disk(Path(folder)), has_journal=has_journal)
+    num_gpus = None if is_rocm() else len(driver_devices())
+    yield from packages.check_torch(packages.ask_torch(), num_gpus)
+    yield from machine.check_isolation({kind: why_not(kind) for kind in KINDS})
+    yield from machine.check_disk(machine.read_disk(Path(folder)), has_journal=has_journal)
 
 
 def machine_problems(folder: Path) -> Iterator[Finding]:
     """What can be said of the machine at once: packages outside their range, and a full disk."""
-    core = [package for package in needed_packages() if not package.extra]
-    found = (*check_packages(core), *check_disk(read_disk(folder)))
+    core = [package for package in packages.needed_packages() if not package.extra]
+    found = (*packages.check_packages(core), *machine.check_disk(machine.read_disk(folder)))
     return (finding for finding in found if finding.severity is Severity.PROBLEM)
 
 
@@ -150,7 +126,7 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
     with contextlib.redirect_stdout(sys.stderr):
         for check in _OF_RUN:
             found += CONFIGURATION.up_to_refusal(check(loaded.config))
-        found += check_secrets(loaded.config, loaded.origins.get("buffer.url"))
+        found += network.check_secrets(loaded.config, loaded.origins.get("buffer.url"))
     said = {finding.sentence for finding in found}
     all_found = [CONFIGURATION.problem(line) for line in lines if line not in said]
     for finding in found:

@@ -17,19 +17,7 @@ from streamrl.errors import ConfigError, did_you_mean, similar_path
 from streamrl.extras import require
 from streamrl.findings import MODEL, Finding
 from streamrl.model_folder import ModelFolder, local_folder, require_same_tokens
-from streamrl.placement.limits import (
-    Facts,
-    carries_state,
-    require_compilable,
-    require_decoding,
-    require_experts,
-    require_length,
-    require_liger,
-    require_shared_matrices,
-    require_shared_tokens,
-    require_undivided_images,
-    why_without_liger,
-)
+from streamrl.placement import limits
 from streamrl.placement.memory import recipe_facts
 from streamrl.user_code import find_user_code, is_user_code
 
@@ -179,29 +167,29 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     )
 
 
-def _check_limits(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+def _check_limits(config: RunConfig, facts: limits.Facts) -> Iterator[Finding]:
     """By the daemons' own look-ups."""
-    mesh, longest = config.learner.mesh, config.max_model_len
-    decodes_here = config.generator.engine == "hf"
-    require_longest = require_decoding if decodes_here else require_length
-    yield from MODEL.refusal(require_longest, facts, longest)
+    mesh, is_hf = config.learner.mesh, config.generator.engine == "hf"
+    require_longest = limits.require_decoding if is_hf else limits.require_length
+    yield from MODEL.refusal(require_longest, facts, config.max_model_len)
     if (replay := config.algorithm.router_replay) != "off":
         setting = f"algorithm.router_replay: was {replay}"
-        yield from MODEL.refusal(require_experts, facts, setting)
+        yield from MODEL.refusal(limits.require_experts, facts, setting)
     if mesh.sequence > 1:
-        yield from MODEL.refusal(require_shared_tokens, facts, mesh.sequence, mesh.tensor)
+        yield from MODEL.refusal(limits.require_shared_tokens, facts, mesh.sequence, mesh.tensor)
     if mesh.tensor > 1:
-        yield from MODEL.refusal(require_shared_matrices, facts, mesh.tensor)
+        yield from MODEL.refusal(limits.require_shared_matrices, facts, mesh.tensor)
 
 
-def _check_layers(config: RunConfig, facts: Facts, family: object) -> Iterator[Finding]:
+def _check_layers(config: RunConfig, facts: limits.Facts, family: object) -> Iterator[Finding]:
     """Whether they can be compiled, or have Liger's kernels; of a family that is known."""
     learner = config.learner
     if family and learner.compile is True:
-        has_state = carries_state({**facts, "model_type": family})
-        yield from MODEL.refusal(partial(require_compilable, family, has_state=has_state))
+        has_state = limits.carries_state({**facts, "model_type": family})
+        yield from MODEL.refusal(partial(limits.require_compilable, family, has_state=has_state))
     if family and learner.liger_layers is True:
-        yield from MODEL.refusal(require_liger, why_without_liger(family, learner.mesh.tensor))
+        why = limits.why_without_liger(family, learner.mesh.tensor)
+        yield from MODEL.refusal(limits.require_liger, why)
 
 
 def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
@@ -241,12 +229,12 @@ def _layer(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
-def _check_vision(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+def _check_vision(config: RunConfig, facts: limits.Facts) -> Iterator[Finding]:
     path, mesh = config.model.path, config.learner.mesh
     sees = f"model.path: {path} sees images, which"
     yield from MODEL.refusal(require, sees, "PIL")
     sizes = {"sequence": mesh.sequence, "tensor": mesh.tensor}
-    yield from MODEL.refusal(require_undivided_images, facts, sizes)
+    yield from MODEL.refusal(limits.require_undivided_images, facts, sizes)
     if config.generator.engine == "hf" and config.generator.hf.recompute_kv:
         yield MODEL.problem(
             f"generator.hf.recompute_kv: was true, and the model at {path} sees images"

@@ -758,9 +758,9 @@ print([main(["launch", name]) for name in sys.argv[1:]])
 def test_a_check_imports_nothing_heavy(folder):
     code = """
 import sys
-from streamrl.cli.check import command
+from streamrl.cli.check import packages
 from streamrl.cli.main import main
-command.ask_torch = lambda: 'not asked'
+packages.ask_torch = lambda: 'not asked'
 assert main(["check", "run.yaml"]) == 1
 print([name for name in ("torch", "transformers", "redis") if name in sys.modules])
 """

@@ -110,7 +110,7 @@ def test_little_locked_memory_is_enough_without_infiniband():
 @pytest.mark.parametrize(("is_alone", "causes"), [(True, []), (False, ["clock"])])
 def test_a_run_of_one_machine_needs_no_clock_that_others_share(is_alone, causes, monkeypatch):
     monkeypatch.setattr(
-        command, "read_machine", lambda: replace(HEALTHY, is_clock_synchronized=False)
+        machine, "read_machine", lambda: replace(HEALTHY, is_clock_synchronized=False)
     )
     found = command.machine_findings(ROOT, is_alone=is_alone)
     assert [finding.cause for finding in bad(found) if finding.cause == "clock"] == causes
@@ -224,7 +224,7 @@ def test_what_is_within_its_range_is_fine_and_another_release_than_the_tests_is_
 def test_only_what_streamrl_does_not_run_without_is_named_before_a_launch(monkeypatch, capsys):
     """It refuses no launch: an installation may have been told to pass over its range."""
     needed = [NeededPackage("msgspec", ">=99", ""), NeededPackage("redis", ">=99", "redis")]
-    monkeypatch.setattr(command, "needed_packages", lambda: needed)
+    monkeypatch.setattr(packages, "needed_packages", lambda: needed)
     given = argparse.Namespace(file=QUICKSTART, config=None, overrides=[])
     before_launch.require_startable(given)
     warned = capsys.readouterr().err
@@ -405,11 +405,11 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, li
 @pytest.mark.usefixtures("torch_is_known")
 def test_a_problem_is_the_exit_code_and_a_warning_is_not(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "read_machine", lambda: replace(HEALTHY, max_files=1024))
+    monkeypatch.setattr(machine, "read_machine", lambda: replace(HEALTHY, max_files=1024))
     code, found = answer(capsys)
     assert code == 0
     assert {finding["severity"] for finding in found} >= {"ok", "warning"}
-    monkeypatch.setattr(command, "read_machine", lambda: replace(HEALTHY, max_files=10))
+    monkeypatch.setattr(machine, "read_machine", lambda: replace(HEALTHY, max_files=10))
     assert answer(capsys)[0] == 1
     assert main(["check"]) == 1
     printed = capsys.readouterr().out
@@ -423,7 +423,7 @@ def test_a_problem_is_the_exit_code_and_a_warning_is_not(tmp_path, capsys, monke
 
 @pytest.mark.usefixtures("torch_is_known")
 def test_with_a_configuration_the_checks_of_its_machine_come_too(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "read_machine", lambda: HEALTHY)
+    monkeypatch.setattr(machine, "read_machine", lambda: HEALTHY)
     given = [QUICKSTART, "--set", f"run.folder={tmp_path}", "--set", "learner.device=cuda:7"]
     code, found = answer(capsys, *given)
     assert code == 2
@@ -454,8 +454,8 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
 def test_torch_is_not_imported_here():
     script = (
         "import sys\nfrom streamrl.cli.main import main\n"
-        "from streamrl.cli.check import command\n"
-        "command.ask_torch = lambda: 'not asked'\n"
+        "from streamrl.cli.check import packages\n"
+        "packages.ask_torch = lambda: 'not asked'\n"
         "main(['check', '--json'])\nsys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300)
