@@ -26,14 +26,26 @@ from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, did_you_mean, reading
+from streamrl.errors import ConfigError, reading
 from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
 from streamrl.types.ranges import TokenId
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     response_mask: list[bool | Literal[0, 1]]
+
+    def __post_init__(self) -> None:
+        if len(self.response_mask) != len(self.token_ids):
+            raise ValueError(
+                f"response_mask has {len(self.response_mask)} entries; must be a list as long as "
+                f"token_ids, {len(self.token_ids)}"
+            )
+        if self.response_mask[0]:
+            raise ValueError(
+                "response_mask[0] is true; must be false, since no token before the first predicts "
+                "it"
+            )
 
 
 def score_samples(config: RunConfig, files: Sequence[str], report: Path) -> None:
@@ -110,42 +122,24 @@ def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
         lines = file.read_text().removesuffix("\n").split("\n")
     for number, line in enumerate([] if lines == [""] else lines, 1):
         where = f"{file}:{number}"
-        token_ids, is_response = _parsed(where, line)
-        if len(token_ids) > max_tokens:
+        try:
+            given = msgspec.json.decode(line, type=_Line)
+        except msgspec.ValidationError as error:
+            wanted = "a line has token_ids and response_mask"
+            raise ConfigError(f"{where}: {error}; {wanted}") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{where}: is not JSON: {error}") from error
+        if len(given.token_ids) > max_tokens:
             raise ConfigError(
-                f"{where}: token_ids has {len(token_ids)} tokens; "
+                f"{where}: token_ids has {len(given.token_ids)} tokens; "
                 f"--max-tokens-per-micro-batch is {max_tokens}"
             )
-        mask = np.array(is_response, dtype=bool)
+        mask = np.array(given.response_mask, dtype=bool)
         yield Trajectory(
-            token_ids=np.array(token_ids, dtype=np.int32),
+            token_ids=np.array(given.token_ids, dtype=np.int32),
             response_mask=mask,
             behavior_logprobs=np.zeros(len(mask), np.float32),
             policy_versions=np.where(mask, 0, -1).astype(np.int32),
             reward=0.0,
             finish_reason=FinishReason.STOP,
         )
-
-
-def _parsed(where: str, line: str) -> tuple[list[int], list[bool]]:
-    fields = _Line.__struct_fields__
-    try:
-        found = msgspec.json.decode(line)
-        for name in sorted(found.keys() - set(fields)) if isinstance(found, dict) else ():
-            raise ConfigError(f"{where}: {name} is unknown; {did_you_mean(name, fields)}")
-        given = msgspec.convert(found, _Line)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}; a line has {' and '.join(fields)}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{where}: is not JSON: {error}") from error
-    if len(given.response_mask) != len(given.token_ids):
-        raise ConfigError(
-            f"{where}: response_mask has {len(given.response_mask)} entries; must be a list as "
-            f"long as token_ids, {len(given.token_ids)}"
-        )
-    if given.response_mask[0]:
-        raise ConfigError(
-            f"{where}: response_mask[0] is true; must be false, since no token before the first "
-            "predicts it"
-        )
-    return given.token_ids, [bool(entry) for entry in given.response_mask]
