@@ -16,12 +16,18 @@ _PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "configs" / "recipes")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.recipe is None or arguments.folder is None:
-        raise ConfigError(
-            f"give FOLDER and --recipe; {did_you_mean(arguments.recipe or '', recipes())}"
-        )
+    name, known = arguments.recipe or "", recipes()
+    if not name or arguments.folder is None:
+        raise ConfigError(f"give FOLDER and --recipe; {did_you_mean(name, known)}")
+    if name not in known:
+        raise ConfigError(f"--recipe: was {name!r}; {did_you_mean(name, known)}")
     folder = Path(arguments.folder)
-    copy_recipe(arguments.recipe, folder)
+    try:
+        shutil.copytree(known[name], folder, ignore=shutil.ignore_patterns("__pycache__"))
+    except FileExistsError as error:
+        raise ConfigError(f"{folder} exists already; name a new folder") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
     print((folder / "README.md").read_text(encoding="utf-8"), end="")
     return 0
 
@@ -30,22 +36,6 @@ def recipes() -> dict[str, Path]:
     """The folder of each, by its name."""
     folders = (path for place in _PLACES if place.is_dir() for path in sorted(place.iterdir()))
     return {path.name: path for path in folders if (path / "README.md").is_file()}
-
-
-def copy_recipe(name: str, folder: Path) -> None:
-    """
-    Raises:
-        ConfigError: there is no such recipe, or the folder exists or cannot be written.
-    """
-    known = recipes()
-    if name not in known:
-        raise ConfigError(f"--recipe: was {name!r}; {did_you_mean(name, known)}")
-    try:
-        shutil.copytree(known[name], folder, ignore=shutil.ignore_patterns("__pycache__"))
-    except FileExistsError as error:
-        raise ConfigError(f"{folder} exists already; name a new folder") from error
-    except OSError as error:
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 def keys(arguments: argparse.Namespace) -> int:

@@ -37,11 +37,8 @@ _ANSWER, _SIDE_BY_SIDE = 60, 400
 
 
 def rendered(sample: Sample, longest: int | None = None, *, markup: bool = False) -> Panel:
-    """Its verdict, its facts, its prompt and its messages; texts longer than `longest` are cut.
-
-    Args:
-        markup: whether the tokens of the chat template are shown.
-    """
+    """Its verdict, facts, prompt and messages, with the chat template's tokens if `markup` says so;
+    texts longer than `longest` are cut."""
     sample = sample if markup else sample.without_markup()
     title = Text(f"step {sample.step}, prompt {sample.prompt_index}, reward {sample.reward:.4g}")
     parts = [
@@ -108,10 +105,6 @@ def _shown(text: str, longest: int | None) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigError: a filter is malformed, or there is no such validation.
-    """
     run = find_run(arguments.folder).run.path
     if arguments.validation == "all":
         if arguments.best or arguments.worst:

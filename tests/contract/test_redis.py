@@ -4,6 +4,8 @@ import asyncio
 import shutil
 import signal
 import time
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +19,6 @@ from buffers.redis.connection import RedisConnection
 from buffers.redis.journal_storage import forget, read_events, read_snapshot
 from buffers.redis.leadership import LEASE_S
 from streamrl.cli.buffer import running
-from streamrl.config import load_config
 from streamrl.errors import (
     ConfigError,
     LedgerError,
@@ -152,22 +153,28 @@ async def test_runs_on_one_server_do_not_see_each_other(redis: RedisServer, redi
     assert (await other.stats()).books.buffered == 1
 
 
+def of_run(folder: Path, url: str, name: str) -> partial[Namespace]:
+    """What `streamrl buffer books` is given of a run, but for what it is to do."""
+    path = folder / "run.yaml"
+    path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
+    overrides = [f"buffer.url={url}", f"run.name={name}"]
+    return partial(Namespace, file=str(path), config=None, overrides=overrides)
+
+
 async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
     redis: RedisServer, redis_client: Connect, tmp_path: Path
 ):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
-    config = load_config(path, [f"buffer.url={redis.url}", "run.name=busy"], {}).config
+    given = of_run(tmp_path, redis.url, "busy")
     daemon = RedisDaemon(redis.url, "busy")
     buffer = RedisBuffer(redis.url, "busy")
     await buffer.attach(0, None)
     with pytest.raises(ConfigError, match=r"a buffer daemon serves a run busy at zmq://127"):
-        await running._forget(config)
+        await running.books(given(require_none=False))
     with pytest.raises(ConfigError, match=r"holds a run busy at version 0 already"):
-        await running._require_none(config)
+        await running.books(given(require_none=True))
     await asyncio.to_thread(daemon.stop)
-    await running._forget(config)
-    await running._require_none(config)
+    await running.books(given(require_none=False))
+    await running.books(given(require_none=True))
     await buffer.close()
 
 
@@ -284,11 +291,9 @@ async def test_a_run_of_another_release_is_refused_and_left_as_it_is(
         assert server.hgetall(key) == before
         keys = {name.rpartition(b":")[2] for name in server.keys(f"streamrl:{{{name}}}:*")}
         assert keys <= {b"state", b"daemon"}
-        path = tmp_path / "run.yaml"
-        path.write_text("model: {path: some-model}\ndata: {source: addition}\n")
-        config = load_config(path, [f"buffer.url={redis.url}", f"run.name={name}"], {}).config
+        given = of_run(tmp_path, redis.url, name)
         with pytest.raises(OtherReleaseError, match="--new"):
-            await running._require_none(config)
+            await running.books(given(require_none=True))
         await asyncio.sleep(LEASE_S)
-        await running._forget(config)
+        await running.books(given(require_none=False))
         assert not server.keys(f"streamrl:{{{name}}}:*")

@@ -191,31 +191,20 @@ async def books(arguments: argparse.Namespace) -> int:
             "streamrl launch --new moves it aside"
         )
     require("buffer.url: redis://", "redis")
-    await (_forget(config) if arguments.forget else _require_none(config))
-    return 0
-
-
-async def _require_none(config: RunConfig) -> None:
-    from buffers.redis.journal_storage import read_snapshot
-
-    url, run, deadline_s = config.buffer.secret_url, config.run.name, _deadline_s(config)
-    snapshot = await read_snapshot(url, run, deadline_s=deadline_s)
-    require_new_run(config, snapshot.learner_term, snapshot.version)
-
-
-async def _forget(config: RunConfig) -> None:
-    from buffers.redis.journal_storage import forget
+    from buffers.redis.journal_storage import forget, read_snapshot
     from buffers.redis.leadership import served_at
 
-    url, run, deadline_s = config.buffer.secret_url, config.run.name, _deadline_s(config)
+    url, run = config.buffer.secret_url, config.run.name
+    # A person waits: a server that does not run is reported, not waited for.
+    deadline_s = min(config.buffer.deadline_s, _BOOKS_S)
+    if arguments.require_none:
+        snapshot = await read_snapshot(url, run, deadline_s=deadline_s)
+        require_new_run(config, snapshot.learner_term, snapshot.version)
+        return 0
     if (server := await served_at(url, run, deadline_s=deadline_s)) is not None:
         raise ConfigError(
             f"run.name: a buffer daemon serves a run {run} at {server}, or did until a moment ago: "
             "choose another run.name, or stop it and try again"
         )
     await forget(url, run, deadline_s=deadline_s)
-
-
-def _deadline_s(config: RunConfig) -> float:
-    """A person waits: a server that does not run is reported, not waited for."""
-    return min(config.buffer.deadline_s, _BOOKS_S)
+    return 0

@@ -280,7 +280,11 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
     if isinstance(prompt.content, str):
         return
     if has_media(prompt.content):
-        yield from _check_media(config)
+        has_images = f"data.source: {_listed(data.sources)} has images, which"
+        yield from DATA.refusal(require, has_images, "PIL")
+        folder = None if config.model.missing else local_folder("model.path", config.model.path)
+        if folder is not None and not folder.sees_images:
+            yield DATA.problem(f"{has_images} the model at model.path {folder.path} does not see")
     if _lacks_template(config):
         yield DATA.problem(
             f"data.chat_template: was {data.chat_template}, and prompts are lists of messages, for "
@@ -316,14 +320,6 @@ def _lacks_template(config: RunConfig) -> bool:
         return not is_user_code(recipe.architecture)
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     return folder is not None and folder.has_tokenizer and not folder.chat_template
-
-
-def _check_media(config: RunConfig) -> Iterator[Finding]:
-    has_images = f"data.source: {_listed(config.data.sources)} has images, which"
-    yield from DATA.refusal(require, has_images, "PIL")
-    folder = None if config.model.missing else local_folder("model.path", config.model.path)
-    if folder is not None and not folder.sees_images:
-        yield DATA.problem(f"{has_images} the model at model.path {folder.path} does not see")
 
 
 def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:

@@ -161,10 +161,11 @@ def _of_open_files(machine: Machine) -> Finding:
 def _of_locked_memory(machine: Machine) -> Finding:
     """Memory that InfiniBand writes into is locked; nothing else locks much."""
     limit = machine.max_locked
+    amount = "any amount" if limit is None else gib(limit)
     if not machine.has_infiniband or limit is None or limit >= _FEW_LOCKED:
-        return MACHINE.ok(f"{_amount(limit)} can be locked")
+        return MACHINE.ok(f"{amount} can be locked")
     return MACHINE.warning(
-        f"{_amount(limit)} of memory can be locked, and InfiniBand needs more",
+        f"{amount} of memory can be locked, and InfiniBand needs more",
         "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
     )
 
@@ -258,10 +259,6 @@ def check_machine(machine: Machine, *, is_alone: bool = False) -> Iterator[Findi
     for cause, check in CHECKS.items():
         if not (is_alone and cause == "clock"):
             yield replace(check(machine), cause=cause)
-
-
-def _amount(num_bytes: int | None) -> str:
-    return "any amount" if num_bytes is None else gib(num_bytes)
 
 
 _FEW_BYTES, _TIGHT_BYTES = 200 * 2**20, 10 * 2**30
