@@ -10,20 +10,20 @@ of a reading and a line in `streamrl.diagnosis.causes.CAUSES`.
 
 from streamrl.diagnosis.causes import found_in, lasting_wait
 from streamrl.diagnosis.reading import Reading as Reading
-from streamrl.findings import Area, Finding
+from streamrl.findings import Finding, Severity
+
+_ABSENCES = ("no_generator", "generator_silent", "nothing_leased", "left_out")
 
 
 def diagnose(reading: Reading) -> tuple[Finding, ...]:
     """What is wrong, in the order of `CAUSES`, which name the causes; () if nothing is."""
-    found = found_in(reading)
-    return tuple(Area.RUN.problem(text, cause=cause) for cause, text, is_late in found if is_late)
+    return tuple(one for one in found_in(reading) if one.severity is Severity.PROBLEM)
 
 
 def pending(reading: Reading) -> tuple[Finding, ...]:
     """What the run needs and has not, for no longer than a start takes or since a person has said
     so; () if all is there."""
-    found = found_in(reading)
-    return tuple(Area.RUN.warning(text, cause=cause) for cause, text, late in found if not late)
+    return tuple(one for one in found_in(reading) if one.severity is Severity.WARNING)
 
 
 def waits_for(reading: Reading) -> str:
@@ -31,9 +31,6 @@ def waits_for(reading: Reading) -> str:
     else the group that is due; "" if it is groups that are being sampled."""
     if reading.stats is None or reading.is_over:
         return ""
-    absent = (found.sentence for found in pending(reading) + diagnose(reading) if _names(found))
+    found = pending(reading) + diagnose(reading)
+    absent = (one.sentence for one in found if one.cause in _ABSENCES)
     return next(absent, "") or lasting_wait(reading.stats)
-
-
-def _names(found: Finding) -> bool:
-    return found.cause in ("no_generator", "generator_silent", "nothing_leased", "left_out")

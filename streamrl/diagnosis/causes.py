@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from msgspec import Struct
 
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, Reading, lease_ages_s, reports
+from streamrl.findings import Area, Finding
 from streamrl.types import (
     MAX_AWAITED,
     BufferStats,
@@ -375,16 +376,16 @@ CAUSES: Mapping[str, Callable[[Reading], Iterator[str] | Iterator[Absence]]] = {
 }
 
 
-def found_in(reading: Reading) -> Iterator[tuple[str, str, bool]]:
-    """Each cause with its sentence, and whether it is a finding or pending; of a cause with many
-    sentences, as of a thousand generators, the first ones and how many there are more."""
+def found_in(reading: Reading) -> Iterator[Finding]:
+    """Problems, and warnings of what is pending; of a cause with many sentences, as of a thousand
+    generators, the first ones and how many there are more."""
     for cause, find in CAUSES.items():
         found = [one if isinstance(one, Absence) else Absence(one) for one in find(reading)]
-        for is_late in (True, False):
+        for is_late, make in ((True, Area.RUN.problem), (False, Area.RUN.warning)):
             sentences = [one.sentence for one in found if one.is_late is is_late]
             if more := sentences[_NAMED:]:
                 sentences[_NAMED:] = [f"{len(more)} more like these"]
-            yield from ((cause, sentence, is_late) for sentence in sentences)
+            yield from (make(sentence, cause=cause) for sentence in sentences)
 
 
 def may_move(reading: Reading) -> bool:

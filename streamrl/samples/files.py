@@ -57,20 +57,17 @@ def text_of(samples: Iterable[Sample]) -> str:
     return "".join(json.dumps(msgspec.to_builtins(s), ensure_ascii=False) + "\n" for s in samples)
 
 
-def write_validation(run: Path, policy_version: int, samples: Sequence[Sample], keep: int) -> Path:
+def write_validation(run: Path, policy_version: int, samples: Sequence[Sample], keep: int) -> None:
     """The file of this validation; beside the first one, with which the others are compared, the
     newest `keep` stay.
 
     Raises:
         OSError: it cannot be written.
     """
-    folder = run / VALIDATION_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = validation_file(run, policy_version)
-    write_file(path, text_of(samples))
+    (run / VALIDATION_FOLDER).mkdir(parents=True, exist_ok=True)
+    write_file(validation_file(run, policy_version), text_of(samples))
     for older in validation_files(run)[1:-keep]:
         older.unlink(missing_ok=True)
-    return path
 
 
 def validation_file(run: Path, policy_version: int) -> Path:

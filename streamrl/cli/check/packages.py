@@ -126,7 +126,6 @@ print(json.dumps({
     "version": torch.__version__,
     "cuda": torch.version.cuda,
     "hip": torch.version.hip,
-    "is_available": torch.cuda.is_available(),
     "gloo": distributed.is_available() and distributed.is_gloo_available(),
     "nccl": ".".join(map(str, torch.cuda.nccl.version()))
     if distributed.is_available() and distributed.is_nccl_available() else "",
@@ -151,7 +150,6 @@ class TorchFacts(msgspec.Struct, frozen=True):
     version: str
     cuda: str | None = None
     hip: str | None = None
-    is_available: bool = False
     gloo: bool = True
     nccl: str = ""
     gpus: tuple[Gpu, ...] = ()

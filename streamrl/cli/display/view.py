@@ -224,7 +224,7 @@ def step_parts(lines: Sequence[Mapping[str, Any]]) -> str:
 def newest_sample(folder: Path) -> Panel | None:
     """What was trained last; None before there are samples."""
     newest = next(newest_first(folder), None)
-    return newest and rendered(newest, _SAMPLE_CHARACTERS)
+    return None if newest is None else rendered(newest, _SAMPLE_CHARACTERS)
 
 
 def _role_cells(

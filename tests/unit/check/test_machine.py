@@ -259,7 +259,7 @@ def test_an_installation_without_metadata_is_no_crash(monkeypatch):
 
 
 H100 = Gpu("H100", 80 * GIB, (9, 0), peers=1)
-CUDA = TorchFacts("2.13.0", cuda="13.0", is_available=True, nccl="2.29.7", gpus=(H100, H100))
+CUDA = TorchFacts("2.13.0", cuda="13.0", nccl="2.29.7", gpus=(H100, H100))
 
 
 @pytest.mark.parametrize(
