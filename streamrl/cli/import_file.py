@@ -108,19 +108,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output: {output} exists already; name a new file")
     else:
         write_file(output, found.text)
-    wrote = f"wrote {output}; " if output else ""
-    without = _counted(found.left, "has", "have")
-    where = " or another form here (comments at its end)" if found.left else ""
-    said = [f"{wrote}{without} no counterpart{where}"]
+    said = [f"wrote {output}"] if output else []
+    said.append(f"keys without a counterpart, or with another form here: {len(found.left)}")
     if found.unknown:
-        unknown = _counted(found.unknown, "is", "are")
-        said.append(f"{unknown} not known: {', '.join(found.unknown)}")
+        said.append(f"keys that are not known: {', '.join(found.unknown)}")
     print("\n".join([*said, *found.to_do]), file=sys.stderr)
     return 0
-
-
-def _counted(keys: list[str], one: str, several: str) -> str:
-    return f"1 key {one}" if len(keys) == 1 else f"{len(keys)} keys {several}"
 
 
 def imported(path: Path, system: str) -> Imported:

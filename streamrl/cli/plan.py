@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from streamrl.config.loading.load import configuration
 from streamrl.placement.assign import make_plan
@@ -92,9 +91,4 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def print_plan(plan: Plan, *, is_json: bool = False) -> None:
-    if is_json:
-        print(as_json(plan))
-        return
-    console = Console(soft_wrap=True, highlight=False)
-    for part in tables(plan):
-        console.print(part, markup=False, emoji=False)
+    print(as_json(plan) if is_json else "\n".join(tables(plan)))

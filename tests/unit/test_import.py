@@ -556,19 +556,19 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
     )
     imported(Path("trl.yaml"), "trl")
     assert capsys.readouterr().err == (
-        "wrote run.yaml; 3 keys have no counterpart or another form here (comments at its end)\n"
-        "2 keys are not known: betta (did you mean beta?), qqqq\n"
+        "wrote run.yaml\nkeys without a counterpart, or with another form here: 3\n"
+        "keys that are not known: betta (did you mean beta?), qqqq\n"
     )
     assert main(["import", "trl.yaml", "--from", "trl"]) == 0
     streams = capsys.readouterr()
     assert yaml.safe_load(streams.out) == yaml.safe_load(Path("run.yaml").read_text())
-    assert streams.err.startswith("3 keys have no counterpart")
+    assert streams.err.startswith("keys without a counterpart, or with another form here: 3")
     Path("none.yaml").write_text("dataset_name: rows/train.jsonl\nbetta: 1\n")
     assert main(["import", "none.yaml", "--from", "trl", "--output", "other.yaml"]) == 0
     err = capsys.readouterr().err
     assert err.startswith(
-        "wrote other.yaml; 1 key has no counterpart or another form here (comments at its end)\n"
-        "1 key is not known: betta"
+        "wrote other.yaml\nkeys without a counterpart, or with another form here: 1\n"
+        "keys that are not known: betta"
     )
     assert "\ndata.reward: exact_match, as no key names a reward\n" in err
     assert "\nTo be mended: model" in err

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from streamrl.cli.display.numbers import (
     RECENT,
+    Lines,
     held_out_rows,
     mean_of_last,
     metric_mean,
@@ -116,7 +117,7 @@ class LinePrinter:
                 self._said[words], self._printed_s = (text, now_s), now_s
 
 
-def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
+def headline(config: RunConfig, lines: Lines) -> str:
     """Where the run is, in one line, with the means of the last steps and what is to come."""
     step, *left = _place(config, lines)
     recent = ", ".join(means(lines))
@@ -124,14 +125,14 @@ def headline(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> str:
     return "  ".join(filter(None, (step, reward_text(lines), labeled, *left)))
 
 
-def _place(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _place(config: RunConfig, lines: Lines) -> Iterator[str]:
     """Such as: step 333/550; checkpoint 400 in 0:13; ETA 0:42."""
     max_steps = config.run.max_steps
     yield f"step {lines[-1]['step']}/{max_steps}"
     yield from remaining_texts(remaining(lines, max_steps, config.learner.checkpoint.every))
 
 
-def means(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def means(lines: Lines) -> Iterator[str]:
     """Of the last RECENT steps: staleness, effective sample size, wait, speed."""
     for shown, name in (
         ("staleness {:.2f}", "buffer/staleness_mean"),
@@ -163,9 +164,7 @@ def notes(folder: Path) -> list[str]:
     return [sentence for sentence in said if sentence]
 
 
-def render(
-    config: RunConfig, lines: Sequence[Mapping[str, Any]], states: Mapping[str, str]
-) -> RenderableType:
+def render(config: RunConfig, lines: Lines, states: Mapping[str, str]) -> RenderableType:
     """The live view of a launch: where the run is, what it waits for, what failed, and a row for
     each process."""
     table = Table(box=None, pad_edge=False)
@@ -181,10 +180,7 @@ def render(
 
 
 def screen(
-    said: Iterable[Text],
-    config: RunConfig,
-    lines: Sequence[Mapping[str, Any]],
-    table: RenderableType,
+    said: Iterable[Text], config: RunConfig, lines: Lines, table: RenderableType
 ) -> RenderableType:
     """The layout of every live view, most important first: rich cuts off what a terminal has no
     room for."""
@@ -199,7 +195,7 @@ def screen(
     return Group(*said, facts, table, *([] if sample is None else [sample]))
 
 
-def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _facts(config: RunConfig, lines: Lines) -> Iterator[tuple[str, str]]:
     if rewards := [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]:
         yield "training reward", f"{reward_change(lines)}\n{sparkline(rewards)}"
     yield from held_out_rows(config)
@@ -208,7 +204,7 @@ def _facts(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[tu
         yield mean_of_last(len(recent)), "\n".join(texts)
 
 
-def step_parts(lines: Sequence[Mapping[str, Any]]) -> str:
+def step_parts(lines: Lines) -> str:
     """Such as: 2.00 s a step: backward 40 %, forward 30 %, wait 25 %, other 5 %; "" if no step was
     measured."""
     step_s = metric_mean(lines, "learner/step_s")
@@ -227,9 +223,7 @@ def newest_sample(folder: Path) -> Panel | None:
     return None if newest is None else rendered(newest, _SAMPLE_CHARACTERS)
 
 
-def _role_cells(
-    role: str, last: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
-) -> tuple[str, str, str]:
+def _role_cells(role: str, last: Mapping[str, Any], lines: Lines) -> tuple[str, str, str]:
     if role == "learner" and last:
         rate = _recent(lines, "learner/tokens_per_s") or 0
         return f"{rate:.0f}", str(last["step"]), wait_shares(lines[-RECENT:])
@@ -241,5 +235,5 @@ def _role_cells(
     return ("" if generated is None else f"{generated:.0f}", str(version), "")
 
 
-def _recent(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+def _recent(lines: Lines, name: str) -> float | None:
     return metric_mean(lines[-RECENT:], name)
