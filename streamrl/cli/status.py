@@ -201,7 +201,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
             yield "mirror", _mirror_row(config)
         if has_ended and status.lines:
             yield from unsaved_rows(config.run.path, status.last_line["step"])
-    if (waiting := waits_for(reading)) and not reading.is_stalled:
+    if (waiting := awaited_group(reading)) and not reading.is_stalled:
         yield "waiting", waiting
     if learner is not None:
         yield from (("learning", sign) for sign in learner.signs)
@@ -228,7 +228,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "remaining_s": status.remaining,
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,
-        "waits_for": waits_for(reading),
+        "waits_for": awaited_group(reading),
         "stall_s": reading.stall_s,
         "buffer": msgspec.to_builtins(reading.stats, str_keys=True),
         "learner": msgspec.to_builtins(reading.learner, str_keys=True),
@@ -286,8 +286,8 @@ def failures_of(reading: Reading) -> str:
     return "" if reading.learner is None else reading.learner.failures
 
 
-def waits_for(reading: Reading) -> str:
-    """The group that the run waits for; "" if it waits for none."""
+def awaited_group(reading: Reading) -> str:
+    """A sentence about the group that the run waits for; "" if it waits for none."""
     return "" if reading.stats is None or reading.is_over else lasting_wait(reading.stats)
 
 

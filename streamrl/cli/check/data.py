@@ -181,16 +181,15 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
     for entry in config.entries:
         yield from _placed(entry, DATA.refusal(make_reward, entry.data))
         yield from DATA.refusal(make_environment, entry)
+        rewards = " + ".join(reward.reward for reward in entry.data.all_rewards)
+        looked_at = f"data.reward: {rewards}; {entry.setting}: {entry.environment}"
+        yield from _placed(entry, iter([DATA.ok(looked_at)]))
     for field, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
     ):
         if is_user_code(name):
             yield from DATA.refusal(find_user_code, field, name)
-    for entry in config.entries:
-        rewards = " + ".join(reward.reward for reward in entry.data.all_rewards)
-        looked_at = f"data.reward: {rewards}; {entry.setting}: {entry.environment}"
-        yield from _placed(entry, iter([DATA.ok(looked_at)]))
 
 
 def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
