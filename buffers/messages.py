@@ -181,7 +181,7 @@ class ReleaseRequest(Struct, frozen=True, tag="release"):
     lengths: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
 
     def apply(self, state: State, now_s: float) -> Answer:
-        state.release(self.lease_id, self.reason, self.lengths)
+        state.ledger.release(self.lease_id, self.reason, self.lengths)
         return (Done(),)
 
 
@@ -238,7 +238,7 @@ class AdvanceRequest(Struct, frozen=True, tag="advance"):
     steered_bound: Count = 0
 
     def apply(self, state: State, now_s: float) -> Answer:
-        state.advance(self.policy_version, self.learner_term, self.steered_bound)
+        state.ledger.advance(self.policy_version, self.learner_term, self.steered_bound)
         return (StatsReply(state.stats(now_s)),)
 
 
@@ -247,7 +247,7 @@ class AcknowledgeRequest(Struct, frozen=True, tag="acknowledge"):
     learner_term: Count
 
     def apply(self, state: State, now_s: float) -> Answer:
-        state.acknowledge(self.policy_version, self.learner_term)
+        state.ledger.acknowledge(self.policy_version, self.learner_term)
         return (Done(),)
 
 

@@ -28,7 +28,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
@@ -59,7 +59,10 @@ class Entry(Struct, gc=False):
     """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
 
     `version` is the one it is lent for, or was trained at. `siblings` are those of a leased group
-    that are kept, in the order in which they were put last.
+    that are kept, in the order in which they were put last. `ended` is why the holder of its lease
+    is gone: then it is vacant, so nobody finds it by its lease, and it keeps its place and its
+    siblings for another one. `payloads` are what a backend keeps of it, each with its bytes, by the
+    number of a sibling or one that stands for the group; one that is missing was lost.
     """
 
     prompt_index: int
@@ -70,6 +73,13 @@ class Entry(Struct, gc=False):
     header: GroupHeader | None = None
     version: int = -1
     siblings: tuple[SiblingHeader, ...] = ()
+    ended: DropReason | None = None
+    payloads: dict[int, tuple[Any, int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its payloads."""
+        return sum(num_bytes for _, num_bytes in self.payloads.values())
 
 
 def _session_of(entry: Entry) -> str:
@@ -243,18 +253,15 @@ Position: TypeAlias = tuple[int, int]
 
 
 class Entries:
-    """Open entries by prompt and by lease, the position in the prompt stream, and the counts.
-
-    `vacant` are leases whose holder is gone, each with the reason, and whose entry keeps its place
-    and its siblings for another lease: it is LEASED and counts as such, and nobody finds
-    it by its lease.
-    """
+    """Open entries by prompt and by lease, the position in the prompt stream, and the counts."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._prompt_index_of: dict[str, int] = {}
-        self.vacant: dict[str, DropReason] = {}
-        self._due: list[Position] = []
+        self._of_lease: dict[str, Entry] = {}
+        self.vacant: list[Position] = []
+        """Version and prompt of the vacant entries, which are LEASED; first due first."""
+        self.num_bytes = 0
+        """Of all payloads."""
         self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
@@ -265,7 +272,6 @@ class Entries:
         self.revision = 0
         """It grows with every change of an entry, before the change."""
         self._unseen: int | None = None
-        self._freed: list[int] = []
         self.responses = ResponseCounter()
         self.subscribers: list[Callable[[Event], None]] = []
         """Called with every transition."""
@@ -281,19 +287,12 @@ class Entries:
 
     def find(self, lease_id: str) -> Entry | None:
         """The open entry of this lease, unless it is vacant."""
-        prompt_index = self._prompt_index_of.get(lease_id)
-        if prompt_index is None or lease_id in self.vacant:
-            return None
-        return self._entries[prompt_index]
+        entry = self._of_lease.get(lease_id)
+        return None if entry is None or entry.ended else entry
 
     def has_open(self, lease_id: str) -> bool:
         """Whether this lease has an open entry, vacant or not."""
-        return lease_id in self._prompt_index_of
-
-    def vacant_entries(self) -> list[Entry]:
-        """First due first."""
-        entries = (self._entries[self._prompt_index_of[lease_id]] for lease_id in self.vacant)
-        return sorted(entries, key=lambda e: (e.min_policy_version, e.prompt_index))
+        return lease_id in self._of_lease
 
     def count(self, *states: State) -> int:
         return sum(self.columns.count(state) for state in states)
@@ -319,10 +318,8 @@ class Entries:
     def vacate(self, entry: Entry, reason: DropReason) -> None:
         """The lease has no holder anymore; its entry waits for another lease."""
         self.revision += 1
-        if not self.vacant:
-            self._due.clear()
-        self.vacant[entry.lease_id] = reason
-        heapq.heappush(self._due, (entry.min_policy_version, entry.prompt_index))
+        entry.ended = reason
+        insort(self.vacant, _due(entry))
 
     def grant_vacant(self, lease_id: str, expires_at_s: float) -> Entry:
         """A new lease on the vacant entry that is due first, in the place of the one that ended.
@@ -330,27 +327,34 @@ class Entries:
         It keeps its version, and of its siblings those that this version may have sampled.
         """
         # A lease that ended gets its own entry if it is asked for again: each id has one.
-        is_own = lease_id in self.vacant
-        ended = self._entries[self._prompt_index_of[lease_id]] if is_own else self._first_due()
+        ended = self._of_lease.get(lease_id) or self._entries[self.vacant[0][1]]
         oldest, siblings = ended.min_policy_version, ended.siblings
         kept = tuple(sibling for sibling in siblings if sibling.oldest_version >= oldest)
+        numbers = {sibling.number for sibling in kept}
+        payloads = {n: payload for n, payload in ended.payloads.items() if n in numbers}
         ended.siblings = tuple(sibling for sibling in siblings if sibling not in kept)
-        self.drop(ended, self.vacant[ended.lease_id])
+        self.drop_vacant(ended)
         entry = Entry(ended.prompt_index, lease_id, oldest, expires_at_s, siblings=kept)
+        entry.payloads = payloads
         is_granted = self.grant_again(entry)
         assert is_granted, "its prompt was freed just then"
         return entry
 
-    def _first_due(self) -> Entry:
-        """Of the vacant entries, at a cost that hardly grows with them: all leases of a machine
-        may end at once. Others in the heap are skipped when they come up.
-        """
-        while True:
-            version, prompt_index = self._due[0]
-            entry = self._entries.get(prompt_index)
-            if entry and entry.lease_id in self.vacant and entry.min_policy_version == version:
-                return entry
-            heapq.heappop(self._due)
+    def drop_vacant(self, entry: Entry) -> None:
+        assert entry.ended is not None, "it is vacant"
+        self.drop(entry, entry.ended)
+
+    def hold(self, prompt_index: int, number: int, payload: Any, num_bytes: int) -> None:
+        """Keep a payload for as long as the entry has what it is of, in the place of an earlier
+        one."""
+        entry = self._entries[prompt_index]
+        self.discard(entry, number)
+        entry.payloads[number] = payload, num_bytes
+        self.num_bytes += num_bytes
+
+    def discard(self, entry: Entry, number: int) -> None:
+        """Keep this payload no longer, if there is one."""
+        self.num_bytes -= entry.payloads.pop(number, (None, 0))[1]
 
     def grant_again(self, entry: Entry) -> bool:
         """A lease that its holder reasserts and this ledger forgot, if its prompt is free."""
@@ -372,7 +376,8 @@ class Entries:
     def _enter(self, entry: Entry) -> Entry:
         self.revision += 1
         self._entries[entry.prompt_index] = entry
-        self._prompt_index_of[entry.lease_id] = entry.prompt_index
+        self._of_lease[entry.lease_id] = entry
+        self.num_bytes += entry.num_bytes
         self._open.add(entry.prompt_index)
         self.columns.add(entry)
         self._granted += 1
@@ -384,7 +389,8 @@ class Entries:
         lengths = response_lengths(entry)
         if is_put := entry.state is State.LEASED:
             self.responses.sampled.add(lengths)
-            self._free_siblings(entry)
+            self.num_bytes -= entry.num_bytes
+            entry.siblings, entry.payloads = (), {}
         elif entry.state is State.TRAINED:
             # After the version that a learner attached with.
             self.responses.trained.remove(lengths)
@@ -419,12 +425,6 @@ class Entries:
         if reason.returns_prompt:
             insort(self._free, entry.prompt_index)
         self._notify(entry.prompt_index, "dropped", entry.lease_id, reason, tuple(lengths))
-
-    def drain_freed(self) -> tuple[int, ...]:
-        """Prompts of which a payload may be needed no longer, since the last call."""
-        freed = tuple(self._freed)
-        self._freed.clear()
-        return freed
 
     def books(self) -> Books:
         """Without what the ledger knows of its learner."""
@@ -502,7 +502,8 @@ class Entries:
         """Continue, in a blank state, where a journal ends."""
         for entry in entries:
             self._entries[entry.prompt_index] = entry
-            self._prompt_index_of[entry.lease_id] = entry.prompt_index
+            self._of_lease[entry.lease_id] = entry
+            self.num_bytes += entry.num_bytes
             self.columns.add(entry)
         self._dropped = Counter(snapshot.dropped)
         self._granted = snapshot.granted
@@ -528,17 +529,11 @@ class Entries:
     def _close(self, entry: Entry) -> None:
         self.revision += 1
         self.columns.remove(entry)
+        self.num_bytes -= entry.num_bytes
         del self._entries[entry.prompt_index]
-        del self._prompt_index_of[entry.lease_id]
-        self.vacant.pop(entry.lease_id, None)
-        self._free_siblings(entry)
-        if entry.header is not None:
-            self._freed.append(entry.prompt_index)
-
-    def _free_siblings(self, entry: Entry) -> None:
-        if entry.siblings:
-            entry.siblings = ()
-            self._freed.append(entry.prompt_index)
+        del self._of_lease[entry.lease_id]
+        if entry.ended:
+            del self.vacant[bisect_left(self.vacant, _due(entry))]
 
     def _notify(
         self,
@@ -551,6 +546,10 @@ class Entries:
         event = Event(prompt_index, str(state), reason, lease_id, lengths)
         for on_event in self.subscribers:
             on_event(event)
+
+
+def _due(entry: Entry) -> Position:
+    return entry.min_policy_version, entry.prompt_index
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:

@@ -23,7 +23,6 @@ oldest first, so that each comes up at the version that trained it; what comes u
 others were freed meanwhile, is dropped as abandoned.
 
 Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness.
-`Entries.drain_freed` returns the prompts whose payload a backend may delete.
 
 Admission: how many leases may be open, and which versions may sample the next one.
 
@@ -58,7 +57,7 @@ Invariant: due(j) <= r + (j - v) B for every j >= v. With r = 0, v is over and n
 left behind; the next batch has r = B and v + 1, and the invariant is the same. So no group grows
 too old. Every transition keeps it:
 
-- lease: with u groups leased or buffered, `Admission.min_policy_version` makes it due at
+- lease: with u groups leased or buffered, its `min_policy_version` makes it due at
   v + (u + B - r) // B or later. For every j from there on, r + (j - v) B >= u + 1 >= due(j).
 - put, release, expiry: due(j) does not grow. A prompt that is granted again has a new lease.
 - a lease that ends without its holder and has siblings stays leased, with nobody who
@@ -130,51 +129,6 @@ from streamrl.types import (
     admission_capacity,
     replace,
 )
-
-
-class Admission:
-    """No more groups are admitted than are trained until `final_version`, which may be changed."""
-
-    def __init__(
-        self,
-        entries: Entries,
-        groups_per_step: int,
-        min_staleness: int,
-        max_staleness: int,
-        final_version: int | None,
-    ) -> None:
-        self._entries = entries
-        self._groups_per_step = groups_per_step
-        self._limits = min_staleness, max_staleness
-        self.final_version = final_version
-        self.steered_bound = 0
-        """What the learner has said last; 0 until it has."""
-
-    def end_at(self, final_version: int | None) -> None:
-        """None keeps what was set before."""
-        if final_version is not None:
-            self.final_version = final_version
-
-    @property
-    def bound(self) -> int:
-        """In versions: a group leased now is at most this old when it is trained in order."""
-        smallest, largest = self._limits
-        return min(max(self.steered_bound, smallest), largest)
-
-    def num_admitted(self, version: int, *, draining: bool) -> int:
-        """How many more leases fit under the staleness bound and before the run's end."""
-        in_flight = self._entries.in_flight
-        capacity = admission_capacity(self.bound, self._groups_per_step)
-        if self.final_version is not None:
-            capacity = min(capacity, (self.final_version - version) * self._groups_per_step)
-        free = max(0, capacity - in_flight)
-        # Groups that fill no batch would stay in flight for good.
-        return min(free, -in_flight % self._groups_per_step) if draining else free
-
-    def min_policy_version(self, version: int) -> int:
-        """The oldest version that may sample the next group."""
-        trained_at = version + self._entries.in_flight // self._groups_per_step
-        return max(0, trained_at - self.bound)
 
 
 def require_capacity(num_groups: int, max_staleness: int, groups_per_step: int) -> None:
@@ -376,11 +330,12 @@ class Ledger:
         self.version = self.learner_term = 0
         self.learner_id = ""
         self.finished = self.draining = False
+        self.final_version = final_version
+        self.steered_bound = 0
+        """What the learner has said last; 0 until it has."""
+        self._min_staleness = max_staleness if min_staleness is None else min_staleness
         self.entries = Entries()
         self._expiries = Expiries(self.entries)
-        smallest = max_staleness if min_staleness is None else min_staleness
-        limits = (smallest, max_staleness)
-        self.admission = Admission(self.entries, groups_per_step, *limits, final_version)
         self._batches = Batches(self.entries, groups_per_step, max_staleness, overdue)
         self._refused: Counter[RefusalReason] = Counter()
 
@@ -396,7 +351,7 @@ class Ledger:
             if self.entries.vacant:
                 entry = self.entries.grant_vacant(lease_id, now_s + ttl_s)
             else:
-                oldest = self.admission.min_policy_version(self.version)
+                oldest = self._min_policy_version()
                 entry = self.entries.grant(lease_id, oldest, now_s + ttl_s)
             self._expiries.add(entry)
         return lease_of(entry)
@@ -406,8 +361,20 @@ class Ledger:
         the run's end, and the vacant ones, which are in flight as they are."""
         if self.learner_term == 0 or self.finished:
             return 0
-        num_new = self.admission.num_admitted(self.version, draining=self.draining)
+        in_flight, size = self.entries.in_flight, self.groups_per_step
+        capacity = admission_capacity(self.staleness_bound, size)
+        if self.final_version is not None:
+            capacity = min(capacity, (self.final_version - self.version) * size)
+        num_new = max(0, capacity - in_flight)
+        if self.draining:
+            # Groups that fill no batch would stay in flight for good.
+            num_new = min(num_new, -in_flight % size)
         return num_new + len(self.entries.vacant)
+
+    @property
+    def staleness_bound(self) -> int:
+        """In versions: a group leased now is at most this old when it is trained in order."""
+        return min(max(self.steered_bound, self._min_staleness), self.max_staleness)
 
     def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
         """Extend these leases; those that are no longer honored are returned."""
@@ -497,10 +464,6 @@ class Ledger:
         else:
             self.refuse(RefusalReason.MALFORMED)
 
-    def orphan(self, prompt_index: int) -> None:
-        """Drop the group of this prompt, whose payload is lost; the prompt is granted again."""
-        self.entries.drop(self.entries[prompt_index], DropReason.ORPHANED)
-
     def refuse(self, reason: RefusalReason, count: int = 1) -> None:
         self._refused[reason] += count
 
@@ -512,6 +475,11 @@ class Ledger:
         return tuple(entry.lease_id for entry in expired)
 
     # The learner's side.
+
+    def end_at(self, final_version: int | None) -> None:
+        """The version at which the run ends; None keeps what was set before."""
+        if final_version is not None:
+            self.final_version = final_version
 
     def attach(self, version: int, books: Books | None = None, learner_id: str = "") -> int:
         """Give a learner restored to `version` a new term, which fences every older learner.
@@ -528,7 +496,7 @@ class Ledger:
         elif books is not None:
             self.entries.reconcile(books)
         if books is not None:
-            self.admission.steered_bound = books.steered_bound
+            self.steered_bound = books.steered_bound
         self.version, self.learner_id = version, learner_id
         self.finished = self.draining = False
         self._drop_vacant(newer_than=version)
@@ -561,7 +529,7 @@ class Ledger:
             self._batches.train(version, self.version)
             self.version = version
             self._batches.evict(version)
-        self.admission.steered_bound = steered_bound
+        self.steered_bound = steered_bound
 
     def acknowledge(self, version: int, learner_term: int) -> None:
         """A checkpoint of `version` is durable: what it contains is freed. May be repeated."""
@@ -577,8 +545,8 @@ class Ledger:
         self._drop_vacant(newer_than=-1)
 
     def books(self) -> Books:
-        bound = self.admission.steered_bound
-        return replace(self.entries.books(), learner_term=self.learner_term, steered_bound=bound)
+        books = self.entries.books()
+        return replace(books, learner_term=self.learner_term, steered_bound=self.steered_bound)
 
     def refused(self) -> dict[RefusalReason, int]:
         return dict(self._refused)
@@ -589,8 +557,8 @@ class Ledger:
         return None if entry is None else header_of(entry).oldest_version
 
     def live_leases(self) -> tuple[str, ...]:
-        leased = (e.lease_id for e in self.entries if e.state is State.LEASED)
-        return tuple(lease_id for lease_id in leased if lease_id not in self.entries.vacant)
+        leased = (e for e in self.entries if e.state is State.LEASED)
+        return tuple(entry.lease_id for entry in leased if not entry.ended)
 
     def next_expiry_s(self) -> float | None:
         """When `expire` may next have something to do."""
@@ -605,8 +573,8 @@ class Ledger:
             finished=self.finished,
             draining=self.draining,
             refused=self.refused(),
-            final_version=self.admission.final_version if self.learner_term else None,
-            steered_bound=self.admission.steered_bound,
+            final_version=self.final_version if self.learner_term else None,
+            steered_bound=self.steered_bound,
         )
 
     def restore(
@@ -621,8 +589,8 @@ class Ledger:
         self.learner_id = snapshot.learner_id
         self.finished, self.draining = snapshot.finished, snapshot.draining
         self._refused = Counter(snapshot.refused)
-        self.admission.end_at(snapshot.final_version)
-        self.admission.steered_bound = snapshot.steered_bound
+        self.end_at(snapshot.final_version)
+        self.steered_bound = snapshot.steered_bound
         held = in_order(entries)
         self.entries.restore(snapshot, held, free)
         for entry in held:
@@ -644,6 +612,11 @@ class Ledger:
 
     def _drop_vacant(self, newer_than: int) -> None:
         """The vacant entries that only a version newer than this one may sample."""
-        for entry in self.entries.vacant_entries():
-            if entry.min_policy_version > newer_than:
-                self.entries.drop(entry, self.entries.vacant[entry.lease_id])
+        for version, prompt_index in tuple(self.entries.vacant):
+            if version > newer_than:
+                self.entries.drop_vacant(self.entries[prompt_index])
+
+    def _min_policy_version(self) -> int:
+        """The oldest version that may sample the next group."""
+        trained_at = self.version + self.entries.in_flight // self.groups_per_step
+        return max(0, trained_at - self.staleness_bound)

@@ -267,12 +267,8 @@ class BufferState(Generic[Payload]):
         self.run_name = run_name
         self.lease_ttl_s = lease_ttl_s
         self.incarnation = uuid.uuid4().hex
-        # By prompt and sibling, or GROUP, with their sizes.
-        self._payloads: dict[int, dict[int, tuple[Any, int]]] = {}
-        self._num_bytes = 0
         self.on_sibling: Callable[[int], None] = lambda _: None
         """Called with the prompt of each sibling that is taken in."""
-        self._lost: frozenset[int] = frozenset()
         self.registry = GeneratorRegistry()
         self.refusal = ""
         self._learner_terms: dict[str, int] = {}
@@ -291,13 +287,11 @@ class BufferState(Generic[Payload]):
         chosen = known.union(others[: self._share(generator_id, learner_id)])
         asked = (lease_id for lease_id in lease_ids if lease_id in chosen)
         leases = [self.ledger.lease(lease_id, now_s, self.lease_ttl_s) for lease_id in asked]
-        self._delete_freed()
         return tuple(lease for lease in leases if lease is not None)
 
     def put(self, lease_id: str, header: GroupHeader, payload: Payload, now_s: float) -> None:
         if self.ledger.put(lease_id, header, now_s):
-            self._hold((header.prompt_index, GROUP), payload, header.num_bytes)
-        self._delete_freed()
+            self.ledger.entries.hold(header.prompt_index, GROUP, payload, header.num_bytes)
 
     def put_sibling(
         self, sibling: SiblingHeader, payload: bytes | memoryview, now_s: float
@@ -305,7 +299,7 @@ class BufferState(Generic[Payload]):
         """A sibling of a leased group. See `Ledger.put_sibling`."""
         prompt_index = self.ledger.put_sibling(sibling, now_s)
         if prompt_index is not None:
-            self._hold((prompt_index, sibling.number), payload, sibling.num_bytes)
+            self.ledger.entries.hold(prompt_index, sibling.number, payload, sibling.num_bytes)
             self.on_sibling(prompt_index)
 
     def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
@@ -317,12 +311,7 @@ class BufferState(Generic[Payload]):
         entry = self.ledger.entries.find(lease_id)
         if entry is None:
             raise UnknownLeaseError(f"lease {lease_id} is unknown here, or has expired")
-        index = entry.prompt_index
-        return tuple(self.payload((index, known.number)) for known in entry.siblings)
-
-    def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
-        self.ledger.release(lease_id, reason, lengths)
-        self._delete_freed()
+        return tuple(entry.payloads[known.number][0] for known in entry.siblings)
 
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
         """Renew the generator's leases, whose ids are SESSION/NUMBER.
@@ -362,9 +351,8 @@ class BufferState(Generic[Payload]):
             require_proportion(books, self.ledger.books())
         self._resumes_until_s = self._due_since_s = None
         learner_term = self.ledger.attach(policy_version, books, learner_id)
-        self.ledger.admission.end_at(final_version)
+        self.ledger.end_at(final_version)
         self._orphan_lost()
-        self._delete_freed()
         latest = list(self._learner_terms.items())[1 - MAX_REPEATED :]
         self._learner_terms = {**dict(latest), call_id: learner_term}
         return learner_term
@@ -379,7 +367,6 @@ class BufferState(Generic[Payload]):
     ) -> TakenBatch:
         """The taken batch without payloads. See `Ledger.take`."""
         headers = self.ledger.take(num_groups, policy_version, learner_term, num_held)
-        self._delete_freed()
         wait_due_s = self._wait_due_s(now_s)
         if len(headers) >= num_groups:
             self._due_since_s = None
@@ -395,31 +382,22 @@ class BufferState(Generic[Payload]):
         """
         if len(set(prompt_indices)) < len(prompt_indices):
             raise LedgerError(f"prompt_indices: {len(prompt_indices)} prompts, some of them twice")
-        missing = [index for index in prompt_indices if not self._holds_group(index)]
-        if not self._lost.isdisjoint(missing):
+        missing = [index for index in prompt_indices if not self.holds((index, GROUP))]
+        entries = (self.ledger.entries.get(index) for index in missing)
+        if any(entry is not None and entry.header is not None for entry in entries):
             # The learner attaches again, and these prompts are sampled again.
             raise LostMemoryError(f"the journal has lost the groups of the prompts {missing}")
         if missing:
             raise LedgerError(f"no group is held for the prompts {missing[:MAX_AWAITED]}")
         return tuple(self.payload((prompt_index, GROUP)) for prompt_index in prompt_indices)
 
-    def advance(self, policy_version: int, learner_term: int, steered_bound: int = 0) -> None:
-        self.ledger.advance(policy_version, learner_term, steered_bound)
-        self._delete_freed()
-
-    def acknowledge(self, policy_version: int, learner_term: int) -> None:
-        self.ledger.acknowledge(policy_version, learner_term)
-        self._delete_freed()
-
     def finish(self, learner_term: int) -> None:
         self._resumes_until_s = None
         self.ledger.finish(learner_term)
-        self._delete_freed()
 
     def expire(self, now_s: float) -> None:
         """End expired leases; remove generators that have not reported for `lease_ttl_s`."""
         self.ledger.expire(now_s)
-        self._delete_freed()
         if self._resumes_until_s is not None and now_s > self._resumes_until_s:
             self._resumes_until_s = None
         self.registry.forget_silent(now_s, self.lease_ttl_s)
@@ -430,13 +408,13 @@ class BufferState(Generic[Payload]):
             policy_version=self.ledger.version,
             groups_per_step=self.ledger.groups_per_step,
             max_staleness=self.ledger.max_staleness,
-            staleness_bound=self.ledger.admission.bound,
+            staleness_bound=self.ledger.staleness_bound,
             overdue=self.ledger.overdue,
             books=self.ledger.books(),
             refused=self.ledger.refused(),
             lengths=self.ledger.entries.responses.frozen(),
             oldest_version=self.ledger.oldest_version(),
-            num_bytes=self._num_bytes,
+            num_bytes=self.ledger.entries.num_bytes,
             generators=self.registry.statuses,
             heartbeat_ages_s=self.registry.ages_s(now_s),
             last_heartbeat_age_s=self.registry.last_age_s(now_s),
@@ -462,26 +440,24 @@ class BufferState(Generic[Payload]):
 
     def holds(self, key: PayloadKey) -> bool:
         prompt_index, number = key
-        return number in self._payloads.get(prompt_index, ())
+        entry = self.ledger.entries.get(prompt_index)
+        return entry is not None and number in entry.payloads
 
     def payload(self, key: PayloadKey) -> Any:
         """That of a group, or the bytes of a sibling."""
         prompt_index, number = key
-        return self._payloads[prompt_index][number][0]
+        return self.ledger.entries[prompt_index].payloads[number][0]
 
     def lose(self, keys: Iterable[PayloadKey]) -> None:
         """These payloads are gone from where they were kept: such groups are sampled again, those
         that are lent once their learner attaches again; such siblings with the rest of theirs."""
         for prompt_index, number in keys:
-            if number == GROUP and self._holds_group(prompt_index):
-                self._num_bytes -= self._payloads[prompt_index].pop(GROUP)[1]
-                self._lost |= {prompt_index}
-            elif number != GROUP and (entry := self.ledger.entries.get(prompt_index)) is not None:
-                entry.siblings = tuple(s for s in entry.siblings if s.number != number)
-                self._delete_unheld(prompt_index)
-                self.on_sibling(prompt_index)
+            if (entry := self.ledger.entries.get(prompt_index)) is not None:
+                self.ledger.entries.discard(entry, number)
+                if number != GROUP:
+                    entry.siblings = tuple(s for s in entry.siblings if s.number != number)
+                    self.on_sibling(prompt_index)
         self._orphan_lost()
-        self._delete_freed()
 
     def snapshot(self) -> LedgerSnapshot:
         """All but the entries and their payloads."""
@@ -500,19 +476,15 @@ class BufferState(Generic[Payload]):
         self._resumes_until_s = now_s + RESUMES_WITHIN_S
         self.registry.scheduling_states = snapshot.scheduling_states
         held = list(entries)
-        self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         for entry in held:
             index = entry.prompt_index
             entry.siblings = tuple(s for s in entry.siblings if (index, s.number) in payloads)
             sizes = {s.number: s.num_bytes for s in entry.siblings}
             if entry.header is not None and (index, GROUP) in payloads:
                 sizes[GROUP] = entry.header.num_bytes
-            for number, num_bytes in sizes.items():
-                self._hold((index, number), payloads[index, number], num_bytes)
-        with_group = (entry.prompt_index for entry in held if entry.header is not None)
-        self._lost = frozenset(i for i in with_group if not self._holds_group(i))
+            entry.payloads = {n: (payloads[index, n], size) for n, size in sizes.items()}
+        self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
         self._orphan_lost()
-        self._delete_freed()
 
     def _share(self, generator_id: str, learner_id: str) -> int:
         """New leases that one call may be granted: this generator's share of what is admitted.
@@ -538,42 +510,16 @@ class BufferState(Generic[Payload]):
     def _end_session(self, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.entries.columns.leases_of(session):
             self.ledger.end_lease(lease_id, reason)
-        self._delete_freed()
 
     def _wait_due_s(self, now_s: float) -> float:
         """How long the batch at hand has waited for groups that are due, others being finished."""
         return 0.0 if self._due_since_s is None else now_s - self._due_since_s
 
     def _orphan_lost(self) -> None:
-        """Drop the buffered groups that the journal has lost."""
-        lost = ((index, self.ledger.entries.get(index)) for index in sorted(self._lost))
-        orphaned = [index for index, entry in lost if entry and entry.state is State.BUFFERED]
-        for prompt_index in orphaned:
-            self.ledger.orphan(prompt_index)
-        if orphaned:
-            log.warning("lost, and to be sampled again: the groups of the prompts %s", orphaned)
-
-    def _delete_freed(self) -> None:
-        freed = self.ledger.entries.drain_freed()
-        self._lost = self._lost.difference(freed)
-        for prompt_index in freed:
-            self._delete_unheld(prompt_index)
-
-    def _holds_group(self, prompt_index: int) -> bool:
-        return self.holds((prompt_index, GROUP))
-
-    def _hold(self, key: PayloadKey, payload: Any, num_bytes: int) -> None:
-        prompt_index, number = key
-        held = self._payloads.setdefault(prompt_index, {})
-        self._num_bytes += num_bytes - held.get(number, (b"", 0))[1]
-        held[number] = (payload, num_bytes)
-
-    def _delete_unheld(self, prompt_index: int) -> None:
-        """The payloads that its entry has not, or no longer."""
-        entry, held = self.ledger.entries.get(prompt_index), self._payloads.pop(prompt_index, {})
-        self._num_bytes -= sum(num_bytes for _, num_bytes in held.values())
-        own = [] if entry is None else [known.number for known in entry.siblings]
-        if entry is not None and entry.header is not None:
-            own.append(GROUP)
-        for number in held.keys() & own:
-            self._hold((prompt_index, number), *held[number])
+        """Drop the buffered groups whose payload is lost."""
+        buffered = (entry for entry in self.ledger.entries if entry.state is State.BUFFERED)
+        lost = sorted(entry.prompt_index for entry in buffered if GROUP not in entry.payloads)
+        for prompt_index in lost:
+            self.ledger.entries.drop(self.ledger.entries[prompt_index], DropReason.ORPHANED)
+        if lost:
+            log.warning("lost, and to be sampled again: the groups of the prompts %s", lost)

@@ -96,7 +96,6 @@ class Fleet:
         version = self.ledger.version + 1
         self.ledger.advance(version, self._term, steered_bound)
         self.ledger.acknowledge(version, self._term)
-        self.ledger.entries.drain_freed()
 
     def _try_take(self) -> tuple[GroupHeader, ...]:
         self._lease()

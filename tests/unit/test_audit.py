@@ -196,7 +196,7 @@ def test_a_journal_keeps_the_lengths_of_each_response(tmp_path: Path, capsys):
     journal.close()
     state, journal = open_journal(tmp_path)
     state.take(2, 0, 1, 0.0)
-    state.advance(1, 1)
+    state.ledger.advance(1, 1)
     journal.commit()
     trained = LengthHistogram.of([10, 11, 1000, 1001]).rounded()
     assert state.stats(0.0).lengths.trained == trained

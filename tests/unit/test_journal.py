@@ -207,7 +207,7 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(reason=st.sampled_from(DropReason))
     def release(self, reason: DropReason) -> None:
-        self.state.release(self.held[0].lease_id, reason)
+        self.state.ledger.release(self.held[0].lease_id, reason)
         self._die_and_come_back()
 
     @rule(generator_id=st.sampled_from("gh"), scheduling_state=st.sampled_from(SchedulingState))
@@ -247,7 +247,7 @@ class JournalMachine(RuleBasedStateMachine):
         if self.state.take(ledger.groups_per_step, ledger.version, term, self.now_s):
             self._die_and_come_back()
             ledger = self.state.ledger
-            self.state.advance(ledger.version + 1, ledger.learner_term)
+            self.state.ledger.advance(ledger.version + 1, ledger.learner_term)
         self._die_and_come_back()
 
     @rule(num_steps=st.integers(1, 3), saved_after=st.integers(0, 3))
@@ -264,7 +264,7 @@ class JournalMachine(RuleBasedStateMachine):
             if self.state.take(
                 ledger.groups_per_step, ledger.version, ledger.learner_term, self.now_s
             ):
-                self.state.advance(ledger.version + 1, ledger.learner_term)
+                self.state.ledger.advance(ledger.version + 1, ledger.learner_term)
         self._die_and_come_back()
 
     @rule()
@@ -282,7 +282,7 @@ class JournalMachine(RuleBasedStateMachine):
         ledger = self.state.ledger
         self.checkpoint = (ledger.version, ledger.books())
         if acknowledges:
-            self.state.acknowledge(ledger.version, ledger.learner_term)
+            self.state.ledger.acknowledge(ledger.version, ledger.learner_term)
         self._die_and_come_back()
 
     @rule(num_steps=st.integers(1, 3), saved_after=st.integers(0, 3), lost=st.booleans())
@@ -337,7 +337,7 @@ def test_an_older_copy_whose_leases_ended_otherwise_since_passes_the_audit(tmp_p
     state.lease(["a"], "g", 0.0)
     journal.commit()
     older = shutil.copytree(tmp_path / "buffer", tmp_path / "older" / "buffer").parent
-    state.release("a", DropReason.FILTERED)
+    state.ledger.release("a", DropReason.FILTERED)
     journal.commit()
     journal.close()
     copy, journal = open_journal(older)
@@ -395,7 +395,7 @@ def test_a_new_end_of_the_run_is_recovered_and_a_file_without_one_keeps_the_blan
     journal.commit()
     journal.close()
     state, journal = open_journal(tmp_path, final_version=2)
-    assert state.ledger.admission.final_version == 5
+    assert state.ledger.final_version == 5
     journal.close()
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
         (data,) = db.execute("SELECT data FROM snapshot").fetchone()
@@ -404,7 +404,7 @@ def test_a_new_end_of_the_run_is_recovered_and_a_file_without_one_keeps_the_blan
         db.execute("UPDATE snapshot SET data = ?", (msgspec.msgpack.encode(known),))
         db.commit()
     state, journal = open_journal(tmp_path, final_version=2)
-    assert (state.ledger.learner_term, state.ledger.admission.final_version) == (1, 2)
+    assert (state.ledger.learner_term, state.ledger.final_version) == (1, 2)
     journal.close()
 
 
@@ -414,7 +414,7 @@ def test_before_a_learner_attaches_the_run_ends_where_its_settings_say(tmp_path)
     journal.commit()
     journal.close()
     state, journal = open_journal(tmp_path, final_version=5)
-    assert (state.ledger.draining, state.ledger.admission.final_version) == (True, 5)
+    assert (state.ledger.draining, state.ledger.final_version) == (True, 5)
     journal.close()
 
 
@@ -424,7 +424,7 @@ def test_a_steered_bound_outlasts_the_buffer(tmp_path):
     term = state.attach(0, None)
     fill(state, "a", "b")
     state.take(2, 0, term, 0.0)
-    state.advance(1, term, steered_bound=3)
+    state.ledger.advance(1, term, steered_bound=3)
     journal.commit()
     journal.close()
     state, journal = open_journal(tmp_path, **bounds)
@@ -439,7 +439,7 @@ def test_a_step_over_a_batch_of_which_only_a_part_is_known_is_refused(tmp_path):
     slow, slower = (state.lease([name], "g", 0.0)[0] for name in ("slow", "slower"))
     fill(state, "a", "b")
     state.take(2, 0, term, 0.0)
-    state.advance(1, term)
+    state.ledger.advance(1, term)
     fill(state, "c", "d", version=1)
     put(state, slow, 0)
     assert len(state.take(2, 1, term, 0.0, num_held=0).headers) == 1
@@ -449,7 +449,7 @@ def test_a_step_over_a_batch_of_which_only_a_part_is_known_is_refused(tmp_path):
     journal.close()
     state, journal = open_journal(tmp_path)
     with pytest.raises(LedgerError, match="has lent for"):
-        state.advance(2, term)
+        state.ledger.advance(2, term)
     journal.close()
     assert audit_journal(journal_path(tmp_path)).faults == ()
 
@@ -492,8 +492,8 @@ def test_the_file_does_not_grow_with_the_run(tmp_path):
                 state.put(lease.lease_id, header(lease, version), bytes(20_000), 0.0)
             journal.commit()
             state.take(2, version, 1, 0.0)
-            state.advance(version + 1, 1)
-            state.acknowledge(version + 1, 1)
+            state.ledger.advance(version + 1, 1)
+            state.ledger.acknowledge(version + 1, 1)
             journal.commit()
         with closing(sqlite3.connect(journal_path(tmp_path))) as db:
             return int(db.execute("PRAGMA page_count").fetchone()[0]) * 4096

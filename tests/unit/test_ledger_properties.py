@@ -15,7 +15,7 @@ from msgspec import structs
 
 from buffers.ledger.entries import Entries, ReadyQueue, State, lease_of
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.state import RetryCounter
+from buffers.ledger.state import GROUP, RetryCounter
 from streamrl.types import (
     Books,
     DropReason,
@@ -109,7 +109,8 @@ class LedgerMachine(RuleBasedStateMachine):
             response_lengths=(oldest, 17),
             rewards=(0.0,),
         )
-        self.ledger.put(lease.lease_id, header, self.now_s)
+        if self.ledger.put(lease.lease_id, header, self.now_s):
+            self.ledger.entries.hold(lease.prompt_index, GROUP, lease.lease_id, 7)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), number=st.integers(0, 2), num_more=st.integers(0, 2))
@@ -129,6 +130,7 @@ class LedgerMachine(RuleBasedStateMachine):
         kept = self.ledger.put_sibling(sibling, self.now_s)
         assert kept == (lease.prompt_index if is_more else None)
         if is_more:
+            self.ledger.entries.hold(lease.prompt_index, number, lease.lease_id, 1 + num_more)
             numbers = (*(n for n in lease.kept_siblings if n != number), number)
             self.held[lease.lease_id] = structs.replace(lease, kept_siblings=numbers)
 
@@ -380,6 +382,16 @@ class LedgerMachine(RuleBasedStateMachine):
             for length in entry.header.response_lengths
         ).rounded()
         assert lengths.sampled == lengths.trained + lengths.all_dropped + waiting
+
+    @invariant()
+    def a_payload_is_held_exactly_while_the_ledger_has_what_it_is_of(self) -> None:
+        num_bytes = 0
+        for entry in self.ledger.entries:
+            siblings = {s.number: s.lease_id for s in entry.siblings}
+            expected = siblings if entry.header is None else {GROUP: entry.lease_id}
+            assert {n: payload for n, (payload, _) in entry.payloads.items()} == expected
+            num_bytes += entry.num_bytes
+        assert self.ledger.entries.num_bytes == num_bytes
 
     @invariant()
     def the_groups_in_flight_are_bounded(self) -> None:

@@ -31,7 +31,7 @@ def release(state: BufferState[bytes], *prompt_indices: int) -> None:
     leases = [lease for lease_id in lease_ids for lease in state.lease([lease_id], "g", 0.0)]
     assert [lease.prompt_index for lease in leases] == list(prompt_indices)
     for lease_id in lease_ids:
-        state.release(lease_id, DropReason.RELEASED)
+        state.ledger.release(lease_id, DropReason.RELEASED)
 
 
 def put(state: BufferState[bytes], *prompt_indices: int) -> None:
@@ -98,7 +98,7 @@ def test_a_prompt_that_is_dropped_for_good_is_forgotten(reason: DropReason):
     for _ in range(3):
         release(state, 0)
     state.lease(["b/0"], "g", 0.0)
-    state.release("b/0", reason)
+    state.ledger.release("b/0", reason)
     assert retried(state) == {}
 
 

@@ -56,9 +56,9 @@ def work(state: BufferState[bytes], commit: Callable[[], None], num_steps: int =
         commit()
         state.take(2, version, 1, 0.0)
         commit()
-        state.advance(version + 1, 1)
+        state.ledger.advance(version + 1, 1)
         commit()
-        state.acknowledge(version + 1, 1)
+        state.ledger.acknowledge(version + 1, 1)
         commit()
 
 
@@ -228,7 +228,7 @@ def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
     put_large(state, *"abcdef")
     for version in (0, 1):
         state.take(2, version, 1, 0.0)
-    state.advance(1, 1)
+    state.ledger.advance(1, 1)
     journal.commit()
     journal.close()
     segments_of(tmp_path)[0].unlink()
@@ -277,8 +277,8 @@ def test_a_segment_that_was_emptied_is_written_no_more(tmp_path):
     put_large(state, "a")
     journal.commit()
     state.take(1, 0, 1, 0.0)
-    state.advance(1, 1)
-    state.acknowledge(1, 1)
+    state.ledger.advance(1, 1)
+    state.ledger.acknowledge(1, 1)
     journal.commit()
     assert segments_of(tmp_path) == []
     put_large(state, "b")
@@ -405,7 +405,7 @@ def train_and_fill_disk(
     state.attach(0, None)
     put_large(state, "a", "b")
     state.take(2, 0, 1, 0.0)
-    state.advance(1, 1)
+    state.ledger.advance(1, 1)
     journal.commit()
     fill_disk(monkeypatch, run, 2 * SIZE + 100)
     put_large(state, "c")
@@ -416,7 +416,7 @@ def train_and_fill_disk(
 
 def test_on_a_full_disk_what_is_acknowledged_makes_room_for_what_waits(tmp_path, monkeypatch):
     state, journal = train_and_fill_disk(monkeypatch, tmp_path)
-    state.acknowledge(1, 1)
+    state.ledger.acknowledge(1, 1)
     commit_and_recover(tmp_path, state, journal)
     assert sum(path.stat().st_size for path in segments_of(tmp_path)) == SIZE
     assert audit_journal(journal_path(tmp_path)).faults == ()
@@ -424,7 +424,7 @@ def test_on_a_full_disk_what_is_acknowledged_makes_room_for_what_waits(tmp_path,
 
 def test_a_disk_that_is_still_full_has_freed_what_is_acknowledged(tmp_path, monkeypatch):
     state, journal = train_and_fill_disk(monkeypatch, tmp_path)
-    state.acknowledge(1, 1)
+    state.ledger.acknowledge(1, 1)
     fill_disk(monkeypatch, tmp_path, 0)
     for _ in range(2):
         with pytest.raises(StorageError, match="No space left"):
@@ -449,9 +449,9 @@ def test_on_a_full_disk_a_freed_payload_is_not_taken_for_the_next_one(tmp_path, 
     start = state.ledger.books()
     put_large(state, "a", "b")
     state.take(2, 0, 1, 0.0)
-    state.advance(1, 1)
+    state.ledger.advance(1, 1)
     journal.commit()
-    state.acknowledge(1, 1)
+    state.ledger.acknowledge(1, 1)
     state.attach(0, start)
     put_large(state, "c")
     fill_disk(monkeypatch, tmp_path, 0)
@@ -483,14 +483,14 @@ def test_the_files_follow_what_waits(tmp_path, monkeypatch):
         put_large(state, f"{name}/c", f"{name}/d")
         measured()
         state.take(2, version, 1, 0.0)
-        state.advance(version + 1, 1)
-        state.acknowledge(version + 1, 1)
+        state.ledger.advance(version + 1, 1)
+        state.ledger.acknowledge(version + 1, 1)
         measured()
     assert max(sizes) > 10 * SIZE
     for version in range(40, 45):
         state.take(2, version, 1, 0.0)
-        state.advance(version + 1, 1)
-        state.acknowledge(version + 1, 1)
+        state.ledger.advance(version + 1, 1)
+        state.ledger.acknowledge(version + 1, 1)
         measured()
     assert state.stats(0.0).num_bytes == 0
     assert sizes[-1] == 0
