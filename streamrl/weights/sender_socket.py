@@ -1,23 +1,15 @@
 """The messages of the learner's end: announcements and transfers, and the answers to them.
 
-A connection to the weight port has a budget of messages, which refills with time. A refused message
-costs as much as REFUSED_COST others, a message above the budget is dropped unread and costs too: a
-connection that goes on is ignored until it has been quiet.
-
 Invariant: every answer is waited for with a deadline, and one from a process that has ended or was
-replaced is not waited for. No message ends the learner or costs it more than READING_SHARE of its
-time: what is malformed, or in the name of another connection's receiver, is refused and counted,
-and senders that go on wait in their own queues. One connection has at most BURST + MESSAGES_PER_S *
-seconds of its messages decoded. What is kept of connections is bounded; the one that was silent for
-longest is forgotten.
+replaced is not waited for. No message ends the learner, and all of them cost it READING_SHARE of
+its time at most: what is malformed, or in the name of another connection's receiver, is refused and
+counted, and senders that go on wait in their own queues, of which ZeroMQ reads one after the other.
 """
 
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -43,59 +35,7 @@ from streamrl.weights.protocol import (
 
 log = logging.getLogger(__name__)
 
-MESSAGES_PER_S = 100.0
-BURST = 200.0
-REFUSED_COST = 25.0
-MAX_CONNECTIONS = 8192
 LOG_S = 10.0
-
-
-@dataclass(frozen=True)
-class _Budget:
-    """Messages left at `at_s`; below 0 the connection is ignored."""
-
-    messages: float
-    at_s: float
-
-
-class Connections:
-    """The connections of one socket, by routing id. Runs in one event loop."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._budgets: OrderedDict[bytes, _Budget] = OrderedDict()
-        self._logged_s = -LOG_S
-        self.num_refused = 0
-        self.num_ignored = 0
-
-    def admits(self, connection: bytes) -> bool:
-        """Whether to read a message that has arrived; it counts in any case."""
-        is_admitted = self._spend(connection, 1.0) >= 0
-        self.num_ignored += not is_admitted
-        return is_admitted
-
-    def refuse(self, connection: bytes, origin: str, reason: str) -> None:
-        """Count a message that was read in vain; log it, if none was logged for LOG_S."""
-        self.num_refused += 1
-        self._spend(connection, REFUSED_COST)
-        if self._clock() - self._logged_s >= LOG_S:
-            self._logged_s = self._clock()
-            log.warning(
-                "refused a message to the weight port from %s: %s (%d refused so far, %d ignored)",
-                *(origin, reason, self.num_refused, self.num_ignored),
-            )
-
-    def _spend(self, connection: bytes, cost: float) -> float:
-        now_s = self._clock()
-        budget = self._budgets.pop(connection, _Budget(BURST, now_s))
-        refilled = min(BURST, budget.messages + (now_s - budget.at_s) * MESSAGES_PER_S)
-        left = max(-BURST, refilled - cost)
-        self._budgets[connection] = _Budget(left, now_s)
-        if len(self._budgets) > MAX_CONNECTIONS:
-            self._budgets.popitem(last=False)
-        return left
-
-
 READING_SHARE = 0.2
 BATCH = 64
 MAX_MESSAGE_BYTES = 2**16
@@ -121,7 +61,8 @@ class SenderSocket:
         self._on_hello = on_hello
         self._attempt = 0
         self._asked: dict[int, dict[str, asyncio.Future[Answer]]] = {}
-        self._connections = Connections()
+        self._num_refused = 0
+        self._logged_s = -LOG_S
         self._context = zmq.asyncio.Context()
         self._curve = CurveServer(self._context, address, curve, "weights.address")
         self._socket = self._context.socket(zmq.ROUTER)
@@ -164,12 +105,8 @@ class SenderSocket:
         return {name for name, answer in asked if not answer.done()}
 
     def gauges(self) -> dict[str, float]:
-        """How many messages were refused, and how many were dropped unread after that."""
-        connections = self._connections
-        return {
-            "num_refused_messages": float(connections.num_refused),
-            "num_ignored_messages": float(connections.num_ignored),
-        }
+        """How many messages were refused."""
+        return {"num_refused_messages": float(self._num_refused)}
 
     async def receive(self) -> None:
         """Until cancelled: handle the messages of receivers, which may be silent for good; then
@@ -193,11 +130,20 @@ class SenderSocket:
             except zmq.Again:
                 return
             address, *parts = frames
-            if self._connections.admits(address.bytes):
-                try:
-                    self._handle(address.bytes, _message(parts))
-                except (WireError, WeightTransferError) as error:
-                    self._connections.refuse(address.bytes, _origin(frames[-1]), str(error))
+            try:
+                self._handle(address.bytes, _message(parts))
+            except (WireError, WeightTransferError) as error:
+                self._refuse(_origin(frames[-1]), str(error))
+
+    def _refuse(self, origin: str, reason: str) -> None:
+        """Count a message that was read in vain; log it, if none was logged for LOG_S."""
+        self._num_refused += 1
+        if time.monotonic() - self._logged_s >= LOG_S:
+            self._logged_s = time.monotonic()
+            log.warning(
+                "refused a message to the weight port from %s: %s (%d refused so far)",
+                *(origin, reason, self._num_refused),
+            )
 
     def _handle(self, address: bytes, message: FromReceiver) -> None:
         """

@@ -17,13 +17,7 @@ from streamrl.weights.locality import locality_of
 from streamrl.weights.membership import Membership
 from streamrl.weights.protocol import Failed, FromReceiver, Hello, Leave, Loaded, Ready
 from streamrl.weights.receiver import WeightReceiver
-from streamrl.weights.sender_socket import (
-    BURST,
-    MESSAGES_PER_S,
-    REFUSED_COST,
-    Connections,
-    SenderSocket,
-)
+from streamrl.weights.sender_socket import SenderSocket
 from tests.fuzz.hostile import enveloped
 from tests.unit.weights.update_run import Generator, Run, run
 from tests.waiting import until
@@ -114,8 +108,7 @@ async def test_nobody_answers_fails_or_leaves_for_another(tmp_path, caplog):
         assert generator.has(1.0)
 
 
-async def test_a_flood_of_spoofed_messages_holds_up_nobody(tmp_path):
-    """The sender goes on dropping them while every version arrives."""
+async def test_a_flood_of_spoofed_messages_holds_up_nobody(tmp_path, caplog):
     async with run(tmp_path) as started, stranger(started.sender.address) as other:
 
         async def flood() -> None:
@@ -130,11 +123,11 @@ async def test_a_flood_of_spoofed_messages_holds_up_nobody(tmp_path):
         for version in range(1, 21):
             started.publish(version, float(version))
             await until(lambda v=version: generator.has(float(v)), deadline_s=4.0)
-        await until(lambda: started.sender.gauges()["num_ignored_messages"] > 100)
+        await until(lambda: num_refused(started) > 100)
         flooding.cancel()
         gauges = started.sender.gauges()
         assert (gauges["num_fenced"], gauges["num_failed_loads"]) == (0, 0)
-        assert gauges["num_refused_messages"] < 100
+        assert caplog.text.count("refused a message") < 20
 
 
 async def test_receivers_that_never_answer_hold_up_the_others_once(tmp_path):
@@ -155,22 +148,6 @@ async def test_receivers_that_never_answer_hold_up_the_others_once(tmp_path):
             await until(lambda v=version: generator.has(float(v)), deadline_s=4.0)
         pretending.cancel()
         assert started.sender.gauges()["num_fenced"] == 2
-
-
-def test_a_connection_that_goes_on_is_ignored_until_it_has_been_quiet(caplog):
-    now_s = 0.0
-    connections = Connections(clock=lambda: now_s)
-    for _ in range(int(BURST / REFUSED_COST)):
-        connections.refuse(b"bad", "10.0.0.9", "no message")
-    assert [connections.admits(b"bad"), connections.admits(b"good")] == [False, True]
-    for _ in range(1000):
-        connections.admits(b"bad")
-    now_s = BURST / MESSAGES_PER_S - 0.1
-    assert not connections.admits(b"bad"), "what it sent meanwhile counts"
-    now_s += BURST / MESSAGES_PER_S
-    assert connections.admits(b"bad")
-    assert (connections.num_refused, connections.num_ignored) == (8, 1002)
-    assert caplog.text.count("refused a message") == 1
 
 
 async def test_with_keys_only_those_who_have_them_are_receivers(tmp_path):
