@@ -31,13 +31,11 @@ from streamrl.curve import make_keys
 from streamrl.errors import (
     ConfigError,
     CorruptMessageError,
-    DuplicateGroupError,
     FencedError,
     LostMemoryError,
     SchemaVersionError,
     StorageError,
     TransportError,
-    UnknownLeaseError,
 )
 from streamrl.types import (
     Books,
@@ -236,30 +234,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs the right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-async def test_a_full_file_system(disk: Path, daemon: Daemon):
-    daemon.kill()
-    daemon.start(f"run.folder={disk}")
-    generator, learner = daemon.client(), daemon.client()
-    await learner.attach(0, None)
-    await lease_one(generator, "s/0", "g", 0.0)
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-    group = make_group(0, lease_id="s/0", num_response=5_000)
-    putting = asyncio.create_task(generator.put("s/0", group))
-    _, late = await asyncio.wait({putting}, timeout=1.5)
-    assert late
-    ballast.unlink()
-    await putting
-    daemon.kill()
-    daemon.start(f"run.folder={disk}")
-    assert (await learner.stats()).books.buffered == 1
-    daemon.kill()
-    await generator.close()
-    await learner.close()
 
 
 async def test_a_checkpoint_frees_a_file_system_that_groups_have_filled(disk: Path, daemon: Daemon):
@@ -513,29 +487,6 @@ async def test_a_malformed_request_is_refused_counted_and_kept(tmp_path):
         assert (await buffer.stats()).refused == {RefusalReason.MALFORMED: 2}
         kept = sorted((tmp_path / "quarantine").iterdir())
         assert [path.read_bytes() for path in kept] == [b"nonsense", foreign]
-        await buffer.close()
-
-
-async def test_a_put_without_a_right_to_it_is_refused_and_counted(tmp_path):
-    with zmq_server(tmp_path, journal=True, lease_ttl_s=0.1) as server:
-        buffer = ZmqBuffer(server.url)
-        await buffer.attach(0, None)
-        with pytest.raises(UnknownLeaseError):
-            await buffer.put("never", make_group(0))
-        await fill(buffer, "s/a")
-        with pytest.raises(DuplicateGroupError):
-            await buffer.put("s/a", make_group(0, lease_id="another"))
-        lease = await lease_one(buffer, "s/b", "g", 0.0)
-        assert lease is not None
-        async with asyncio.timeout(DEADLINE_S):
-            while not (await buffer.stats()).books.dropped:
-                await asyncio.sleep(0.02)
-        with pytest.raises(UnknownLeaseError, match="has expired"):
-            await buffer.put("s/b", make_group(1, lease_id="s/b"))
-        stats = await buffer.stats()
-        assert stats.books.dropped == {DropReason.EXPIRED: 1}
-        assert stats.refused == {RefusalReason.UNKNOWN_LEASE: 2, RefusalReason.DUPLICATE: 1}
-        assert stats.books.balanced
         await buffer.close()
 
 

@@ -9,8 +9,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,18 +18,13 @@ import numpy as np
 import pytest
 
 from buffers.connect import connect
-from buffers.journal.journal import Journal
-from buffers.journal.sqlite import SqliteStorage
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
-from buffers.zmq.client import ZmqBuffer
-from buffers.zmq.server import ZmqBufferServer
-from streamrl import wire
-from streamrl.errors import ConfigError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import DropReason, GeneratorStatus, TrajectoryGroup
 from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
+from tests.contract.test_buffers import zmq_server
 from tests.records import lease_one, make_group
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import redis_server
@@ -48,8 +41,6 @@ MANY = 3_000
 @contextlib.contextmanager
 def serving(backend: str, folder: Path, max_staleness: int) -> Iterator[str]:
     """The URL of a buffer that other processes reach."""
-    ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness)
-    state = BufferState[bytes](ledger, lease_ttl_s=TTL_S)
     match backend:
         case "redis":
             with redis_server(folder / "redis") as redis:
@@ -60,31 +51,11 @@ def serving(backend: str, folder: Path, max_staleness: int) -> Iterator[str]:
                 finally:
                     daemon.stop()
         case "zmq":
-            with serving_zmq(folder, state) as url:
-                yield url
+            ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness)
+            with zmq_server(folder, journal=True, lease_ttl_s=TTL_S, ledger=ledger) as server:
+                yield server.url
         case _:
             raise NotImplementedError(backend)
-
-
-@contextlib.contextmanager
-def serving_zmq(folder: Path, state: BufferState[bytes]) -> Iterator[str]:
-    storage = SqliteStorage(folder / "journal.sqlite", durability="process")
-    with contextlib.closing(Journal(storage, state)) as journal:
-        journal.recover({}, time.monotonic())
-        server = ZmqBufferServer(
-            state,
-            "zmq://127.0.0.1:0",
-            quarantine=folder / "quarantine",
-            open_journal=lambda _: journal,
-        )
-        stop = threading.Event()
-        thread = threading.Thread(target=server.serve, args=(stop,))
-        thread.start()
-        try:
-            yield server.url
-        finally:
-            stop.set()
-            thread.join()
 
 
 @asynccontextmanager
@@ -198,64 +169,3 @@ async def fill(buffer: TrajectoryBuffer, count: int) -> None:
             for lease in leases
         ]
         await asyncio.gather(*(buffer.put(g.group_id, g) for g in groups))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_batch_that_admission_can_never_fill_is_refused(backend: str, tmp_path: Path):
-    async with clients(backend, tmp_path, max_staleness=2) as make:
-        learner = make()
-        await learner.attach(0, None)
-        capacity = 3 * GROUPS_PER_STEP
-        with pytest.raises(ConfigError, match=r"31 groups can never fill.* admit 30") as refusal:
-            await learner.take(capacity + 1, 0, 30.0)
-        assert "buffer.max_staleness 2 and learner.groups_per_step 10" in str(refusal.value)
-        assert (await learner.take(capacity, 0, 0.05)).headers == ()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_drain_grants_what_completes_a_batch_and_no_more(backend: str, tmp_path: Path):
-    async with clients(backend, tmp_path, max_staleness=2) as make:
-        generator, learner, operator = make(), make(), make()
-        await learner.attach(0, None)
-        await fill(generator, GROUPS_PER_STEP - 1)
-        await operator.drain()
-        await operator.drain()
-        last = await lease_one(generator, "last", "g", 0.0)
-        assert last is not None
-        assert await lease_one(generator, "another", "g", 0.05) is None
-        await generator.release("last", DropReason.RELEASED)
-        again = await lease_one(generator, "again", "g", 0.0)
-        assert again is not None
-        assert again.prompt_index == last.prompt_index
-        await generator.put("again", make_group(again.prompt_index, lease_id="again"))
-        await learner.take(GROUPS_PER_STEP, 0, 10.0)
-        await learner.advance(1)
-        stats = await operator.stats()
-        assert stats.draining
-        assert (stats.books.leased, stats.books.buffered, stats.books.taken) == (0, 0, 0)
-        assert await lease_one(generator, "after", "g", 0.05) is None
-        await learner.attach(1, None)
-        assert await lease_one(generator, "after", "g", 0.0) is not None
-
-
-async def test_headers_do_not_grow_with_the_payload(tmp_path: Path):
-    """What `take` sends: a few bytes a trajectory, however long they are."""
-    sizes = {}
-    for num_response in (10, 100_000):
-        folder = tmp_path / str(num_response)
-        folder.mkdir()
-        async with clients("zmq", folder, max_staleness=2) as make:
-            generator, learner = make(), make()
-            assert isinstance(learner, ZmqBuffer)
-            await learner.attach(0, None)
-            for number in range(GROUPS_PER_STEP):
-                lease = await lease_one(generator, str(number), "g", 0.0)
-                assert lease is not None
-                group = make_group(lease.prompt_index, lease_id="x", num_response=num_response)
-                await generator.put(str(number), group)
-            headers = (await learner.take(GROUPS_PER_STEP, 0, 10.0)).headers
-            sizes[num_response] = len(wire.encode(headers))
-            assert sum(h.num_bytes for h in headers) > 20 * num_response * GROUPS_PER_STEP
-    # Only the numbers themselves take more digits: two lengths, two response lengths and a size,
-    # 4 bytes each.
-    assert sizes[100_000] - sizes[10] <= 20 * GROUPS_PER_STEP

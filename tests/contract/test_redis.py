@@ -12,11 +12,10 @@ import msgspec
 import pytest
 from redis import Redis
 
-from buffers.ledger.entries import Event, LedgerSnapshot
-from buffers.messages import AttachReply, AttachRequest
+from buffers.ledger.entries import LedgerSnapshot
 from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import RedisConnection
-from buffers.redis.journal_storage import forget, read_events, read_snapshot
+from buffers.redis.journal_storage import forget, read_snapshot
 from buffers.redis.leadership import LEASE_S
 from streamrl.cli.buffer import running
 from streamrl.errors import (
@@ -176,33 +175,6 @@ async def test_a_run_that_is_under_way_is_not_deleted_for_a_new_one(
     await running.books(given(require_none=False))
     await running.books(given(require_none=True))
     await buffer.close()
-
-
-async def test_an_attach_that_arrives_twice_gets_one_term(
-    redis: RedisServer, redis_client: Connect
-):
-    learner = redis_client(redis.url, "twice")
-    await learner.attach(0, None)
-    requests = [AttachRequest(0, None, call) for call in "aaba"]
-    replies = [(await learner._call(request, AttachReply))[0] for request in requests]
-    assert [reply.learner_term for reply in replies] == [2, 2, 3, 2]
-    assert (await learner.stats()).books.learner_term == 3
-
-
-async def test_the_events_name_the_end_of_every_group(redis: RedisServer, redis_client: Connect):
-    buffer = redis_client(redis.url, "events")
-    await buffer.attach(0, None)
-    await fill(buffer, "a", "b")
-    await lease_one(buffer, "c", "g", 0.0)
-    await buffer.release("c", DropReason.FAILED)
-    await buffer.take(2, 0, 0.0)
-    await buffer.advance(1)
-    await buffer.acknowledge(1)
-    events = [event async for event in read_events(redis.url, "events")]
-    assert [event.state for event in events if event.prompt_index == 1] == [
-        *("leased", "buffered", "taken", "trained", "acknowledged")
-    ]
-    assert Event(prompt_index=2, state="dropped", reason="failed", lease_id="c") in events
 
 
 async def test_sentinels_tell_where_the_server_is(

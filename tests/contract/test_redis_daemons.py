@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 
 from buffers.audit import audit_redis
-from buffers.journal.journal import Changes, Journal
+from buffers.journal.journal import Journal
 from buffers.ledger.state import GROUP, BufferState
 from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import Command, RedisConnection
@@ -521,20 +521,6 @@ def test_the_number_of_the_next_lease_does_not_fall(redis: RedisServer):
         journal.commit()
         assert server.hget("streamrl:{numbers}:journal", "next_number") == b"2"
     journal.close()
-
-
-def test_a_daemon_writes_nothing_once_another_has_the_run(redis: RedisServer):
-    state, storage, journal = journal_of(redis.url, "two")
-    _, _, successor = journal_of(redis.url, "two")
-    state.attach(0, None)
-    with pytest.raises(HandedOverError, match="another daemon has taken over"):
-        journal.commit()
-    nothing: Changes[bytes] = Changes(None, None, (), (), (), {}, ())
-    with pytest.raises(HandedOverError):
-        storage.commit(nothing)
-    for one in (journal, successor):
-        with contextlib.suppress(HandedOverError):
-            one.close()
 
 
 class Failover:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from buffers.audit import audit_redis
 from buffers.ledger.state import GROUP
 from buffers.redis.memory_limit import RESERVE_BYTES
 from streamrl import wire
@@ -15,10 +14,9 @@ from streamrl.errors import (
     BufferFullError,
     ConfigError,
     CorruptMessageError,
-    LedgerError,
     MessageTooLargeError,
 )
-from streamrl.types import Books, DropReason, SiblingHeader, pack
+from streamrl.types import DropReason, SiblingHeader, pack
 from tests.contract.conftest import Connect, fill, status
 from tests.records import damaged, lease_one, make_group
 from tests.redis_daemon import RedisDaemon
@@ -187,29 +185,3 @@ async def test_large_groups_pass_and_leave_nothing_behind(
     keys = [key for key in server.scan_iter("streamrl:{large}:*") if server.ttl(key) == -1]
     assert {key.rpartition(b":")[2].decode() for key in keys} == {"fence", "journal", "events"}
     server.close()
-
-
-@pytest.mark.parametrize(
-    ("books", "match"),
-    [
-        (Books(granted=3), "do not close"),
-        (Books(next_prompt_index=2**45), "next_prompt_index"),
-        (Books(open_ranges=((0, 2**30),), next_prompt_index=2**30), "granted again"),
-    ],
-)
-async def test_books_out_of_proportion_are_refused(
-    redis: RedisServer, redis_client: Connect, books: Books, match: str
-):
-    buffer = redis_client(redis.url, f"proportion {match}")
-    before = await buffer.attach(0, None)
-    with pytest.raises(LedgerError, match=match):
-        await buffer.attach(1, books)
-    assert (await buffer.stats()).books == before.books
-
-
-async def test_books_far_ahead_cost_nothing(redis: RedisServer, redis_client: Connect):
-    buffer = redis_client(redis.url, "far ahead")
-    far = 2**39
-    ahead = Books(granted=far, acknowledged=far, next_prompt_index=far)
-    assert (await buffer.attach(1, ahead)).books.next_prompt_index == far
-    assert (await audit_redis(redis.url, "far ahead")).faults == ()

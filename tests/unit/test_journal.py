@@ -318,19 +318,6 @@ JournalMachine.TestCase.settings = settings(max_examples=50, stateful_step_count
 TestJournal = JournalMachine.TestCase
 
 
-def test_what_was_not_committed_is_not_there_and_nothing_else_is_missing(tmp_path):
-    state, journal = open_journal(tmp_path)
-    state.attach(0, None)
-    fill(state, "a")
-    journal.commit()
-    before = dump(state)
-    fill(state, "b")
-    journal.close()
-    recovered, journal = open_journal(tmp_path)
-    assert dump(recovered) == before
-    journal.close()
-
-
 def test_an_older_copy_whose_leases_ended_otherwise_since_passes_the_audit(tmp_path):
     state, journal = open_journal(tmp_path)
     state.attach(0, Books())

@@ -10,7 +10,6 @@ from streamrl.errors import (
     ConfigError,
     LedgerError,
     LostMemoryError,
-    UnknownLeaseError,
 )
 from streamrl.types import (
     Books,
@@ -19,7 +18,6 @@ from streamrl.types import (
     Lease,
     LengthHistogram,
     OverduePolicy,
-    RefusalReason,
     ResponseLengths,
     SiblingHeader,
 )
@@ -61,13 +59,6 @@ def train_one_step(ledger: Ledger, learner_term: int = 1) -> list[int]:
     taken = ledger.take(ledger.groups_per_step, ledger.version, learner_term)
     ledger.advance(ledger.version + 1, learner_term)
     return [group.prompt_index for group in taken]
-
-
-def test_nothing_is_granted_before_a_learner_attached():
-    ledger = Ledger(groups_per_step=1, max_staleness=0)
-    assert ledger.lease("a", 0.0, 10.0) is None
-    ledger.attach(0)
-    assert grant(ledger, "a").prompt_index == 0
 
 
 def test_admission_stops_near_the_end_of_the_run():
@@ -144,18 +135,6 @@ def test_a_learner_brings_the_bound_of_its_checkpoint():
     assert fixed.staleness_bound == 4
 
 
-def test_an_expired_lease_gives_its_prompt_back_and_its_put_is_refused():
-    ledger = make_ledger()
-    late = grant(ledger, "late", now_s=0.0, ttl_s=10.0)
-    assert ledger.expire(9.9) == ()
-    assert ledger.expire(10.0) == ("late",)
-    assert grant(ledger, "other", now_s=11.0).prompt_index == late.prompt_index
-    with pytest.raises(UnknownLeaseError, match="late"):
-        ledger.put("late", header(late), 11.0)
-    assert ledger.books().dropped == {DropReason.EXPIRED: 1}
-    assert ledger.refused() == {RefusalReason.UNKNOWN_LEASE: 1}
-
-
 def test_a_renewed_lease_lives_on_and_a_lost_one_is_named():
     ledger = make_ledger()
     grant(ledger, "a", now_s=0.0, ttl_s=10.0)
@@ -217,13 +196,6 @@ def test_take_waits_for_a_whole_batch_and_lends_the_oldest_first():
     ledger.put("d", header(leases[3], version=0), 0.0)
     ledger.put("c", header(leases[2], version=1), 0.0)
     assert [g.prompt_index for g in ledger.take(2, 1, 1)] == [3, 2]
-
-
-def test_the_same_version_gets_the_same_loan():
-    ledger = make_ledger()
-    fill(ledger, "a", "b", "c", "d")
-    assert ledger.take(2, 0, 1) == ledger.take(2, 0, 1)
-    assert ledger.books().taken == 2
 
 
 def test_a_prefetched_batch_counts_the_version_it_will_wait_for():
@@ -345,28 +317,6 @@ def test_a_part_is_lent_beside_groups_that_are_due_later():
     assert [group.prompt_index for group in ledger.take(3, 1, 1)] == [4, 5, 0]
 
 
-def test_acknowledged_groups_are_freed_and_the_books_close():
-    ledger = make_ledger()
-    fill(ledger, *"abcd")
-    train_one_step(ledger)
-    ledger.acknowledge(1, 1)
-    ledger.acknowledge(1, 1)
-    books = ledger.books()
-    assert (books.acknowledged, books.trained, books.buffered) == (2, 0, 2)
-    assert books.balanced
-
-
-def test_a_learner_restored_to_a_checkpoint_trains_the_rest_again():
-    ledger = make_ledger(groups_per_step=1, max_staleness=3)
-    fill(ledger, *"abcd")
-    history = [train_one_step(ledger), train_one_step(ledger)]
-    ledger.acknowledge(1, 1)
-    ledger.take(1, 2, 1)
-    assert ledger.attach(1) == 2
-    assert (ledger.books().acknowledged, ledger.books().buffered) == (1, 3)
-    assert [train_one_step(ledger, learner_term=2) for _ in range(3)] == [history[1], [2], [3]]
-
-
 def test_a_blank_ledger_continues_the_account_of_a_checkpoint():
     old = make_ledger(groups_per_step=1, max_staleness=3)
     fill(old, *"abcd")
@@ -379,26 +329,6 @@ def test_a_blank_ledger_continues_the_account_of_a_checkpoint():
     assert new.books().acknowledged == 1
     assert new.books().dropped == {DropReason.FAILED: 1, DropReason.ORPHANED: 3}
     assert [grant(new, name).prompt_index for name in "fghi"] == [1, 2, 3, 5]
-
-
-def test_a_learner_that_rewinds_behind_acknowledged_groups_gets_them_generated_again():
-    ledger = make_ledger(groups_per_step=1, max_staleness=3)
-    fill(ledger, *"ab")
-    books_at_0 = ledger.books()
-    train_one_step(ledger)
-    train_one_step(ledger)
-    ledger.acknowledge(2, 1)
-    ledger.attach(0, books_at_0)
-    assert ledger.books().balanced
-    assert [grant(ledger, name).prompt_index for name in "cde"] == [0, 1, 2]
-
-
-def test_after_finish_nothing_is_granted_until_a_learner_attaches_again():
-    ledger = make_ledger()
-    ledger.finish(1)
-    assert ledger.lease("a", 0.0, 10.0) is None
-    ledger.attach(0)
-    assert grant(ledger, "a")
 
 
 def test_advance_without_a_loan_is_refused_and_may_be_repeated_with_one():
@@ -431,20 +361,6 @@ def test_a_buffer_that_lost_its_memory_does_not_call_its_learner_fenced():
     )
 
 
-def test_responses_are_counted_by_length_when_they_are_put_trained_and_dropped():
-    ledger = make_ledger(groups_per_step=1, max_staleness=0)
-    fill(ledger, "a", length=7)
-    train_one_step(ledger)
-    fill(ledger, "b", version=1, length=9)
-    lengths = ledger.entries.responses.frozen()
-    assert lengths.sampled == LengthHistogram.of([7, 7, 9, 9])
-    assert lengths.trained == LengthHistogram.of([7, 7])
-    assert lengths.dropped == {}
-    train_one_step(ledger)
-    ledger.acknowledge(2, 1)
-    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([7, 7, 9, 9])
-
-
 def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_counted():
     ledger = make_ledger(groups_per_step=1, max_staleness=2)
     slow = grant(ledger, "slow")
@@ -459,19 +375,6 @@ def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_
     assert ledger.entries.responses.frozen().dropped == {DropReason.STALE: stale}
     assert ledger.entries.responses.frozen().trained == LengthHistogram.of([3, 3, 4, 4])
     assert ledger.entries.responses.frozen().sampled.num_tokens == 2 * (3 + 4 + 5 + 90)
-
-
-def test_what_a_learner_gives_back_is_not_trained_until_it_is_trained_again():
-    ledger = make_ledger(groups_per_step=1, max_staleness=3)
-    fill(ledger, "a", length=1)
-    fill(ledger, "b", length=2)
-    train_one_step(ledger)
-    train_one_step(ledger)
-    ledger.attach(1)
-    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([1, 1])
-    train_one_step(ledger, learner_term=2)
-    assert ledger.entries.responses.frozen().trained == LengthHistogram.of([1, 1, 2, 2])
-    assert ledger.entries.responses.frozen().sampled == ledger.entries.responses.frozen().trained
 
 
 def test_a_group_that_a_learners_books_contain_was_trained():
@@ -497,29 +400,6 @@ def keep_siblings(ledger: Ledger, lease_id: str, *numbers: int, version: int = 0
             number=number, lease_id=lease_id, oldest_version=version, num_tokens=5
         )
         assert ledger.put_sibling(sibling, 0.0) is not None
-
-
-def test_a_lease_that_ends_with_kept_siblings_keeps_its_place_and_its_version():
-    ledger = make_ledger(groups_per_step=1, max_staleness=1)
-    fill(ledger, "a")
-    assert grant(ledger, "b").min_policy_version == 0
-    keep_siblings(ledger, "b", 1, 0)
-    assert train_one_step(ledger) == [0]
-    assert ledger.expire(20.0) == ("b",)
-    books = ledger.books()
-    assert (books.leased, books.in_flight, books.dropped) == (1, 1, {})
-    assert (ledger.live_leases(), ledger.entries.find("b")) == ((), None)
-    again = ledger.lease("c", 20.0, 10.0)
-    assert again == Lease(
-        lease_id="c",
-        prompt_index=1,
-        min_policy_version=0,
-        expires_at_s=30.0,
-        kept_siblings=(1, 0),
-    )
-    books = ledger.books()
-    assert (books.granted, books.leased, books.dropped) == (3, 1, {DropReason.EXPIRED: 1})
-    assert books.balanced
 
 
 def test_siblings_older_than_the_first_lease_says_are_sampled_again_and_counted_once():
@@ -573,16 +453,6 @@ def test_the_leases_of_many_machines_that_ended_are_granted_in_order_at_little_c
     assert time.thread_time() - began_s < 1.0
     assert prompts == list(range(count))
     assert ledger.books().balanced
-
-
-def test_what_nobody_holds_is_dropped_when_the_run_ends():
-    ledger = make_ledger()
-    grant(ledger, "a")
-    keep_siblings(ledger, "a", 0)
-    ledger.end_lease("a", DropReason.EXPIRED)
-    assert (ledger.books().leased, ledger.books().dropped) == (1, {})
-    ledger.finish(1)
-    assert (ledger.books().leased, ledger.books().dropped) == (0, {DropReason.EXPIRED: 1})
 
 
 def test_a_lease_that_ended_and_is_asked_for_again_gets_its_own_prompt():

@@ -1,7 +1,5 @@
 """Leases of one prompt that end without a group: what is counted, what is forgotten."""
 
-import pytest
-
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from streamrl.metrics import buffer_metrics
@@ -55,18 +53,6 @@ def retried(state: BufferState[bytes]) -> dict[int, int]:
     return {prompt.prompt_index: prompt.num_leases for prompt in state.stats(0.0).retried}
 
 
-def test_a_prompt_is_shown_from_the_third_lease_without_a_group_on():
-    state = make_state()
-    for _ in range(2):
-        release(state, 0)
-    assert retried(state) == {}
-    release(state, 0)
-    assert retried(state) == {0: 3}
-    (lease,) = state.lease(["b/0"], "g", 0.0)
-    assert lease.prompt_index == 0
-    assert retried(state) == {0: 3}
-
-
 def test_leases_that_expire_or_end_with_their_process_are_counted():
     state = make_state()
     state.lease(["s1/0"], "g", 0.0)
@@ -90,16 +76,6 @@ def test_the_most_frequent_ones_are_shown_and_the_metric_is_the_largest():
     assert [prompt.prompt_index for prompt in stats.retried] == [1, 0, 5, 4]
     assert len(stats.retried) == MAX_RETRIED
     assert buffer_metrics(stats)["buffer/max_leases_per_prompt"] == 4
-
-
-@pytest.mark.parametrize("reason", [DropReason.FAILED, DropReason.FILTERED, DropReason.MALFORMED])
-def test_a_prompt_that_is_dropped_for_good_is_forgotten(reason: DropReason):
-    state = make_state()
-    for _ in range(3):
-        release(state, 0)
-    state.lease(["b/0"], "g", 0.0)
-    state.ledger.release("b/0", reason)
-    assert retried(state) == {}
 
 
 def test_a_prompt_with_a_group_is_forgotten_also_after_a_learner_gave_the_group_back():

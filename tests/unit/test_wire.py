@@ -1,5 +1,6 @@
 """What is encoded comes back the same, and nothing else does harm."""
 
+import dataclasses
 import resource
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 
+from actors.episodes.group import unbuffered_lease
 from streamrl import wire
 from streamrl.errors import (
     CorruptMessageError,
@@ -34,6 +36,8 @@ from streamrl.types import (
 )
 from streamrl.types.packed import narrowed, widened
 from tests.records import damaged, groups, make_group, with_candidates
+from tests.unit.episodes.environments import SubAgent, Summarizing
+from tests.unit.test_generator import Run
 
 HOST = HostMemory(socket="/dev/shm/a", inode=2**40, num_bytes=3)
 
@@ -71,6 +75,24 @@ def test_a_packed_group_is_the_group_and_has_its_header(group):
     assert_same(group, packed.group())
     assert packed.header(7) == GroupHeader.of(group, num_bytes=7)
     assert wire.encode(pack(packed.group())) == message
+
+
+@pytest.mark.parametrize("environment", [Summarizing, SubAgent])
+async def test_episodes_of_several_segments_are_packed_as_they_were_sampled(environment):
+    runner = dataclasses.replace(Run().runner, make_environment=environment)
+    group = await runner.run(unbuffered_lease("a", 0))
+    assert len(group.trajectories) > 2
+    assert all(trajectory.turns for trajectory in group.trajectories)
+    packed = wire.decode(wire.encode(pack(group)), PackedGroup)
+    assert_same(group, packed.group())
+    assert packed.header(7) == GroupHeader.of(group, num_bytes=7)
+
+
+def test_headers_do_not_grow_with_the_payload():
+    """Only the numbers themselves take more digits: two lengths and two response lengths."""
+    headers = (GroupHeader.of(make_group(0, num_response=length)) for length in (10, 100_000))
+    short, long = (len(wire.encode(header)) for header in headers)
+    assert long - short <= 4 * 4
 
 
 @pytest.mark.parametrize(
