@@ -1,5 +1,7 @@
 """Hypothesis strategies and plain makers of StreamRL's records."""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import msgspec
 import numpy as np
@@ -8,6 +10,7 @@ from streamrl.interfaces import GeneratorBuffer
 from streamrl.samples.record import Message, Sample
 from streamrl.types import (
     FinishReason,
+    GroupHeader,
     Lease,
     RoutedExperts,
     TokenSets,
@@ -88,6 +91,21 @@ def make_group(
         environment="test",
         trajectories=tuple(make_trajectory(seed=i, **kwargs) for i in range(size)),
     )
+
+
+def make_header(lease: Lease, version: int = 0, **changes: Any) -> GroupHeader:
+    """Of a group for the lease."""
+    fields = {
+        "group_id": f"group of {lease.lease_id}",
+        "prompt_index": lease.prompt_index,
+        "environment": "test",
+        "oldest_version": version,
+        "newest_version": version,
+        "lengths": (3,),
+        "response_lengths": (2, 2),
+        "rewards": (1.0,),
+    }
+    return GroupHeader(**{**fields, **changes})
 
 
 def with_candidates(group: TrajectoryGroup, mask_size: int, num_top: int) -> TrajectoryGroup:

@@ -198,23 +198,18 @@ class ResponseCounter:
 
 class _Outcome:
     def __init__(self, known: LengthHistogram) -> None:
-        self._counts = dict(known.counts)
+        self._counts = Counter(known.counts)
         self._num_tokens = known.num_tokens
 
-    def add(self, lengths: Sequence[int]) -> None:
-        counts = self._counts
+    def add(self, lengths: Sequence[int], sign: int = 1) -> None:
+        """With a `sign` of -1, take away what was added before."""
         for length in map(rounded_length, lengths):
-            counts[length] = counts.get(length, 0) + 1
-        self._num_tokens += sum(lengths)
-
-    def remove(self, lengths: Sequence[int]) -> None:
-        """`lengths` were added before."""
-        removed = LengthHistogram.of(lengths).rounded()
-        left = LengthHistogram(self._counts, self._num_tokens) - removed
-        self._counts, self._num_tokens = left.counts, left.num_tokens
+            self._counts[length] += sign
+        self._num_tokens += sign * sum(lengths)
 
     def frozen(self) -> LengthHistogram:
-        return LengthHistogram({**self._counts}, self._num_tokens)
+        counts = {length: count for length, count in self._counts.items() if count}
+        return LengthHistogram(counts, self._num_tokens)
 
 
 # A lease reasserted that leaves more prompts than this free is invalid; no buffer forgets so many.
@@ -393,7 +388,7 @@ class Entries:
             entry.siblings, entry.payloads = (), {}
         elif entry.state is State.TRAINED:
             # After the version that a learner attached with.
-            self.responses.trained.remove(lengths)
+            self.responses.trained.add(lengths, -1)
         if state is State.TRAINED:
             self.responses.trained.add(lengths)
         self.columns.remove(entry)

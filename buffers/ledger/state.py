@@ -154,23 +154,16 @@ class GeneratorRegistry:
             )
         return known is not None and status.session in known.replaced
 
-    def session_before(self, status: GeneratorStatus) -> str | None:
-        """The session that this one replaces, if it is a new one of its generator."""
-        known = self._reports.get(status.generator_id)
-        if known is None or status.session in (known.status.session, *known.replaced):
-            return None
-        return known.status.session
-
     def update(self, status: GeneratorStatus, now_s: float) -> str | None:
-        """Store the report; returns the session that it replaces, if there is one."""
-        known, older = self._reports.get(status.generator_id), self.session_before(status)
-        replaced = known.replaced if known else ()
-        if older is not None:
+        """Store the report, which is not fenced; returns the session that it replaces, if any."""
+        known = self._reports.get(status.generator_id)
+        replaced, older = (known.replaced, known.status.session) if known else ((), status.session)
+        if older != status.session:
             replaced = (*replaced, older)[-MAX_REPLACED:]
         report = _Report(replace(status, held=()), now_s, replaced)
         self._reports[status.generator_id] = report
         self._last_heartbeat_s = now_s
-        return older
+        return None if older == status.session else older
 
     def remove(self, generator_id: str) -> None:
         self._reports.pop(generator_id, None)
@@ -269,6 +262,8 @@ class BufferState(Generic[Payload]):
         self.incarnation = uuid.uuid4().hex
         self.on_sibling: Callable[[int], None] = lambda _: None
         """Called with the prompt of each sibling that is taken in."""
+        self.on_session_end: Callable[[str, str], None] = lambda *_: None
+        """Called with a generator and its session whose leases have ended."""
         self.registry = GeneratorRegistry()
         self.refusal = ""
         self._learner_terms: dict[str, int] = {}
@@ -320,7 +315,7 @@ class BufferState(Generic[Payload]):
         """
         is_fenced = self.registry.fences(status)
         if is_fenced:
-            self._end_session(status.session, DropReason.EXPIRED)
+            self._end_session(status.generator_id, status.session, DropReason.EXPIRED)
         else:
             self._register(status, now_s)
         return HeartbeatReply(
@@ -502,14 +497,15 @@ class BufferState(Generic[Payload]):
         for lease in status.held:
             self.ledger.reassert(lease, now_s, self.lease_ttl_s)
         if (older := self.registry.update(status, now_s)) is not None:
-            self._end_session(older, DropReason.EXPIRED)
+            self._end_session(status.generator_id, older, DropReason.EXPIRED)
         if status.is_leaving:
-            self._end_session(status.session, DropReason.RELEASED)
+            self._end_session(status.generator_id, status.session, DropReason.RELEASED)
             self.registry.remove(status.generator_id)
 
-    def _end_session(self, session: str, reason: DropReason) -> None:
+    def _end_session(self, generator_id: str, session: str, reason: DropReason) -> None:
         for lease_id in self.ledger.entries.columns.leases_of(session):
             self.ledger.end_lease(lease_id, reason)
+        self.on_session_end(generator_id, session)
 
     def _wait_due_s(self, now_s: float) -> float:
         """How long the batch at hand has waited for groups that are due, others being finished."""

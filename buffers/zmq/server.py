@@ -284,6 +284,7 @@ class ZmqBufferServer:
         self._on_stats, self._stats_s = on_stats, clock()
         self._needed_s = clock()
         self._pending_requests = PendingRequests()
+        state.on_session_end = self._pending_requests.forget_leases
         self._context = zmq.Context()
         has_new_key = stores_elsewhere and not is_loopback(url)
         self._stores_elsewhere = stores_elsewhere
@@ -441,11 +442,6 @@ class ZmqBufferServer:
             case m.PutSiblingRequest():
                 self._require_space()
                 return request.apply(self._state, self._clock(), self._sibling(frames))
-            case m.HeartbeatRequest(status):
-                if (before := self._state.registry.session_before(status)) is not None:
-                    self._pending_requests.forget_leases(status.generator_id, before)
-                if status.is_leaving:
-                    self._pending_requests.forget_leases(status.generator_id, status.session)
         return request.apply(self._state, self._clock())
 
     def _attempt(self, request: m.LeaseRequest | m.TakeRequest) -> m.Answer | None:

@@ -31,7 +31,6 @@ from streamrl.curve import make_keys
 from streamrl.errors import (
     ConfigError,
     CorruptMessageError,
-    FencedError,
     LostMemoryError,
     SchemaVersionError,
     StorageError,
@@ -346,19 +345,6 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     assert audit_journal(journal_path(daemon.run)).faults == ()
     await generator.close()
     await learner.close()
-
-
-async def test_a_fenced_learner_stays_fenced_by_a_buffer_that_was_killed(daemon: Daemon):
-    old, new = daemon.client(), daemon.client()
-    await old.attach(0, None)
-    await new.attach(0, None)
-    daemon.kill()
-    daemon.start()
-    with pytest.raises(FencedError, match="term 2 took over"):
-        await old.take(2, 0, 1.0)
-    assert (await new.take(2, 0, 0.0)).headers == ()
-    await old.close()
-    await new.close()
 
 
 async def test_a_learner_hears_that_a_buffer_has_lost_everything(daemon: Daemon):

@@ -34,6 +34,7 @@ from streamrl.types import (
     SchedulingState,
     SiblingHeader,
 )
+from tests.records import make_header
 
 TTL_S = 10.0
 # The machine syncs a file with every call; what that survives is not what it tests.
@@ -56,17 +57,8 @@ def open_journal(
 
 
 def header(lease: Lease, version: int) -> GroupHeader:
-    return GroupHeader(
-        group_id=lease.lease_id,
-        prompt_index=lease.prompt_index,
-        environment="test",
-        oldest_version=version,
-        newest_version=version,
-        lengths=(3,),
-        response_lengths=(lease.prompt_index, 20),
-        rewards=(1.0,),
-        num_bytes=5,
-    )
+    lengths = (lease.prompt_index, 20)
+    return make_header(lease, version, response_lengths=lengths, num_bytes=5)
 
 
 def put(state: BufferState[bytes], lease: Lease, version: int, now_s: float = 0.0) -> None:
@@ -264,7 +256,7 @@ class JournalMachine(RuleBasedStateMachine):
             if self.state.take(
                 ledger.groups_per_step, ledger.version, ledger.learner_term, self.now_s
             ):
-                self.state.ledger.advance(ledger.version + 1, ledger.learner_term)
+                ledger.advance(ledger.version + 1, ledger.learner_term, steered_bound=step)
         self._die_and_come_back()
 
     @rule()
@@ -402,20 +394,6 @@ def test_before_a_learner_attaches_the_run_ends_where_its_settings_say(tmp_path)
     journal.close()
     state, journal = open_journal(tmp_path, final_version=5)
     assert (state.ledger.draining, state.ledger.final_version) == (True, 5)
-    journal.close()
-
-
-def test_a_steered_bound_outlasts_the_buffer(tmp_path):
-    bounds = {"max_staleness": 4, "min_staleness": 1}
-    state, journal = open_journal(tmp_path, **bounds)
-    term = state.attach(0, None)
-    fill(state, "a", "b")
-    state.take(2, 0, term, 0.0)
-    state.ledger.advance(1, term, steered_bound=3)
-    journal.commit()
-    journal.close()
-    state, journal = open_journal(tmp_path, **bounds)
-    assert (state.stats(0.0).staleness_bound, state.stats(0.0).capacity) == (3, 8)
     journal.close()
 
 

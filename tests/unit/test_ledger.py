@@ -14,34 +14,19 @@ from streamrl.errors import (
 from streamrl.types import (
     Books,
     DropReason,
-    GroupHeader,
     Lease,
     LengthHistogram,
     OverduePolicy,
     ResponseLengths,
     SiblingHeader,
 )
+from tests.records import make_header
 
 
 def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: Any) -> Ledger:
     ledger = Ledger(groups_per_step=groups_per_step, max_staleness=max_staleness, **kwargs)
     ledger.attach(0)
     return ledger
-
-
-def header(
-    lease: Lease, version: int = 0, group_id: str | None = None, length: int = 2
-) -> GroupHeader:
-    return GroupHeader(
-        group_id=group_id or f"group of {lease.lease_id}",
-        prompt_index=lease.prompt_index,
-        environment="test",
-        oldest_version=version,
-        newest_version=version,
-        lengths=(3,),
-        response_lengths=(length, length),
-        rewards=(1.0,),
-    )
 
 
 def grant(ledger: Ledger, lease_id: str, now_s: float = 0.0, ttl_s: float = 10.0) -> Lease:
@@ -52,7 +37,9 @@ def grant(ledger: Ledger, lease_id: str, now_s: float = 0.0, ttl_s: float = 10.0
 
 def fill(ledger: Ledger, *lease_ids: str, version: int = 0, length: int = 2) -> None:
     for lease_id in lease_ids:
-        ledger.put(lease_id, header(grant(ledger, lease_id), version, length=length), 0.0)
+        lengths = (length, length)
+        header = make_header(grant(ledger, lease_id), version, response_lengths=lengths)
+        ledger.put(lease_id, header, 0.0)
 
 
 def train_one_step(ledger: Ledger, learner_term: int = 1) -> list[int]:
@@ -156,25 +143,6 @@ def test_a_renewal_costs_the_same_however_often_a_lease_was_renewed():
     assert ledger.expire(299.0) == ("s/0",)
 
 
-def test_the_leases_of_a_session_are_those_that_are_live():
-    ledger = make_ledger(groups_per_step=4)
-    ledger.attach(0)
-    for lease_id in ("a/0", "b/0", "a/1", "a/2"):
-        grant(ledger, lease_id)
-    fill(ledger, "a/1")
-    assert ledger.entries.columns.leases_of("a") == ("a/0", "a/2")
-    ledger.release("a/0", DropReason.RELEASED)
-    assert (ledger.entries.columns.leases_of("a"), ledger.entries.columns.leases_of("b")) == (
-        ("a/2",),
-        ("b/0",),
-    )
-    ledger.expire(10.0)
-    assert (ledger.entries.columns.leases_of("a"), ledger.entries.columns.leases_of("c")) == (
-        (),
-        (),
-    )
-
-
 @pytest.mark.parametrize("reason", DropReason)
 def test_a_released_lease_returns_its_prompt_or_ends_it_by_its_reason(reason):
     ledger = make_ledger()
@@ -188,13 +156,13 @@ def test_a_released_lease_returns_its_prompt_or_ends_it_by_its_reason(reason):
 def test_take_waits_for_a_whole_batch_and_lends_the_oldest_first():
     ledger = make_ledger(groups_per_step=2, max_staleness=3)
     leases = [grant(ledger, name) for name in "abcd"]
-    ledger.put("a", header(leases[0], version=0), 0.0)
+    ledger.put("a", make_header(leases[0], version=0), 0.0)
     assert ledger.take(2, 0, 1) == ()
-    ledger.put("b", header(leases[1]), 0.0)
+    ledger.put("b", make_header(leases[1]), 0.0)
     assert [g.prompt_index for g in ledger.take(2, 0, 1)] == [0, 1]
     ledger.advance(1, 1)
-    ledger.put("d", header(leases[3], version=0), 0.0)
-    ledger.put("c", header(leases[2], version=1), 0.0)
+    ledger.put("d", make_header(leases[3], version=0), 0.0)
+    ledger.put("c", make_header(leases[2], version=1), 0.0)
     assert [g.prompt_index for g in ledger.take(2, 1, 1)] == [3, 2]
 
 
@@ -222,7 +190,7 @@ def test_what_became_too_stale_is_evicted_with_the_reason():
     for _ in range(2):
         fill(ledger, f"quick {ledger.version}", version=ledger.version)
         train_one_step(ledger)
-    assert not ledger.put("slow", header(slow, version=0), 0.0)
+    assert not ledger.put("slow", make_header(slow, version=0), 0.0)
     assert ledger.books().dropped == {DropReason.STALE: 1}
 
 
@@ -292,7 +260,7 @@ def test_an_overdue_group_is_trained_as_old_as_it_is():
     for number in range(3):
         train_one_step(ledger)
         fill(ledger, f"quicker {number}", version=ledger.version)
-    assert ledger.put("slow", header(slow, version=0), 0.0)
+    assert ledger.put("slow", make_header(slow, version=0), 0.0)
     assert ledger.version - slow.min_policy_version > ledger.max_staleness
     assert train_one_step(ledger) == [slow.prompt_index]
 
@@ -313,7 +281,7 @@ def test_a_part_is_lent_beside_groups_that_are_due_later():
     fill(ledger, "d", "e", "f", version=1)
     assert [group.prompt_index for group in ledger.take(3, 1, 1, num_held=0)] == [4, 5]
     assert ledger.awaited()[0].prompt_index == slow.prompt_index
-    ledger.put("slow", header(slow), 0.0)
+    ledger.put("slow", make_header(slow), 0.0)
     assert [group.prompt_index for group in ledger.take(3, 1, 1)] == [4, 5, 0]
 
 
@@ -369,7 +337,7 @@ def test_the_lengths_of_what_is_dropped_as_it_is_put_and_of_what_is_evicted_are_
     fill(ledger, "b", version=-1, length=4)
     fill(ledger, "c", version=-1, length=5)
     train_one_step(ledger)
-    assert not ledger.put("slow", header(slow, version=-1, length=90), 0.0)
+    assert not ledger.put("slow", make_header(slow, version=-1, response_lengths=(90, 90)), 0.0)
     ledger.release(grant(ledger, "failed").lease_id, DropReason.FAILED)
     stale = LengthHistogram.of([5, 5, 90, 90]).rounded()
     assert ledger.entries.responses.frozen().dropped == {DropReason.STALE: stale}
@@ -437,7 +405,7 @@ def test_a_batch_waits_for_a_due_group_that_nobody_holds_and_an_asked_for_one_is
     fill(ledger, "d", version=1)
     assert ledger.take(1, 1, 1) == ()
     assert [entry.lease_id for entry in ledger.awaited()] == ["c"]
-    ledger.put("c", header(again), 0.0)
+    ledger.put("c", make_header(again), 0.0)
     assert [taken.prompt_index for taken in ledger.take(1, 1, 1)] == [0]
 
 

@@ -25,7 +25,7 @@ from streamrl.types import (
     OverduePolicy,
     SiblingHeader,
 )
-from tests.records import make_group
+from tests.records import make_group, make_header
 
 TTL_S = 10.0
 ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED, DropReason.UNIFORM)
@@ -99,16 +99,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: Lease, oldest: int, newest: int = -1) -> None:
         # Weights of a lost history: a generator samples from none that are older than its lease.
         self.has_lost_history |= oldest < lease.min_policy_version
-        header = GroupHeader(
-            group_id=lease.lease_id,
-            prompt_index=lease.prompt_index,
-            environment="test",
-            oldest_version=oldest,
-            newest_version=max(oldest, newest),
-            lengths=(1,),
-            response_lengths=(oldest, 17),
-            rewards=(0.0,),
-        )
+        versions = {"newest_version": max(oldest, newest), "response_lengths": (oldest, 17)}
+        header = make_header(lease, oldest, **versions)
         if self.ledger.put(lease.lease_id, header, self.now_s):
             self.ledger.entries.hold(lease.prompt_index, GROUP, lease.lease_id, 7)
 

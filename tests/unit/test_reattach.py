@@ -6,7 +6,8 @@ import pytest
 
 from buffers.ledger.ledger import Ledger
 from learners.session import books_with
-from streamrl.types import Books, DropReason, GroupHeader, Lease, ranges_of
+from streamrl.types import Books, DropReason, Lease, ranges_of
+from tests.records import make_header
 
 
 def test_books_with_a_step_that_the_buffer_did_not_record():
@@ -78,17 +79,7 @@ def test_a_lease_asserted_on_a_prompt_that_another_one_holds_is_lost():
 def _put(ledger: Ledger, name: str, oldest_version: int) -> None:
     lease = ledger.lease(name, 0.0, 10.0)
     assert lease is not None
-    header = GroupHeader(
-        group_id=name,
-        prompt_index=lease.prompt_index,
-        environment="test",
-        oldest_version=oldest_version,
-        newest_version=oldest_version,
-        lengths=(1,),
-        response_lengths=(1,),
-        rewards=(0.0,),
-    )
-    ledger.put(name, header, 0.0)
+    ledger.put(name, make_header(lease, oldest_version), 0.0)
 
 
 @pytest.mark.parametrize("has_attached", [False, True])

@@ -7,10 +7,10 @@ from streamrl.types import (
     MAX_RETRIED,
     DropReason,
     GeneratorStatus,
-    GroupHeader,
     RetriedPrompt,
     replace,
 )
+from tests.records import make_header
 
 TTL_S = 10.0
 
@@ -35,18 +35,8 @@ def release(state: BufferState[bytes], *prompt_indices: int) -> None:
 def put(state: BufferState[bytes], *prompt_indices: int) -> None:
     for prompt_index in prompt_indices:
         (lease,) = state.lease([f"p/{prompt_index}"], "g", 0.0)
-        header = GroupHeader(
-            group_id=lease.lease_id,
-            prompt_index=lease.prompt_index,
-            environment="test",
-            oldest_version=0,
-            newest_version=0,
-            lengths=(3,),
-            response_lengths=(2,),
-            rewards=(1.0,),
-        )
         assert lease.prompt_index == prompt_index
-        state.put(lease.lease_id, header, b"", 0.0)
+        state.put(lease.lease_id, make_header(lease), b"", 0.0)
 
 
 def retried(state: BufferState[bytes]) -> dict[int, int]:
