@@ -7,9 +7,8 @@ repeat the ledger's mistakes; then it compares its sums with the ledger's snapsh
 died makes groups wait again (taken or trained, then buffered); one that resumes from a checkpoint
 may free what steps after that checkpoint ended.
 
-`EventLengths`: the lengths of responses by outcome, summed from events. Sampled = trained + dropped
-+ waiting, as a ledger counts them, but without rounding and without a ledger. What a learner's
-history lost and made again counts each time.
+The lengths of responses are summed by outcome: sampled = trained + dropped + waiting, as a ledger
+counts them, but without rounding. What a learner's history lost and made again counts each time.
 """
 
 import sqlite3
@@ -33,45 +32,6 @@ from streamrl.types import (
     ResponseLengths,
     length_distance,
 )
-
-
-class EventLengths:
-    """Follows the events of each prompt, in their order."""
-
-    def __init__(self) -> None:
-        self._sampled: Counter[int] = Counter()
-        self._trained: Counter[int] = Counter()
-        self._dropped: defaultdict[DropReason, Counter[int]] = defaultdict(Counter)
-        self._waiting: dict[int, tuple[int, ...]] = {}
-        self._trained_last: set[int] = set()
-
-    def add(self, event: Event) -> None:
-        self._sampled.update(event.response_lengths)
-        self._trained_last.discard(event.prompt_index)
-        lengths = event.response_lengths or self._waiting.get(event.prompt_index, ())
-        if not lengths:
-            return
-        match event.state:
-            case "acknowledged":
-                self._trained.update(lengths)
-            case "dropped" if event.reason in list(DropReason):
-                self._dropped[DropReason(event.reason)].update(lengths)
-            case "trained":
-                self._trained_last.add(event.prompt_index)
-        if event.state in ("acknowledged", "dropped"):
-            self._waiting.pop(event.prompt_index, None)
-        else:
-            self._waiting[event.prompt_index] = lengths
-
-    def by_outcome(self) -> ResponseLengths:
-        """What is trained and waits for its checkpoint counts as trained."""
-        trained = self._trained.copy()
-        for prompt_index in self._trained_last:
-            trained.update(self._waiting[prompt_index])
-        dropped = {why: LengthHistogram.of(counts) for why, counts in self._dropped.items()}
-        return ResponseLengths(
-            LengthHistogram.of(self._sampled), LengthHistogram.of(trained), dropped
-        )
 
 
 def length_findings(lengths: ResponseLengths) -> Iterator[str]:
@@ -111,13 +71,15 @@ _FOLLOWS = {
 class PromptState(Struct, frozen=True):
     """A prompt after its last event; `is_free` means that it may be granted.
 
-    `by_books`: a learner's books have decided that it is finished, not a training here.
+    `by_books`: a learner's books have decided that it is finished, not a training here. `lengths`
+    are those of the responses that wait in it.
     """
 
     state: str = ""
     lease_id: str = ""
     is_free: bool = True
     by_books: bool = False
+    lengths: tuple[int, ...] = ()
 
     @property
     def is_acknowledged(self) -> bool:
@@ -175,11 +137,12 @@ async def audit_redis(url: str, run: str) -> EventAudit:
 
 def audit(events: Iterable[Event]) -> EventAudit:
     """Follow every event; their order matters within a prompt, and where books are adopted."""
-    granted, ended, retried = 0, Counter[str](), Counter[int]()
+    ended, retried = Counter[str](), Counter[int]()
+    sampled, trained = Counter[int](), Counter[int]()
+    dropped: defaultdict[DropReason, Counter[int]] = defaultdict(Counter)
     prompts: dict[int, PromptState] = {}
     contained: list[tuple[int, int]] = []
-    following = num_reopened = 0
-    lengths = EventLengths()
+    granted = following = num_reopened = 0
     faults: list[str] = []
     for event in events:
         prompt = prompts.get(event.prompt_index, PromptState())
@@ -188,7 +151,12 @@ def audit(events: Iterable[Event]) -> EventAudit:
         if event.reason == BY_BOOKS and event.prompt_index > following:
             contained.append((following, event.prompt_index))
         following = max(following, event.prompt_index + 1)
-        lengths.add(event)
+        lengths = event.response_lengths or prompt.lengths
+        sampled.update(event.response_lengths)
+        if event.state == "acknowledged":
+            trained.update(lengths)
+        elif lengths and event.state == "dropped" and event.reason in list(DropReason):
+            dropped[DropReason(event.reason)].update(lengths)
         granted += event.state == "leased"
         if ends_without_group(event):
             retried[event.prompt_index] += 1
@@ -200,7 +168,11 @@ def audit(events: Iterable[Event]) -> EventAudit:
             event.lease_id,
             is_free=event.frees_prompt,
             by_books=event.reason == BY_BOOKS,
+            lengths=() if event.state in _ENDED else lengths,
         )
+    for prompt in prompts.values():
+        # It waits for its checkpoint.
+        trained.update(prompt.lengths if prompt.state == "trained" else ())
     result = EventAudit(
         granted=granted,
         ended=ended,
@@ -208,7 +180,11 @@ def audit(events: Iterable[Event]) -> EventAudit:
         num_reopened=num_reopened,
         prompts=prompts,
         contained=tuple(contained),
-        lengths=lengths.by_outcome(),
+        lengths=ResponseLengths(
+            LengthHistogram.of(sampled),
+            LengthHistogram.of(trained),
+            {reason: LengthHistogram.of(counts) for reason, counts in dropped.items()},
+        ),
         faults=tuple(faults),
     )
     return _with_faults(result, _sum_faults(result))

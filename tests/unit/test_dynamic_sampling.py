@@ -12,7 +12,8 @@ from hypothesis import given
 
 from actors.dynamic_sampling import UniformFilter
 from actors.episodes.group import first_finished, first_of_each, unbuffered_lease
-from buffers.audit import EventLengths
+from buffers.audit import audit
+from buffers.ledger.entries import Event
 from streamrl.config.algorithm.settings import AlgorithmSettings
 from streamrl.config.generator import OversampleSettings
 from streamrl.config.loading.load import load_config
@@ -116,8 +117,8 @@ async def test_the_prompts_that_follow_are_sampled_in_their_place_and_lengths_ar
     run = Run()
     with_dynamic_sampling(run)
     run.runner = replace(run.runner, reward=OddAreAlike())
-    lengths = EventLengths()
-    run.state.ledger.entries.subscribers.append(lengths.add)
+    events: list[Event] = []
+    run.state.ledger.entries.subscribers.append(events.append)
     await run.learner.attach(0, None)
     async with run.generating():
         trained = []
@@ -135,7 +136,7 @@ async def test_the_prompts_that_follow_are_sampled_in_their_place_and_lengths_ar
     counted = (await run.learner.stats()).lengths
     assert counted.dropped_because(DropReason.UNIFORM).num_responses == 2 * num_left_out
     assert counted.sampled.num_responses == 2 * (num_left_out + 6 + run.books.buffered)
-    audited = lengths.by_outcome()
+    audited = audit(events).lengths
     assert audited.sampled.rounded() == counted.sampled
     assert audited.dropped[DropReason.UNIFORM].rounded() == counted.dropped[DropReason.UNIFORM]
 
