@@ -3,20 +3,11 @@
 Invariant: the books close after every method here, because an entry enters and leaves a column in
 one place each, and `subscribers` are called there. `Ledger` decides; this module counts.
 
-`Entry` is one open prompt. `Event` is one transition of one lease, as a backend keeps it for an
-audit: the events of a prompt are in the order in which they happened; replayed, they give its
-present column. `buffered` after `taken` or `trained` is a group that was given back when a learner
+The events of a prompt are in the order in which they happened; replayed, they give its present
+column. `buffered` after `taken` or `trained` is a group that was given back when a learner
 attached. `lease_id` is empty where a learner's books decided instead of a lease: "dropped"
 (orphaned) then means that the prompt is free again, whatever its earlier events are;
 "acknowledged" that a checkpoint contains it, and all prompts before it that have no event yet.
-
-`Columns`: how many entries each state has, which versions may sample the leased, and which have
-sampled the buffered. An entry is added when it enters a state and removed before it leaves it, so
-each is counted once.
-
-`ResponseCounter`: the lengths of responses by outcome. Sampled = trained + dropped + those of the
-groups that the ledger holds and that are not trained. Lengths are rounded, so the counts stay few
-however many responses there are.
 
 Two orders over the entries, the ready queue and the leases by expiry: every BUFFERED entry is in
 the ready queue, every LEASED one in the expiries. Entries of other states may remain in the heaps
@@ -112,7 +103,9 @@ BY_BOOKS = "books"
 
 
 class Event(Struct, frozen=True):
-    """`state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
+    """One transition of one lease, as a backend keeps it for an audit.
+
+    `state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
 
     "acknowledged" has the reason BY_BOOKS where the group was not trained here. The transition
     that a put causes, to buffered or dropped, has the `response_lengths` of the group; others ().
@@ -131,7 +124,8 @@ class Event(Struct, frozen=True):
 
 
 class Columns:
-    """`leased_versions` counts the leased entries by `min_policy_version`; not to be changed."""
+    """How many entries each state has, which versions may sample the leased, and which have sampled
+    the buffered. An entry is added when it enters a state and removed before it leaves it."""
 
     def __init__(self) -> None:
         self._counts: Counter[State] = Counter()
@@ -177,7 +171,9 @@ def _count_down(versions: Counter[int], version: int) -> None:
 
 
 class ResponseCounter:
-    """Counts since the buffer's first start; a journal restores them."""
+    """The lengths of responses by outcome since the buffer's first start: sampled = trained +
+    dropped + those of the groups that the ledger holds and that are not trained. They are rounded,
+    so the counts stay few however many responses there are."""
 
     def __init__(self) -> None:
         self.restore(ResponseLengths())

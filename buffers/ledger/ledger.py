@@ -24,22 +24,11 @@ others were freed meanwhile, is dropped as abandoned.
 
 Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness.
 
-Admission: how many leases may be open, and which versions may sample the next one.
-
-A group that is trained in order is trained at its version plus the groups in flight before it,
-divided by `groups_per_step`; admission bounds them so that it is not too old by then.
-
 The learner may steer admission by a bound of its own between `min_staleness` and `max_staleness`.
 It decides about new leases alone: how many there may be, and how new their weights must be. When a
 group is due, stale or abandoned is decided by `max_staleness`, which never changes, so whatever is
 said below of groups in flight holds of those that were admitted under any bound: a lower bound only
 makes leases fewer and their versions newer.
-
-The fence: a call of a learner is refused unless its term is the ledger's.
-
-Batches: which finished groups are lent for the next step, which are too far from it, and which
-version trained them: these are exactly the ledger's TAKEN and TRAINED entries, each under the
-version that the entry has.
 
 Under `overdue: train` and `drop` a batch is lent as soon as enough groups are finished, the oldest
 first; `drop` evicts what is too old, `train` nothing. Under `wait` a batch leaves no due group
@@ -131,16 +120,6 @@ from streamrl.types import (
 )
 
 
-def require_capacity(num_groups: int, max_staleness: int, groups_per_step: int) -> None:
-    """Refuse a batch that admission can never fill."""
-    capacity = admission_capacity(max_staleness, groups_per_step)
-    if num_groups > capacity:
-        raise ConfigError(
-            f"a batch of {num_groups} groups can never fill: buffer.max_staleness {max_staleness} "
-            f"and learner.groups_per_step {groups_per_step} admit {capacity}"
-        )
-
-
 def require_learner_term(learner_term: int, current: int) -> None:
     """Refuse a learner of another term than the `current` one.
 
@@ -155,7 +134,8 @@ def require_learner_term(learner_term: int, current: int) -> None:
 
 
 class Batches:
-    """The batches of one ledger, from its ready queue to what was trained, by version."""
+    """What is finished, lent and trained: the ledger's BUFFERED entries in order, and the TAKEN and
+    TRAINED ones under the version that each has."""
 
     def __init__(
         self, entries: Entries, groups_per_step: int, max_staleness: int, overdue: OverduePolicy
@@ -179,7 +159,13 @@ class Batches:
                 raise LedgerError(
                     f"take for version {version}; the next to be trained is {following}"
                 )
-            require_capacity(num_groups, self._max_staleness, self._groups_per_step)
+            capacity = admission_capacity(self._max_staleness, self._groups_per_step)
+            if num_groups > capacity:
+                raise ConfigError(
+                    f"a batch of {num_groups} groups can never fill: buffer.max_staleness "
+                    f"{self._max_staleness} and learner.groups_per_step {self._groups_per_step} "
+                    f"admit {capacity}"
+                )
             self.evict(version)
             self._drop_abandoned(num_missing, version)
             num_lendable = self._num_lendable(num_missing, version)
@@ -351,7 +337,8 @@ class Ledger:
             if self.entries.vacant:
                 entry = self.entries.grant_vacant(lease_id, now_s + ttl_s)
             else:
-                oldest = self._min_policy_version()
+                trained_at = self.version + self.entries.in_flight // self.groups_per_step
+                oldest = max(0, trained_at - self.staleness_bound)
                 entry = self.entries.grant(lease_id, oldest, now_s + ttl_s)
             self._expiries.add(entry)
         return lease_of(entry)
@@ -446,20 +433,17 @@ class Ledger:
     def end_lease(self, lease_id: str, reason: DropReason) -> None:
         """The holder of this lease is gone. With siblings its place is kept for another;
         without, its prompt is granted again."""
-        entry = self.entries.find(lease_id)
-        if entry is not None and entry.state is State.LEASED:
+        if entry := self._leased(lease_id):
             self._end(entry, reason)
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
         """End a lease without a group; unknown or already filled leases are left as they are."""
-        entry = self.entries.find(lease_id)
-        if entry is not None and entry.state is State.LEASED:
+        if entry := self._leased(lease_id):
             self.entries.drop(entry, reason, lengths)
 
     def refuse_malformed(self, lease_id: str) -> None:
         """Drop and count the prompt of a lease whose put could not be decoded."""
-        entry = self.entries.find(lease_id)
-        if entry is not None and entry.state is State.LEASED:
+        if entry := self._leased(lease_id):
             self.entries.drop(entry, DropReason.MALFORMED)
         else:
             self.refuse(RefusalReason.MALFORMED)
@@ -603,6 +587,10 @@ class Ledger:
         # got whole since: the step over the whole would count as one over the part.
         self._batches.give_back_parts()
 
+    def _leased(self, lease_id: str) -> Entry | None:
+        entry = self.entries.find(lease_id)
+        return entry if entry is not None and entry.state is State.LEASED else None
+
     def _end(self, entry: Entry, reason: DropReason) -> None:
         may_go_on = entry.min_policy_version <= self.version and not self.finished
         if entry.siblings and may_go_on:
@@ -615,8 +603,3 @@ class Ledger:
         for version, prompt_index in tuple(self.entries.vacant):
             if version > newer_than:
                 self.entries.drop_vacant(self.entries[prompt_index])
-
-    def _min_policy_version(self) -> int:
-        """The oldest version that may sample the next group."""
-        trained_at = self.version + self.entries.in_flight // self.groups_per_step
-        return max(0, trained_at - self.staleness_bound)

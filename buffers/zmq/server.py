@@ -15,28 +15,13 @@ refusals the server rests, while the connections' queues are full and the others
 An unexpected error is a refusal too, if the ledger is as it was before the request. If not, the
 server ends, and continues from its journal.
 
-`ServingClock`: a lease ends because its holder is silent, and nobody is heard while the server
-stands still, as one whose process is stopped or whose disk hangs does. So its time stands still
-too, but for LONGEST_TURN_S.
-
-`Observers` follow a run by its stats, as a validator does: nobody else tells them that it is over.
-The server of a run that is over stays for those who asked within ASKED_WITHIN_S and have
-not been answered since. At most MAX_OBSERVERS are remembered, those who asked last.
-
-`Replies` are those of one turn, sent after its commit. Each request gets one reply; requests that
-shared a message get theirs in one message, in their order. So do the pending requests of one
-connection that are answered in one turn.
-
-`Peers`: what a server does for those who send what it refuses, which is less and less. Refusals of
-all connections have a budget for each turn of the server; when it is spent, the server rests, while
-the connections' queues fill and their senders wait.
+Requests that shared a message get their replies in one message, in their order. So do the pending
+requests of one connection that are answered in one turn.
 
 A connection is read until it has sent MAX_MALFORMED malformed messages within WINDOW_S. For
 IGNORED_S from then on its messages are discarded unread and unanswered; then it is read again. Good
-clients behind the same address have connections of their own.
-
-A connection that sends no malformed message is never ignored, and at most MAX_PEERS are
-remembered, those with the latest malformed messages.
+clients behind the same address have connections of their own. At most MAX_PEERS are remembered,
+those with the latest malformed messages.
 """
 
 import logging
@@ -70,7 +55,8 @@ LONGEST_TURN_S = 2 * POLL_S
 
 
 class ServingClock:
-    """The seconds of `clock`, without those between two readings beyond LONGEST_TURN_S."""
+    """The seconds of `clock`, without those between two readings beyond LONGEST_TURN_S: nobody is
+    heard while the server stands still, and then no lease may end for its holder's silence."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -89,7 +75,8 @@ MAX_OBSERVERS = 1024
 
 
 class Observers:
-    """By routing id, who asked last at the end."""
+    """Who follows a run by its stats, as a validator does, and is told by nobody else that it is
+    over: by routing id, who asked last at the end, MAX_OBSERVERS at most."""
 
     def __init__(self) -> None:
         self._asked_s: OrderedDict[bytes, float] = OrderedDict()
@@ -116,7 +103,7 @@ class _Reply(Struct, frozen=True):
 
 
 class Replies:
-    """By message and connection."""
+    """Those of one turn, by message and connection."""
 
     def __init__(self) -> None:
         self._replies: dict[tuple[int, bytes], list[_Reply]] = {}
@@ -315,7 +302,8 @@ class ZmqBufferServer:
             while not stop.is_set() and not (until_complete and self._has_ended()):
                 if self._socket.poll(int(1000 * self._poll_timeout_s())):
                     self._receive_all()
-                self._count_ignored()
+                if num_ignored := self._peers.take_num_ignored(self._clock()):
+                    self._state.ledger.refuse(RefusalReason.IGNORED, num_ignored)
                 self._state.expire(self._clock())
                 self._retry_pending()
                 self._commit()
@@ -373,11 +361,6 @@ class ZmqBufferServer:
             num_bytes += message_bytes
             if self._refusals.is_spent or num_bytes > MAX_BYTES:
                 break
-
-    def _count_ignored(self) -> None:
-        num_ignored = self._peers.take_num_ignored(self._clock())
-        if num_ignored:
-            self._state.ledger.refuse(RefusalReason.IGNORED, num_ignored)
 
     def _handle(self, sender: zmq.Frame, message: Frames) -> None:
         """`message` is [request id, request, payload]."""
