@@ -133,162 +133,6 @@ def require_learner_term(learner_term: int, current: int) -> None:
         raise LostMemoryError(f"lost memory: this buffer knows term {current}, not {learner_term}")
 
 
-class Batches:
-    """What is finished, lent and trained: the ledger's BUFFERED entries in order, and the TAKEN and
-    TRAINED ones under the version that each has."""
-
-    def __init__(
-        self, entries: Entries, groups_per_step: int, max_staleness: int, overdue: OverduePolicy
-    ) -> None:
-        self._entries = entries
-        self.ready = ReadyQueue(entries)
-        self._lent: dict[int, list[int]] = {}
-        self._trained: dict[int, list[int]] = {}
-        self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
-        self._overdue = overdue
-
-    def take(
-        self, num_groups: int, version: int, current: int, num_held: int | None
-    ) -> tuple[GroupHeader, ...]:
-        """See `Ledger.take`; the ledger is at version `current`."""
-        num_missing = num_groups - len(self._lent.get(version, ()))
-        if num_missing > 0:
-            following = current + len(self._lent.keys() - {version})
-            if version != following:
-                raise LedgerError(
-                    f"take for version {version}; the next to be trained is {following}"
-                )
-            capacity = admission_capacity(self._max_staleness, self._groups_per_step)
-            if num_groups > capacity:
-                raise ConfigError(
-                    f"a batch of {num_groups} groups can never fill: buffer.max_staleness "
-                    f"{self._max_staleness} and learner.groups_per_step {self._groups_per_step} "
-                    f"admit {capacity}"
-                )
-            self.evict(version)
-            self._drop_abandoned(num_missing, version)
-            num_lendable = self._num_lendable(num_missing, version)
-            if num_lendable == num_missing or num_held is not None:
-                self._lend(num_lendable, version)
-        taken = self._lent.get(version, ())
-        if len(taken) < num_groups and (num_held is None or len(taken) <= num_held):
-            return ()
-        return tuple(header_of(self._entries[prompt_index]) for prompt_index in taken)
-
-    def train(self, version: int, current: int) -> None:
-        """The taken batch of the version before, which is the `current` one, has made `version`."""
-        if version != current + 1 or current not in self._lent:
-            raise LedgerError(
-                f"advance to {version}: the ledger is at {current} and has lent for "
-                f"{sorted(self._lent)}"
-            )
-        taken = self._trained[version] = self._lent.pop(current)
-        for prompt_index in taken:
-            self._entries.move(self._entries[prompt_index], State.TRAINED, version)
-
-    def settle(self, version: int) -> None:
-        """Acknowledge what was trained at versions <= `version`."""
-        for trained in sorted(v for v in self._trained if v <= version):
-            for prompt_index in self._trained.pop(trained):
-                self._entries.acknowledge(self._entries[prompt_index])
-
-    def give_back(self) -> None:
-        """What is lent and trained is buffered again."""
-        prompt_indices = list(chain(*self._lent.values(), *self._trained.values()))
-        self._lent.clear()
-        self._trained.clear()
-        for prompt_index in prompt_indices:
-            self.make_ready(self._entries[prompt_index])
-
-    def make_ready(self, entry: Entry) -> None:
-        self._entries.move(entry, State.BUFFERED)
-        self.ready.add(entry)
-
-    def restore(self, entry: Entry) -> None:
-        """Add an entry with the state and version that a journal kept; in the order of lending."""
-        if entry.state is State.BUFFERED:
-            self.ready.add(entry)
-        else:
-            versions = self._lent if entry.state is State.TAKEN else self._trained
-            versions.setdefault(entry.version, []).append(entry.prompt_index)
-
-    def give_back_parts(self) -> None:
-        """What is lent of a batch that is not complete is buffered again."""
-        parts = [v for v, lent in self._lent.items() if len(lent) < self._groups_per_step]
-        for prompt_index in [index for version in parts for index in self._lent.pop(version)]:
-            self.make_ready(self._entries[prompt_index])
-
-    def awaited(self, version: int) -> tuple[Entry, ...]:
-        """The leased groups among which the batch for `version` waits for some, because they are
-        due; first due first. () unless enough others are finished.
-        """
-        num_missing = self._groups_per_step - len(self._lent.get(version, ()))
-        is_short = self._entries.count(State.BUFFERED) < num_missing
-        if num_missing <= 0 or is_short or self._overdue is not OverduePolicy.WAIT:
-            return ()
-        places = self._free_places(num_missing, version)
-        newest = next((oldest for oldest, num_free in places if num_free < num_missing), None)
-        if newest is None:
-            return ()
-        newest = max(newest, version - self._max_staleness)
-        leased = (entry for entry in self._entries if entry.state is State.LEASED)
-        due = [entry for entry in leased if entry.min_policy_version <= newest]
-        return tuple(sorted(due, key=lambda e: (e.min_policy_version, e.prompt_index)))
-
-    def evict(self, version: int) -> None:
-        """Drop what is too old to be trained at `version`."""
-        while (entry := self.ready.first()) and self.is_stale(header_of(entry), version):
-            self._entries.drop(entry, DropReason.STALE)
-
-    def is_stale(self, header: GroupHeader, version: int) -> bool:
-        """Whether the group is too old to be trained at `version`, and is dropped for it."""
-        is_overdue = version - header.oldest_version > self._max_staleness
-        return is_overdue and self._overdue is not OverduePolicy.TRAIN
-
-    def _drop_abandoned(self, num_missing: int, version: int) -> None:
-        """Of the groups that the batch for `version` would get, drop those that it may not train
-        because their newest token is too far ahead, until it would get none of them."""
-        newest = version + self._max_staleness
-        while self._entries.columns.newest_buffered() > newest:
-            buffered = (entry for entry in self._entries if entry.state is State.BUFFERED)
-            first = in_order(buffered)[: self._num_lendable(num_missing, version)]
-            abandoned = [entry for entry in first if header_of(entry).newest_version > newest]
-            if not abandoned:
-                return
-            for entry in abandoned:
-                self._entries.drop(entry, DropReason.ABANDONED)
-
-    def _lend(self, num_groups: int, version: int) -> None:
-        for _ in range(num_groups):
-            entry = self.ready.first()
-            assert entry is not None, "they were counted"
-            self._entries.move(entry, State.TAKEN, version)
-            self._lent.setdefault(version, []).append(entry.prompt_index)
-
-    def _num_lendable(self, num_missing: int, version: int) -> int:
-        """How many of the oldest finished groups the batch for `version` may get now.
-
-        The batch lacks `num_missing`; it may get fewer only where it waits for groups that are due.
-        """
-        if self._entries.count(State.BUFFERED) < num_missing:
-            return 0
-        if self._overdue is not OverduePolicy.WAIT:
-            return num_missing
-        places = self._free_places(num_missing, version)
-        return max(0, min((num_missing, *(num_free for _, num_free in places))))
-
-    def _free_places(self, num_missing: int, version: int) -> Iterator[tuple[int, int]]:
-        """For each oldest version of leased groups, the places in batches up to the one at which
-        they are due, less the groups that need one of them."""
-        leased = self._entries.columns.leased_versions
-        num_leased = 0
-        for oldest in sorted(leased):
-            num_leased += leased[oldest]
-            num_steps = max(0, oldest + self._max_staleness - version)
-            yield oldest, num_missing + num_steps * self._groups_per_step - num_leased
-
-
 class Ledger:
     """See the module. No more groups are admitted than are trained until `final_version`.
 
@@ -322,7 +166,10 @@ class Ledger:
         self._min_staleness = max_staleness if min_staleness is None else min_staleness
         self.entries = Entries()
         self._expiries = Expiries(self.entries)
-        self._batches = Batches(self.entries, groups_per_step, max_staleness, overdue)
+        self._ready = ReadyQueue(self.entries)
+        # The prompts of the TAKEN and TRAINED entries, by the version that each has.
+        self._lent: dict[int, list[int]] = {}
+        self._trained: dict[int, list[int]] = {}
         self._refused: Counter[RefusalReason] = Counter()
 
     # The generators' side.
@@ -404,11 +251,11 @@ class Ledger:
                 f"lease {lease_id} is for prompt {entry.prompt_index}; "
                 f"the group is for {header.prompt_index}"
             )
-        if self._batches.is_stale(header, self.version):
+        if self._is_stale(header, self.version):
             self.entries.drop(entry, DropReason.STALE, header.response_lengths)
             return False
         entry.header = header
-        self._batches.make_ready(entry)
+        self._make_ready(entry)
         return True
 
     def put_sibling(self, sibling: SiblingHeader, now_s: float) -> int | None:
@@ -473,8 +320,8 @@ class Ledger:
         here, and every other prompt is open here or will be granted again.
         """
         is_older = books is not None and not self.entries.follows(books, self.learner_term)
-        self._batches.settle(version)
-        self._batches.give_back()
+        self._settle(version)
+        self._give_back()
         if books is not None and (is_older or self.version < version):
             self.entries.adopt(books)
         elif books is not None:
@@ -497,11 +344,46 @@ class Ledger:
         has no more groups than these.
         """
         require_learner_term(learner_term, self.learner_term)
-        return self._batches.take(num_groups, version, self.version, num_held)
+        num_missing = num_groups - len(self._lent.get(version, ()))
+        if num_missing > 0:
+            following = self.version + len(self._lent.keys() - {version})
+            if version != following:
+                raise LedgerError(
+                    f"take for version {version}; the next to be trained is {following}"
+                )
+            capacity = admission_capacity(self.max_staleness, self.groups_per_step)
+            if num_groups > capacity:
+                raise ConfigError(
+                    f"a batch of {num_groups} groups can never fill: buffer.max_staleness "
+                    f"{self.max_staleness} and learner.groups_per_step {self.groups_per_step} "
+                    f"admit {capacity}"
+                )
+            self._evict(version)
+            self._drop_abandoned(num_missing, version)
+            num_lendable = self._num_lendable(num_missing, version)
+            if num_lendable == num_missing or num_held is not None:
+                self._lend(num_lendable, version)
+        taken = self._lent.get(version, ())
+        if len(taken) < num_groups and (num_held is None or len(taken) <= num_held):
+            return ()
+        return tuple(header_of(self.entries[prompt_index]) for prompt_index in taken)
 
     def awaited(self) -> tuple[Entry, ...]:
-        """The leased groups that the next batch waits for although enough others are finished."""
-        return self._batches.awaited(self.version)
+        """The leased groups among which the next batch waits for some, because they are due; first
+        due first. () unless enough others are finished.
+        """
+        num_missing = self.groups_per_step - len(self._lent.get(self.version, ()))
+        is_short = self.entries.count(State.BUFFERED) < num_missing
+        if num_missing <= 0 or is_short or self.overdue is not OverduePolicy.WAIT:
+            return ()
+        places = self._free_places(num_missing, self.version)
+        newest = next((oldest for oldest, num_free in places if num_free < num_missing), None)
+        if newest is None:
+            return ()
+        newest = max(newest, self.version - self.max_staleness)
+        leased = (entry for entry in self.entries if entry.state is State.LEASED)
+        due = [entry for entry in leased if entry.min_policy_version <= newest]
+        return tuple(sorted(due, key=lambda e: (e.min_policy_version, e.prompt_index)))
 
     def advance(self, version: int, learner_term: int, steered_bound: int = 0) -> None:
         """The step that made `version` used the batch of the version before. May be repeated.
@@ -510,9 +392,16 @@ class Ledger:
         """
         require_learner_term(learner_term, self.learner_term)
         if version != self.version:
-            self._batches.train(version, self.version)
+            if version != self.version + 1 or self.version not in self._lent:
+                raise LedgerError(
+                    f"advance to {version}: the ledger is at {self.version} and has lent for "
+                    f"{sorted(self._lent)}"
+                )
+            taken = self._trained[version] = self._lent.pop(self.version)
+            for prompt_index in taken:
+                self.entries.move(self.entries[prompt_index], State.TRAINED, version)
             self.version = version
-            self._batches.evict(version)
+            self._evict(version)
         self.steered_bound = steered_bound
 
     def acknowledge(self, version: int, learner_term: int) -> None:
@@ -520,7 +409,7 @@ class Ledger:
         require_learner_term(learner_term, self.learner_term)
         if version > self.version:
             raise LedgerError(f"acknowledge of version {version}; the ledger is at {self.version}")
-        self._batches.settle(version)
+        self._settle(version)
 
     def finish(self, learner_term: int) -> None:
         """No lease is granted from here on."""
@@ -537,7 +426,7 @@ class Ledger:
 
     def oldest_version(self) -> int | None:
         """Oldest policy version in the ready queue."""
-        entry = self._batches.ready.first()
+        entry = self._ready.first()
         return None if entry is None else header_of(entry).oldest_version
 
     def live_leases(self) -> tuple[str, ...]:
@@ -581,11 +470,16 @@ class Ledger:
             if entry.state is State.LEASED:
                 entry.expires_at_s = expires_at_s
                 self._expiries.add(entry)
+            elif entry.state is State.BUFFERED:
+                self._ready.add(entry)
             else:
-                self._batches.restore(entry)
+                versions = self._lent if entry.state is State.TAKEN else self._trained
+                versions.setdefault(entry.version, []).append(entry.prompt_index)
         # A journal that has lost its last commits knows only a part of a batch that the learner has
         # got whole since: the step over the whole would count as one over the part.
-        self._batches.give_back_parts()
+        parts = [v for v, lent in self._lent.items() if len(lent) < self.groups_per_step]
+        for prompt_index in [index for version in parts for index in self._lent.pop(version)]:
+            self._make_ready(self.entries[prompt_index])
 
     def _leased(self, lease_id: str) -> Entry | None:
         entry = self.entries.find(lease_id)
@@ -603,3 +497,75 @@ class Ledger:
         for version, prompt_index in tuple(self.entries.vacant):
             if version > newer_than:
                 self.entries.drop_vacant(self.entries[prompt_index])
+
+    # What is finished, lent and trained.
+
+    def _settle(self, version: int) -> None:
+        """Acknowledge what was trained at versions <= `version`."""
+        for trained in sorted(v for v in self._trained if v <= version):
+            for prompt_index in self._trained.pop(trained):
+                self.entries.acknowledge(self.entries[prompt_index])
+
+    def _give_back(self) -> None:
+        """What is lent and trained is buffered again."""
+        prompt_indices = list(chain(*self._lent.values(), *self._trained.values()))
+        self._lent.clear()
+        self._trained.clear()
+        for prompt_index in prompt_indices:
+            self._make_ready(self.entries[prompt_index])
+
+    def _make_ready(self, entry: Entry) -> None:
+        self.entries.move(entry, State.BUFFERED)
+        self._ready.add(entry)
+
+    def _evict(self, version: int) -> None:
+        """Drop what is too old to be trained at `version`."""
+        while (entry := self._ready.first()) and self._is_stale(header_of(entry), version):
+            self.entries.drop(entry, DropReason.STALE)
+
+    def _is_stale(self, header: GroupHeader, version: int) -> bool:
+        """Whether the group is too old to be trained at `version`, and is dropped for it."""
+        is_overdue = version - header.oldest_version > self.max_staleness
+        return is_overdue and self.overdue is not OverduePolicy.TRAIN
+
+    def _drop_abandoned(self, num_missing: int, version: int) -> None:
+        """Of the groups that the batch for `version` would get, drop those that it may not train
+        because their newest token is too far ahead, until it would get none of them."""
+        newest = version + self.max_staleness
+        while self.entries.columns.newest_buffered() > newest:
+            buffered = (entry for entry in self.entries if entry.state is State.BUFFERED)
+            first = in_order(buffered)[: self._num_lendable(num_missing, version)]
+            abandoned = [entry for entry in first if header_of(entry).newest_version > newest]
+            if not abandoned:
+                return
+            for entry in abandoned:
+                self.entries.drop(entry, DropReason.ABANDONED)
+
+    def _lend(self, num_groups: int, version: int) -> None:
+        for _ in range(num_groups):
+            entry = self._ready.first()
+            assert entry is not None, "they were counted"
+            self.entries.move(entry, State.TAKEN, version)
+            self._lent.setdefault(version, []).append(entry.prompt_index)
+
+    def _num_lendable(self, num_missing: int, version: int) -> int:
+        """How many of the oldest finished groups the batch for `version` may get now.
+
+        The batch lacks `num_missing`; it may get fewer only where it waits for groups that are due.
+        """
+        if self.entries.count(State.BUFFERED) < num_missing:
+            return 0
+        if self.overdue is not OverduePolicy.WAIT:
+            return num_missing
+        places = self._free_places(num_missing, version)
+        return max(0, min((num_missing, *(num_free for _, num_free in places))))
+
+    def _free_places(self, num_missing: int, version: int) -> Iterator[tuple[int, int]]:
+        """For each oldest version of leased groups, the places in batches up to the one at which
+        they are due, less the groups that need one of them."""
+        leased = self.entries.columns.leased_versions
+        num_leased = 0
+        for oldest in sorted(leased):
+            num_leased += leased[oldest]
+            num_steps = max(0, oldest + self.max_staleness - version)
+            yield oldest, num_missing + num_steps * self.groups_per_step - num_leased
