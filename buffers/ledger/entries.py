@@ -380,8 +380,9 @@ class Entries:
         lengths = response_lengths(entry)
         if is_put := entry.state is State.LEASED:
             self.responses.sampled.add(lengths)
-            self.num_bytes -= entry.num_bytes
-            entry.siblings, entry.payloads = (), {}
+            if entry.siblings:
+                self.num_bytes -= entry.num_bytes
+                entry.siblings, entry.payloads = (), {}
         elif entry.state is State.TRAINED:
             # After the version that a learner attached with.
             self.responses.trained.add(lengths, -1)
