@@ -52,10 +52,6 @@ class Peer(Struct, frozen=True):
     def name(self) -> str:
         return self.hello.receiver_id
 
-    @property
-    def num_failures(self) -> int:
-        return self.num_misses + FREE_MISSES * self.num_late
-
     def heard(self, address: bytes, hello: Hello, now_s: float) -> "Peer":
         """With its next Hello, which may say that it has loaded what it was too late with."""
         peer = structs.replace(self, address=address, hello=hello, seen_s=now_s)
@@ -224,21 +220,18 @@ class Membership:
         or may still be loading."""
         holders = [peer for peer in self.alive() if self.version_of(peer) == version]
         held = {peer.hello.server for peer in holders} - {""}
-        busy = self._busy_servers(asked)
+        now_s = self._clock()
+        silent = [peer for peer in self._fenced.values() if now_s - peer.seen_s <= HANDOVER_S]
+        loading = [peer for peer in self._peers.values() if peer.name in asked]
+        busy = {peer.hello.server for peer in [*silent, *loading]}
         alone = [peer for peer in outdated if not peer.hello.server]
         sharing = sorted(
             (peer for peer in outdated if peer.hello.server and peer.hello.server not in busy),
-            key=lambda peer: (peer.hello.server, peer.num_failures, peer.name),
+            key=lambda peer: (peer.hello.server, peer.num_misses, peer.name),
         )
         first = {peer.hello.server: peer for peer in reversed(sharing)}
         sent = [peer for server, peer in first.items() if server not in held]
         return [*alone, *sent], [peer for peer in sharing if peer.hello.server in held]
-
-    def _busy_servers(self, asked: set[str]) -> set[str]:
-        now_s = self._clock()
-        silent = [p for p in self._fenced.values() if now_s - p.seen_s <= HANDOVER_S]
-        loading = [p for p in self._peers.values() if p.name in asked]
-        return {peer.hello.server for peer in [*silent, *loading]}
 
     def version_of(self, peer: Peer) -> int:
         """The version of this learner that the peer has; -1 for none."""

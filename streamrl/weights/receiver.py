@@ -64,11 +64,10 @@ OnUpdate: TypeAlias = Callable[[WeightUpdate], Awaitable[LoadReport]]
 
 class WeightReceiver:
     """Runs in the generator's event loop. `on_update` receives and loads a version off the loop's
-    thread, in the processes at `locality`, which have `num_ranks` ranks. Without
-    `has_weights` it is sent version 0, too. `server` is the inference server that receives, if
-    other receivers may load for it, and `holding` says what has become of what was loaded.
-    `validator` is None for a generator. `curve` is the
-    folder of the keys."""
+    thread, in the processes at `locality`, which have `num_ranks` ranks. Without `has_weights` it
+    is sent version 0, too. `server` is the inference server that receives, if other receivers may
+    load for it, and `holding` says what has become of what was loaded. `validator` is None for a
+    generator. `curve` is the folder of the keys."""
 
     def __init__(
         self,
@@ -86,17 +85,8 @@ class WeightReceiver:
     ) -> None:
         self._on_update = on_update
         learner_id = "" if has_weights else NO_LEARNER
-        session = secrets.token_hex(16)
-        self._hello = Hello(
-            receiver_id,
-            session,
-            0,
-            learner_id,
-            locality,
-            num_ranks,
-            validator=validator,
-            server=server,
-        )
+        known = (receiver_id, secrets.token_hex(16), 0, learner_id, locality, num_ranks)
+        self._hello = Hello(*known, validator=validator, server=server)
         self._manifest: tuple[TensorSpec, ...] = ()
         self._holding = holding
         self._is_due = asyncio.Event()

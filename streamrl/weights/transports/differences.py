@@ -1,8 +1,7 @@
 """Versions as differences to the version before, whatever takes them, and what a sender keeps.
 
-With `weights.delta` a receiver that has the version before gets only the difference to it; one that
-has not, or that failed, gets a whole version, and so does everyone after `weights.full_every`
-differences.
+A receiver that has the version before gets the difference to it; one that has not, or that failed,
+gets a whole version, and so does everyone after `weights.full_every` differences.
 
 A difference has one compressed frame per bucket (`streamrl.weights.transports.difference_codec`),
 none where the bucket is the same, and the checksums of the result, per bucket: it counts as applied

@@ -1,18 +1,14 @@
 """Weights through a shared file system: whole files, and differences to the last one
 (`streamrl.weights.transports.differences`).
 
-Invariant: a reader sees complete files only, and its file stays until it has answered or two
-deadlines have passed. A keyed checksum covers every byte that is handed on. Files are readable by
-their owner alone, in a folder that nobody else may enter.
-
-A weight file contains a whole version, or the difference to the version before.
-
     whole   plain safetensors under the parameters' own names, with one checksum per tensor
     delta   one compressed difference per bucket; buckets without a difference are
             left out. The metadata name the base and have the checksums of the result, per bucket
 
-A tensor counts as read only after its checksum matched. The checksums are keyed with the
-version's key, which is not in the file: who changes the file cannot change them along.
+Invariant: a reader sees complete files only, and its file stays until it has answered or two
+deadlines have passed. A checksum covers every byte that is handed on; its key is not in the file,
+so who changes the file cannot change it along. Files are readable by their owner alone, in a folder
+that nobody else may enter.
 """
 
 import asyncio

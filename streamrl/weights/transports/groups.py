@@ -6,20 +6,16 @@ members meet in a `RendezvousServer`, whose key they need. NCCL sends device ten
 meet in torch's TCPStore, which has no key.
 
 Invariant: no call outlasts the group's timeout, but for the connection of NCCL, which has twice as
-much. After an error the group is unusable: `close` it
-and form another one. gloo reports a peer that died before the call at once, one that died or froze
-during it only at the timeout. torch's thread that watches over NCCL would end this process when a
-broadcast fails or takes too long: these groups have none, and whoever waits for a broadcast watches
-it. Closing one ends what is under way, for NCCL's orderly end waits for peers, which may be gone.
+much. After an error the group is unusable: `close` it and form another one. gloo reports a peer
+that died before the call at once, one that died or froze during it only at the timeout. torch's
+thread that watches over NCCL would end this process when a broadcast fails or takes too long: these
+groups have none, and whoever waits for a broadcast watches it. Closing one ends what is under way,
+for NCCL's orderly end waits for peers, which may be gone.
 
-Where the members of one gloo group find each other: their addresses, held by the sender.
-
-torch's own store lets everybody who reaches its port list, read and write the keys. Here the
-connection is encrypted with a key of this group alone, which only the announcement tells: the
-server's public CURVE key, without which no handshake begins, serves as the members' secret.
-
-Invariant: a member waits for the others' values until its timeout at most, and the server keeps
-MAX_VALUES small ones. Whoever does not know the key is not read.
+torch's own store lets everybody who reaches its port list, read and write the members' addresses.
+The connection to a `RendezvousServer` is encrypted with a key of this group alone, which only the
+announcement tells: its public CURVE key, without which no handshake begins. Whoever does not know
+it is not read.
 """
 
 import logging
@@ -80,7 +76,8 @@ Request: TypeAlias = Put | FetchKey
 
 
 class RendezvousServer:
-    """Serves one group's values at `host`:`port`, from a thread of its own, until closed."""
+    """Serves one group's values, MAX_VALUES small ones, at `host`:`port`, from a thread of its own,
+    until closed."""
 
     def __init__(self, host: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)

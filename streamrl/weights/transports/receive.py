@@ -1,7 +1,7 @@
 """The receiving end of every transport, by the update's endpoint.
 
-Invariant: a receiver has either yielded every tensor of the manifest, or has raised; loading is up
-to the caller, who keeps the old weights until the last tensor has arrived.
+Invariant: every tensor of the manifest was yielded, or it has raised. The caller keeps the old
+weights until the last tensor has arrived.
 """
 
 from collections.abc import Callable, Iterator
