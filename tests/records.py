@@ -30,6 +30,14 @@ async def lease_one(
     return leases[0] if leases else None
 
 
+async def fill(buffer: GeneratorBuffer, *lease_ids: str, **group: Any) -> None:
+    """Lease and put groups; `group` is as of `make_group`."""
+    for lease_id in lease_ids:
+        lease = await lease_one(buffer, lease_id, "g", 0.0)
+        assert lease is not None
+        await buffer.put(lease_id, make_group(lease.prompt_index, lease_id=lease_id, **group))
+
+
 def make_sample(step: int = 1, reward: float = 0.0, text: str = "reply", **facts: object) -> Sample:
     return Sample(
         **{

@@ -9,7 +9,6 @@ import pytest
 
 from buffers.redis.client import RedisBuffer
 from streamrl.types import GeneratorStatus
-from tests.records import lease_one, make_group
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, redis_server
 
@@ -53,14 +52,6 @@ async def redis_client() -> AsyncIterator[Connect]:
         await client.close()
     for daemon in daemons.values():
         await asyncio.to_thread(daemon.stop)
-
-
-async def fill(buffer: RedisBuffer, *lease_ids: str, num_response: int = 4) -> None:
-    for lease_id in lease_ids:
-        lease = await lease_one(buffer, lease_id, "g", 0.0)
-        assert lease is not None
-        group = make_group(lease.prompt_index, lease_id=lease_id, num_response=num_response)
-        await buffer.put(lease_id, group)
 
 
 def status(**fields: object) -> GeneratorStatus:

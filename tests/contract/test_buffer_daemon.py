@@ -45,9 +45,9 @@ from streamrl.types import (
     SchedulingState,
     pack,
 )
-from tests.contract.test_buffers import fill, zmq_server
+from tests.contract.test_buffers import zmq_server
 from tests.ports import free_port
-from tests.records import damaged, lease_one, make_group
+from tests.records import damaged, fill, lease_one, make_group
 from tests.waiting import until as waiting_until
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))

@@ -30,8 +30,8 @@ from streamrl.types import (
     replace,
 )
 from tests.contract.test_buffer_daemon import Daemon, status
-from tests.contract.test_buffers import fill, zmq_server
-from tests.records import lease_one, make_group
+from tests.contract.test_buffers import zmq_server
+from tests.records import fill, lease_one, make_group
 
 MB = 2**20
 

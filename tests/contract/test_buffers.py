@@ -48,7 +48,7 @@ from streamrl.types import (
     ranges_of,
     replace,
 )
-from tests.records import lease_one, make_group
+from tests.records import fill, lease_one, make_group
 from tests.redis_daemon import RedisDaemon
 from tests.waiting import until
 
@@ -126,14 +126,6 @@ async def connect(
             await client.close()
 
 
-async def fill(buffer: TrajectoryBuffer, *lease_ids: str, version: int = 0) -> None:
-    for lease_id in lease_ids:
-        lease = await lease_one(buffer, lease_id, "g", 0.0)
-        assert lease is not None
-        group = make_group(lease.prompt_index, lease_id=lease_id, version=version)
-        await buffer.put(lease_id, group)
-
-
 async def test_groups_go_from_generators_to_the_learner_and_are_freed(connect):
     generator, learner = connect(), connect()
     stats = await learner.attach(0, None)
@@ -173,14 +165,14 @@ async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(conne
     assert (await waiting) is not None
     await fill(generator, "b", "c", "d")
     assert await lease_one(generator, "e", "g", 0.05) is None
-    blocked = asyncio.create_task(lease_one(generator, "e", "g", 5.0))
+    blocked = asyncio.create_task(generator.lease(["e", "f", "g"], "g", 5.0))
     await generator.put("a", make_group(0, lease_id="a"))
     await learner.take(2, 0, 1.0)
     assert not blocked.done()
     await learner.advance(1)
-    lease = await blocked
-    assert lease is not None
-    assert lease.prompt_index == 4
+    leases = await blocked
+    assert [(lease.lease_id, lease.prompt_index) for lease in leases] == [("e", 4), ("f", 5)]
+    assert {lease.min_policy_version for lease in leases} == {1}
 
 
 async def overtake(buffer: TrajectoryBuffer, *late: str) -> dict[str, Lease]:
@@ -290,19 +282,6 @@ async def test_one_call_leases_several_groups_as_far_as_they_are_admitted(connec
         "c",
         "e",
     ]
-
-
-async def test_a_call_for_several_leases_waits_for_the_first(connect):
-    generator, learner = connect(), connect()
-    await learner.attach(0, None)
-    await fill(generator, "a", "b", "c", "d")
-    waiting = asyncio.create_task(generator.lease(["e", "f", "g"], "g", 10.0))
-    await learner.take(2, 0, 1.0)
-    assert not waiting.done()
-    await learner.advance(1)
-    leases = await waiting
-    assert [(lease.lease_id, lease.prompt_index) for lease in leases] == [("e", 4), ("f", 5)]
-    assert {lease.min_policy_version for lease in leases} == {1}
 
 
 async def test_a_call_grants_no_more_than_a_generators_share(connect):

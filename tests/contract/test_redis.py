@@ -27,8 +27,8 @@ from streamrl.errors import (
     UnknownLeaseError,
 )
 from streamrl.types import DropReason
-from tests.contract.conftest import Connect, fill, status
-from tests.records import lease_one, make_group
+from tests.contract.conftest import Connect, status
+from tests.records import fill, lease_one, make_group
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, redis_server
 

@@ -13,7 +13,7 @@ from buffers.redis.connection import namespace
 from buffers.redis.journal_storage import forget, read_events
 from streamrl.errors import ConfigError
 from tests.contract.conftest import Connect
-from tests.contract.test_buffers import fill
+from tests.records import fill
 from tests.redis_server import RedisServer
 from tests.waiting import block_until
 

@@ -32,9 +32,9 @@ from streamrl.errors import (
     UnknownLeaseError,
 )
 from streamrl.types import DropReason, GroupHeader, SiblingHeader, TakenBatch
-from tests.contract.conftest import Connect, fill
+from tests.contract.conftest import Connect
 from tests.contract.test_buffers import make_ledger, status
-from tests.records import lease_one, make_group
+from tests.records import fill, lease_one, make_group
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, named_payloads, redis_server
 from tests.training import make_config

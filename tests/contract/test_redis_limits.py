@@ -17,8 +17,8 @@ from streamrl.errors import (
     MessageTooLargeError,
 )
 from streamrl.types import DropReason, SiblingHeader, pack
-from tests.contract.conftest import Connect, fill, status
-from tests.records import damaged, lease_one, make_group
+from tests.contract.conftest import Connect, status
+from tests.records import damaged, fill, lease_one, make_group
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, named_payloads, redis_server
 

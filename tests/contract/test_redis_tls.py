@@ -14,7 +14,8 @@ import pytest
 import trustme
 
 from streamrl.errors import ConfigError
-from tests.contract.conftest import Connect, fill
+from tests.contract.conftest import Connect
+from tests.records import fill
 from tests.redis_server import RedisServer
 
 

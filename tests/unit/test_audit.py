@@ -13,7 +13,7 @@ from buffers.journal.sqlite import journal_path
 from buffers.ledger.entries import Event, LedgerSnapshot
 from streamrl.cli.buffer.audit import main
 from streamrl.types import DropReason, LengthHistogram
-from tests.unit.test_journal import fill, header, open_journal
+from tests.unit.test_journal import fill, open_journal
 
 WORDS = {
     "L": "leased",
@@ -183,26 +183,3 @@ def test_a_ledger_that_counts_other_lengths_is_named():
     assert list(compare(found, other)) == [
         "the ledger has 0 trained responses with 0 tokens, the events 2 with 90"
     ]
-
-
-def test_a_journal_keeps_the_lengths_of_each_response(tmp_path: Path, capsys):
-    state, journal = open_journal(tmp_path)
-    state.attach(0, None)
-    for name, length in (("a", 10), ("b", 1000)):
-        (lease,) = state.lease([name], "g", 0.0)
-        put_header = replace(header(lease, 0), response_lengths=(length, length + 1))
-        state.put(name, put_header, b"payload", 0.0)
-        journal.commit()
-    journal.close()
-    state, journal = open_journal(tmp_path)
-    state.take(2, 0, 1, 0.0)
-    state.ledger.advance(1, 1)
-    journal.commit()
-    trained = LengthHistogram.of([10, 11, 1000, 1001]).rounded()
-    assert state.stats(0.0).lengths.trained == trained
-    journal.close()
-    assert main(Namespace(folder=tmp_path)) == 0
-    assert (
-        "\n  4 trained: 505.5 tokens in the mean, 99th percentile 1001, longest 1001; "
-        "distance from sampled 0.000\n" in capsys.readouterr().out
-    )

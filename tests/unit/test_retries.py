@@ -68,17 +68,6 @@ def test_the_most_frequent_ones_are_shown_and_the_metric_is_the_largest():
     assert buffer_metrics(stats)["buffer/max_leases_per_prompt"] == 4
 
 
-def test_a_prompt_with_a_group_is_forgotten_also_after_a_learner_gave_the_group_back():
-    state = make_state()
-    for _ in range(3):
-        release(state, 0)
-    put(state, 0, 1)
-    assert retried(state) == {}
-    state.take(2, 0, 1, 0.0)
-    state.attach(0, None)
-    assert retried(state) == {}
-
-
 def test_what_the_books_of_a_learner_end_is_forgotten_and_what_they_free_is_not_counted():
     state = make_state()
     for _ in range(3):
