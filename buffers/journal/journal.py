@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -58,9 +58,6 @@ EventRow = tuple[int, int, str, str, bytes | None]
 """number of the lease, prompt_index, lease_id, the letters of its new states, lengths."""
 
 _Siblings = tuple[SiblingHeader, ...]
-Held: TypeAlias = tuple[int, int | SiblingHeader]
-"""Which payload of a prompt: GROUP and the number of its lease, or the number of a sibling and what
-is known of it. So another payload in its place is another one."""
 
 
 class JournalContent(NamedTuple):
@@ -181,8 +178,9 @@ class Journal(Generic[Place]):
         self._snapshot: LedgerSnapshot | None = LedgerSnapshot()
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        # By prompt what the storage names; None for a payload that is lost.
-        self._stored: dict[int, dict[Held, Place | None]] = {}
+        # By prompt, and by the number of a sibling or GROUP: what the storage has, and where. So
+        # another payload in its place is known to be another one.
+        self._stored: dict[int, dict[int, tuple[Any, Place]]] = {}
         self._unwritten: set[int] = set()
         self._with_sibling: set[int] = set()
         self._settings: dict[str, str | int] | None = None
@@ -205,14 +203,9 @@ class Journal(Generic[Place]):
             raise ConfigError(f"the journal {name} is damaged: {error!r}; move it away") from error
         payloads = self._storage.recover(read.places)
         self._next_number, self._numbers = content.next_number, read.numbers
-        for entry in read.entries:
-            index = entry.prompt_index
-            self._stored[index] = {
-                (sibling, owner): read.places[index, sibling]
-                if (index, sibling) in payloads
-                else None
-                for sibling, owner in self._held(entry)
-            }
+        for (index, number), payload in payloads.items():
+            stored = self._stored.setdefault(index, {})
+            stored[number] = payload, read.places[index, number]
         self._snapshot = content.snapshot
         self._ledger.entries.subscribers.append(self._on_event)
         self._state.on_sibling = self._with_sibling.add
@@ -244,25 +237,24 @@ class Journal(Generic[Place]):
             return
         last = {event.prompt_index: event for _, event in self._pending}
         touched = {*last, *self._with_sibling, *self._unwritten}
-        held = {index: self._held(self._ledger.entries.get(index)) for index in touched}
-        stored = {index: self._stored.get(index, {}) for index in touched}
-        named = {i: {key: p for key, p in stored[i].items() if key in held[i]} for i in touched}
-        gone = (p for i in touched for key, p in stored[i].items() if key not in held[i])
-        freed = [place for place in gone if place is not None]
-        unnamed = [(i, key) for i in sorted(touched) for key in held[i] if key not in named[i]]
-        new = [(i, key) for i, key in unnamed if self._state.holds((i, key[0]))]
-        for index, key in set(unnamed).difference(new):
-            # Lost before it was written.
-            named[index][key] = None
+        held = {index: self._held(index) for index in touched}
+        named: dict[int, dict[int, tuple[Any, Place]]] = {}
+        freed: list[Place] = []
+        for index in touched:
+            stored = self._stored.get(index, {})
+            named[index] = {n: kept for n, kept in stored.items() if kept[0] is held[index].get(n)}
+            freed += (place for n, (_, place) in stored.items() if n not in named[index])
+        new = [(i, n) for i in sorted(touched) for n in held[i] if n not in named[i]]
         try:
-            places = self._storage.stage([self._state.payload((i, key[0])) for i, key in new])
+            places = self._storage.stage([held[i][n] for i, n in new])
         except StorageError:
             if not freed:
                 raise
             new, places = [], []
         added: dict[PayloadKey, Place] = {}
-        for (index, key), place in zip(new, places, strict=True):
-            named[index][key] = added[index, key[0]] = place
+        for (index, number), place in zip(new, places, strict=True):
+            named[index][number] = held[index][number], place
+            added[index, number] = place
         entries, closed = self._entries(last, named)
         changes = Changes(
             settings=self._settings,
@@ -283,7 +275,7 @@ class Journal(Generic[Place]):
         self._stored.update(named)
         for index in [index for index, payloads in named.items() if not payloads]:
             del self._stored[index]
-        self._unwritten = {i for i in touched if any(key not in named[i] for key in held[i])}
+        self._unwritten = {i for i in touched if held[i].keys() - named[i].keys()}
         if missing:
             self._state.lose(missing)
         if self._unwritten:
@@ -305,13 +297,10 @@ class Journal(Generic[Place]):
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
 
-    def _held(self, entry: Entry | None) -> Sequence[Held]:
-        """The payloads that the entry has."""
-        if entry is None:
-            return ()
-        if entry.header is not None:
-            return ((GROUP, self._numbers[entry.lease_id]),)
-        return [(sibling.number, sibling) for sibling in entry.siblings]
+    def _held(self, prompt_index: int) -> dict[int, Any]:
+        """The payloads that its entry has."""
+        entry = self._ledger.entries.get(prompt_index)
+        return {} if entry is None else {n: payload for n, (payload, _) in entry.payloads.items()}
 
     def _events(self) -> list[EventRow]:
         rows: dict[int, tuple[int, str, str, bytes | None]] = {}
@@ -324,7 +313,7 @@ class Journal(Generic[Place]):
         return [(number, *row) for number, row in rows.items()]
 
     def _entries(
-        self, last: Mapping[int, Event], named: Mapping[int, Mapping[Held, Place | None]]
+        self, last: Mapping[int, Event], named: Mapping[int, Mapping[int, tuple[Any, Place]]]
     ) -> tuple[list[EntryRow], list[int]]:
         """The present entries of the prompts of `named`, and those that have none."""
         rows: list[EntryRow] = []
@@ -332,21 +321,23 @@ class Journal(Generic[Place]):
         for prompt_index, payloads in named.items():
             entry = self._ledger.entries.get(prompt_index)
             if entry is not None:
-                rows.append(self._row(entry, payloads))
+                places = {number: place for number, (_, place) in payloads.items()}
+                rows.append(self._row(entry, places))
             elif last[prompt_index].frees_prompt:
                 rows.append((prompt_index, -1, "", 0, FREE, -1, None, None, None))
             else:
                 closed.append(prompt_index)
         return rows, closed
 
-    def _row(self, entry: Entry, payloads: Mapping[Held, Place | None]) -> EntryRow:
+    def _row(self, entry: Entry, places: dict[int, Place]) -> EntryRow:
         pack = msgspec.msgpack.encode
+        is_lost = entry.header is not None and not entry.payloads
         header = None if entry.header is None else pack(entry.header)
         siblings = pack(entry.siblings) if entry.siblings else None
-        places = {sibling: place for (sibling, _), place in payloads.items()}
         number = self._numbers[entry.lease_id]
         key = (entry.prompt_index, number, entry.lease_id, entry.min_policy_version)
-        packed = (header, siblings, pack(places) if places else None)
+        named = {GROUP: None} if is_lost else places
+        packed = (header, siblings, pack(named) if named else None)
         return (*key, str(entry.state), entry.version, *packed)
 
     def _check_settings(

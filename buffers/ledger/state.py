@@ -375,16 +375,18 @@ class BufferState(Generic[Payload]):
         Raises:
             LedgerError: one is not held here, or is asked for twice.
         """
-        if len(set(prompt_indices)) < len(prompt_indices):
+        found = {index: self.ledger.entries.get(index) for index in prompt_indices}
+        if len(found) < len(prompt_indices):
             raise LedgerError(f"prompt_indices: {len(prompt_indices)} prompts, some of them twice")
-        missing = [index for index in prompt_indices if not self.holds((index, GROUP))]
-        entries = (self.ledger.entries.get(index) for index in missing)
-        if any(entry is not None and entry.header is not None for entry in entries):
+        missing = {
+            i: entry for i, entry in found.items() if not entry or GROUP not in entry.payloads
+        }
+        if any(entry and entry.header for entry in missing.values()):
             # The learner attaches again, and these prompts are sampled again.
-            raise LostMemoryError(f"the journal has lost the groups of the prompts {missing}")
+            raise LostMemoryError(f"the journal has lost the groups of the prompts {[*missing]}")
         if missing:
-            raise LedgerError(f"no group is held for the prompts {missing[:MAX_AWAITED]}")
-        return tuple(self.payload((prompt_index, GROUP)) for prompt_index in prompt_indices)
+            raise LedgerError(f"no group is held for the prompts {[*missing][:MAX_AWAITED]}")
+        return tuple(entry.payloads[GROUP][0] for entry in found.values() if entry)
 
     def finish(self, learner_term: int) -> None:
         self._resumes_until_s = None
@@ -432,16 +434,6 @@ class BufferState(Generic[Payload]):
     def is_over(self) -> bool:
         """A run that has ended in its journal may be resumed: a learner has time to attach."""
         return self.ledger.finished and self._resumes_until_s is None
-
-    def holds(self, key: PayloadKey) -> bool:
-        prompt_index, number = key
-        entry = self.ledger.entries.get(prompt_index)
-        return entry is not None and number in entry.payloads
-
-    def payload(self, key: PayloadKey) -> Any:
-        """That of a group, or the bytes of a sibling."""
-        prompt_index, number = key
-        return self.ledger.entries[prompt_index].payloads[number][0]
 
     def lose(self, keys: Iterable[PayloadKey]) -> None:
         """These payloads are gone from where they were kept: such groups are sampled again, those

@@ -103,7 +103,7 @@ def dump(state: BufferState[bytes], last_prompt_index: int = 200) -> dict[str, A
         ],
         "payloads": state.fetch(held),
         "siblings": {
-            (e.prompt_index, sibling): state.payload((e.prompt_index, sibling.number))
+            (e.prompt_index, sibling): e.payloads[sibling.number][0]
             for e in entries
             for sibling in e.siblings
         },
