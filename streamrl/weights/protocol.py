@@ -38,7 +38,7 @@ from msgspec import Meta, Struct
 
 from streamrl import wire
 from streamrl.types import LoadReport, Locality, TensorSpec, ValidatorStatus, WeightUpdate
-from streamrl.types.ranges import MAX_NAME, MAX_TEXT, Count, Name, PolicyVersion, Text
+from streamrl.types.ranges import MAX_NAME, Count, Name, PolicyVersion, Text
 
 HELLO_S = 1.0
 UNKNOWN_LOCALITY = Locality()
@@ -107,11 +107,6 @@ class Failed(Struct, frozen=True, tag="failed"):
     receiver_id: Name
     attempt: Count
     reason: Text
-
-    @classmethod
-    def because(cls, receiver_id: str, attempt: int, error: Exception) -> "Failed":
-        """With the error's sentence, as much of it as a message may hold."""
-        return cls(receiver_id, attempt, str(error)[:MAX_TEXT])
 
 
 class Leave(Struct, frozen=True, tag="leave"):

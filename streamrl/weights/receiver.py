@@ -22,6 +22,7 @@ from streamrl import wire
 from streamrl.curve import reconnect_soon, set_client_keys
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.types import LoadReport, Locality, TensorSpec, ValidatorStatus, WeightUpdate
+from streamrl.types.ranges import MAX_TEXT
 from streamrl.weights.protocol import (
     HELLO_S,
     NO_LEARNER,
@@ -163,7 +164,7 @@ class WeightReceiver:
         except WeightTransferError as error:
             log.warning("version %d not loaded: %s", update.policy_version, error)
             self._hello = structs.replace(self._hello, is_loading=False)
-            await self._send(Failed.because(name, attempt, error))
+            await self._send(Failed(name, attempt, str(error)[:MAX_TEXT]))
         else:
             self._hello = structs.replace(
                 self._hello,

@@ -188,11 +188,7 @@ def open_memory(memory: HostMemory | CudaMemory) -> torch.Tensor:
     Raises:
         WeightTransferError: the memory is gone, on another machine or GPU, or another user's.
     """
-    match memory:
-        case HostMemory():
-            return _open_on_host(memory)
-        case CudaMemory():
-            return _open_on_gpu(memory)
+    return _open_on_host(memory) if isinstance(memory, HostMemory) else _open_on_gpu(memory)
 
 
 def require_present(memory: HostMemory) -> None:
