@@ -181,8 +181,8 @@ class Journal(Generic[Place]):
         # By prompt, and by the number of a sibling or GROUP: what the storage has, and where. So
         # another payload in its place is known to be another one.
         self._stored: dict[int, dict[int, tuple[Any, Place]]] = {}
-        self._unwritten: set[int] = set()
-        self._with_sibling: set[int] = set()
+        self._touched: set[int] = set()
+        """Prompts of which the storage may lack something."""
         self._settings: dict[str, str | int] | None = None
 
     def recover(self, settings: Mapping[str, str | int], now_s: float) -> None:
@@ -208,7 +208,7 @@ class Journal(Generic[Place]):
             stored[number] = payload, read.places[index, number]
         self._snapshot = content.snapshot
         self._ledger.entries.subscribers.append(self._on_event)
-        self._state.on_sibling = self._with_sibling.add
+        self._state.on_sibling = self._touched.add
         if content.snapshot != LedgerSnapshot():
             self._state.restore(content.snapshot, read.entries, read.free, payloads, now_s)
             books = msgspec.structs.asdict(self._ledger.books())
@@ -231,12 +231,9 @@ class Journal(Generic[Place]):
                 the next call writes what is missing.
         """
         snapshot = self._state.snapshot()
-        has_payloads = self._unwritten or self._with_sibling
-        has_changed = self._pending or has_payloads or self._settings
-        if not (has_changed or snapshot != self._snapshot):
+        if not (self._touched or self._settings or snapshot != self._snapshot):
             return
-        last = {event.prompt_index: event for _, event in self._pending}
-        touched = {*last, *self._with_sibling, *self._unwritten}
+        touched = sorted(self._touched)
         held = {index: self._held(index) for index in touched}
         named: dict[int, dict[int, tuple[Any, Place]]] = {}
         freed: list[Place] = []
@@ -244,7 +241,7 @@ class Journal(Generic[Place]):
             stored = self._stored.get(index, {})
             named[index] = {n: kept for n, kept in stored.items() if kept[0] is held[index].get(n)}
             freed += (place for n, (_, place) in stored.items() if n not in named[index])
-        new = [(i, n) for i in sorted(touched) for n in held[i] if n not in named[i]]
+        new = [(i, n) for i in touched for n in held[i] if n not in named[i]]
         try:
             places = self._storage.stage([held[i][n] for i, n in new])
         except StorageError:
@@ -255,7 +252,7 @@ class Journal(Generic[Place]):
         for (index, number), place in zip(new, places, strict=True):
             named[index][number] = held[index][number], place
             added[index, number] = place
-        entries, closed = self._entries(last, named)
+        entries, closed = self._entries(named)
         changes = Changes(
             settings=self._settings,
             snapshot=None if snapshot == self._snapshot else snapshot,
@@ -269,16 +266,16 @@ class Journal(Generic[Place]):
         self._snapshot = None
         missing = self._storage.commit(changes)
         self._pending.clear()
-        self._with_sibling.clear()
         self._settings = None
         self._snapshot = snapshot
         self._stored.update(named)
         for index in [index for index, payloads in named.items() if not payloads]:
             del self._stored[index]
-        self._unwritten = {i for i in touched if held[i].keys() - named[i].keys()}
+        self._touched.difference_update(i for i in touched if held[i].keys() == named[i].keys())
+        are_unwritten = bool(self._touched)
         if missing:
             self._state.lose(missing)
-        if self._unwritten:
+        if are_unwritten:
             # What was freed may be the room that they need.
             self.commit()
 
@@ -296,6 +293,7 @@ class Journal(Generic[Place]):
         if event.state in ("acknowledged", "dropped"):
             self._numbers.pop(event.lease_id, None)
         self._pending.append((number, event))
+        self._touched.add(event.prompt_index)
 
     def _held(self, prompt_index: int) -> dict[int, Any]:
         """The payloads that its entry has."""
@@ -313,9 +311,10 @@ class Journal(Generic[Place]):
         return [(number, *row) for number, row in rows.items()]
 
     def _entries(
-        self, last: Mapping[int, Event], named: Mapping[int, Mapping[int, tuple[Any, Place]]]
+        self, named: Mapping[int, Mapping[int, tuple[Any, Place]]]
     ) -> tuple[list[EntryRow], list[int]]:
         """The present entries of the prompts of `named`, and those that have none."""
+        last = {event.prompt_index: event for _, event in self._pending}
         rows: list[EntryRow] = []
         closed = []
         for prompt_index, payloads in named.items():
