@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from streamrl.config import RunConfig
-from streamrl.config.algorithm import losses
+from streamrl.config.algorithm import advantages, losses
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config.algorithm.rollout_is import RolloutISSettings
 
 _DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
@@ -28,6 +29,22 @@ class LossConfig(
     losses.DroSettings,
 ):
     """The numbers of all losses in one record, which every loss accepts."""
+
+
+class AdvantageConfig(
+    advantages.GaeSettings,
+    advantages.GpgAdvantageSettings,
+    advantages.GdpoSettings,
+    advantages.GigpoSettings,
+    advantages.RaeSettings,
+):
+    """The numbers of all advantages in one record, which every one accepts."""
+
+
+class RolloutISConfig(RolloutISSettings):
+    """`algorithm.rollout_is` with verl's default of the veto."""
+
+    veto_threshold: float | None = Field(default=1e-4, gt=0, lt=1)
 
 
 def setting_names() -> set[str]:

@@ -82,17 +82,12 @@ class AdvantageInput:
         return whiten(values)
 
 
-class AdvantageConfig(GaeSettings, GpgAdvantageSettings, GdpoSettings, GigpoSettings, RaeSettings):
-    """The numbers of all estimators in one record, which every estimator accepts: for Python code
-    that sweeps over them. A configuration has the record of one estimator."""
-
-
 _SMALLEST_NORM = 1e-12
 """Of a gradient, so that a group whose tokens all have the probability 1 has a mean."""
 
 Advantage = Callable[[AdvantageInput, Any], Tensor]
-"""(batch, settings) -> [R]; the settings are an `ADVANTAGE_SETTINGS[name]`, an `AdvantageConfig`,
-or for a user's own a `UserAdvantageSettings`."""
+"""(batch, settings) -> [R]; the settings are an `ADVANTAGE_SETTINGS[name]`, or for a user's own a
+`UserAdvantageSettings`."""
 
 
 def gae(batch: AdvantageInput, config: GaeSettings) -> Tensor:
@@ -109,8 +104,7 @@ def gae_returns(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
 
 def reinforce(batch: AdvantageInput, config: DiscountSettings) -> Tensor:
     """The discounted return."""
-    rewards = batch.token_rewards.double()
-    total = discounted_sum(rewards, batch.sequences, config.gamma)
+    total = discounted_sum(batch.token_rewards.double(), batch.sequences, config.gamma)
     return total.to(batch.token_rewards.dtype)
 
 
@@ -238,10 +232,9 @@ def maxrl(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     the gradient of the log of the chance to succeed, to the order that the group's size allows, so
     that a prompt weighs more the harder it is.
 
-    For rewards of 0 and 1. With other positive ones it is the gradient of the log of the expected
-    reward; negative ones have no such meaning, and beside them, with which the mean may be near 0,
-    it is kept where it is without: from -1 to one less than the siblings. A group of one has no
-    advantage.
+    For rewards of 0 and 1, or other positive ones: then of the log of the expected reward. Beside
+    negative ones, with which the mean may be near 0, it is kept where it is without: from -1 to one
+    less than the siblings. A group of one has no advantage.
     """
     groups, scores = Groups.of(batch.groups), batch.returns
     mean = groups.mean(scores)
@@ -254,15 +247,14 @@ def gdpo(batch: AdvantageInput, config: GdpoSettings) -> Tensor:
     """The sum over several rewards of weight (s_k - mean) / (std + 1e-6), each over the group, then
     whitened over the batch's tokens (GDPO, arXiv 2601.05242; verl).
 
-    Of one reward it is grpo, whitened. A reward that all siblings have alike adds nothing, however
-    large; one with little spread counts as much as one with a lot. A group of one keeps its
-    rewards. `token_rewards`, and so what shapes them, are not read.
+    A reward that all siblings have alike adds nothing, however large; one with little spread counts
+    as much as one with a lot. A group of one keeps its rewards. `token_rewards`, and so what shapes
+    them, are not read.
     """
     components = _required(batch.components, "components", "gdpo").double()
-    groups, weights = Groups.of(batch.groups), list(config.rewards.values())
-    parts = zip(weights, components.unbind(1), strict=True)
+    groups = Groups.of(batch.groups)
     total = torch.zeros_like(components[:, 0])
-    for weight, scores in parts:
+    for weight, scores in zip(config.rewards.values(), components.unbind(1), strict=True):
         total = total + weight * _relative(scores, groups, config)
     return _whitened(batch.sequences.expand(total), batch, config)
 
@@ -280,12 +272,14 @@ def gigpo(batch: AdvantageInput, config: GigpoSettings) -> Tensor:
     """
     anchors = _required(batch.anchors, "anchors", "gigpo")
     rewards, groups = batch.token_rewards.double(), Groups.of(batch.groups)
-    turns, of_turn = _turns(anchors, batch.sequences)
+    is_end = anchors != 0
+    turns = Sequences.from_lengths(batch.sequences.sum(is_end.double()).long())
+    of_turn = is_end.cumsum(0) - is_end.long()
     places = torch.arange(len(batch.sequences), device=anchors.device)
     owners = places.repeat_interleave(turns.lengths)
     earned = rewards.new_zeros(turns.num_tokens).index_add_(0, of_turn, rewards)
     returns = discounted_sum(earned, turns, config.turn_gamma)
-    answered = torch.stack([groups.index[owners], anchors[anchors != 0]], 1)
+    answered = torch.stack([groups.index[owners], anchors[is_end]], 1)
     met = Groups.of(torch.unique(answered, dim=0, return_inverse=True)[1])
     steps = torch.where(met.alone, 0.0, _relative(returns, met, config))
     episodes = batch.sequences.expand(_relative(batch.returns, groups, config))
@@ -297,26 +291,17 @@ def rae(batch: AdvantageInput, config: RaeSettings) -> Tensor:
 
     For every episode in the order of the batch b <- decay b + (1 - decay) s, from 0 on, and the
     advantage is s less the b before it, as the authors' code has it; that of the paper, with the b
-    behind it, is `decay` times this one. The other episodes of the prompt are not compared: in
-    self-play they were not played from the same states, and one role may win most of the time. The
-    baseline follows what comes, so the first 1 / (1 - decay) episodes of a role are compared with
-    one that is too near to 0.
+    behind it, is `decay` times this one. The first 1 / (1 - decay) episodes of a role are compared
+    with a baseline that is too near to 0.
     """
     return batch.to_tokens(batch.returns - _required(batch.baseline, "baseline", "rae"))
-
-
-def _turns(anchors: Tensor, sequences: Sequences) -> tuple[Sequences, Tensor]:
-    """How many turns each sequence has, and [R] which turn, of all, a token is of."""
-    is_end = anchors != 0
-    counts = sequences.sum(is_end.double()).long()
-    return Sequences.from_lengths(counts), is_end.cumsum(0) - is_end.long()
 
 
 def gpg(batch: AdvantageInput, config: GpgAdvantageSettings) -> Tensor:
     """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
     scores = batch.returns
     scale = len(scores) / scores.count_nonzero().clamp(min=1) / config.f_norm
-    return batch.to_tokens(scale * _centered(batch.returns, Groups.of(batch.groups)))
+    return batch.to_tokens(scale * _centered(scores, Groups.of(batch.groups)))
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -398,13 +383,12 @@ def _centered(scores: Tensor, groups: Groups, weights: Tensor | None = None) -> 
 def _gae(batch: AdvantageInput, config: GaeSettings) -> Tensor:
     """[R] before whitening, float64."""
     values = _required(batch.values, "values", "gae").double()
-    sequences = batch.sequences
     following = torch.zeros_like(values)
     following[:-1] = values[1:]
-    lengths = sequences.lengths.to(values.device)
+    lengths = batch.sequences.lengths.to(values.device)
     following[(lengths.cumsum(0) - 1)[lengths > 0]] = 0.0
     errors = batch.token_rewards.double() + config.gamma * following - values
-    return discounted_sum(errors, sequences, config.gamma * config.lam)
+    return discounted_sum(errors, batch.sequences, config.gamma * config.lam)
 
 
 def _required(tensor: Tensor | None, name: str, estimator: str) -> Tensor:

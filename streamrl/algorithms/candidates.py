@@ -1,11 +1,8 @@
-"""Candidates of response tokens: for each of them a set of token ids of any size, and what a policy
-gives them.
+"""Candidates of response tokens: for each of them a set of token ids, and what a policy gives them.
 
-The likeliest tokens of a policy are another such set, of one size: `Likeliest`, K at each place.
-
-A sampling mask is such a set: the ids that top-k and top-p left of the vocabulary when the token
-was sampled ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The probabilities
-of a policy over it are those of its softmax over these ids alone.
+A set of any size is a sampling mask, the ids that top-k and top-p left of the vocabulary when the
+token was sampled ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1): a policy's
+probabilities over it are its softmax over these ids alone. Sets of one size are the `Likeliest`.
 
 Invariant: only the logits of candidates are computed, and those of rows without any: a mask costs
 what its ids cost, not what the vocabulary does.
@@ -14,7 +11,6 @@ Letters: R response tokens, M candidates of all of them, K likeliest of each, H 
 vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -254,7 +250,9 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, owners, token_ids)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         products = torch.empty(len(owners), dtype=wide, device=hidden.device)
-        for part in _chunks(len(owners), hidden.shape[1]):
+        size = max(1, _CHUNK_ELEMENTS // hidden.shape[1])
+        for start in range(0, len(owners), size):
+            part = slice(start, start + size)
             left, right = hidden[owners[part]], weight[token_ids[part]]
             products[part] = (left.to(wide) * right.to(wide)).sum(1)
         return products
@@ -284,9 +282,3 @@ def _weighted_sums(table: Tensor, indices: Tensor, starts: Tensor, weights: Tens
     return embedding_bag(
         indices, table, starts, mode="sum", per_sample_weights=weights.to(table.dtype)
     )
-
-
-def _chunks(num_rows: int, width: int) -> Iterator[slice]:
-    size = max(1, _CHUNK_ELEMENTS // width)
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))

@@ -3,10 +3,8 @@
 With x = logprobs - reference, tokens sampled from the policy (Schulman, "Approximating KL
 divergence", 2020): kl = k1 = x; abs = |x|; mse = k2 = x^2 / 2; low_var_kl = k3 = exp(-x) + x - 1.
 The gradient of k1 and k3 is not that of the KL, the gradient of k2 is: a trailing + keeps a kind's
-value and takes the gradient of k2. `full` is the exact sum over the vocabulary.
+value and takes the gradient of k2. Kind `full` is `full_kl`, the exact sum over the vocabulary.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,8 +12,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform
-from streamrl.config.algorithm.settings import KL_KINDS, KlRewardSettings
-from streamrl.errors import did_you_mean
+from streamrl.config.algorithm.settings import KlRewardSettings
 
 _LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
@@ -23,19 +20,7 @@ _CHUNK_ELEMENTS = 1 << 25
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
-    """[R] divergence per token in nats; the policy is `logprobs`.
-
-    Args:
-        logprobs, reference_logprobs: [R] of the sampled tokens; for `full` [R, V] logits or
-            log-probabilities of the whole vocabulary.
-
-    Raises:
-        ValueError: the kind is unknown, or `full` is asked of sampled tokens only.
-    """
-    if kind not in KL_KINDS:
-        raise ValueError(f"kind: {kind!r} is unknown; {did_you_mean(kind, KL_KINDS)}")
-    if kind == "full":
-        return _full(logprobs, reference_logprobs)
+    """[R] nats, by a kind but `full`; the policy is `logprobs`. Both are of the sampled tokens."""
     difference = logprobs - reference_logprobs
     value = _estimate(difference, kind.removesuffix("+"))
     if not kind.endswith("+"):
@@ -101,15 +86,6 @@ def topk_teacher_kl(logprobs: Tensor, teacher_logprobs: Tensor, divergence: str)
     return (p * (mine - theirs)).sum(1) + rest_p * (rest_p.log() - rest_q.log())
 
 
-def _full(logits: Tensor, reference: Tensor) -> Tensor:
-    if logits.ndim != 2 or logits.shape != reference.shape:
-        raise ValueError(
-            f"logprobs: have shapes {tuple(logits.shape)} and {tuple(reference.shape)}; kind full"
-            " needs [R, V] twice, the whole distribution of every token"
-        )
-    return _by_rows(kl_of_logits, logits, reference, vocabulary=logits.shape[1])
-
-
 def full_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -119,7 +95,8 @@ def full_kl(
     bias: Tensor | None = None,
     reference_bias: Tensor | None = None,
 ) -> Tensor:
-    """[R] exact KL from hidden states; logits exist for a chunk of tokens at a time.
+    """[R] exact KL from hidden states; logits exist for a chunk of tokens at a time, and again in
+    backward.
 
     Args:
         hidden, reference_hidden: [R, H], the policy's with gradient.
@@ -133,7 +110,13 @@ def full_kl(
             logits, transform(linear(theirs, reference_weight, reference_bias).float())
         )
 
-    return _by_rows(of_rows, hidden, reference_hidden.detach(), vocabulary=weight.shape[0])
+    rows = max(1, _CHUNK_ELEMENTS // max(len(weight), 1))
+    chunks = zip(hidden.split(rows), reference_hidden.detach().split(rows), strict=True)
+    parts = [
+        checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
+    return torch.cat(parts)
 
 
 def kl_of_logits(logits: Tensor, reference: Tensor) -> Tensor:
@@ -142,24 +125,9 @@ def kl_of_logits(logits: Tensor, reference: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _by_rows(
-    divergence: Callable[[Tensor, Tensor], Tensor], mine: Tensor, theirs: Tensor, vocabulary: int
-) -> Tensor:
-    """A chunk of tokens at a time, recomputed in backward, so no second [R, V] tensor is kept."""
-    rows = max(1, _CHUNK_ELEMENTS // max(vocabulary, 1))
-    parts = [
-        checkpoint(divergence, part, reference, use_reentrant=False, preserve_rng_state=False)
-        for part, reference in zip(torch.split(mine, rows), torch.split(theirs, rows), strict=True)
-    ]
-    return torch.cat(parts)
-
-
 class KlCoefficient:
     """The weight of the KL in the reward: `coef`, or with controller `adaptive` one that begins
-    there and follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2).
-
-    `value *= 1 + clip(current_kl / target - 1, -0.2, 0.2) * n_steps / horizon`
-    """
+    there and follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2)."""
 
     def __init__(self, config: KlRewardSettings) -> None:
         self._config = config
@@ -167,12 +135,7 @@ class KlCoefficient:
         self.value = config.coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """After a step.
-
-        Args:
-            current_kl: nats per token, measured over the batch.
-            n_steps: trajectories in the batch.
-        """
+        """After a step on `n_steps` trajectories, whose KL is so many nats a token."""
         if self.is_adaptive:
             error = min(max(current_kl / self._config.target - 1, -0.2), 0.2)
             self.value *= 1 + error * n_steps / self._config.horizon

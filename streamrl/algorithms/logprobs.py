@@ -102,7 +102,6 @@ def token_logprobs(
         hidden: [R, H] last hidden states at the positions that predict `targets`.
         weight: [V, H] of the LM head; `bias` [V] if it has one.
         targets: [R] int64 token ids.
-        with_entropy: also return the entropy.
         trains_entropy: the entropy has a gradient.
 
     Raises:

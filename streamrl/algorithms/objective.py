@@ -6,18 +6,17 @@
 Invariant: a term with coefficient 0 is not computed. Loss and metrics of micro-batches that share
 totals add up to those of the step.
 
-`proximal_logprobs`: of the proximal policy, which ratios are taken to; it says where the correction
-for stale data goes. Decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298) splits
-current/behavior into current/proximal, which is clipped, and proximal/behavior, which weighs. Three
-choices:
+The proximal policy is the one that ratios are taken to; it says where the correction for stale data
+goes. Decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298) splits
+current/behavior into current/proximal, which is clipped, and proximal/behavior, which weighs.
+`algorithm.proximal` is
 
-- recompute: the proximal policy is the learner's at the start of the step, by a forward pass;
+- recompute: the learner's policy at the start of the step, by a forward pass;
 - behavior: there is none; the loss's ratio is current/behavior, clipped as in plain PPO, and only
   losses without a ratio get importance weights;
-- loglinear: no pass either; its log-probability is taken to lie between behavior and current, as
+- loglinear: without a pass; its log-probability is taken to lie between behavior and current, as
   far as the versions say (A-3PO, arXiv 2512.06547; AReaL);
-- linear: the same of the probability itself, which AReaL has beside it. It is at least as large as
-  that of loglinear (of two numbers' means the arithmetic one), most where the two policies differ.
+- linear: the same of the probability itself (AReaL), which is at least as large.
 """
 
 from typing import TypeVar
@@ -57,12 +56,7 @@ def proximal_logprobs(
     Args:
         logprobs: [R] under the current policy; no gradient flows back.
         staleness: [R] versions between sampling and training.
-
-    Raises:
-        ValueError: the mode is `recompute`, whose result only a forward pass can give.
     """
-    if mode == "recompute":
-        raise ValueError("mode: `recompute` takes a forward pass of the policy, not this function")
     behavior = behavior_logprobs.detach()
     if mode == "behavior":
         return behavior
@@ -125,27 +119,21 @@ def policy_objective(
     loss = torch.stack([coef * value for _, coef, value in terms]).sum()
     metrics = policy.metrics | {name: value.detach() for name, _, value in terms}
     if observed is not None:
-        metrics = metrics | {OBSERVED: _observed_fraction(observed, batch)}
+        num_all = observed.totals.num_tokens + batch.batch_totals.num_tokens
+        fraction = observed.sequences.num_tokens / max(num_all, 1)
+        metrics = metrics | {OBSERVED: observed.logprobs.new_tensor(fraction)}
     if entropy is not None:
         metrics = metrics | {"actor/entropy": batch.mean(entropy)}
     return LossOutput(loss, metrics | {"actor/loss": loss.detach()})
 
 
 def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
-    """Share of the counted tokens that contribute to the loss; adds up as its metrics do.
-
-    An importance weight of 0 silences the policy loss, and leaves a token to the other terms.
-    """
+    """Share of the counted tokens that contribute to the loss: a weight of 0 silences the policy
+    loss, and leaves a token to the other terms. Adds up as the metrics of a loss do."""
     trained = torch.ones_like(batch.logprobs)
     if batch.importance_weights is not None and not config.has_other_terms:
         trained = (batch.importance_weights != 0).to(trained.dtype)
     return batch.mean(trained)
-
-
-def _observed_fraction(observed: ObservedInput, batch: LossInput) -> Tensor:
-    """Of the tokens that the loss counts, those that the policy has read; adds up as they do."""
-    num_all = observed.totals.num_tokens + batch.batch_totals.num_tokens
-    return observed.logprobs.new_tensor(observed.sequences.num_tokens / max(num_all, 1))
 
 
 def mask_metrics(mask: Candidates | None, batch: LossInput) -> dict[str, Tensor]:

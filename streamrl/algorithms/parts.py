@@ -27,11 +27,10 @@ _LOSSES = frozenset(
 def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
     """Whether the parts of a batch make the update that the batch as a whole makes.
 
-    False where a number of one group depends on the other groups: what is normalized over the
-    batch or has a state that each batch updates. False for a user's own loss and advantage, which
-    may depend on anything, and where two terms of the loss have different denominators. False with
-    several updates, whose mini-batches are drawn from the whole batch, and where a pass before the
-    update makes the weights too, whose metrics are those of the whole.
+    Not where a number of one group depends on the other groups (normalized over the batch, or a
+    state that each batch updates), with a user's own loss or advantage, where two terms of the loss
+    have different denominators, with several updates, whose mini-batches are drawn from the whole
+    batch, and where a pass before the update makes the weights, whose metrics are of the whole.
     """
     weights, correction = config.sample_weight, config.rollout_is
     is_over_the_batch = (

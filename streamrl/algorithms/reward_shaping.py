@@ -24,6 +24,7 @@ from streamrl.config.algorithm.rewards import (
 )
 
 _STD_FLOOR = 1e-6
+_MOMENTS = ("count", "mean", "squares")
 
 
 class RunningMoments:
@@ -51,7 +52,6 @@ class RunningMoments:
         self._moments = Moments.from_tensor(tensor)
 
 
-_MOMENTS = ("count", "mean", "squares")
 _BASELINE = "baseline/"
 
 
@@ -88,8 +88,7 @@ def shape_rewards(
     num_invalid_turns: Tensor | None = None,
     is_truncated: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """[S] after everything that happens to a trajectory's reward before it is put on tokens, and
-    metrics.
+    """[S] what is put on tokens, and metrics.
 
     Args:
         rewards: [S] from the environment.

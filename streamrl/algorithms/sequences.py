@@ -4,12 +4,6 @@ Every formula of this package takes tensors [R], the response tokens of all traj
 the other, and a `Sequences` that says where each trajectory ends. There is no padding and no mask.
 
 Invariant: the lengths add up to R; empty sequences are allowed and reduce to 0.
-
-`to_device`: host memory reaches a GPU without waiting for what the GPU computes.
-
-`Groups`: statistics over the groups that trajectories belong to. Every one is a tensor [S], each
-trajectory's row that of its group, computed without a loop over groups; two passes for variances.
-Letter: G groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +27,8 @@ def require_rows(count: int, **columns: Tensor | None) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there; itself if it is there. What the host computed must stay as it is."""
+    """The tensor there, without waiting for what a GPU computes; itself if it is there. What the
+    host computed must stay as it is."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     # From pageable memory the host would wait until the GPU has come to the copy.
@@ -141,7 +136,8 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Build with `of`."""
+    """Statistics over the G groups that trajectories belong to: tensors [S], each trajectory's row
+    that of its group, without a loop over groups. Build with `of`."""
 
     ids: Tensor
     """[G] distinct group ids, ascending."""

@@ -17,6 +17,7 @@ from measure import contest, measured
 from torch import Tensor
 
 from tests.benchmarks.peers.verl_functions import load
+from tests.settings import RolloutISConfig
 
 THREADS = 2
 NUM_SEQUENCES, WIDTH, NUM_TOKENS = 256, 4096, 533_000
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def ours() -> Callable[[], object]:
-    from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
+    from streamrl.algorithms.rollout_is import rollout_is_weights
     from streamrl.algorithms.sequences import Sequences
 
     train, behavior, lengths = _batch()

@@ -2,20 +2,19 @@
 
 import pytest
 
-from tests.settings import LossConfig
+from tests.settings import AdvantageConfig, LossConfig, RolloutISConfig
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput  # noqa: E402
+from streamrl.algorithms.advantages import ADVANTAGES, AdvantageInput  # noqa: E402
 from streamrl.algorithms.kl import full_kl, kl_penalty  # noqa: E402
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs  # noqa: E402
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput  # noqa: E402
 from streamrl.algorithms.reward_shaping import normalize, sample_weights, token_rewards  # noqa: E402
 from streamrl.algorithms.rollout_is import (  # noqa: E402
     ROLLOUT_IS_PRESETS,
-    RolloutISConfig,
     rollout_is_weights,
 )
 from streamrl.algorithms.sequences import Sequences  # noqa: E402

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from streamrl.algorithms.rollout_is import (
-    RolloutISConfig,
     rollout_is_weights,
 )
 from streamrl.algorithms.sequences import Sequences
+from tests.settings import RolloutISConfig
 
 LENGTHS = (5, 0, 3, 9, 1)
 FIRST_ROWS = 3

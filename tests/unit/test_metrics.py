@@ -15,13 +15,14 @@ from actors.validation import PromptResult, length_metrics, scores
 from learners.batch.training_batch import TrainingBatch
 from learners.objective.step_metrics import MASKED, of_updates
 from streamrl.algorithms.parts import Rescaling
-from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
+from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rollout_is import REJECTION_STATISTICS
 from streamrl.metrics import CATALOGUE, OPEN, OWN, Merge, Metric, Writer, find, metric
 from streamrl.tracking.groups import GROUPS, OVERVIEW, label_of
 from streamrl.weights.locality import locality_of
 from tests.records import with_experts
+from tests.settings import RolloutISConfig
 from tests.training import make_config, make_groups, make_trainer, with_metrics
 from tests.unit.test_learner import Run as LearnerRun, configure
 from tests.unit.weights.update_run import run as weight_run

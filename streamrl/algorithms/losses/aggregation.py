@@ -1,16 +1,8 @@
 """What a policy loss is computed from, and how its tokens' losses become one number.
 
 Invariant: with the totals of the batch given to every micro-batch and rank, their losses add up to
-the loss of the batch, however it was cut. Without totals one call is one whole batch.
-
-`LossInput`: one that exists has one row per token (or sequence) everywhere, is at least float32,
-and holds no non-finite number in a token that contributes nothing.
-
-Terms added to the policy loss: entropy bonus, KL to a reference, SFT on positives, cross-entropy of
-what was observed; value loss.
-
-Each takes [R] tensors and, for micro-batches, the totals of the whole batch, and returns a scalar
-without its coefficient.
+the loss of the batch, however it was cut. Without totals one call is one whole batch. The terms
+beside the policy loss, and the value loss, are scalars without their coefficients.
 """
 
 from dataclasses import dataclass
@@ -27,18 +19,13 @@ from streamrl.config.algorithm.settings import ValueSettings
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """What the denominators count, over every micro-batch and rank of the step. Adds up with +.
-
-    A gradient reduction that averages over ranks instead of summing needs its loss multiplied by
-    the number of ranks.
-    """
+    """What the denominators count, over every micro-batch and rank of the step. Adds up with +."""
 
     num_tokens: float
     num_sequences: float
     """Sequences that hold a counted token."""
     longest: float
-    """Tokens of the longest response: what seq-mean-token-sum-norm divides by where no constant is
-    given. The learner always gives one."""
+    """Tokens of the longest response, for seq-mean-token-sum-norm without a constant."""
 
     @classmethod
     def of(cls, sequences: Sequences, loss_mask: Tensor | None = None) -> "BatchTotals":
@@ -116,7 +103,11 @@ def token_mean(
 
 @dataclass(frozen=True, eq=False)
 class LossInput:
-    """One micro-batch. Every [R] tensor holds the response tokens of `sequences`, in order."""
+    """One micro-batch. Every [R] tensor holds the response tokens of `sequences`, in order.
+
+    Invariant: it has one row per token (or sequence) everywhere, is at least float32, and holds no
+    non-finite number in a token that contributes nothing.
+    """
 
     logprobs: Tensor
     """[R] nats, under the current policy, with gradient."""
@@ -186,10 +177,8 @@ class LossInput:
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """`metrics` are scalars without gradient, still on the device: reading one synchronizes.
-
-    Like the loss they add up over micro-batches and ranks that share `totals`.
-    """
+    """`metrics` are scalars without gradient on the device; like the loss they add up over
+    micro-batches and ranks that share `totals`."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -246,7 +235,7 @@ def value_loss(
 
     Args:
         values, old_values, returns: [R]; `values` with gradient.
-        aggregation: `loss_scale_factor` and `norm_by_sequences` for seq-mean-token-sum-norm.
+        aggregation: as `config` of `aggregate`.
     """
     plain = (values - returns).square()
     error, clipped = plain, torch.zeros_like(plain)

@@ -1,4 +1,4 @@
-"""The policy losses by name, and the record that holds the numbers of all of them.
+"""The policy losses by name.
 
     bound the ratio, of a token or of a sequence    ppo, gspo, luspo, geo_mean, cispo, sapo, vespo
     pick tokens by covariance of A and log p        clip_cov, kl_cov
@@ -98,20 +98,17 @@ def finish(
 
 
 def loss_metrics(
-    batch: LossInput,
-    log_ratio: Tensor,
-    clipped: Tensor | None,
-    clipped_lower: Tensor | None,
+    batch: LossInput, log_ratio: Tensor, clipped: Tensor | None, clipped_lower: Tensor | None
 ) -> dict[str, Tensor]:
+    masks = {"actor/pg_clipfrac": clipped, "actor/pg_clipfrac_lower": clipped_lower}
     never = torch.zeros_like(log_ratio)
-    parts = {
-        "actor/ppo_kl": -log_ratio,
-        "actor/pg_clipfrac": never if clipped is None else clipped.to(log_ratio.dtype),
-        "actor/pg_clipfrac_lower": (
-            never if clipped_lower is None else clipped_lower.to(log_ratio.dtype)
-        ),
+    return {
+        "actor/ppo_kl": batch.mean(-log_ratio),
+        **{
+            name: batch.mean(never if mask is None else mask.to(log_ratio.dtype))
+            for name, mask in masks.items()
+        },
     }
-    return {name: batch.mean(values) for name, values in parts.items()}
 
 
 _GSPO_LOG_BOUND = 10.0
@@ -201,9 +198,8 @@ def sapo(batch: LossInput, config: SapoSettings) -> LossOutput:
 
 def vespo(batch: LossInput, config: VespoSettings) -> LossOutput:
     """-phi(w) A log p, with w the ratio of the whole sequence and the constant weight phi(w) = w^k
-    exp(lambda (1 - w)), whose k and lambda depend on the sign of A (VESPO, arXiv 2602.10693,
-    pseudocode in its appendix and github.com/FloyedShen/VESPO: w is a product, without a division
-    by the length, its logarithm within +-20)."""
+    exp(lambda (1 - w)), whose k and lambda depend on the sign of A (VESPO, arXiv 2602.10693, and
+    github.com/FloyedShen/VESPO: w is a product, its logarithm within +-20)."""
     log_ratio = batch.log_ratio
     total = counted_sum(log_ratio.detach().double(), batch)
     log_weight = batch.sequences.expand(total.clamp(-_VESPO_LOG_BOUND, _VESPO_LOG_BOUND))
@@ -233,9 +229,8 @@ def kl_cov(batch: LossInput, config: KlCovSettings) -> LossOutput:
 
     Its `ppo_kl` is the mean of |D|, as the original reports it.
     """
-    log_ratio = batch.log_ratio
+    log_ratio, num_counted = batch.log_ratio, _num_counted(batch)
     loss = -batch.advantages * unclamped_ratio(log_ratio)
-    num_counted = _num_counted(batch)
     if num_counted:
         top = _covariance(batch).topk(max(1, int(num_counted * config.kl_cov_ratio))).indices
         penalized = torch.zeros_like(loss).index_fill_(0, top, config.kl_cov_coef)

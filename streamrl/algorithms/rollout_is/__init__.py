@@ -12,13 +12,9 @@ Different from verl on purpose:
 - the standard deviation takes two passes in float64 (the one-pass formula reads 0 for a true 1e-4);
 - `rollout_is_applied_*` and `staleness_*` metrics stand beside those of the raw weights, which
   look healthy even where three quarters of the sequences are clipped away;
-- empty sequences are in no mean, minimum or fraction;
-- a sequence with a NaN or infinite log-probability is dropped (`nonfinite_sequence_fraction`)
-  instead of poisoning the batch;
-- thresholds are validated, and ones at or below 1 need an explicit `threshold_lower`.
+- empty sequences are in no mean, minimum or fraction, and those with a NaN or infinite
+  log-probability are dropped (`nonfinite_sequence_fraction`).
 """
-
-from pydantic import Field
 
 from streamrl.algorithms.rollout_is.statistics import (
     SEQUENCE_ESS as SEQUENCE_ESS,
@@ -31,12 +27,6 @@ from streamrl.algorithms.rollout_is.weights import (
 from streamrl.config.algorithm.rollout_is import (
     ROLLOUT_IS_PRESETS as ROLLOUT_IS_PRESETS,
     RejectionRule as RejectionRule,
-    RolloutISSettings,
+    RolloutISSettings as RolloutISSettings,
     rollout_is_preset as rollout_is_preset,
 )
-
-
-class RolloutISConfig(RolloutISSettings):
-    """The record `algorithm.rollout_is` for Python code, with verl's default of the veto."""
-
-    veto_threshold: float | None = Field(default=1e-4, gt=0, lt=1)

@@ -6,20 +6,6 @@ With d = log(train / behavior) clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(
 sequence. Bounds of k1 are ratios behavior / train: the other way round from those of a weight.
 
 Invariant: a token is kept if every rule passes.
-
-`split`, engine mismatch and policy lag told apart: the two factors of the importance ratio.
-
-    train / behavior = (rescored / behavior) * (train / rescored)
-                        engine mismatch         policy lag
-
-`rescored` is the log-probability of a token under the learner's own weights of the version that
-sampled it. The first factor compares two programs with the same weights, the second two versions
-in one program; at staleness 0 it is 1. Each has a bound of its own. Where only the ratio is bounded
-a large mismatch and a small lag hide each other. Source: "Missing Old Logits in Asynchronous
-Agentic RL" (arXiv 2605.12070), whose snapshots of the weights per version these are.
-
-Invariant: the factors of a token multiply to its ratio. A token that was not rescored is in no
-metric but the share of those that were, and no bound of a factor acts on it.
 """
 
 import math
@@ -53,8 +39,9 @@ def reject(log_ratio: Tensor, sequences: Sequences, rules: Iterable[RejectionRul
         verdict = _judge(log_ratio, sequences, rule)
         keep = keep & verdict.keep
         sums, extremes = sums | verdict.sums, extremes | verdict.extremes
-    together = _masked("rollout_rs", keep, sequences) if sums else {}
-    return Rejection(keep, sums | together, extremes)
+    if sums:
+        sums |= _masked("rollout_rs", keep, sequences)
+    return Rejection(keep, sums, extremes)
 
 
 def veto(
@@ -85,7 +72,10 @@ def _judge(log_ratio: Tensor, sequences: Sequences, rule: RejectionRule) -> Reje
             statistic = sequences.mean(per_token)
         case _:
             statistic = sequences.max(per_token)
-    lower, upper = _bounds(rule)
+    # A divergence has no lower bound.
+    lower, upper = -math.inf, rule.upper
+    if rule.is_ratio:
+        lower, upper = math.log(rule.ratio_lower), math.log(rule.upper)
     passes = (statistic >= lower) & (statistic <= upper)
     by_token = scope == "token"
     keep = passes if by_token else sequences.expand(passes)
@@ -107,13 +97,6 @@ def _masked(name: str, keep: Tensor, sequences: Sequences) -> dict[str, Tensor]:
         f"mismatch/{name}_masked_fraction": (~keep).sum(),
         f"mismatch/{name}_seq_masked_fraction": (sequences.sum(~keep) > 0).sum(),
     }
-
-
-def _bounds(rule: RejectionRule) -> tuple[float, float]:
-    """On the statistic; a divergence has no lower bound."""
-    if rule.is_ratio:
-        return math.log(rule.ratio_lower), math.log(rule.upper)
-    return -math.inf, rule.upper
 
 
 def _divergence(log_ratio: Tensor, kind: str) -> Tensor:
@@ -139,11 +122,22 @@ class Split:
 
 
 def split(log_ratio: Tensor, mismatch: Tensor | None, config: RolloutISSettings) -> Split:
-    """The factors of ratios [R], given as logarithms in float64.
+    """Engine mismatch and policy lag told apart: the two factors of the importance ratio [R], which
+    is given as logarithm in float64.
+
+        train / behavior = (rescored / behavior) * (train / rescored)
+                            engine mismatch         policy lag
+
+    The first compares two programs with the same weights, the second two versions in one program;
+    at staleness 0 it is 1. Where only the ratio is bounded a large mismatch and a small lag hide
+    each other, so each has a bound of its own ("Missing Old Logits in Asynchronous Agentic RL",
+    arXiv 2605.12070). A token that was not rescored is in no metric but the share of those that
+    were, and no bound of a factor acts on it.
 
     Args:
-        mismatch: [R] rescored less behavior log-probability in nats, not finite where it is not
-            known; None if no token is ever rescored.
+        mismatch: [R] log-probability under the learner's weights of the version that sampled it,
+            less that of the behavior policy, in nats; not finite where it is not known; None if no
+            token is ever rescored.
     """
     if mismatch is None:
         return Split({})

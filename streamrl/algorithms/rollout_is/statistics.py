@@ -104,17 +104,30 @@ class RolloutISStatistics:
     staleness: Tensor
     """[6, 5] per bucket: tokens, sum c, sum c^2 (c the weight within [L, U]), sum -d, bounded."""
 
+    @classmethod
+    def of(
+        cls, counts: Tensor, sums: dict[str, Tensor], extremes: dict[str, Tensor], **others: Any
+    ) -> "RolloutISStatistics":
+        """From sums and extremes by the names of their metrics, and the other fields."""
+        maxima, minima = (
+            [name for name in extremes if metric(name).merge is merge]
+            for merge in (Merge.MAX, Merge.MIN)
+        )
+        return cls(
+            counts=counts,
+            sum_names=tuple(sums),
+            sums=torch.stack([value.double() for value in sums.values()]),
+            max_names=tuple(maxima),
+            maxima=torch.stack([extremes[name].double() for name in maxima]),
+            min_names=tuple(minima),
+            minima=torch.stack([extremes[name].double() for name in minima]),
+            **others,
+        )
+
     def merge(self, other: "RolloutISStatistics") -> "RolloutISStatistics":
         """Statistics of both shards together; both must come from the same config."""
         theirs = other._parts()
         return replace(self, **{n: _merged(n, own, theirs[n]) for n, own in self._parts().items()})
-
-    @property
-    def num_rescored(self) -> Tensor:
-        """Tokens whose factors of engine mismatch and policy lag are known."""
-        if RESCORED not in self.sum_names:
-            return self.counts.new_zeros(())
-        return self.sums[self.sum_names.index(RESCORED)]
 
     def to_tensor(self) -> Tensor:
         """One float64 vector of about 4100 numbers, for a collective."""
@@ -150,9 +163,10 @@ class RolloutISStatistics:
             percentiles: [5] exact ones; by default they are read off the histogram.
         """
         if percentiles is None:
-            percentiles = weight_percentiles(_bin_centers(self.histogram.device), self.histogram)
-        host = self.to_host()
-        named = host._named(config, percentiles.cpu())
+            bins = torch.arange(_NUM_BINS, dtype=torch.float64, device=self.histogram.device)
+            centers = (bins - _NUM_BINS // 2) / _BINS_PER_NAT
+            percentiles = weight_percentiles(centers, self.histogram)
+        named = self.to_host()._named(config, percentiles.cpu())
         return {name: float(value) for name, value in named.items()}
 
     def _named(self, config: RolloutISSettings, percentiles: Tensor) -> dict[str, Tensor]:
@@ -161,16 +175,19 @@ class RolloutISStatistics:
         nonfinite = {"mismatch/nonfinite_sequence_fraction": num_nonfinite / seen.clamp(min=1)}
         if num_tokens == 0:
             return nonfinite if seen else {}
+        sums = dict(zip(self.sum_names, self.sums, strict=True))
         divisors = {
             Merge.TOKENS: num_tokens,
             Merge.SEQUENCES: num_sequences,
             Merge.LEVEL: num_sequences if config.level == "sequence" else num_tokens,
-            Merge.RESCORED: self.num_rescored,
+            Merge.RESCORED: sums.get(RESCORED, num_tokens),
         }
         ess = {SEQUENCE_ESS: self.sequence_ratios.effective_sample_size}
-        sums = zip(self.sum_names, self.sums, strict=True)
-        of_sums = [(name, value, divisors[metric(name).merge]) for name, value in sums]
-        means = {name: value / divisor for name, value, divisor in of_sums if divisor > 0}
+        means = {
+            name: value / divisor
+            for name, value in sums.items()
+            if (divisor := divisors[metric(name).merge]) > 0
+        }
         extremes = dict(zip(self.max_names, self.maxima, strict=True))
         extremes |= dict(zip(self.min_names, self.minima, strict=True))
         distribution = self._distribution(config, extremes, percentiles)
@@ -184,11 +201,10 @@ class RolloutISStatistics:
     ) -> dict[str, Tensor]:
         """Spread of the weights."""
         floor = -SAFETY_BOUND if config.level == "token" else -torch.inf
-        seq_max, seq_min = (
-            extremes[f"mismatch/rollout_is_seq_{which}"] for which in ("max", "min")
+        log_min, log_max, seq_min, seq_max = (
+            extremes[f"mismatch/rollout_is_{name}"] for name in ("min", "max", "seq_min", "seq_max")
         )
         deviation = torch.maximum((seq_max - 1).abs(), (seq_min - 1).abs())
-        log_max, log_min = extremes["mismatch/rollout_is_max"], extremes["mismatch/rollout_is_min"]
         named = dict(zip(QUANTILES, percentiles, strict=True))
         return {
             "mismatch/rollout_is_min": log_min.clamp(min=floor).exp(),
@@ -257,8 +273,12 @@ def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
     Interpolates linearly between neighbors, as numpy and torch.quantile do. Without counts
     `log_weights` may come back sorted.
     """
-    if counts is None:
-        ordered, total = _sort(log_weights), len(log_weights)
+    if counts is None and log_weights.device.type == "cpu":
+        # In place by numpy, whose vectorized sort is twenty times faster than torch's.
+        log_weights.numpy().sort()
+        ordered, total = log_weights, len(log_weights)
+    elif counts is None:
+        ordered, total = log_weights.sort().values, len(log_weights)
     else:
         ordered, order = log_weights.sort()
         ends = counts[order].cumsum(0)
@@ -281,19 +301,6 @@ def largest(values: Tensor) -> Tensor:
 def smallest(values: Tensor) -> Tensor:
     """Minimum as a scalar; infinity where there is nothing."""
     return values.min() if len(values) else values.new_tensor(torch.inf)
-
-
-def _sort(values: Tensor) -> Tensor:
-    """On a CPU in place by numpy, whose vectorized sort is twenty times faster than torch's."""
-    if values.device.type != "cpu":
-        return values.sort().values
-    values.numpy().sort()
-    return values
-
-
-def _bin_centers(device: torch.device) -> Tensor:
-    bins = torch.arange(_NUM_BINS, dtype=torch.float64, device=device)
-    return (bins - _NUM_BINS // 2) / _BINS_PER_NAT
 
 
 def mismatch_sums(
@@ -333,7 +340,8 @@ def raw_sums(
     """
     lower, upper = config.lower, math.inf if config.threshold is None else config.threshold
     if config.level == "sequence":
-        high, low = (log_weights > math.log(upper)).sum(), (log_weights < _log(lower)).sum()
+        log_lower = math.log(lower) if lower > 0 else -math.inf
+        high, low = (log_weights > math.log(upper)).sum(), (log_weights < log_lower).sum()
     else:
         high, low = level.total(raw > upper), level.total(raw < lower)
     return {
@@ -374,7 +382,3 @@ def staleness_sums(
 def finite_exp(values: Tensor) -> Tensor:
     """exp that stays finite: beyond e^80 float32 overflows."""
     return values.clamp(max=80.0).exp_()
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf

@@ -1,20 +1,7 @@
 """Weights, kept tokens and metrics of one batch: the entry of rollout importance sampling.
 
-M2PO keeps the second moment of log-ratios small by masking the largest of them. A token is harmful
-if its update moves the policy further from the behavior policy: A > 0 and d > 0, or A < 0 and d <
-0, with d = log(train / behavior). Of the harmful tokens of a batch those with the largest d^2 are
-masked until the mean of d^2 over the remaining ones is within the limit. Masked tokens still count
-in the denominators of the loss, under `normalize_by: all`. Source: M2PO (Zheng, Zhao, Chen, arXiv
-2510.01161, algorithm 1; github.com/Infini-AI-Lab/M2PO, which has the same tokens and mean, and
-clips where the paper masks).
-
-The mask does not depend on the order of the tokens; of equally large ones all are
-masked or none. A batch without harmful tokens, such as one on policy, keeps all.
-
-`Shard`: everything is computed in float64, over sequences that are finite and not empty.
-
-On a GPU nothing here makes the host wait, until the metrics are read: shapes depend on lengths that
-the host knows.
+A shard is measured in float64, over its sequences that are finite and not empty. On a GPU nothing
+here makes the host wait, until the metrics are read: shapes depend on lengths that the host knows.
 """
 
 import math
@@ -44,14 +31,19 @@ from streamrl.algorithms.rollout_is.statistics import (
 )
 from streamrl.algorithms.sequences import Sequences, require_rows, to_device
 from streamrl.config.algorithm.rollout_is import RolloutISSettings
-from streamrl.metrics import Merge, metric
 
 
 def bound_second_moment(
     log_ratio: Tensor, advantages: Tensor, counted: Tensor, limit: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask [R] bool for a whole batch, and the metrics: the mean of d^2 over harmful tokens
-    before the masking, and the share of all tokens that is masked.
+    """The mask [R] bool that keeps the second moment of d = log(train / behavior) small, and the
+    metrics: the mean of d^2 over harmful tokens before the masking, and the share that is masked.
+
+    A token is harmful if its update moves the policy further from the behavior policy: A and d have
+    one sign. Of the harmful tokens of a batch those with the largest d^2 are masked until the mean
+    of d^2 over the remaining ones is within the limit; of equally large ones all or none (M2PO,
+    arXiv 2510.01161, algorithm 1; github.com/Infini-AI-Lab/M2PO, which has the same tokens and
+    mean, and clips where the paper masks).
 
     Args:
         log_ratio: [R] d; may be non-finite where `counted` is false.
@@ -61,21 +53,17 @@ def bound_second_moment(
     """
     is_harmful = counted & (advantages.sign() * log_ratio > 0)
     squares = log_ratio[is_harmful].double().square()
+    ascending = squares.sort().values
+    counts = torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
+    # Means of the smallest 1, 2, ...: they never fall.
+    too_large = (ascending.cumsum(0) / counts > limit).nonzero()
+    smallest_masked = float(ascending[too_large[0]]) if len(too_large) else torch.inf
     keep = torch.ones_like(counted)
-    keep[is_harmful] = squares < _smallest_masked(squares, limit)
+    keep[is_harmful] = squares < smallest_masked
     return keep, {
         "mismatch/second_moment": float(squares.sum()) / max(len(squares), 1),
         "mismatch/second_moment_masked_fraction": int((~keep).sum()) / max(len(keep), 1),
     }
-
-
-def _smallest_masked(squares: Tensor, limit: float) -> float:
-    """The smallest of these [N] that has to go; infinity if all may stay."""
-    ascending = squares.sort().values
-    counts = torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
-    # Means of the smallest 1, 2, ... N: they never fall.
-    too_large = (ascending.cumsum(0) / counts > limit).nonzero()
-    return float(ascending[too_large[0]]) if len(too_large) else torch.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,23 +84,39 @@ def measure_shard(
     sequences: Sequences,
     config: RolloutISSettings,
     staleness: Tensor | None,
-    rescored: Tensor | None = None,
+    rescored: Tensor | None,
+    *,
+    on_gpu: bool,
 ) -> Shard:
     """Measure the sequences of finite tokens; the others weigh 0 and are in no statistic.
 
     On a GPU the others are measured as if they had no mismatch, and are in no denominator.
     """
-    dtype = torch.promote_types(train.dtype, torch.float32)
     wide = train.double()
     log_ratio = wide - behavior
-    mismatch = None if rescored is None else rescored.double() - behavior
-    sums = sequences.sum(log_ratio), sequences.sum(wide)
-    finite = sums[0].isfinite() & sums[1].isfinite()
-    if log_ratio.is_cuda or finite.all():
-        return _without_waiting(
-            log_ratio, sums, finite, sequences, config, staleness, mismatch, dtype
-        )
+    ratio_sums, train_sums = sequences.sum(log_ratio), sequences.sum(wide)
+    finite = ratio_sums.isfinite() & train_sums.isfinite()
     tokens = sequences.expand(finite)
+    if on_gpu or finite.all():
+        nonempty = (sequences.lengths > 0).nonzero()[:, 0]
+        chosen = to_device(nonempty, log_ratio.device)
+        shard = _measure(
+            torch.where(tokens, log_ratio, 0.0),
+            torch.where(finite, ratio_sums, 0.0)[chosen],
+            torch.where(finite, train_sums, 0.0)[chosen],
+            Sequences.from_lengths(sequences.lengths[nonempty]).to(log_ratio.device),
+            torch.stack([tokens.sum(), finite[chosen].sum(), (~finite).sum()]).double(),
+            config,
+            staleness,
+            None if rescored is None else rescored.double() - behavior,
+        )
+        dtype = torch.promote_types(train.dtype, torch.float32)
+        return replace(
+            shard,
+            weights=torch.where(tokens, shard.weights.to(dtype), 0.0),
+            keep=shard.keep & tokens,
+            log_weights=shard.log_weights.to(dtype),
+        )
     shard = measure_shard(
         train[tokens],
         behavior[tokens],
@@ -120,6 +124,7 @@ def measure_shard(
         config,
         None if staleness is None else staleness[tokens],
         None if rescored is None else rescored[tokens],
+        on_gpu=False,
     )
     counts = shard.statistics.counts.clone()
     counts[2] = (~finite).sum()
@@ -132,29 +137,6 @@ def measure_shard(
     )
 
 
-def _without_waiting(
-    log_ratio: Tensor,
-    sums: tuple[Tensor, Tensor],
-    finite: Tensor,
-    sequences: Sequences,
-    config: RolloutISSettings,
-    staleness: Tensor | None,
-    mismatch: Tensor | None,
-    dtype: torch.dtype,
-) -> Shard:
-    """`measure_shard` from what it has computed; `finite` is [S] bool."""
-    tokens = sequences.expand(finite)
-    nonempty = (sequences.lengths > 0).nonzero()[:, 0]
-    measured = Sequences.from_lengths(sequences.lengths[nonempty]).to(log_ratio.device)
-    chosen = to_device(nonempty, log_ratio.device)
-    ratios, train = (torch.where(finite, column, 0.0)[chosen] for column in sums)
-    log_ratio = torch.where(tokens, log_ratio, 0.0)
-    counts = torch.stack([tokens.sum(), finite[chosen].sum(), (~finite).sum()]).double()
-    shard = _measure(log_ratio, ratios, train, measured, counts, config, staleness, mismatch, dtype)
-    weights = torch.where(tokens, shard.weights, 0.0)
-    return replace(shard, weights=weights, keep=shard.keep & tokens)
-
-
 def _measure(
     log_ratio: Tensor,
     log_ratio_sums: Tensor,
@@ -163,15 +145,16 @@ def _measure(
     counts: Tensor,
     config: RolloutISSettings,
     staleness: Tensor | None,
-    engine: Tensor | None,
-    dtype: torch.dtype,
+    mismatch: Tensor | None,
 ) -> Shard:
     """All of one shard whose sequences are finite and not empty. Inputs are float64."""
     level = WeightLevel(config, sequences)
     log_weights = level.aggregate(log_ratio, log_ratio_sums)
     raw = _within_safety(log_weights)
-    factors = split(log_ratio, engine, config)
-    shrunk = raw if factors.excess is None else _weights_of(log_ratio - factors.excess, level)
+    factors, shrunk = split(log_ratio, mismatch, config), raw
+    if factors.excess is not None:
+        lowered = log_ratio - factors.excess
+        shrunk = _within_safety(level.aggregate(lowered, sequences.sum(lowered)))
     upper = math.inf if config.threshold is None else config.threshold
     clipped = shrunk.clamp(config.lower, upper)
     changed = shrunk != clipped if config.zeroes_outside else shrunk > upper
@@ -190,15 +173,11 @@ def _measure(
         | factors.sums
     )
     behind = -log_ratio_sums / sequences.lengths
-    maxima, minima = _extremes(behind, log_weights, per_sequence, rejection.extremes)
-    statistics = RolloutISStatistics(
-        counts=counts,
-        sum_names=tuple(sums),
-        sums=_stacked(sums),
-        max_names=tuple(maxima),
-        maxima=_stacked(maxima),
-        min_names=tuple(minima),
-        minima=_stacked(minima),
+    extremes = _extremes(behind, log_weights, per_sequence) | rejection.extremes
+    statistics = RolloutISStatistics.of(
+        counts,
+        sums,
+        extremes,
         bounded=Moments.of(clipped, level.counts),
         applied=Moments.of(weights, level.counts),
         applied_units=Moments.of(weights),
@@ -208,18 +187,13 @@ def _measure(
         staleness=staleness_sums(staleness, log_ratio, clipped, changed, level),
     )
     return Shard(
-        weights=level.to_tokens(weights.to(dtype)),
+        weights=level.to_tokens(weights),
         keep=rejection.keep if factors.keep is None else rejection.keep & factors.keep,
         vetoed=sequences.expand(vetoed),
-        log_weights=log_weights.to(dtype),
+        log_weights=log_weights,
         counts=None if level.by_token else sequences.lengths,
         statistics=statistics,
     )
-
-
-def _weights_of(log_ratio: Tensor, level: WeightLevel) -> Tensor:
-    """Of each unit of the level, before its bound."""
-    return _within_safety(level.aggregate(log_ratio, level.sequences.sum(log_ratio)))
 
 
 def _within_safety(log_weights: Tensor) -> Tensor:
@@ -228,27 +202,15 @@ def _within_safety(log_weights: Tensor) -> Tensor:
     return finite_exp(log_weights).clamp_(1 / bound, bound)
 
 
-def _extremes(
-    behind: Tensor, log_weights: Tensor, per_sequence: Tensor, of_rules: Mapping[str, Tensor]
-) -> list[dict[str, Tensor]]:
-    """Maxima and minima, as `RolloutISStatistics` has them."""
-    named = {
+def _extremes(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict[str, Tensor]:
+    return {
         "mismatch/mismatch_log_ppl_diff_max": largest(behind),
         "mismatch/mismatch_log_ppl_diff_min": smallest(behind),
         "mismatch/rollout_is_max": largest(log_weights),
         "mismatch/rollout_is_min": smallest(log_weights),
         "mismatch/rollout_is_seq_max": largest(per_sequence),
         "mismatch/rollout_is_seq_min": smallest(per_sequence),
-        **of_rules,
     }
-    return [
-        {name: value for name, value in named.items() if metric(name).merge is merge}
-        for merge in (Merge.MAX, Merge.MIN)
-    ]
-
-
-def _stacked(values: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([value.double() for value in values.values()])
 
 
 _CPU_CHUNK_TOKENS = 1 << 16
@@ -344,6 +306,7 @@ def rollout_is_weights(
                 config,
                 None if staleness is None else staleness[tokens],
                 None if rescored_logprobs is None else rescored_logprobs[tokens],
+                on_gpu=not on_cpu,
             )
             for rows, tokens in sequences.chunks(chunk)
         ]
@@ -353,14 +316,11 @@ def rollout_is_weights(
         if advantages is None:
             raise ValueError("second_moment: needs the advantages")
         log_ratio = train_logprobs.double() - behavior_logprobs
-        counted = torch.cat([_counted(shard, config) for shard in shards])
+        counted = keep
+        if config.applies_weights:
+            counted = keep & ~torch.cat([shard.vetoed for shard in shards])
         bounded, metrics = bound_second_moment(log_ratio, advantages, counted, config.second_moment)
         return _assemble(shards, config, keep & bounded, metrics)
-
-
-def _counted(shard: Shard, config: RolloutISSettings) -> Tensor:
-    """[R] of the shard: whether the token is trained, as far as the other rules go."""
-    return shard.keep & ~shard.vetoed if config.applies_weights else shard.keep
 
 
 def _assemble(
@@ -375,7 +335,9 @@ def _assemble(
         weights = torch.cat([shard.weights for shard in shards])
         vetoed = torch.cat([shard.vetoed for shard in shards])
         if config.batch_normalize:
-            factor = _mean_weight(statistics, config)
+            by_token = config.level == "token"
+            mean = float((statistics.applied if by_token else statistics.applied_units).mean)
+            factor = mean if mean > 1e-8 else 1.0
             weights = weights / factor
             more = {**more, "mismatch/rollout_is_batch_norm_factor": factor}
 
@@ -386,13 +348,6 @@ def _assemble(
         return {**statistics.metrics(config, percentiles), **more}
 
     return RolloutIS(weights, keep, measure, statistics, vetoed)
-
-
-def _mean_weight(statistics: RolloutISStatistics, config: RolloutISSettings) -> float:
-    """What batch normalization divides by: the mean over tokens, or over sequences."""
-    moments = statistics.applied if config.level == "token" else statistics.applied_units
-    mean = float(moments.mean)
-    return mean if mean > 1e-8 else 1.0
 
 
 @contextmanager

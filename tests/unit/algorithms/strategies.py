@@ -7,8 +7,8 @@ import torch
 from hypothesis import settings, strategies as st
 from torch import Tensor
 
-from streamrl.algorithms.rollout_is import RolloutISConfig
 from streamrl.algorithms.sequences import Sequences
+from tests.settings import RolloutISConfig
 
 for_any = settings(max_examples=25)
 """A case may take long the first time: torch loads kernels on first use."""

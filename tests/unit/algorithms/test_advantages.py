@@ -6,13 +6,13 @@ from hypothesis import given, strategies as st
 
 from streamrl.algorithms.advantages import (
     ADVANTAGES,
-    AdvantageConfig,
     AdvantageInput,
     discounted_sum,
     estimate_advantages,
 )
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS
+from tests.settings import AdvantageConfig
 from tests.unit.algorithms.strategies import for_any
 
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")

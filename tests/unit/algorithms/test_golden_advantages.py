@@ -5,11 +5,11 @@ import torch
 
 from streamrl.algorithms.advantages import (
     ADVANTAGES,
-    AdvantageConfig,
     AdvantageInput,
     gae_returns,
 )
 from streamrl.algorithms.sequences import Sequences
+from tests.settings import AdvantageConfig
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
 BY_HAND = {"reinforce", "dr_grpo", "opob", "maxrl", "gigpo", "rae"}

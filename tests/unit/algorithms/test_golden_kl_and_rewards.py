@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput
+from streamrl.algorithms.advantages import ADVANTAGES, AdvantageInput
 from streamrl.algorithms.kl import KlCoefficient, kl_penalty
 from streamrl.algorithms.losses import (
     POLICY_LOSSES,
@@ -25,11 +25,11 @@ from streamrl.algorithms.reward_shaping import (
     shape_rewards,
     token_rewards,
 )
-from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
+from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.rewards import RewardShapingSettings, SampleWeightSettings
 from streamrl.config.algorithm.settings import KlRewardSettings, ValueSettings
-from tests.settings import LossConfig
+from tests.settings import AdvantageConfig, LossConfig, RolloutISConfig
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
 Pairs = dict[str, tuple[Any, Any]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from streamrl.algorithms.losses import POLICY_LOSSES, BatchTotals, LossInput, LossOutput
-from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
-from tests.settings import LossConfig
+from streamrl.algorithms.rollout_is import rollout_is_weights
+from tests.settings import LossConfig, RolloutISConfig
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, tensor
 
 NAN = "seq-mean-token-mean of the older verl is NaN once a sequence is empty; ours leaves it out"

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput
+from streamrl.algorithms.advantages import ADVANTAGES, AdvantageInput
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.objective import proximal_logprobs
 from streamrl.algorithms.reward_shaping import RoleBaselines
 from streamrl.algorithms.sequences import Sequences
-from tests.settings import LossConfig
+from tests.settings import AdvantageConfig, LossConfig
 
 
 def tensor(*values: float) -> Tensor:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.algorithms.rollout_is import RolloutISConfig, rollout_is_weights
+from streamrl.algorithms.rollout_is import rollout_is_weights
+from tests.settings import RolloutISConfig
 from tests.unit.algorithms.golden import Case, Padded, assert_agrees, cases, close
 
 EMPTY = "the original counts an empty sequence as one of ratio 0 and perplexity 1"

@@ -6,6 +6,7 @@ import torch
 from streamrl.algorithms.kl import (
     KlCoefficient,
     full_kl,
+    kl_of_logits,
     kl_penalty,
 )
 from streamrl.algorithms.logprobs import LogitTransform
@@ -41,7 +42,7 @@ def test_k3_of_nearly_equal_policies_is_half_the_square(difference):
 def test_unbiased_estimators_average_to_the_exact_kl(kind: str) -> None:
     torch.manual_seed(0)
     logits, other = 0.5 * torch.randn(2, 1, 5, dtype=torch.float64)
-    exact = kl_penalty(logits, other, "full")
+    exact = kl_of_logits(logits, other)
     log_p, log_q = logits.log_softmax(-1)[0], other.log_softmax(-1)[0]
     expected = (log_p.exp() * kl_penalty(log_p, log_q, kind)).sum()
     torch.testing.assert_close(expected, exact[0])
@@ -51,11 +52,11 @@ def test_the_exact_kl_has_the_exact_gradient() -> None:
     torch.manual_seed(1)
     logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(4, 7, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: kl_penalty(x, reference, "full"), logits)
+    assert torch.autograd.gradcheck(lambda x: kl_of_logits(x, reference), logits)
     expected = torch.nn.functional.kl_div(
         reference.log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
-    torch.testing.assert_close(kl_penalty(logits, reference, "full"), expected)
+    torch.testing.assert_close(kl_of_logits(logits, reference), expected)
 
 
 def test_the_exact_kl_from_hidden_states_never_holds_all_logits(
@@ -68,7 +69,7 @@ def test_the_exact_kl_from_hidden_states_never_holds_all_logits(
     transform = LogitTransform(temperature=0.7, softcap=5.0)
     chunked = full_kl(hidden, weight, other, other_weight, transform)
     logits, reference = transform(hidden @ weight.T), transform(other @ other_weight.T)
-    whole = kl_penalty(logits, reference, "full")
+    whole = kl_of_logits(logits, reference)
     torch.testing.assert_close(chunked, whole)
     for leaf in (hidden, weight):
         ours, theirs = (
@@ -84,14 +85,6 @@ def test_a_reference_has_no_gradient_of_the_exact_kl() -> None:
     of_policy, of_reference = torch.autograd.grad(kl, (hidden, reference), allow_unused=True)
     assert of_policy.any()
     assert of_reference is None
-
-
-def test_unknown_kinds_and_missing_distributions_are_refused() -> None:
-    zeros = torch.zeros(3)
-    with pytest.raises(ValueError, match="did you mean 'low_var_kl'"):
-        kl_penalty(zeros, zeros, "low_var")
-    with pytest.raises(ValueError, match="whole distribution"):
-        kl_penalty(zeros, zeros, "full")
 
 
 def test_the_adaptive_controller_follows_the_kl() -> None:

@@ -3,8 +3,9 @@
 import torch
 from hypothesis import assume, given, strategies as st
 
-from streamrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInput
+from streamrl.algorithms.advantages import ADVANTAGES, AdvantageInput
 from streamrl.algorithms.sequences import Sequences
+from tests.settings import AdvantageConfig
 from tests.unit.algorithms.strategies import for_any
 
 SIZE = 4

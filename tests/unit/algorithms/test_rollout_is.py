@@ -11,13 +11,12 @@ from torch import Tensor
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.rollout_is import (
     ROLLOUT_IS_PRESETS,
-    RolloutISConfig,
     RolloutISStatistics,
     rollout_is_weights,
 )
-from streamrl.algorithms.rollout_is.weights import _without_waiting, measure_shard
+from streamrl.algorithms.rollout_is.weights import measure_shard
 from streamrl.algorithms.sequences import Sequences
-from tests.settings import LossConfig
+from tests.settings import LossConfig, RolloutISConfig
 from tests.unit.algorithms.strategies import Batch, batches, configs, for_any
 
 PERCENTILES = ("_p25", "_p50", "_p75", "_p95", "_p99")
@@ -184,12 +183,9 @@ def test_what_a_gpu_measures_without_waiting_is_the_same(preset: str, poison: fl
     train, staleness = behavior + 0.4 * torch.randn(9), torch.arange(9)
     if poison is not None:
         train[5] = poison
-    expected = measure_shard(train, behavior, sequences, config, staleness)
-    log_ratio = train - behavior
-    sums = sequences.sum(log_ratio), sequences.sum(train)
-    finite = sums[0].isfinite() & sums[1].isfinite()
-    found = _without_waiting(
-        log_ratio, sums, finite, sequences, config, staleness, None, torch.float64
+    expected, found = (
+        measure_shard(train, behavior, sequences, config, staleness, None, on_gpu=on_gpu)
+        for on_gpu in (False, True)
     )
     for name in ("weights", "keep", "vetoed"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name

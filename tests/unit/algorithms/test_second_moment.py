@@ -8,12 +8,12 @@ from torch import Tensor
 from streamrl.algorithms.rollout_is import (
     ROLLOUT_IS_PRESETS,
     SEQUENCE_ESS,
-    RolloutISConfig,
     RolloutISStatistics,
     rollout_is_weights,
 )
 from streamrl.algorithms.rollout_is.weights import bound_second_moment
 from streamrl.algorithms.sequences import Sequences
+from tests.settings import RolloutISConfig
 from tests.unit.algorithms.strategies import for_any
 
 LIMITS = st.sampled_from([0.001, 0.04, 0.5, 10.0])
