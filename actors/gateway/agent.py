@@ -47,16 +47,13 @@ class Agent(Protocol):
 
 @cache
 def is_agent(player: type) -> bool:
-    """Whether players of this class are agents. Kept, since to look takes as long as an episode of
-    one turn."""
+    """Whether players of this class are agents. To look takes as long as an episode of one turn."""
     return issubclass(player, Agent)
 
 
 async def play(agent: Agent, session: Session, context: EnvironmentContext) -> AgentResult:
     """The agent's episode, with its reward recorded. Waits for the agent, which a limit of the
-    caller's cancels.
-
-    An agent that fails once a limit has cut its episode has been cut, too.
+    caller's cancels; one that fails once a limit has cut its episode has been cut, too.
 
     Raises:
         RolloutError: the agent failed, disappeared, or asked for nothing.
@@ -84,17 +81,9 @@ class UnservedAgent:
     """Stands for the environment where no gateway serves it."""
 
     def __init__(self, function: str | None = None, command: str | list[str] | None = None) -> None:
-        """
-        Args:
-            function: as `generator.agent.function`, of one of several environments.
-            command: as `generator.agent.command`.
-        """
+        """Takes what `generator.agent` has of one of several environments."""
 
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
-        """
-        Raises:
-            RolloutError: always.
-        """
         raise RolloutError(
             "generator.environment: is agent, and agents play in the generators of a run alone"
         )
@@ -118,11 +107,10 @@ async def serving_agents(
     from actors.gateway.gateway import Gateway
 
     gateway = Gateway(config)
-    folder = config.run.path / "gateways"
-    file = folder / f"{generator_id}.json"
+    file = config.run.path / "gateways" / f"{generator_id}.json"
     try:
         url = await gateway.start(renderer)
-        folder.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
         write_file(file, json.dumps({"url": url, "pid": os.getpid()}))
         yield dict.fromkeys(names, gateway)
     finally:

@@ -11,8 +11,7 @@ episode's key is served for as long as `play` waits, and no longer.
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from actors.gateway.agent import AGENT, AgentResult
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
@@ -34,20 +33,6 @@ _LINGER_S = 5.0
 _NOBODY_ASKS_S = 60.0
 
 
-StartedAgent: TypeAlias = FunctionAgent | CommandAgent
-"""A result of its `run` without a reward is that which was posted."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One environment of the run that agents play."""
-
-    agent: StartedAgent | None
-    """None: agents ask for its tasks."""
-    needs_reward: bool
-    """Whether its episodes cannot be scored without the agent."""
-
-
 class Gateway:
     """Plays any number of episodes at a time, between `start` and `close`."""
 
@@ -56,9 +41,9 @@ class Gateway:
         Raises:
             ConfigError: a function cannot be loaded, or the token is missing.
         """
-        played = [entry for entry in config.entries if entry.environment == AGENT]
-        self._entries = {entry.name: _entry(entry, config.generator.agent) for entry in played}
         self._settings = config.generator.agent
+        self._entries = {e.name: e for e in config.entries if e.environment == AGENT}
+        self._agents = {e.name: _agent(e, self._settings) for e in self._entries.values()}
         self._num_generators = config.generator.max_count
         self._model = config.model.path
         self._places = asyncio.Semaphore(self._settings.max_agents)
@@ -92,15 +77,17 @@ class Gateway:
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
         """See `actors.gateway.agent.Agent`. Waits for an agent to take the episode, and to end it
         or fall silent."""
-        entry = self._entries[context.prompt.environment]
-        episode = OpenEpisode(session, context, needs_reward=entry.needs_reward)
+        name = context.prompt.environment
+        needs_reward = self._entries[name].data.reward == "environment"
+        episode = OpenEpisode(session, context, needs_reward=needs_reward)
+        agent = self._agents[name]
         self._episodes.add(episode)
         try:
-            if entry.agent is None:
+            if agent is None:
                 await self._offered(episode)
                 return await self._ended(episode, None)
             async with self._places:
-                running = asyncio.create_task(entry.agent.run(episode, self._task(episode)))
+                running = asyncio.create_task(agent.run(episode, self._task(episode)))
                 return await self._ended(episode, running)
         finally:
             self._episodes.close(episode, "the episode is over")
@@ -108,31 +95,27 @@ class Gateway:
     @property
     def _is_pulled(self) -> bool:
         """Whether agents ask for tasks."""
-        return any(entry.agent is None for entry in self._entries.values())
+        return None in self._agents.values()
 
     async def _offered(self, episode: OpenEpisode) -> None:
         """Waits until an agent has taken the episode."""
-        loop = asyncio.get_running_loop()
-        warning = loop.call_later(_NOBODY_ASKS_S, self._warn_that_nobody_asks)
+
+        def warn() -> None:
+            log.warning(
+                "%d episodes wait for agents: none has asked for a task at %s/sessions for %g s",
+                *(self._episodes.num_offered, self._url, _NOBODY_ASKS_S),
+            )
+
+        warning = asyncio.get_running_loop().call_later(_NOBODY_ASKS_S, warn)
         try:
             await self._episodes.offer(episode)
         finally:
             warning.cancel()
 
-    def _warn_that_nobody_asks(self) -> None:
-        log.warning(
-            "%d episodes wait for agents: none has asked for a task at %s/sessions for %g s",
-            *(self._episodes.num_offered, self._url, _NOBODY_ASKS_S),
-        )
-
     async def _ended(
         self, episode: OpenEpisode, running: asyncio.Task[AgentResult] | None
     ) -> AgentResult:
-        """Waits for the agent's result, for its end, or until it has been silent for too long.
-
-        Raises:
-            RolloutError: it failed, or disappeared.
-        """
+        """Waits for the agent's result, for its end, or until it has been silent for too long."""
         limit_s = self._settings.silence_s
         silence = asyncio.create_task(episode.wait_for_silence(limit_s))
         started = [] if running is None else [running]
@@ -178,17 +161,15 @@ class Gateway:
         }
 
 
-def _entry(entry: EnvironmentEntry, settings: AgentSettings) -> _Entry:
-    """
+def _agent(entry: EnvironmentEntry, settings: AgentSettings) -> FunctionAgent | CommandAgent | None:
+    """What the gateway starts; None: agents ask for the entry's tasks.
+
     Raises:
         ConfigError: the agent that the entry names cannot be used.
     """
     if entry.kwargs:
         with attributed_to(entry.kwargs_setting):
             settings = AgentSettings(**entry.kwargs)
-    agent: StartedAgent | None = None
     if settings.function is not None:
-        agent = FunctionAgent(settings.function)
-    elif settings.command is not None:
-        agent = CommandAgent(settings.command)
-    return _Entry(agent, entry.data.reward == "environment")
+        return FunctionAgent(settings.function)
+    return None if settings.command is None else CommandAgent(settings.command)

@@ -26,12 +26,9 @@ class OpenEpisode:
     def __init__(
         self, session: Session, context: EnvironmentContext, *, needs_reward: bool
     ) -> None:
-        """
-        Args:
-            needs_reward: whether it cannot be scored without the agent.
-        """
         self.session = session
         self.needs_reward = needs_reward
+        """Whether it cannot be scored without the agent."""
         self.context = context
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.agent = "an agent"

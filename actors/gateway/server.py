@@ -1,23 +1,18 @@
 """The gateway's HTTP server, in the generator's event loop.
 
     POST /v1/chat/completions, /v1/responses, /v1/messages, GET /v1/models
-                          with an episode's key as the API's key
-    /sessions...          how an agent of any language gets a task and closes its episode, below
-
-Every route of an API is also below /sessions/KEY, for clients whose key cannot be set. A request
-whose client goes away is canceled, and its slot in the engine is free.
-
-Invariant: whatever a client sends is answered, in the form of the API that it speaks.
-
-A request may ask for less tokens, and for nothing else of the sampling: what is recorded with a
-token is its log-probability under the distribution that it was sampled from, and the learner
-computes its own at `generator.temperature`: a completion of another temperature would be off-policy
-from the first step on.
-
+                                with an episode's key as the API's key, or below /sessions/KEY
     POST /sessions              take a task: {"agent": name, "wait_s": 30}; 204 if there is none
     GET /sessions/KEY           the task
     DELETE /sessions/KEY        give it up: its group fails
     POST /sessions/KEY/reward   close the episode: {"reward": 1.0, "metrics": {}}
+
+Invariant: whatever a client sends is answered, in the form of the API that it speaks. A request
+whose client goes away is canceled, and its slot in the engine is free.
+
+A request may ask for less tokens, and for nothing else of the sampling: the learner computes
+log-probabilities at `generator.temperature`, so a completion of another temperature would be
+off-policy from the first step on.
 """
 
 import errno
@@ -44,7 +39,7 @@ from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.session import ContextTooLongError, SessionEndedError
 from streamrl.config.addresses import url_host
 from streamrl.config.generator import AgentSettings
-from streamrl.errors import ConfigError, LostAgentError, RolloutError, StreamRLError, TransportError
+from streamrl.errors import ConfigError, LostAgentError, RolloutError, TransportError
 from streamrl.types import SamplingParams
 
 # 409 would say it better, and the clients of both APIs repeat what gets that.
@@ -65,26 +60,19 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
         allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     except RequestError as error:
         refusal = error
-    except StreamRLError as error:
-        refusal = _refusal(error)
+    except SessionEndedError as error:
+        refusal = RequestError(str(error), _GONE, "episode_over")
+    except ContextTooLongError as error:
+        refusal = RequestError(str(error), code="context_length_exceeded")
+    except ConfigError as error:
+        refusal = RequestError(str(error))
+    except RolloutError as error:
+        refusal = RequestError(str(error), 500)
     except RecursionError:
         refusal = RequestError("the body is nested too deeply")
     is_anthropic = "/v1/messages" in request.path
     form = anthropic_messages.write_error if is_anthropic else chat.write_error
     return json_answer(form(refusal), refusal.status, allowed)
-
-
-def _refusal(error: StreamRLError) -> RequestError:
-    match error:
-        case SessionEndedError():
-            return RequestError(str(error), _GONE, "episode_over")
-        case ContextTooLongError():
-            return RequestError(str(error), code="context_length_exceeded")
-        case ConfigError():
-            return RequestError(str(error))
-        case RolloutError():
-            return RequestError(str(error), 500)
-    raise error
 
 
 def json_answer(
@@ -146,8 +134,8 @@ LOG_S = 10.0
 
 
 class StrangerFilter(logging.Filter):
-    """Of what is no HTTP request, which whoever reaches the port can send without end, a line each
-    LOG_S at most, without aiohttp's traceback and the bytes, which may hold an episode's key."""
+    """Of what is no HTTP request a line each LOG_S at most, without aiohttp's traceback and the
+    bytes, which may hold an episode's key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +169,6 @@ def server_log() -> logging.Logger:
 
 
 log = logging.getLogger(__name__)
-
 
 _MAX_WAIT_S = 300.0
 
@@ -326,7 +313,7 @@ class GatewayServer:
     async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
         """Waits for the engine."""
         session = self._found(request).session
-        if session.num_in_flight >= _MAX_IN_FLIGHT:
+        if len(session.handles) >= _MAX_IN_FLIGHT:
             raise RequestError(f"the episode has {_MAX_IN_FLIGHT} requests in flight", 429)
         asked = api.read(await read_object(request), session)
         sampling = self._sampling_of(asked, session.sampling)
@@ -339,11 +326,7 @@ class GatewayServer:
         return json_answer(api.write(answer))
 
     def _sampling_of(self, asked: ApiRequest, run: SamplingParams) -> SamplingParams:
-        """How the request is sampled; every kind that is overridden is named once in the log.
-
-        Raises:
-            RequestError: it asks for another distribution, and that is refused.
-        """
+        """How the request is sampled; every kind that is overridden is named once in the log."""
         for name, value in asked.sampling.items():
             if value is None or value == (own := getattr(run, name)):
                 continue
@@ -365,27 +348,18 @@ class GatewayServer:
         return structs.replace(run, max_new_tokens=min(asked.max_new_tokens, run.max_new_tokens))
 
     def _found(self, request: web.Request) -> OpenEpisode:
-        """The episode whose key the request carries.
-
-        Raises:
-            RequestError: no episode has it.
-            SessionEndedError: the episode is over.
-        """
+        """The episode whose key the request carries."""
         try:
             return self._episodes.find(key_of(request))
         except KeyError:
             raise RequestError("no episode has this API key", 401, "invalid_api_key") from None
 
     async def _list_models(self, request: web.Request) -> web.Response:
+        """In the forms of both APIs at once."""
         self._found(request)
-        model = {
-            "id": self._model,
-            "object": "model",
-            "type": "model",
-            "display_name": self._model,
-            "created": 0,
-            "created_at": "1970-01-01T00:00:00Z",
-            "owned_by": "streamrl",
-        }
-        ends = {"has_more": False, "first_id": self._model, "last_id": self._model}
-        return json_answer({"object": "list", "data": [model], **ends})
+        name = self._model
+        openai = {"object": "model", "created": 0, "owned_by": "streamrl"}
+        anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        ends = {"has_more": False, "first_id": name, "last_id": name}
+        models = [{"id": name, **openai, **anthropic}]
+        return json_answer({"object": "list", "data": models, **ends})

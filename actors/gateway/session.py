@@ -1,8 +1,7 @@
 """One episode of an agent: it asks the policy for completions, and what it gets is recorded.
 
-An agent is code of the user's that calls the policy, instead of answering it as an environment
-does. `actors.episodes` makes a session for each of its episodes; the gateway, or an adapter in this
-process, calls `complete` on the agent's behalf, with messages of text.
+`actors.episodes` makes a session for each episode; the gateway, or an adapter in this process,
+calls `complete` on the agent's behalf, with messages of text.
 
 Invariant: what the engine read and sampled is recorded token by token. Calls may run beside each
 other; a conversation that does not extend an earlier one becomes a segment of its own.
@@ -163,7 +162,8 @@ class Session:
         self._max_turns = max_turns
         self._stop = asyncio.Event() if stop is None else stop
         self._conversations = Conversations(renderer)
-        self._handles: frozenset[CompletionHandle] = frozenset()
+        self.handles: frozenset[CompletionHandle] = frozenset()
+        """Of the completions that are being sampled."""
         self._num_begun = 0
         self._last_change_s = time.monotonic()
         self._last_num_tool_calls = 0
@@ -180,18 +180,14 @@ class Session:
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far, as far as the engine has reported them; -1 if it has not."""
-        now = [handle.num_tokens for handle in self._handles if handle.num_tokens >= 0]
+        now = [handle.num_tokens for handle in self.handles if handle.num_tokens >= 0]
         is_reported = bool(self.record.segments or now)
         return self.record.num_sampled_tokens + sum(now) if is_reported else -1
 
     @property
     def silent_s(self) -> float:
         """For how long no completion has been asked for; 0 while one is being sampled."""
-        return 0.0 if self._handles else time.monotonic() - self._last_change_s
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._handles)
+        return 0.0 if self.handles else time.monotonic() - self._last_change_s
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -284,17 +280,17 @@ class Session:
 
     async def _sampled(self, context: tuple[int, ...], sampling: SamplingParams) -> Completion:
         handle = CompletionHandle(self._stop)
-        if self._num_begun and not self._handles:
+        if self._num_begun and not self.handles:
             self.idle_s += time.monotonic() - self._last_change_s
         self._num_begun += 1
-        self._handles |= {handle}
+        self.handles |= {handle}
         try:
             return await self._engine.generate(context, sampling, handle)
         except BaseException:
             self._num_begun -= 1
             raise
         finally:
-            self._handles -= {handle}
+            self.handles -= {handle}
             self._last_change_s = time.monotonic()
 
     def _require_open(self) -> None:

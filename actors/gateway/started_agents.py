@@ -1,13 +1,8 @@
-"""The agents that a gateway starts: a function in a thread, or a command as a process.
+"""The agents that a gateway starts: a function in a thread (`generator.agent.function`), or a
+command as a process of its own (`generator.agent.command`).
 
-`generator.agent.function`: the user's function plays an episode in a thread; whatever it does to
-its thread, the generator's event loop goes on.
-
-`generator.agent.command`: a process of its own plays an episode. Its environment names the episode:
-OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, and STREAMRL_SESSION_URL,
-where the task is read and the reward is posted.
-
-Invariant: the process and all that it started end with the episode, and with this process.
+Invariant: whatever a function does to its thread, the generator's event loop goes on. A process and
+all that it started end with the episode, and with this process.
 """
 
 import asyncio
@@ -124,14 +119,15 @@ class CommandAgent:
             output.close_descriptor()
             try:
                 code = await process.wait()
-                await output.wait_end()
+                await asyncio.wait({output.reading}, timeout=_DRAIN_S)
             finally:
                 assert process.stdin is not None, "it was started with a pipe"
                 process.stdin.close()
         if code:
-            num_turns = sum(len(segment.turns) for segment in episode.session.record.segments)
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            num_turns = episode.session.record.num_turns
             raise LostAgentError(
-                f"{name} ended {_how(code)} after {num_turns} completions ({episode.place}): "
+                f"{name} ended {how} after {num_turns} completions ({episode.place}): "
                 f"{output.last_line}"
             )
         return AgentResult()
@@ -150,12 +146,12 @@ class _Output:
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(readable, "rb", 0)
         )
-        self._reading = asyncio.create_task(self._read(reader))
+        self.reading = asyncio.create_task(self._read(reader))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close_descriptor()
-        self._reading.cancel()
+        self.reading.cancel()
         self._transport.close()
 
     def close_descriptor(self) -> None:
@@ -163,10 +159,6 @@ class _Output:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-    async def wait_end(self) -> None:
-        """Waits for the end of the output, `_DRAIN_S` at most."""
-        await asyncio.wait({self._reading}, timeout=_DRAIN_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Waits for the process to write, until it has closed its output."""
@@ -207,7 +199,8 @@ def filled(command: Sequence[str], task: Json) -> list[str]:
 
 
 def _environment(task: Json) -> dict[str, str]:
-    """That of this process, without what an agent need not know."""
+    """That of this process, without what an agent need not know, with what names the episode; the
+    task is read and the reward posted at STREAMRL_SESSION_URL."""
     own = {name: value for name, value in os.environ.items() if name != REDIS_PASSWORD}
     return {
         **own,
@@ -217,7 +210,3 @@ def _environment(task: Json) -> dict[str, str]:
         "ANTHROPIC_API_KEY": task["api_key"],
         "STREAMRL_SESSION_URL": task["session_url"],
     }
-
-
-def _how(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

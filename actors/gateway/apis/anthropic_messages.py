@@ -9,14 +9,13 @@ from actors.gateway.apis.requests import (
     Answer,
     Api,
     ApiRequest,
+    Body,
     Integer,
     Json,
     RequestError,
     converted,
     json_text,
-    offered_tools,
     only_text,
-    require_messages,
 )
 from actors.gateway.session import Session
 from streamrl.interfaces import Message
@@ -58,37 +57,25 @@ class _Tool(Struct):
     type: str = "custom"
 
 
-class _Body(Struct, forbid_unknown_fields=True):
+class _Body(Body):
     max_tokens: Integer
     messages: list[_Message]
-    model: str = ""
     system: str | list[dict[str, Any]] = ""
-    tools: list[_Tool] = []
-    tool_choice: Any = None
-    temperature: float | None = None
-    top_p: float | None = None
+    tools: tuple[_Tool, ...] = ()
     top_k: Integer | None = None
-    stream: bool = False
 
 
 def _read(body: Json, session: Session) -> ApiRequest:
     if isinstance(config := body.get("output_config"), dict):
-        body = {
-            **body,
-            "output_config": {k: v for k, v in config.items() if k != "effort" and v is not None},
-        }
+        said = {name: value for name, value in config.items() if value is not None}
+        said.pop("effort", None)
+        body = {**body, "output_config": said}
     asked = converted(body, _Body, _NEUTRAL)
     system = _instructions(asked.system)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = [read for message in asked.messages for read in _messages(message)]
-    return ApiRequest(
-        messages=require_messages([*opening, *messages]),
-        tools=offered_tools([_tool(tool) for tool in asked.tools], asked.tool_choice),
-        max_new_tokens=asked.max_tokens,
-        sampling={name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")},
-        model=asked.model,
-        is_streamed=asked.stream,
-    )
+    tools = [_tool(tool) for tool in asked.tools]
+    return asked.request([*opening, *messages], tools, asked.max_tokens)
 
 
 def _instructions(system: str | list[dict[str, Any]]) -> str:
@@ -141,7 +128,7 @@ def _call(block: Json) -> Json:
 
 def _write(answer: Answer) -> Json:
     return {
-        "id": f"msg_{answer.number}",
+        "id": f"msg_{answer.reply.reply_id}",
         "type": "message",
         "role": "assistant",
         "model": answer.request.model,

@@ -10,14 +10,13 @@ from actors.gateway.apis.requests import (
     Answer,
     Api,
     ApiRequest,
+    Body,
     Integer,
     Json,
     RequestError,
     converted,
     json_text,
-    offered_tools,
     only_text,
-    require_messages,
 )
 from actors.gateway.session import Session
 from streamrl.interfaces import Message
@@ -78,33 +77,23 @@ class _StreamOptions(Struct, frozen=True):
     include_usage: bool = False
 
 
-class _Body(Struct, forbid_unknown_fields=True):
+class _Body(Body):
     messages: list[_Message]
-    model: str = ""
-    tools: list[_Tool] = []
-    tool_choice: Any = None
+    tools: tuple[_Tool, ...] = ()
     max_tokens: Integer | None = None
     max_completion_tokens: Integer | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: Integer | None = None
     logprobs: bool = False
-    stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
 
 def _read(body: Json, session: Session) -> ApiRequest:
     asked = converted(body, _Body, _NEUTRAL)
-    tools = [{"type": "function", "function": tool.function} for tool in asked.tools]
-    return ApiRequest(
-        messages=require_messages([_message(message) for message in asked.messages]),
-        tools=offered_tools(tools, asked.tool_choice),
-        max_new_tokens=(
-            asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        ),
-        sampling={name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")},
-        model=asked.model,
-        is_streamed=asked.stream,
+    limits = (asked.max_completion_tokens, asked.max_tokens)
+    return asked.request(
+        messages=[_message(message) for message in asked.messages],
+        tools=[{"type": "function", "function": tool.function} for tool in asked.tools],
+        max_new_tokens=next((limit for limit in limits if limit is not None), None),
         with_logprobs=asked.logprobs,
         with_usage=asked.stream_options.include_usage,
     )
@@ -149,7 +138,7 @@ def _stream(answer: Answer) -> Iterator[tuple[str, Json]]:
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{answer.number}",
+        "id": f"chatcmpl-{answer.reply.reply_id}",
         "object": kind,
         "created": answer.created_s,
         "model": answer.request.model,

@@ -1,17 +1,19 @@
-"""What the APIs have in common: a request as the session takes it, and its refusal."""
+"""What the APIs have in common: a request as the session takes it, its answer and its refusal."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from actors.gateway.session import PolicyReply, Session
 from streamrl.interfaces import Message, ToolSchema
 from streamrl.types import FinishReason
 
 Json = Mapping[str, Any]
-Body = TypeVar("Body")
+Form = TypeVar("Form")
+SAMPLING = ("temperature", "top_p", "top_k")
 Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 """One that is an integer to every reader of JSON."""
 
@@ -29,11 +31,11 @@ class RequestError(Exception):
 class ApiRequest:
     messages: Sequence[Message]
     tools: Sequence[ToolSchema]
-    max_new_tokens: int | None = None
-    sampling: Mapping[str, float | None] = field(default_factory=dict)
+    max_new_tokens: int | None
+    sampling: Mapping[str, float | None]
     """`temperature`, `top_p` and `top_k`, each None if it was left out."""
-    model: str = ""
-    is_streamed: bool = False
+    model: str
+    is_streamed: bool
     with_logprobs: bool = False
     with_usage: bool = False
     """Whether a stream ends with what it has cost."""
@@ -49,11 +51,6 @@ class Answer:
     reply: PolicyReply
     session: Session
     created_s: int
-
-    @property
-    def number(self) -> str:
-        """For the API's ids: one of its own for every answer."""
-        return self.reply.reply_id
 
     @property
     def content(self) -> str:
@@ -91,7 +88,47 @@ class Api:
     """The line after the last event."""
 
 
-def converted(body: Json, form: type[Body], neutral: Mapping[str, Sequence[Any]]) -> Body:
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a request to any of the APIs may say, beside its messages and tools."""
+
+    model: str = ""
+    tool_choice: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool = False
+
+    def request(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        max_new_tokens: int | None,
+        **more: Any,
+    ) -> ApiRequest:
+        """
+        Args:
+            more: further fields of the request.
+
+        Raises:
+            RequestError: the messages or the tools cannot be sampled for.
+        """
+        if not messages:
+            raise RequestError("messages: is empty; there must be one at least")
+        if messages[-1].get("role") == "assistant":
+            raise RequestError(
+                "messages: the last one is the assistant's; going on with it is not supported"
+            )
+        return ApiRequest(
+            messages=messages,
+            tools=_offered(tools, self.tool_choice),
+            max_new_tokens=max_new_tokens,
+            sampling={name: getattr(self, name, None) for name in SAMPLING},
+            model=self.model,
+            is_streamed=self.stream,
+            **more,
+        )
+
+
+def converted(body: Json, form: type[Form], neutral: Mapping[str, Sequence[Any]]) -> Form:
     """The body as the form, without fields that would change nothing.
 
     Args:
@@ -104,10 +141,9 @@ def converted(body: Json, form: type[Body], neutral: Mapping[str, Sequence[Any]]
     for name, allowed in neutral.items():
         if allowed and name in body and body[name] not in (*allowed, None):
             raise RequestError(f"{name}: was {body[name]!r}, which is not supported")
-    left = {name: value for name, value in body.items() if name not in neutral}
-    given = {name: value for name, value in left.items() if value is not None}
+    given = {name: value for name, value in body.items() if value is not None}
     try:
-        return msgspec.convert(given, form)
+        return msgspec.convert({n: given[n] for n in given if n not in neutral}, form)
     except msgspec.ValidationError as error:
         raise RequestError(f"{str(error).replace('$.', '')}") from error
 
@@ -129,12 +165,8 @@ def only_text(parts: Any, kinds: Sequence[str], place: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def offered_tools(tools: Sequence[ToolSchema], choice: Any) -> Sequence[ToolSchema]:
-    """The tools that the policy is told of.
-
-    Raises:
-        RequestError: a tool has no name, or the choice forces a call, which cannot be sampled.
-    """
+def _offered(tools: Sequence[ToolSchema], choice: Any) -> Sequence[ToolSchema]:
+    """The tools that the policy is told of; a call that the choice forces cannot be sampled."""
     if not all(isinstance(tool["function"].get("name"), str) for tool in tools):
         raise RequestError("tools: has a function without a name")
     kind = choice.get("type") if isinstance(choice, dict) else choice
@@ -145,17 +177,3 @@ def offered_tools(tools: Sequence[ToolSchema], choice: Any) -> Sequence[ToolSche
             return ()
         case _:
             raise RequestError(f"tool_choice: was {kind!r}; allowed: auto, none")
-
-
-def require_messages(messages: Sequence[Message]) -> Sequence[Message]:
-    """
-    Raises:
-        RequestError: there is none, or the policy would have to go on with a message of its own.
-    """
-    if not messages:
-        raise RequestError("messages: is empty; there must be one at least")
-    if messages[-1].get("role") == "assistant":
-        raise RequestError(
-            "messages: the last one is the assistant's; going on with it is not supported"
-        )
-    return messages

@@ -3,20 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
-
 from actors.gateway.apis.requests import (
     Answer,
     Api,
     ApiRequest,
+    Body,
     Integer,
     Json,
     RequestError,
     converted,
     json_text,
-    offered_tools,
     only_text,
-    require_messages,
 )
 from actors.gateway.session import Session
 from streamrl.interfaces import Message
@@ -45,35 +42,26 @@ _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"developer": "system"}
 
 
-class _Body(Struct, forbid_unknown_fields=True):
+class _Body(Body):
     input: str | list[dict[str, Any]]
-    model: str = ""
     instructions: str = ""
     previous_response_id: str | None = None
-    tools: list[dict[str, Any]] = []
-    tool_choice: Any = None
+    tools: tuple[dict[str, Any], ...] = ()
     max_output_tokens: Integer | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool = False
 
 
 def _read(body: Json, session: Session) -> ApiRequest:
     if isinstance(text := body.get("text"), dict):
         body = {**body, "text": {name: text[name] for name in text if name != "verbosity"}}
     asked = converted(body, _Body, _NEUTRAL)
-    system = asked.instructions
+    system, items = asked.instructions, asked.input
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    items = (
-        [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
-    )
-    return ApiRequest(
-        messages=require_messages([*opening, *_before(asked, session), *_messages(items)]),
-        tools=offered_tools([_tool(tool) for tool in asked.tools], asked.tool_choice),
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return asked.request(
+        messages=[*opening, *_before(asked, session), *_messages(items)],
+        tools=[_tool(tool) for tool in asked.tools],
         max_new_tokens=asked.max_output_tokens,
-        sampling={"temperature": asked.temperature, "top_p": asked.top_p},
-        model=asked.model,
-        is_streamed=asked.stream,
         num_instructions=len(opening),
     )
 
@@ -164,7 +152,7 @@ def _head(answer: Answer) -> Json:
         {"type": "function", "strict": False, **tool["function"]} for tool in answer.request.tools
     ]
     return {
-        "id": f"resp_{answer.number}",
+        "id": f"resp_{answer.reply.reply_id}",
         "object": "response",
         "created_at": answer.created_s,
         "model": answer.request.model,
@@ -185,7 +173,7 @@ def _head(answer: Answer) -> Json:
 
 def _items(answer: Answer) -> list[Mapping[str, Any]]:
     said = {
-        "id": f"msg_{answer.number}",
+        "id": f"msg_{answer.reply.reply_id}",
         "type": "message",
         "role": "assistant",
         "status": "completed",
@@ -193,7 +181,7 @@ def _items(answer: Answer) -> list[Mapping[str, Any]]:
     }
     called = [
         {
-            "id": f"fc_{answer.number}_{i}",
+            "id": f"fc_{answer.reply.reply_id}_{i}",
             "type": "function_call",
             "call_id": call["id"],
             "name": call["function"]["name"],
