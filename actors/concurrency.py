@@ -1,20 +1,5 @@
-"""Coroutines side by side, under a deadline, and closed whatever becomes of them.
-
-`deadline`: of an episode, of a turn or of a close. What it limits is stopped, then canceled.
-Invariant: `stop` is set at the deadline and not before; a block that ends in time leaves no timer,
-and a cancellation from elsewhere stays one.
-
-`Threads`: calls of the user's functions (rewards, tools, agents, games) in threads that end with
-the process. A call that never returns costs who waits for it and its thread, and nothing else; in
-the event loop's own few threads it would first hold up weight updates and in the end the exit. A
-thread cannot be ended, so that after `MAX_HUNG` of them each further call is refused at once.
-Invariant: a thread has one call at a time. One whose call has returned waits for the next, since
-starting a thread for each costs more than most rewards; it ends with its `Threads`.
-
-`closed_after`: what is opened for an episode or a group is closed however it ends. A close that
-fails hides no earlier error and no cancellation, and one that hangs holds nobody up for longer than
-CLOSE_S.
-"""
+"""Coroutines side by side, under a deadline, and closed whatever becomes of them; calls of the
+user's functions in threads."""
 
 import asyncio
 import contextlib
@@ -48,6 +33,18 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in running]
 
 
+async def first_result(*waits: Coroutine[Any, Any, T]) -> T:
+    """That of the one that ends first; the others are canceled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task.result() for task in tasks if task in done)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 # An engine may be loading an update at the deadline, and an environment has to see the last turn.
 _GRACE_S = 30.0
 
@@ -58,7 +55,8 @@ class DeadlineError(Exception):
 
 @asynccontextmanager
 async def deadline(limit_s: float, stop: asyncio.Event | None = None) -> AsyncIterator[None]:
-    """Around what it limits, in a task.
+    """Around what it limits, in a task. A block that ends in time leaves no timer, and a
+    cancellation from elsewhere stays one.
 
     Args:
         stop: set at the deadline, which cancels only after the grace; without it, at once.
@@ -85,7 +83,8 @@ CLOSE_S = 10.0
 
 @asynccontextmanager
 async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Calls `close` once after the block, also if the block was canceled.
+    """Calls `close` once after the block, also if the block was canceled. One that fails hides no
+    earlier error, and one that hangs holds nobody up for longer than CLOSE_S.
 
     Raises:
         RolloutError: `close` failed, and the block did not.
@@ -102,7 +101,6 @@ async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[No
 
 
 async def _close_in_time(close: Callable[[], Awaitable[None]]) -> None:
-    """Waits for `close`; the limit unblocks."""
     try:
         async with deadline(CLOSE_S):
             await close()
@@ -114,7 +112,13 @@ MAX_HUNG = 64
 
 
 class Threads:
-    """Of one function.
+    """Calls of one function of the user's (a reward, tool, agent or game) in threads that end with
+    the process.
+
+    A call that never returns costs who waits for it and its thread; in the event loop's own few
+    threads it would hold up weight updates and the exit. A thread cannot be ended, so after
+    MAX_HUNG of them each further call is refused at once. One whose call has returned waits for the
+    next, since starting a thread for each costs more than most rewards.
 
     Args:
         title: what errors begin with.

@@ -44,11 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _name(given: str | None) -> str:
-    """The id given, where {host} is the host's name, or a random one.
-
-    Raises:
-        ConfigError: it is no id; the log of the daemon is named after it.
-    """
+    """The id given, where {host} is the host's name, or a random one."""
     if given is None:
         return f"generator-{uuid.uuid4().hex[:6]}"
     try:

@@ -1,16 +1,8 @@
 """What the policy read and sampled in one episode, token by token.
 
-    EpisodeRecord   grows by one completion at a time
-    Segment         one context of the episode; `episodes/group.py` makes a trajectory of it
-    Span            consecutive tokens of a segment, observed or sampled
-    OpenTurn        where an episode stands that another generator may go on with
-
 Invariant: a segment holds the very ids that the engine read and sampled, in their order. A
 completion whose prompt begins with the tokens and media of a segment continues it; any other one
 begins a segment of its own.
-
-`Context`: all that the policy reads before a turn, token ids and the images and videos in them.
-What was read and sampled stays as it is, token by token, until a new context begins.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +53,7 @@ def _observed(token_ids: tuple[int, ...]) -> Span:
 
 
 class Segment(Struct, frozen=True):
-    """One context, whose tokens only ever got more."""
+    """One context, whose tokens only ever got more; a trajectory is made of it."""
 
     spans: tuple[Span, ...]
     turns: tuple[Turn, ...]
@@ -75,7 +67,7 @@ class Segment(Struct, frozen=True):
 
 
 class Context(Struct, frozen=True):
-    """What the policy has read, and what it has sampled since."""
+    """What the policy reads before a turn, images and videos included, and has sampled since."""
 
     token_ids: tuple[int, ...] = ()
     media: tuple[Media, ...] = ()
@@ -146,7 +138,7 @@ class Rollout(Struct, frozen=True):
 
 
 class EpisodeRecord:
-    """Of one episode, while it runs."""
+    """Of one episode, while it runs: grows by one completion at a time."""
 
     def __init__(self) -> None:
         self.segments: tuple[Segment, ...] = ()
@@ -154,13 +146,16 @@ class EpisodeRecord:
         self._last_response: tuple[int, ...] = ()
 
     @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for segment in self.segments for turn in segment.turns)
+
+    @property
     def num_turns(self) -> int:
-        return sum(len(segment.turns) for segment in self.segments)
+        return len(self.turns)
 
     @property
     def num_sampled_tokens(self) -> int:
-        turns = (turn for segment in self.segments for turn in segment.turns)
-        return sum(turn.num_completion_tokens for turn in turns)
+        return sum(turn.num_completion_tokens for turn in self.turns)
 
     def add(
         self,

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from msgspec import structs
 
+from actors.concurrency import first_result
 from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
@@ -106,9 +107,8 @@ async def greedy_groups(
     """One greedy response to each held-out prompt.
 
     Raises:
-        RolloutError: every prompt failed.
-        ConfigError: no prompt fits into `data.max_prompt_length`.
         WeightTransferError: a server elsewhere did not load the model.
+        StreamRLError: as of `greedy_groups_of`.
     """
     generator = config.generator.reading_weights()
     config = config.with_values(model={"path": str(model)}, generator=generator)
@@ -150,11 +150,7 @@ async def greedy_groups_of(
 
 
 async def _send_weights(config: RunConfig, engine: Engine) -> None:
-    """Waits until the engine has loaded those of `model.path`, or cannot, or for the deadline.
-
-    Raises:
-        WeightTransferError: it has not loaded them in time.
-    """
+    """Waits until the engine has loaded those of `model.path`, or cannot, or for the deadline."""
     path, trust = config.model.path, config.model.trust_remote_code
     model = load_pretrained(path, dtype=torch.float32, trust_remote_code=trust)
     parameters = dict(model.named_parameters())
@@ -184,22 +180,14 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
         )
         sender.snapshot(parameters, 0)
         sender.publish()
-        parts = (is_loaded.wait(), sender.run(), receiver.run())
-        running = [asyncio.create_task(part) for part in parts]
         limit_s = _NUM_ATTEMPTS * weights.deadline_s
         try:
-            ended, _ = await asyncio.wait(
-                running, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in ended:
-                task.result()
-            if not ended:
-                raise WeightTransferError(
-                    f"generator.{config.generator.engine}.url: {config.generator.url} has not "
-                    f"loaded {config.model.path} within {limit_s:g} s"
-                )
+            async with asyncio.timeout(limit_s):
+                await first_result(is_loaded.wait(), sender.run(), receiver.run())
+        except TimeoutError as error:
+            raise WeightTransferError(
+                f"generator.{config.generator.engine}.url: {config.generator.url} has not loaded "
+                f"{config.model.path} within {limit_s:g} s"
+            ) from error
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
             sender.close()

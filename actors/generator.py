@@ -118,31 +118,24 @@ class Generator:
 
     async def run(self) -> None:
         """Runs until stopped. An error in any of the loops ends the generator."""
-        targets = weight_targets(self._engine, self._config.generator)
         receivers = [
             receiver_of(target, self._config, self._id, partial(self._load_weights, target))
-            for target in targets
+            for target in weight_targets(self._engine, self._config.generator)
         ]
+        loops = [receiver.run() for receiver in receivers]
+        loops += [self._send_heartbeats(), self._keep_siblings()]
         async with asyncio.TaskGroup() as tasks:
-            receiving = [tasks.create_task(receiver.run()) for receiver in receivers]
-            heartbeats = tasks.create_task(self._send_heartbeats())
-            keeping = tasks.create_task(self._keep_siblings())
+            running = [tasks.create_task(loop) for loop in loops]
             leasing = tasks.create_task(self._lease_groups(tasks))
             await self._stopping.wait()
             leasing.cancel()
             await self._drain()
-            heartbeats.cancel()
-            keeping.cancel()
-            for task in receiving:
+            for task in running:
                 task.cancel()
             await self._leave()
 
     async def _leave(self) -> None:
-        """Give back the leases, also of canceled groups. Waits GOODBYE_S at most.
-
-        Raises:
-            TransportError: the buffer does not answer, and the run is not over.
-        """
+        """Give back the leases, also of canceled groups. Waits GOODBYE_S at most."""
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self._buffer.heartbeat(self._status(is_leaving=True))
@@ -302,7 +295,7 @@ class Generator:
             report = await target.load_weights(update)
         except WeightTransferError:
             if not target.is_spare():
-                self._version_gate.on_load_failed()
+                self._version_gate.lacks_weights = True
                 self._notify()
             raise
         is_sent = self._config.weights.transport != "store"

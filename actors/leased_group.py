@@ -2,27 +2,6 @@
 
 Invariant: groups begin in the order in which they are due: by `min_policy_version`, the oldest
 version that may sample them, then by their place in the prompt stream.
-
-`VersionGate`: whether a generator's weights are the learner's, and new enough to lease for and to
-keep leases.
-
-A generator that joins has the weights of the model folder, or none that anybody knows (an engine
-that starts with random ones, a server elsewhere), and one whose update failed has those of an older
-version. Its leases would hold their places in the prompt stream until the next update. So neither
-leases before it has caught up, and none leases what only a newer version may sample.
-
-A learner that went back makes versions of the same numbers as those it has abandoned, so a version
-is one of a learner. With weights of another one a generator neither leases nor begins a group.
-
-Invariant: the version waited for has been published, or will be by the learner that the buffer
-reports: the version needed falls when a learner comes back at an earlier one.
-
-`StarvedLeases`: the oldest version that may sample a lease has been made when it is granted, and
-reaches a generator once it is published. A generator that updates leave out, or that is cut off
-from them, would hold such leases for good, and the learner would wait for their prompts. So it
-gives them back, to others that have the weights, and asks for none before it has caught up. Only
-leases whose groups have not begun are given back, so nothing sampled is lost and no prompt is
-trained twice.
 """
 
 import asyncio
@@ -125,8 +104,17 @@ LOADS = 3
 
 
 class VersionGate:
-    """`publish_every` and `max_staleness` are those of the run, in versions; `published` is the
-    newest version that the learner has published, by the last heartbeat."""
+    """Whether a generator's weights are the learner's, and new enough to lease for.
+
+    A generator that joins has the weights of the model folder, or none that anybody knows, and one
+    whose update failed those of an older version. Its leases would hold their places in the prompt
+    stream until the next update, so it leases none before it has caught up. A learner that went
+    back makes versions of the same numbers as those it has abandoned, so a version is one of a
+    learner: with weights of another one a generator neither leases nor begins a group.
+
+    Invariant: the version waited for has been published, or will be by the learner that the buffer
+    reports: the version needed falls when a learner comes back at an earlier one.
+    """
 
     def __init__(
         self, publish_every: int, max_staleness: int, *, lacks_weights: bool = False
@@ -136,8 +124,10 @@ class VersionGate:
         # The first heartbeat's reply has the learner's version.
         self._min_version = math.inf
         self.published = 0
+        """The newest version that the learner has published, by the last heartbeat."""
         self._learner_id = ""
         self.lacks_weights = lacks_weights
+        """Also once an update has failed, until another one is loaded."""
 
     def is_open(self, policy_version: int, learner_id: str) -> bool:
         """Whether a generator with this version of that learner may lease."""
@@ -162,9 +152,6 @@ class VersionGate:
         """The published version does not arrive: catch up to it first."""
         self._min_version = max(self._min_version, self.published)
 
-    def on_load_failed(self) -> None:
-        self.lacks_weights = True
-
     def on_loaded(self, learner_id: str) -> None:
         """A version is loaded. The sender sends only the newest, once it has attached; `learner_id`
         is "" where that is not known, as of what a store has."""
@@ -173,7 +160,12 @@ class VersionGate:
 
 
 class StarvedLeases:
-    """Of one generator; `gate` says which version the learner has published."""
+    """Leases that wait for weights which have been published and do not arrive.
+
+    A generator that updates leave out, or that is cut off from them, would hold such leases for
+    good, and the learner would wait for their prompts. So it gives back those whose groups have not
+    begun, and asks for none before it has caught up.
+    """
 
     def __init__(self, gate: VersionGate) -> None:
         self._gate = gate

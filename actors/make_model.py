@@ -1,10 +1,7 @@
 """A small model, warm-started on the run's task: the one that `model.recipe` describes.
 
-No network and no GPU: an untrained model (`model.recipe.architecture`) is trained on prompts with
-known answers until some of its answers are right, so that reinforcement learning has a reward to
-raise.
-
-Invariant: the folder at `model.path` is complete or not there.
+An untrained model is trained on prompts with known answers until some of its answers are right, so
+that reinforcement learning has a reward to raise.
 """
 
 import itertools
@@ -64,8 +61,11 @@ def make_model(config: RunConfig) -> None:
         _write_untrained(unfinished, recipe, config.max_model_len)
         if not recipe.warm_start_steps:
             return
-        student = Student.of(unfinished, config)
-        accuracy = _warm_start(student, _examples(config, recipe), recipe)
+        student, data = Student.of(unfinished, config), config.data
+        if recipe.warm_start_source is not None:
+            own = {"source": recipe.warm_start_source, "source_kwargs": {}}
+            data = data.model_copy(update=own)
+        accuracy = _warm_start(student, open_prompts(data, config.run.seed), recipe)
         log.info("warm start ends: %.2f of sampled answers are right", accuracy)
         student.model.save_pretrained(unfinished)
 
@@ -83,13 +83,6 @@ def _write_untrained(folder: Path, recipe: RecipeSettings, max_model_len: int) -
         write(folder, recipe, max_model_len)
     if not ModelFolder(folder, setting).has_weights:
         raise ConfigError(f"{setting}: {recipe.architecture} wrote no model into the folder")
-
-
-def _examples(config: RunConfig, recipe: RecipeSettings) -> PromptSource:
-    if recipe.warm_start_source is None:
-        return open_prompts(config.data, config.run.seed)
-    own = {"source": recipe.warm_start_source, "source_kwargs": {}}
-    return open_prompts(config.data.model_copy(update=own), config.run.seed)
 
 
 def make_tokenizer(alphabet: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
@@ -170,8 +163,8 @@ class Examples:
 def _warm_start(student: Student, prompts: PromptSource, recipe: RecipeSettings) -> float:
     """Supervised steps until enough sampled answers are right; returns the share that is."""
     model = student.model
-    num_parameters = sum(p.numel() for p in model.parameters())
-    log.info("a %s of %.2f M parameters", model.config.model_type, num_parameters / 1e6)
+    kind, num_millions = model.config.model_type, model.num_parameters() / 1e6
+    log.info("a %s of %.2f M parameters", kind, num_millions)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / _WARM_UP, total_iters=_WARM_UP)
     batches = _batches(prompts, student, recipe.batch_size)

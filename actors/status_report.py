@@ -1,17 +1,9 @@
-"""What a generator reports of itself with each heartbeat.
-
-Invariant: the rate of tokens is that of the last RATE_S, so that it is none of a moment in which a
-slow model computes a prompt, or waits for weights.
-
-`Occupancy`: how much of its room for groups a generator uses, added up over time. A group counts
-from its begin until its siblings need no place, so one that waits for weights, or is only being
-scored, counts as room. `actors.generator` calls `update` whenever a group has begun, an episode
-waits or ends, or a group ends.
-"""
+"""What a generator reports of itself with each heartbeat."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from actors.failures import FailureRecord
@@ -30,7 +22,8 @@ class OccupancyReading(NamedTuple):
 
 
 class Occupancy:
-    """Of one generator, whose groups have `num_episodes` each, the most of a group."""
+    """How much of its room for groups, of `num_episodes` each, a generator uses, added up over
+    time. A group counts from its begin until its siblings need no place."""
 
     def __init__(
         self,
@@ -46,6 +39,7 @@ class Occupancy:
         self._start_s = self._changed_s = clock()
 
     def update(self, groups: Iterable[LeasedGroup]) -> None:
+        """A group has begun or ended, or an episode waits or ends."""
         self._advance()
         num_free = self._num_free(group for group in groups if group.has_begun)
         self._level = 1.0 - num_free / max(1, self._max_num_groups)
@@ -68,6 +62,8 @@ RATE_S = 60.0
 
 
 class TokenRate:
+    """Over so long a time that it is none of a moment in which a slow model computes a prompt."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._readings = deque([(clock(), 0.0)])
@@ -82,31 +78,24 @@ class TokenRate:
         return (num_tokens - begin) / max(now_s - begin_s, 1e-3)
 
 
+@dataclass(eq=False)
 class StatusReport:
-    def __init__(
-        self,
-        generator_id: str,
-        session: str,
-        engine: Engine,
-        failures: FailureRecord,
-        occupancy: Occupancy,
-    ) -> None:
-        self._id = generator_id
-        self._session = session
-        self._engine = engine
-        self._failures = failures
-        self._occupancy = occupancy
-        self._rate = TokenRate()
+    generator_id: str
+    session: str
+    engine: Engine
+    failures: FailureRecord
+    occupancy: Occupancy
+    _rate: TokenRate = field(default_factory=TokenRate)
 
     def make(
         self, groups: Mapping[str, LeasedGroup], *, is_leaving: bool, is_catching_up: bool
     ) -> GeneratorStatus:
-        gauges, failures = self._engine.gauges(), self._failures
+        gauges, failures = self.engine.gauges(), self.failures
         now_s, num_tokens = time.monotonic(), gauges["num_tokens"]
         return GeneratorStatus(
-            generator_id=self._id,
-            session=self._session,
-            policy_version=self._engine.policy_version,
+            generator_id=self.generator_id,
+            session=self.session,
+            policy_version=self.engine.policy_version,
             lease_ids=tuple(groups),
             lease_ages_s=tuple(now_s - group.leased_at_s for group in groups.values()),
             lease_num_tokens=tuple(group.progress.num_tokens for group in groups.values()),
@@ -116,7 +105,7 @@ class StatusReport:
             tokens_per_s=self._rate.read(num_tokens),
             pause_s=gauges["pause_s"],
             kv_usage=gauges.get("kv_usage"),
-            **self._occupancy.at_present()._asdict(),
+            **self.occupancy.at_present()._asdict(),
             is_leaving=is_leaving,
             is_catching_up=is_catching_up,
             last_failure=failures.last,

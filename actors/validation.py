@@ -4,21 +4,10 @@ held-out prompts while a run trains.
 Waits for the learner without a limit; ends by a signal or when the run is over. An engine in this
 process is made once the run has made a step, which has the cores to itself until then.
 
-`Validator`: it loads a version, keeps it until held-out prompts are scored, and reports.
-
-    receiver.run      receives the versions that are due, as a generator does
-    run               waits for a version, samples and scores all prompts with it, reports
-
-It begins with version 0, the model of `model.path`, which it has without the learner.
-
 Invariant: all responses of a validation are sampled by one version, since no other one is loaded
 meanwhile. Nothing waits for a validator but the end of the run: while it is busy the learner sends
 it nothing, and versions that come due then are not validated. It holds no leases of the buffer, so
 training is admitted as without it. What a kill interrupts is begun anew with the newest version.
-
-`scores`: what a validation says of the responses to its prompts: mean@k, pass@k and majority@k.
-Each prompt counts alike, whatever its data source. Responses with the same answer vote together:
-what a reward has extracted, or the whole last turn where none has.
 """
 
 import argparse
@@ -29,12 +18,13 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
 
+from actors.concurrency import first_result
 from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
@@ -86,10 +76,8 @@ class PromptResult:
 def scores(
     results: Sequence[PromptResult], num_samples: int, pass_reward: float
 ) -> dict[str, float]:
-    """Metrics over all prompts, and for each data source if there are several.
-
-    Sources beyond those that fit into a report are in the metrics over all prompts alone.
-    """
+    """mean@k, pass@k and majority@k over all prompts, each of which counts alike, and for each data
+    source if there are several, as far as they fit into a report."""
     overall = dict(_named(PREFIX, results, num_samples, pass_reward))
     by_source: Mapping[str, list[PromptResult]] = defaultdict(list)
     for result in results:
@@ -107,17 +95,15 @@ def scores(
 def _named(
     prefix: str, results: Sequence[PromptResult], num_samples: int, pass_reward: float
 ) -> Iterator[tuple[str, float]]:
-    def over_prompts(values: Iterable[float]) -> float:
-        return statistics.fmean(values)
-
-    yield f"{prefix}/mean@{num_samples}", over_prompts(statistics.fmean(r.rewards) for r in results)
+    mean = statistics.fmean
+    yield f"{prefix}/mean@{num_samples}", mean(mean(r.rewards) for r in results)
     # A sum of equal parts may be below by rounding.
     least = pass_reward - ALIKE_WITHIN
     passed = [sum(reward >= least for reward in r.rewards) for r in results]
     for k in sizes(num_samples):
-        yield f"{prefix}/pass@{k}", over_prompts(pass_at(num_samples, c, k) for c in passed)
+        yield f"{prefix}/pass@{k}", mean(pass_at(num_samples, c, k) for c in passed)
     if num_samples > 1:
-        yield f"{prefix}/majority@{num_samples}", over_prompts(map(majority, results))
+        yield f"{prefix}/majority@{num_samples}", mean(map(majority, results))
     yield f"{prefix}/num_prompts", float(len(results))
 
 
@@ -221,7 +207,10 @@ class Validator:
         start_s = time.monotonic()
         log.info("validating version %d on %d prompts", policy_version, self._num_prompts)
         first = await self._runner.run_first(
-            self._num_prompts, "validation", self._config.generator.max_num_seqs, self._note_done
+            self._num_prompts,
+            "validation",
+            self._config.generator.max_num_seqs,
+            lambda: self._set(num_done=self._status.num_done + 1),
         )
         if not first.groups:
             raise RolloutError(
@@ -243,7 +232,8 @@ class Validator:
             f"{PREFIX}/time_s": time.monotonic() - start_s,
         }
         self._write(policy_version, samples)
-        log.info("version %d: %s", policy_version, _sentence(metrics))
+        shown = [f"{name.removeprefix(f'{PREFIX}/')} {metrics[name]:.3g}" for name in metrics]
+        log.info("version %d: %s", policy_version, ", ".join(shown[:8]))
         return ValidationReport(
             policy_version=policy_version, learner_id=learner_id, metrics=tuple(metrics.items())
         )
@@ -278,9 +268,6 @@ class Validator:
             raise
         self._loaded.put_nowait(update)
         return report
-
-    def _note_done(self) -> None:
-        self._set(num_done=self._status.num_done + 1)
 
     def _result(self, prompt: Prompt, group: TrajectoryGroup) -> PromptResult:
         number = group.prompt_index
@@ -357,11 +344,6 @@ def length_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     }
 
 
-def _sentence(metrics: dict[str, float]) -> str:
-    shown = [f"{name.removeprefix('validation/')} {value:.3g}" for name, value in metrics.items()]
-    return ", ".join(shown[:8])
-
-
 NAME = "validator"
 ASK_S = 1.0
 
@@ -397,21 +379,30 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
 
 async def _first_step(buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
     """Waits for the first step of the run; whether it came before a signal, or the run's end."""
-    ended, made, said = shutdown.requested, False, ""
     log.info("waiting for the first step of the run")
-    while not (made or ended.is_set()):
+    return await first_result(_is_running(buffer, is_stepping=True), _signaled(shutdown))
+
+
+async def _is_running(buffer: TrajectoryBuffer, *, is_stepping: bool) -> bool:
+    """False once the run is over; True once it has made a step, if that is waited for. Asks every
+    ASK_S; who waits for a step reads why there is no answer."""
+    said = ""
+    while True:
         stats, reason = await try_stats(buffer)
-        if reason not in ("", said):
+        if is_stepping and reason not in ("", said):
             log.warning("%s", reason)
             said = reason
         if stats is not None and stats.is_over:
             log.info("the run is over")
             return False
-        made = stats is not None and stats.policy_version > 0
-        if not made:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), ASK_S)
-    return made
+        if is_stepping and stats is not None and stats.policy_version > 0:
+            return True
+        await asyncio.sleep(ASK_S)
+
+
+async def _signaled(shutdown: Shutdown) -> bool:
+    await shutdown.requested.wait()
+    return False
 
 
 async def _validate(
@@ -429,33 +420,7 @@ async def _validate(
             validator.on_status = lambda status: exported.show(
                 "status", lambda: of_validator(status, engine.gauges()["num_tokens"])
             )
-            await _run_until_over(validator, buffer, shutdown)
+            over = _is_running(buffer, is_stepping=False)
+            await first_result(validator.run(), over, _signaled(shutdown))
     finally:
         await engine.close()
-
-
-async def _run_until_over(
-    validator: Validator, buffer: TrajectoryBuffer, shutdown: Shutdown
-) -> None:
-    """Waits for a failure of the validator, the end of the run, or a signal."""
-    validating = asyncio.create_task(validator.run())
-    endings = [asyncio.create_task(shutdown.requested.wait()), asyncio.create_task(_ended(buffer))]
-    try:
-        await asyncio.wait([validating, *endings], return_when=asyncio.FIRST_COMPLETED)
-        if validating.done():
-            validating.result()
-    finally:
-        for task in (validating, *endings):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await validating
-
-
-async def _ended(buffer: TrajectoryBuffer) -> None:
-    """Waits until the buffer says that the run is over; asks every ASK_S."""
-    while True:
-        await asyncio.sleep(ASK_S)
-        stats, _ = await try_stats(buffer)
-        if stats is not None and stats.is_over:
-            log.info("the run is over")
-            return

@@ -1,12 +1,10 @@
 """Environments: what answers the policy's completions.
 
-What makes a built-in one is named in `BUILT_IN` and imported where it is used, so that a package
-which is not installed is missed only there. With a colon (`gymnasium:ID`) the rest of the name is
-its first argument. A user's own is a class in a file, named as PATH.py:CLASS. Either is made anew
-for each episode, with the entry's arguments.
+A built-in one is imported where it is used, so that a package which is not installed is missed only
+there. With a colon (`gymnasium:ID`) the rest of the name is its first argument. A user's own is a
+class in a file, PATH.py:CLASS. Either is made anew for each episode, with the entry's arguments.
 
-Invariant: a user's own that fails costs its group (RolloutError, counted as `failed`), never the
-daemon. An entry's arguments that the class does not take are refused.
+Invariant: a user's own that fails costs its group (RolloutError), never the daemon.
 """
 
 import inspect
@@ -14,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from actors.tools.toolset import TOOLS, Toolset
 from streamrl.config.environments import EnvironmentEntry
@@ -24,7 +22,6 @@ from streamrl.interfaces import (
     Environment,
     EnvironmentContext,
     Observation,
-    RestorableEnvironment,
     Transition,
 )
 from streamrl.types import Completion
@@ -162,30 +159,28 @@ class UserEnvironment:
             _check_method(owner, self._environment, "restore", object(), object())
 
     async def start(self, context: EnvironmentContext) -> Observation:
-        with attributed_to(f"environment {self._name}", RolloutError):
-            return await self._environment.start(context)
+        observation: Observation = await self._call("start", context)
+        return observation
 
     async def step(self, completion: Completion) -> Transition:
-        with attributed_to(f"environment {self._name}", RolloutError):
-            return await self._environment.step(completion)
+        transition: Transition = await self._call("step", completion)
+        return transition
 
     async def snapshot(self) -> Any:
-        """Of the user's own; None if it makes none."""
-        if take := getattr(self._environment, "snapshot", None):
-            with attributed_to(f"environment {self._name}", RolloutError):
-                return await take()
-        return None
+        return await self._call("snapshot")
 
     async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
-        """Calls the user's own."""
-        with attributed_to(f"environment {self._name}", RolloutError):
-            await cast(RestorableEnvironment, self._environment).restore(context, snapshot)
+        await self._call("restore", context, snapshot)
 
     async def close(self) -> None:
-        """Calls the user's own `close`, which it need not have."""
-        if close := getattr(self._environment, "close", None):
+        await self._call("close")
+
+    async def _call(self, name: str, *arguments: object) -> Any:
+        """What the user's own method returns; None if it has no such one, as it need not."""
+        if method := getattr(self._environment, name, None):
             with attributed_to(f"environment {self._name}", RolloutError):
-                await close()
+                return await method(*arguments)
+        return None
 
 
 def _check_method(owner: str, environment: object, name: str, *arguments: object) -> None:

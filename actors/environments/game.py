@@ -1,11 +1,8 @@
 """An episode of a game: the policy reads a state, answers with an action, and reads what follows.
 
-A game knows nothing of tokens and templates; `GameEnvironment` makes one an environment.
-
 Invariant: a game is a function of its seed, which the siblings of a group share, and of the answers
 so far, so that it is restored by playing it again, and every answer is a turn, also one that names
-no action; what was thought is not part of it. A game that raises, which may be a package's, costs
-its group (RolloutError).
+no action. A game that raises costs its group (RolloutError).
 """
 
 import hashlib
@@ -83,7 +80,6 @@ class GameEnvironment:
         self._renderer: Renderer | None = None
 
     async def start(self, context: EnvironmentContext) -> Observation:
-        """Waits for the game."""
         self._renderer = context.renderer
         with attributed_to(self._name, RolloutError):
             seed = int(context.prompt.row.get(SEED, context.seed))
@@ -93,15 +89,17 @@ class GameEnvironment:
         return said(context.renderer, opening)
 
     async def step(self, completion: Completion) -> Transition:
-        """Waits for the game."""
         renderer = self._renderer
         assert renderer is not None, "start comes before step"
         turn = renderer.prefill + renderer.decode(completion.token_ids.tolist())
         answer = answer_part(turn).strip()
         outcome = await self._play(answer)
         is_last = outcome.done or len(self._answers) == self._max_moves
+        text = outcome.text
+        if self._instructions and not outcome.is_valid:
+            text = f"Your answer names no action that is allowed.\n\n{text}"
         return Transition(
-            observation=Observation() if is_last else said(renderer, self._next(outcome)),
+            observation=Observation() if is_last else said(renderer, text),
             done=is_last,
             reward=outcome.reward,
             is_valid=outcome.is_valid,
@@ -113,11 +111,7 @@ class GameEnvironment:
         return {"answers": self._answers, "states": self._states.hexdigest()}
 
     async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
-        """Plays the game again. Waits for it.
-
-        Raises:
-            RolloutError: it went otherwise, since it is no function of its seed.
-        """
+        """Plays the game again."""
         await self.start(context)
         for answer in snapshot["answers"]:
             await self._play(answer)
@@ -141,11 +135,6 @@ class GameEnvironment:
                 return method()
 
         return await self._threads.run(called)
-
-    def _next(self, outcome: Outcome) -> str:
-        if outcome.is_valid or not self._instructions:
-            return outcome.text
-        return f"Your answer names no action that is allowed.\n\n{outcome.text}"
 
 
 def said(renderer: Renderer, text: str) -> Observation:

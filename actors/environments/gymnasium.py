@@ -80,8 +80,7 @@ class GymnasiumGame:
         if isinstance(self.env.observation_space, Text):
             self._last = self._last if state is None else str(state)
             return self._last
-        rendered = self.env.render()
-        return plain(str(rendered))
+        return plain(str(self.env.render()))
 
     def metrics(self, info: dict[str, Any]) -> dict[str, float]:
         """What else is recorded of the episode."""
@@ -117,22 +116,17 @@ def gymnasium_text(
     with attributed_to(f"environment gymnasium:{env_id}"):
         module, _, name = env_id.rpartition(":")
         if module:
-            _import(module)
-        entry_point = gymnasium.spec(name).entry_point
-        creator: Any = (
-            load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-        )
+            if os.getcwd() not in sys.path:
+                sys.path.append(os.getcwd())
+            importlib.import_module(module)
+        creator: Any = gymnasium.spec(name).entry_point
+        if isinstance(creator, str):
+            creator = load_env_creator(creator)
         modes = getattr(creator, "metadata", {}).get("render_modes", ())
         shown: dict[str, Any] = {"render_mode": "ansi"} if "ansi" in modes else {}
         env = gymnasium.make(name, disable_env_checker=True, **shown, **kwargs)
     game = GymnasiumGame(env, actions=actions, rules=rules)
     return GameEnvironment(game, instructions=instructions, max_moves=max_moves)
-
-
-def _import(module: str) -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    importlib.import_module(module)
 
 
 def plain(text: str) -> str:
@@ -214,10 +208,6 @@ def frozen_lake(
     max_moves: int = 20,
 ) -> GameEnvironment:
     game = FrozenLakeGame(
-        size=size,
-        frozen=frozen,
-        is_slippery=is_slippery,
-        actions=actions,
-        separator=separator,
+        size=size, frozen=frozen, is_slippery=is_slippery, actions=actions, separator=separator
     )
     return GameEnvironment(game, instructions=instructions, max_moves=max_moves)

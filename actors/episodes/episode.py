@@ -6,13 +6,8 @@
 Both for the episode and for each turn of it.
 
 Invariant: a completion that was sampled is part of the rollout, however the episode ended; the
-environment is closed, however it ended.
-
-What an environment returned is checked before anything is made of it: what passes can be recorded
-and sent: its types and its numbers are right.
-
-`Conversation`: the messages of an episode, as its reward reads them. They are for people and
-rewards alone; the ids that are trained are those of the record.
+environment is closed, however it ended. What an environment returned is checked before anything is
+made of it: what passes can be recorded and sent.
 """
 
 import asyncio
@@ -74,20 +69,17 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
     Raises:
         RolloutError: it is none, or holds what cannot be encoded.
     """
-    if not isinstance(observation, Observation):
-        raise _wrong(f"{method} returned", observation, "an Observation")
+    _require(Observation, observation, f"{method} returned", "an Observation")
     ids = observation.token_ids
-    if not isinstance(ids, tuple | list):
-        raise _wrong(f"{method}: observation.token_ids was", ids, "a tuple of ints")
+    _require(tuple | list, ids, f"{method}: observation.token_ids was", "a tuple of ints")
     for token in ids:
         if not _is_natural(token):
             raise _wrong(f"{method}: one of observation.token_ids was", token, "a token id")
     for name, (kind, expected) in _PARTS.items():
-        if not isinstance(parts := getattr(observation, name), tuple | list):
-            raise _wrong(f"{method}: observation.{name} was", parts, "a tuple")
+        parts = getattr(observation, name)
+        _require(tuple | list, parts, f"{method}: observation.{name} was", "a tuple")
         for part in parts:
-            if not isinstance(part, kind):
-                raise _wrong(f"{method}: one of observation.{name} was", part, expected)
+            _require(kind, part, f"{method}: one of observation.{name} was", expected)
     return Observation(
         token_ids=tuple(map(operator.index, ids)),
         messages=tuple(observation.messages),
@@ -102,17 +94,13 @@ def checked_transition(transition: Any) -> Transition:
     Raises:
         RolloutError: it is none, or one of its numbers is none or not finite.
     """
-    if not isinstance(transition, Transition):
-        raise _wrong("step returned", transition, "a Transition")
+    _require(Transition, transition, "step returned", "a Transition")
     observation = checked_observation(transition.observation, "step")
-    if not isinstance(transition.metrics, Mapping):
-        raise _wrong("step: metrics was", transition.metrics, "a mapping of numbers")
+    _require(Mapping, transition.metrics, "step: metrics was", "a mapping of numbers")
     for name in ("done", "in_loss", "is_valid"):
-        if not isinstance(value := getattr(transition, name), bool | np.bool_):
-            raise _wrong(f"step: {name} was", value, "a bool")
+        _require(bool | np.bool_, getattr(transition, name), f"step: {name} was", "a bool")
     for name in transition.metrics:
-        if not isinstance(name, str):
-            raise _wrong("step: the name of a metric was", name, "a string")
+        _require(str, name, "step: the name of a metric was", "a string")
     if not _is_natural(calls := transition.num_tool_calls):
         raise _wrong("step: num_tool_calls was", calls, "a count")
     for name, value in {"reward": transition.reward, **transition.metrics}.items():
@@ -138,13 +126,19 @@ def _is_natural(value: Any) -> bool:
         return False
 
 
+def _require(kind: Any, value: object, place: str, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise _wrong(place, value, expected)
+
+
 def _wrong(place: str, value: object, expected: str) -> RolloutError:
     kind = type(value).__name__
     return RolloutError(f"the environment's {place} {kind} {value!r:.60}; it must be {expected}")
 
 
 class Conversation:
-    """Of one episode, while it runs; contexts that were rewritten follow one another."""
+    """The messages of an episode, as its reward reads them; contexts that were rewritten follow one
+    another. They are for people and rewards alone: the ids that are trained are the record's."""
 
     def __init__(self, start: EnvironmentContext) -> None:
         self._renderer = start.renderer
@@ -165,9 +159,6 @@ class Conversation:
 
     def answer(self, token_ids: tuple[int, ...]) -> None:
         self.messages = (*self.messages, self._renderer.parse(token_ids, self.tools))
-
-    def restore(self, messages: tuple[Message, ...], tools: Sequence[ToolSchema]) -> None:
-        self.messages, self.tools = messages, tuple(tools)
 
 
 Answer = TypeVar("Answer")
@@ -227,10 +218,11 @@ class EpisodeRun:
             return self._session.num_tokens
         if self._left is not None:
             return self._left.num_sampled_tokens
-        sampled, now = self._record.num_sampled_tokens, self._handle.num_tokens
-        is_open = self._begun is not None and self._begun.finish_reason is ABORT
-        begun = len(self._begun.token_ids) if self._begun is not None and is_open else 0
-        return sampled + begun + max(now, 0) if self._record.segments or begun or now >= 0 else -1
+        begun, now = 0, self._handle.num_tokens
+        if self._begun is not None and self._begun.finish_reason is ABORT:
+            begun = len(self._begun.token_ids)
+        is_reported = self._record.segments or begun or now >= 0
+        return self._record.num_sampled_tokens + begun + max(now, 0) if is_reported else -1
 
     def restore(self, rollout: Rollout) -> None:
         """An earlier lease has left this rollout: `run` goes on with it, or is not called if the
@@ -284,7 +276,9 @@ class EpisodeRun:
         return self._record.rollout(finish_reason, metrics, self._conversation.messages)
 
     async def _play(self, environment: Environment) -> FinishReason:
-        async with _closed_after(environment):
+        # Most episodes are of one turn, and their close does nothing: without a timer.
+        is_plain = type(environment) is SingleTurn
+        async with nullcontext() if is_plain else closed_after(environment.close):
             return await self._run(self._take_turns(environment))
 
     async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
@@ -325,8 +319,11 @@ class EpisodeRun:
                     self._max_model_len,
                 )
                 sampled = tuple(completion.token_ids.tolist())
+                if not sampled and completion.finish_reason is not FinishReason.DEADLINE:
+                    reason = completion.finish_reason
+                    raise RolloutError(f"the engine sampled nothing ({reason})")
                 if not sampled:
-                    return _without_a_token(completion)
+                    return FinishReason.DEADLINE
                 self._record.add(context.token_ids, completion, context.media)
                 context = structs.replace(context, sampled=sampled)
                 self._handle, self._begun = CompletionHandle(self._stop), completion
@@ -342,14 +339,14 @@ class EpisodeRun:
                 return FinishReason.MAX_TURNS
             conversation.observe(transition.observation)
             context = context.after(transition.observation, start)
-            await self._begin_next(environment, context)
+            snapshot = await self._snapshot(environment)
+            self._begun = self._standing = None
+            if snapshot is not None:
+                self._stand(OpenTurn(context, snapshot, conversation.tools))
 
     async def _restored(self, environment: Environment) -> Context | None:
         """What the policy reads before the turn that an earlier lease has left; None: it has left
         none, or the first, which `start` begins again. Waits for the environment.
-
-        Raises:
-            _NotRestoredError: the environment has raised, or hangs.
         """
         left = self._left
         if left is None or left.open_turn is None or left.open_turn.environment is None:
@@ -362,7 +359,8 @@ class EpisodeRun:
         except Exception as error:
             raise _NotRestoredError from error
         self._record.restore(left)
-        self._conversation.restore(left.messages, left.open_turn.tools)
+        self._conversation.messages = left.messages
+        self._conversation.tools = left.open_turn.tools
         self._metrics = dict(left.metrics)
         self._environment_wait_s += self._metrics.pop(_WAIT_S, 0.0)
         self._left, self._standing, self._begun = None, left, left.open_turn.sampled
@@ -382,13 +380,6 @@ class EpisodeRun:
                 self._begun = left.open_turn.sampled if is_same else None
             self._stand(OpenTurn(context, tools=self._conversation.tools))
 
-    async def _begin_next(self, environment: Environment, context: Context) -> None:
-        """Before another turn. Waits for the environment's snapshot, if it makes one."""
-        snapshot = await self._snapshot(environment)
-        self._begun = self._standing = None
-        if snapshot is not None:
-            self._stand(OpenTurn(context, snapshot, self._conversation.tools))
-
     def _stand(self, turn: OpenTurn) -> None:
         if self._warnings is not None:
             metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
@@ -396,6 +387,7 @@ class EpisodeRun:
             self._standing = self._record.rollout(ABORT, metrics, messages, turn)
 
     async def _snapshot(self, environment: Environment) -> bytes | None:
+        """None: it makes none, or has failed to. Waits for the environment."""
         take = getattr(environment, "snapshot", None)
         if take is None or self._warnings is None:
             return None
@@ -432,7 +424,7 @@ class EpisodeRun:
 
     def _counts(self) -> dict[str, float]:
         """What is recorded of every episode."""
-        turns = [turn for segment in self._record.segments for turn in segment.turns]
+        turns = self._record.turns
         return {
             "num_turns": float(len(turns)),
             "num_tool_calls": float(sum(turn.num_tool_calls for turn in turns)),
@@ -481,22 +473,10 @@ class EpisodeRun:
 
     def _on_transition(self, transition: Transition) -> None:
         self._record.judge(
-            reward=float(transition.reward),
-            num_tool_calls=int(transition.num_tool_calls),
+            reward=transition.reward,
+            num_tool_calls=transition.num_tool_calls,
             in_loss=transition.in_loss,
         )
         self._metrics |= {name: float(value) for name, value in transition.metrics.items()}
         if not transition.is_valid:
             self._metrics[INVALID_TURNS] = self._metrics.get(INVALID_TURNS, 0.0) + 1
-
-
-def _closed_after(environment: Environment) -> AbstractAsyncContextManager[object]:
-    # Most episodes are of one turn, and their close does nothing: without a timer.
-    is_plain = type(environment) is SingleTurn
-    return nullcontext() if is_plain else closed_after(environment.close)
-
-
-def _without_a_token(completion: Completion) -> FinishReason:
-    if completion.finish_reason is FinishReason.DEADLINE:
-        return FinishReason.DEADLINE
-    raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")

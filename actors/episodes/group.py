@@ -3,12 +3,9 @@
 Invariant: a group holds facts of what was sampled and nothing derived; if a sibling fails, the
 whole group fails (RolloutError). A sibling that a limit cuts has not failed.
 
-`generator.oversample`: of siblings beyond `generator.group_size`, what is not kept is counted, with
-the tokens that were sampled in it, so that the learner can compare the lengths of what it trains
-with those of what was sampled.
-
-The record of a group: each segment is one trajectory, its tokens in the order in which they were
-read and sampled. Arrays are joined and checked once for the whole group, as the buffer does.
+Of siblings beyond `generator.group_size` (`generator.oversample`) those that are not kept are
+counted with their tokens, so that the learner can compare the lengths of what it trains with those
+of what was sampled.
 """
 
 import asyncio
@@ -22,7 +19,7 @@ import numpy as np
 from msgspec import structs
 
 from actors.concurrency import DeadlineError, deadline, together
-from actors.episode_record import Rollout, Segment, Span
+from actors.episode_record import Rollout, Segment
 from actors.episodes.episode import EpisodeRun
 from actors.gateway.agent import Agent
 from actors.prompts.rows import for_teachers
@@ -139,10 +136,8 @@ async def first_finished(
 
 
 def first_of_each(rewards: Sequence[float], count: int) -> list[int]:
-    """The places of `count` rewards: the first of each value, then the second of each, and so on.
-
-    Ascending. Those of one round that does not fit as a whole are taken in their order.
-    """
+    """The places of `count` rewards, ascending: the first of each value, then the second of each,
+    and so on; those of one round that does not fit as a whole are taken in their order."""
     seen: Counter[float] = Counter()
     rounds = []
     for place, reward in enumerate(rewards):
@@ -164,7 +159,8 @@ def _facts(rollout: Rollout, score: Score, segment: Segment) -> GroupFacts:
 
 
 def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> TrajectoryGroup:
-    """The group of these siblings; `fields` are its further ones.
+    """The group of these siblings, of which each segment is one trajectory; `fields` are its
+    further ones. Arrays are joined and checked once for the whole group.
 
     Raises:
         ValueError: an engine or an environment has recorded what no trajectory may hold.
@@ -174,6 +170,10 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
     lengths = [len(span.token_ids) for span in spans]
     policy_versions = np.concatenate([span.policy_versions for span in spans])
     response_mask = policy_versions >= 0
+    loss_mask: BoolArray | None = None
+    if not all(span.in_loss for span in spans):
+        in_loss = [np.full(len(span.token_ids), span.in_loss) for span in spans]
+        loss_mask = response_mask & np.concatenate(in_loss)
     facts = tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments)
     experts = [segment.routed_experts for segment in segments]
     packed = PackedGroup(
@@ -182,7 +182,7 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
         response_mask=response_mask,
         behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
         policy_versions=policy_versions,
-        loss_mask=_loss_mask(spans, response_mask),
+        loss_mask=loss_mask,
         episode_indices=episode_indices(len(rollout.segments) for rollout, _ in siblings),
         media=distinct(medium for rollout, _ in siblings for medium in rollout.media),
         sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
@@ -191,14 +191,6 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
         **fields,
     )
     return packed.group()
-
-
-def _loss_mask(spans: Sequence[Span], response_mask: BoolArray) -> BoolArray | None:
-    if all(span.in_loss for span in spans):
-        return None
-    in_loss = [np.full(len(span.token_ids), span.in_loss) for span in spans]
-    mask: BoolArray = response_mask & np.concatenate(in_loss)
-    return mask
 
 
 class Lesson(NamedTuple):
@@ -294,11 +286,7 @@ class GroupRunner:
         return await self._taught(group, context.prompt, lesson)
 
     def _lesson(self, prompt: Prompt) -> Lesson:
-        """Before anything is sampled.
-
-        Raises:
-            RolloutError: the row names no teacher, or there is nothing that teachers would read.
-        """
+        """Before anything is sampled."""
         if self.teachers is None:
             return Lesson()
         teacher, template = self.teachers.named_by(prompt.row), self.teachers.template
@@ -369,7 +357,9 @@ class GroupRunner:
         num_greedy = int(self.with_greedy_reward)
         greedy = rollouts[len(rollouts) - num_greedy :]
         siblings, cut = self._kept(rollouts[: len(rollouts) - num_greedy])
-        metrics = _prompt_metrics(prompt)
+        difficulty = prompt.row.get("difficulty")
+        # For `algorithm.sample_weight`.
+        metrics = {"difficulty": float(difficulty)} if is_finite_number(difficulty) else {}
         async with self._in_time("the reward has not scored the group"):
             scores = await self._score(prompt, siblings)
             if greedy:
@@ -429,11 +419,7 @@ class GroupRunner:
             ) from error
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:
-        """The siblings that stay in the group, and the tokens of each that does not.
-
-        Raises:
-            TruncatedGroupError: too few of them stay.
-        """
+        """The siblings that stay in the group, and the tokens of each that does not."""
         if self.settings.truncated == "keep":
             return siblings, ()
         cut = [r.num_sampled_tokens for r in siblings if r.finish_reason.is_truncated]
@@ -475,10 +461,3 @@ def unbuffered_lease(purpose: str, prompt_index: int) -> Lease:
         min_policy_version=0,
         expires_at_s=0.0,
     )
-
-
-def _prompt_metrics(prompt: Prompt) -> dict[str, float]:
-    """The number of a prompt's row that the learner uses: `difficulty`, for
-    `algorithm.sample_weight`."""
-    difficulty = prompt.row.get("difficulty")
-    return {"difficulty": float(difficulty)} if is_finite_number(difficulty) else {}

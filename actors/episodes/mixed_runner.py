@@ -1,12 +1,4 @@
-"""Runs each group in the environment that plays its prompt.
-
-Siblings of a group share what an environment's own `open_group` opens, if it has one: a class
-method that takes the context and returns an asynchronous context manager; what that yields is
-`context.shared` of each sibling.
-
-It is opened once before the first sibling starts and closed once after the last one was
-closed, however they ended.
-"""
+"""Runs each group in the environment that plays its prompt."""
 
 import asyncio
 import logging
@@ -39,7 +31,9 @@ from streamrl.user_code import attributed_to, is_user_code, load_user_code
 async def open_group(
     entry: EnvironmentEntry, context: EnvironmentContext, *, deadline_s: float
 ) -> AsyncIterator[object]:
-    """Around a group of the entry. Waits until it is open; `generator.group_deadline_s` unblocks.
+    """Around a group: what its siblings share as `context.shared`, if the environment has a class
+    method `open_group`, which takes the context and returns an asynchronous context manager. Waits
+    until it is open; `generator.group_deadline_s` unblocks.
 
     Raises:
         RolloutError: it cannot be opened or closed.
