@@ -17,16 +17,8 @@ from torch import Tensor
 
 from streamrl.algorithms.moments import whiten
 from streamrl.algorithms.sequences import Groups, Sequences, require_rows
-from streamrl.config.algorithm.advantages import (
-    AdvantageSettings,
-    DiscountSettings,
-    GaeSettings,
-    GdpoSettings,
-    GigpoSettings,
-    GpgAdvantageSettings,
-    GroupNormSettings,
-    RaeSettings,
-)
+from streamrl.config.algorithm import advantages as settings
+from streamrl.config.algorithm.advantages import AdvantageSettings
 from streamrl.errors import ConfigError
 from streamrl.user_code import named
 
@@ -90,25 +82,25 @@ Advantage = Callable[[AdvantageInput, Any], Tensor]
 `UserAdvantageSettings`."""
 
 
-def gae(batch: AdvantageInput, config: GaeSettings) -> Tensor:
+def gae(batch: AdvantageInput, config: settings.GaeSettings) -> Tensor:
     """Generalized advantage estimation (arXiv 1506.02438), whitened."""
     return _whitened(_gae(batch, config), batch, config)
 
 
 def gae_returns(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     """[R] what the critic is trained towards: advantage before whitening, plus value."""
-    assert isinstance(config, GaeSettings), "only gae has a critic"
+    assert isinstance(config, settings.GaeSettings), "only gae has a critic"
     returns = _gae(batch, config) + _required(batch.values, "values", "gae")
     return returns.to(batch.token_rewards.dtype)
 
 
-def reinforce(batch: AdvantageInput, config: DiscountSettings) -> Tensor:
+def reinforce(batch: AdvantageInput, config: settings.DiscountSettings) -> Tensor:
     """The discounted return."""
     total = discounted_sum(batch.token_rewards.double(), batch.sequences, config.gamma)
     return total.to(batch.token_rewards.dtype)
 
 
-def reinforce_plus_plus(batch: AdvantageInput, config: DiscountSettings) -> Tensor:
+def reinforce_plus_plus(batch: AdvantageInput, config: settings.DiscountSettings) -> Tensor:
     """The discounted return, whitened (REINFORCE++, arXiv 2501.03262)."""
     total = discounted_sum(batch.token_rewards.double(), batch.sequences, config.gamma)
     return _whitened(total, batch, config)
@@ -126,7 +118,7 @@ def _whitened(values: Tensor, batch: AdvantageInput, config: AdvantageSettings) 
     return whitened.to(batch.token_rewards.dtype)
 
 
-def grpo(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
+def grpo(batch: AdvantageInput, config: settings.GroupNormSettings) -> Tensor:
     """(s - mean) / (std + 1e-6) over the group (arXiv 2402.03300); a group of one keeps s."""
     return batch.to_tokens(_relative(batch.returns, Groups.of(batch.groups), config))
 
@@ -136,7 +128,7 @@ def dr_grpo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     return batch.to_tokens(_centered(batch.returns, Groups.of(batch.groups)))
 
 
-def grpo_passk(batch: AdvantageInput, config: GroupNormSettings) -> Tensor:
+def grpo_passk(batch: AdvantageInput, config: settings.GroupNormSettings) -> Tensor:
     """Only the best of a group gets credit: its lead over the second (arXiv 2503.19595).
 
     Raises:
@@ -178,10 +170,9 @@ def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     the group (OPOB of VCPO, arXiv 2602.17616); a group of one keeps s.
 
     w is the ratio of the whole trajectory, not bounded; g^2 the squared norm of the gradient of its
-    log-probability. The paper measures g with a backward pass per trajectory. Here it is taken with
-    respect to the logits and from log-probabilities alone, as the sum over tokens of (1 - p)^2,
-    which is the entry of the sampled token; the whole norm is at most twice that. With w = 1 it is
-    the optimal baseline on policy, of which OPO assumes that g^2 is the length.
+    log-probability. The paper measures g with a backward pass per trajectory; here it is that of
+    the logits, from log-probabilities alone: the sum over tokens of (1 - p)^2, which is the entry
+    of the sampled token; the whole norm is at most twice that.
     """
     groups, sequences = Groups.of(batch.groups), batch.sequences
     logprobs = _required(batch.logprobs, "logprobs", "opob").double()
@@ -243,7 +234,7 @@ def maxrl(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     return batch.to_tokens(torch.where(mean > 0, relative, 0.0))
 
 
-def gdpo(batch: AdvantageInput, config: GdpoSettings) -> Tensor:
+def gdpo(batch: AdvantageInput, config: settings.GdpoSettings) -> Tensor:
     """The sum over several rewards of weight (s_k - mean) / (std + 1e-6), each over the group, then
     whitened over the batch's tokens (GDPO, arXiv 2601.05242; verl).
 
@@ -259,16 +250,15 @@ def gdpo(batch: AdvantageInput, config: GdpoSettings) -> Tensor:
     return _whitened(batch.sequences.expand(total), batch, config)
 
 
-def gigpo(batch: AdvantageInput, config: GigpoSettings) -> Tensor:
+def gigpo(batch: AdvantageInput, config: settings.GigpoSettings) -> Tensor:
     """grpo of the episode plus `step_weight` times the same of the turn: the return of a turn,
     discounted by `turn_gamma` a turn, relative to the turns of the group that answered the same
     observation (GiGPO, arXiv 2505.10978).
 
     With `algorithm.reward.placement: turn` the rewards of turns are discounted back from where they
     were given, else that of the episode from its end. Observations are the same if their tokens
-    are, so one that counts turns or tells the episode's past seldom is, and none of an episode with
-    images; a turn that alone answered its observation has the episode's advantage. In episodes of
-    one turn it is grpo times 1 + `step_weight`.
+    are, and none of an episode with images; a turn that alone answered its observation has the
+    episode's advantage.
     """
     anchors = _required(batch.anchors, "anchors", "gigpo")
     rewards, groups = batch.token_rewards.double(), Groups.of(batch.groups)
@@ -286,7 +276,7 @@ def gigpo(batch: AdvantageInput, config: GigpoSettings) -> Tensor:
     return (episodes + config.step_weight * steps[of_turn]).to(batch.token_rewards.dtype)
 
 
-def rae(batch: AdvantageInput, config: RaeSettings) -> Tensor:
+def rae(batch: AdvantageInput, config: settings.RaeSettings) -> Tensor:
     """s less the running baseline of the episode's game and role (RAE of SPIRAL, arXiv 2506.24119).
 
     For every episode in the order of the batch b <- decay b + (1 - decay) s, from 0 on, and the
@@ -297,7 +287,7 @@ def rae(batch: AdvantageInput, config: RaeSettings) -> Tensor:
     return batch.to_tokens(batch.returns - _required(batch.baseline, "baseline", "rae"))
 
 
-def gpg(batch: AdvantageInput, config: GpgAdvantageSettings) -> Tensor:
+def gpg(batch: AdvantageInput, config: settings.GpgAdvantageSettings) -> Tensor:
     """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
     scores = batch.returns
     scale = len(scores) / scores.count_nonzero().clamp(min=1) / config.f_norm
@@ -366,7 +356,7 @@ def discounted_sum(values: Tensor, sequences: Sequences, discount: float) -> Ten
     return total
 
 
-def _relative(scores: Tensor, groups: Groups, config: GroupNormSettings) -> Tensor:
+def _relative(scores: Tensor, groups: Groups, config: settings.GroupNormSettings) -> Tensor:
     """[S] (score - mean) / (std + 1e-6); without siblings the score itself."""
     centered = _centered(scores, groups)
     if not config.norm_adv_by_std:
@@ -380,7 +370,7 @@ def _centered(scores: Tensor, groups: Groups, weights: Tensor | None = None) -> 
     return torch.where(groups.alone, scores, scores - groups.mean(scores, weights))
 
 
-def _gae(batch: AdvantageInput, config: GaeSettings) -> Tensor:
+def _gae(batch: AdvantageInput, config: settings.GaeSettings) -> Tensor:
     """[R] before whitening, float64."""
     values = _required(batch.values, "values", "gae").double()
     following = torch.zeros_like(values)

@@ -43,10 +43,9 @@ def _estimate(difference: Tensor, name: str) -> Tensor:
 
 
 def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """[R] log pi_T - log pi of the sampled tokens: minus the reverse KL to the teacher, of
-    which each token is one sample, by policy gradient (Thinking Machines, On-Policy Distillation,
-    2025; tinker-cookbook, `distillation`). A token is credited with its own difference alone,
-    without those of the tokens that follow, as there.
+    """[R] log pi_T - log pi of the sampled tokens: minus the reverse KL to the teacher, of which
+    each token is one sample, and is credited with its own difference alone (Thinking Machines,
+    On-Policy Distillation, 2025; tinker-cookbook, `distillation`).
 
     Args:
         logprobs: [R] nats, of the policy that sampled, or that is trained; without gradient.
@@ -65,11 +64,9 @@ def topk_teacher_kl(logprobs: Tensor, teacher_logprobs: Tensor, divergence: str)
         reverse_kl    sum_C p (log p - log q) + r_p (log r_p - log r_q)
         forward_kl    sum_C q (log q - log p) + r_q (log r_q - log r_p)
 
-    The rest as one outcome is that of SDPO (arXiv 2601.20802); verl's `forward_kl_topk` leaves it
-    out, and is then no divergence: it falls below 0 where the policy is likelier on all of C. With
-    the rest it is at least 0, at most the KL over the whole vocabulary (the log-sum inequality),
-    and that KL itself where K is the vocabulary. It is taken at the places that the behavior policy
-    has reached, and at each of them it is exact: no ratio weighs it.
+    The rest as one outcome is that of SDPO (arXiv 2601.20802). With it, unlike in verl's
+    `forward_kl_topk`, it is a divergence: at least 0, and at most the KL over the whole vocabulary.
+    At each place that the behavior policy has reached it is exact: no ratio weighs it.
 
     Args:
         logprobs: [R, K] nats over the whole vocabulary, with gradient.

@@ -13,14 +13,12 @@ from streamrl.algorithms.kl import full_kl, kl_penalty  # noqa: E402
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs  # noqa: E402
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput  # noqa: E402
 from streamrl.algorithms.reward_shaping import normalize, sample_weights, token_rewards  # noqa: E402
-from streamrl.algorithms.rollout_is import (  # noqa: E402
-    ROLLOUT_IS_PRESETS,
-    rollout_is_weights,
-)
+from streamrl.algorithms.rollout_is import rollout_is_weights  # noqa: E402
 from streamrl.algorithms.sequences import Sequences  # noqa: E402
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS  # noqa: E402
 from streamrl.config.algorithm.losses import LOSS_SETTINGS  # noqa: E402
 from streamrl.config.algorithm.rewards import SampleWeightSettings  # noqa: E402
+from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS  # noqa: E402
 from streamrl.config.algorithm.settings import KL_ESTIMATORS  # noqa: E402
 
 LENGTHS = [7, 0, 300, 41, 1]

@@ -30,4 +30,3 @@ from streamrl.algorithms.losses.policy import (
     PolicyLoss as PolicyLoss,
     policy_loss as policy_loss,
 )
-from streamrl.config.algorithm.losses import LOSS_SETTINGS as LOSS_SETTINGS

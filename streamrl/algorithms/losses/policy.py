@@ -18,24 +18,8 @@ from torch import Tensor
 
 from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.losses.aggregation import LossInput, LossOutput, aggregate, token_mean
-from streamrl.config.algorithm.losses import (
-    SEQUENCE_MEAN_LOSSES,
-    AggregationMode,
-    CispoSettings,
-    ClipCovSettings,
-    ClipRangeSettings,
-    DppoSettings,
-    DroSettings,
-    GeoMeanSettings,
-    GspoSettings,
-    KlCovSettings,
-    LossSettings,
-    LuspoSettings,
-    PpoSettings,
-    SapoSettings,
-    ToprSettings,
-    VespoSettings,
-)
+from streamrl.config.algorithm import losses as settings
+from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode, LossSettings
 from streamrl.user_code import named
 
 _LOG_RATIO_BOUND = 20.0
@@ -53,7 +37,7 @@ def unclamped_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def clip_terms(
-    ratio: Tensor, advantages: Tensor, config: ClipRangeSettings
+    ratio: Tensor, advantages: Tensor, config: settings.ClipRangeSettings
 ) -> tuple[Tensor, Tensor]:
     bounded = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     return -advantages * ratio, -advantages * bounded
@@ -115,7 +99,7 @@ _GSPO_LOG_BOUND = 10.0
 _VESPO_LOG_BOUND = 20.0
 
 
-def ppo(batch: LossInput, config: PpoSettings) -> LossOutput:
+def ppo(batch: LossInput, config: settings.PpoSettings) -> LossOutput:
     """Clipped surrogate (arXiv 1707.06347) with dual clip (arXiv 1912.09729)."""
     log_ratio, ratio = clamped_ratio(batch)
     plain, bounded = clip_terms(ratio, batch.advantages, config)
@@ -129,12 +113,12 @@ def ppo(batch: LossInput, config: PpoSettings) -> LossOutput:
     return finish(batch, config, loss, log_ratio, clipped, lower)
 
 
-def gspo(batch: LossInput, config: GspoSettings) -> LossOutput:
+def gspo(batch: LossInput, config: settings.GspoSettings) -> LossOutput:
     """Ratio of whole sequences (GSPO, arXiv 2507.18071); always seq-mean-token-mean."""
     return _sequence_ratio(batch, config, SEQUENCE_MEAN_LOSSES["gspo"])
 
 
-def luspo(batch: LossInput, config: LuspoSettings) -> LossOutput:
+def luspo(batch: LossInput, config: settings.LuspoSettings) -> LossOutput:
     """GSPO with the loss of each sequence times its length, so that a token counts as much in a
     long response as in a short one (LUSPO, arXiv 2602.05261): always seq-mean-token-sum.
 
@@ -145,7 +129,7 @@ def luspo(batch: LossInput, config: LuspoSettings) -> LossOutput:
 
 
 def _sequence_ratio(
-    batch: LossInput, config: ClipRangeSettings, mode: AggregationMode
+    batch: LossInput, config: settings.ClipRangeSettings, mode: AggregationMode
 ) -> LossOutput:
     log_ratio = batch.log_ratio
     shared = batch.sequences.expand(counted_mean(log_ratio.detach(), batch))
@@ -156,7 +140,7 @@ def _sequence_ratio(
     return finish(batch, config, loss, log_ratio, clipped, mode=mode)
 
 
-def geo_mean(batch: LossInput, config: GeoMeanSettings) -> LossOutput:
+def geo_mean(batch: LossInput, config: settings.GeoMeanSettings) -> LossOutput:
     """Geometric mean of the token ratios (GMPO, arXiv 2507.20673); mean over sequences.
 
     Weights enter as their geometric mean over the sequence.
@@ -180,7 +164,7 @@ def geo_mean(batch: LossInput, config: GeoMeanSettings) -> LossOutput:
     return LossOutput(loss, loss_metrics(batch, log_ratio, above, below))
 
 
-def cispo(batch: LossInput, config: CispoSettings) -> LossOutput:
+def cispo(batch: LossInput, config: settings.CispoSettings) -> LossOutput:
     """Clipped ratio as a constant weight of log p (CISPO, arXiv 2506.13585)."""
     log_ratio, ratio = clamped_ratio(batch)
     bounded = ratio.detach().clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
@@ -188,7 +172,7 @@ def cispo(batch: LossInput, config: CispoSettings) -> LossOutput:
     return finish(batch, config, loss, log_ratio, ratio.detach() != bounded)
 
 
-def sapo(batch: LossInput, config: SapoSettings) -> LossOutput:
+def sapo(batch: LossInput, config: settings.SapoSettings) -> LossOutput:
     """A soft gate instead of a clip (SAPO, arXiv 2511.20347); always seq-mean-token-mean."""
     log_ratio, ratio = clamped_ratio(batch)
     tau = torch.full_like(ratio, config.tau_neg).masked_fill_(batch.advantages > 0, config.tau_pos)
@@ -196,7 +180,7 @@ def sapo(batch: LossInput, config: SapoSettings) -> LossOutput:
     return finish(batch, config, loss, log_ratio, mode=SEQUENCE_MEAN_LOSSES["sapo"])
 
 
-def vespo(batch: LossInput, config: VespoSettings) -> LossOutput:
+def vespo(batch: LossInput, config: settings.VespoSettings) -> LossOutput:
     """-phi(w) A log p, with w the ratio of the whole sequence and the constant weight phi(w) = w^k
     exp(lambda (1 - w)), whose k and lambda depend on the sign of A (VESPO, arXiv 2602.10693, and
     github.com/FloyedShen/VESPO: w is a product, its logarithm within +-20)."""
@@ -210,7 +194,7 @@ def vespo(batch: LossInput, config: VespoSettings) -> LossOutput:
     return finish(batch, config, -weight * batch.advantages * batch.logprobs, log_ratio)
 
 
-def clip_cov(batch: LossInput, config: ClipCovSettings) -> LossOutput:
+def clip_cov(batch: LossInput, config: settings.ClipCovSettings) -> LossOutput:
     """Drop the loss of random tokens of high covariance of A and log p (arXiv 2505.22617)."""
     log_ratio = batch.log_ratio
     plain, bounded = clip_terms(unclamped_ratio(log_ratio), batch.advantages, config)
@@ -224,7 +208,7 @@ def clip_cov(batch: LossInput, config: ClipCovSettings) -> LossOutput:
     return finish(batch, config, loss, log_ratio, dropped)
 
 
-def kl_cov(batch: LossInput, config: KlCovSettings) -> LossOutput:
+def kl_cov(batch: LossInput, config: settings.KlCovSettings) -> LossOutput:
     """Penalize |D| on the tokens of highest covariance (arXiv 2505.22617).
 
     Its `ppo_kl` is the mean of |D|, as the original reports it.
@@ -263,7 +247,7 @@ def reinforce(batch: LossInput, config: LossSettings) -> LossOutput:
     return finish(batch, config, -batch.advantages * batch.logprobs, batch.log_ratio)
 
 
-def dro(batch: LossInput, config: DroSettings) -> LossOutput:
+def dro(batch: LossInput, config: settings.DroSettings) -> LossOutput:
     """-A log p + beta / 2 D^2, D being the log-ratio of each token, as ROLL and tinker have it, or
     with `dro_level: sequence` that of the whole response, the sum of its tokens' (DRO, arXiv
     2405.19107; Kimi k1.5, arXiv 2501.12599, section 2.3.2, with tau = beta). That one grows with
@@ -278,7 +262,7 @@ def dro(batch: LossInput, config: DroSettings) -> LossOutput:
     return finish(batch, config, penalty - batch.logprobs * batch.advantages, log_ratio)
 
 
-def topr(batch: LossInput, config: ToprSettings) -> LossOutput:
+def topr(batch: LossInput, config: settings.ToprSettings) -> LossOutput:
     """Positive trajectories as in SFT, negative ones tapered (TOPR, arXiv 2503.14286)."""
     if batch.rewards is None:
         raise ValueError("rewards: loss topr needs the trajectory rewards [S]")
@@ -294,7 +278,7 @@ _LEAST_REST = 1e-12
 """As the authors' code has it (github.com/sail-sg/Stable-RL, verl/workers/actor/utils.py)."""
 
 
-def dppo_tv(batch: LossInput, config: DppoSettings) -> LossOutput:
+def dppo_tv(batch: LossInput, config: settings.DppoSettings) -> LossOutput:
     """Trust region on the change of the token's probability, or on the total variation of the
     likeliest candidates (DPPO, arXiv 2602.04879)."""
     if config.divergence_topk:
@@ -306,7 +290,7 @@ def dppo_tv(batch: LossInput, config: DppoSettings) -> LossOutput:
     return _truncated_reinforce(batch, config, inside)
 
 
-def dppo_kl(batch: LossInput, config: DppoSettings) -> LossOutput:
+def dppo_kl(batch: LossInput, config: settings.DppoSettings) -> LossOutput:
     """Trust region on the KL of "this token or another", or of the likeliest candidates (DPPO,
     arXiv 2602.04879)."""
     if config.divergence_topk:
@@ -365,7 +349,7 @@ def _rest(token: Tensor, others: Tensor, candidates: Candidates) -> Tensor:
     return (1 - token - candidates.sum(others)).clamp(min=_LEAST_REST)
 
 
-def _is_inside(batch: LossInput, config: DppoSettings, divergence: Tensor) -> Tensor:
+def _is_inside(batch: LossInput, config: settings.DppoSettings, divergence: Tensor) -> Tensor:
     """[R] bool: within the trust region, or on the way back to it."""
     new, old = batch.logprobs.detach(), batch.proximal_logprobs
     return torch.where(
@@ -375,7 +359,9 @@ def _is_inside(batch: LossInput, config: DppoSettings, divergence: Tensor) -> Te
     )
 
 
-def _truncated_reinforce(batch: LossInput, config: DppoSettings, inside: Tensor) -> LossOutput:
+def _truncated_reinforce(
+    batch: LossInput, config: settings.DppoSettings, inside: Tensor
+) -> LossOutput:
     """-A min(r, C) log p, the ratio a constant, on the tokens inside the trust region, and
     `log_ratio_coef` D^2 on all: the regularizer of Kimi K2.5 (arXiv 2602.02276), as prime-rl adds
     it to DPPO (github.com/PrimeIntellect-ai/prime-rl, trainer/rl/loss.py)."""

@@ -24,9 +24,3 @@ from streamrl.algorithms.rollout_is.weights import (
     RolloutIS as RolloutIS,
     rollout_is_weights as rollout_is_weights,
 )
-from streamrl.config.algorithm.rollout_is import (
-    ROLLOUT_IS_PRESETS as ROLLOUT_IS_PRESETS,
-    RejectionRule as RejectionRule,
-    RolloutISSettings as RolloutISSettings,
-    rollout_is_preset as rollout_is_preset,
-)

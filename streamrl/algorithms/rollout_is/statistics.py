@@ -85,10 +85,9 @@ class RolloutISStatistics:
     """[3] tokens, sequences, and sequences that are not finite and in no other statistic."""
     sum_names: tuple[str, ...]
     sums: Tensor
-    max_names: tuple[str, ...]
-    maxima: Tensor
-    min_names: tuple[str, ...]
-    minima: Tensor
+    extreme_names: tuple[str, ...]
+    extremes: Tensor
+    """Maxima; minima with the other sign, so that they merge alike."""
     bounded: Moments
     """Of the weights clamped to [L, U], over tokens: what std and effective sample size use."""
     applied: Moments
@@ -109,18 +108,12 @@ class RolloutISStatistics:
         cls, counts: Tensor, sums: dict[str, Tensor], extremes: dict[str, Tensor], **others: Any
     ) -> "RolloutISStatistics":
         """From sums and extremes by the names of their metrics, and the other fields."""
-        maxima, minima = (
-            [name for name in extremes if metric(name).merge is merge]
-            for merge in (Merge.MAX, Merge.MIN)
-        )
         return cls(
             counts=counts,
             sum_names=tuple(sums),
             sums=torch.stack([value.double() for value in sums.values()]),
-            max_names=tuple(maxima),
-            maxima=torch.stack([extremes[name].double() for name in maxima]),
-            min_names=tuple(minima),
-            minima=torch.stack([extremes[name].double() for name in minima]),
+            extreme_names=tuple(extremes),
+            extremes=torch.stack([_as_maximum(n, extremes[n].double()) for n in extremes]),
             **others,
         )
 
@@ -188,8 +181,8 @@ class RolloutISStatistics:
             for name, value in sums.items()
             if (divisor := divisors[metric(name).merge]) > 0
         }
-        extremes = dict(zip(self.max_names, self.maxima, strict=True))
-        extremes |= dict(zip(self.min_names, self.minima, strict=True))
+        of_extremes = zip(self.extreme_names, self.extremes, strict=True)
+        extremes = {name: _as_maximum(name, value) for name, value in of_extremes}
         distribution = self._distribution(config, extremes, percentiles)
         named = nonfinite | ess | means | extremes | distribution
         of_none = _OF_WEIGHTS if config.threshold is None else _OF_APPLIED
@@ -240,17 +233,16 @@ class RolloutISStatistics:
         return {name: getattr(self, name) for name in names}
 
 
+def _as_maximum(name: str, extreme: Tensor) -> Tensor:
+    """Of the metric with this name; its own inverse."""
+    return extreme if metric(name).merge is Merge.MAX else -extreme
+
+
 def _merged(name: str, ours: Any, theirs: Any) -> Any:
     """Of the field with this name."""
     if isinstance(ours, Moments):
         return ours.merge(theirs)
-    match name:
-        case "maxima":
-            return torch.maximum(ours, theirs)
-        case "minima":
-            return torch.minimum(ours, theirs)
-        case _:
-            return ours + theirs
+    return torch.maximum(ours, theirs) if name == "extremes" else ours + theirs
 
 
 def _tensor_of(part: Tensor | Moments) -> Tensor:

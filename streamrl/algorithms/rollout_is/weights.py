@@ -251,15 +251,11 @@ class RolloutIS:
         if config.normalize_by == "kept":
             mask = self.keep if self.weights is None else self.keep & (self.weights != 0)
             return self.weights, mask
-        if self.weights is None and self._keeps_all:
-            return None, None
-        weights = self.keep.float() if self.weights is None else self.weights * self.keep
-        return weights, None
-
-    @property
-    def _keeps_all(self) -> bool:
-        """As far as the host can say without waiting for a GPU."""
-        return self.statistics is None or (not self.keep.is_cuda and bool(self.keep.all()))
+        if self.weights is not None:
+            return self.weights * self.keep, None
+        # As far as the host can say without waiting for a GPU.
+        keeps_all = self.statistics is None or (not self.keep.is_cuda and bool(self.keep.all()))
+        return None if keeps_all else self.keep.float(), None
 
 
 def rollout_is_weights(
@@ -282,8 +278,7 @@ def rollout_is_weights(
         rescored_logprobs: [R] nats, NaN where they are not known; see `split`.
 
     Returns:
-        RolloutIS; weights are float32, or float64 for float64 input. Where the configuration is
-        off: weights None, no metrics.
+        Weights are float32, or float64 for float64 input; None, without metrics, where it is off.
     """
     require_rows(
         sequences.num_tokens,

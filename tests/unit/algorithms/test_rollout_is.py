@@ -9,13 +9,10 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
-from streamrl.algorithms.rollout_is import (
-    ROLLOUT_IS_PRESETS,
-    RolloutISStatistics,
-    rollout_is_weights,
-)
+from streamrl.algorithms.rollout_is import RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.rollout_is.weights import measure_shard
 from streamrl.algorithms.sequences import Sequences
+from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
 from tests.settings import LossConfig, RolloutISConfig
 from tests.unit.algorithms.strategies import Batch, batches, configs, for_any
 

@@ -5,14 +5,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from streamrl.algorithms.rollout_is import (
-    ROLLOUT_IS_PRESETS,
-    SEQUENCE_ESS,
-    RolloutISStatistics,
-    rollout_is_weights,
-)
+from streamrl.algorithms.rollout_is import SEQUENCE_ESS, RolloutISStatistics, rollout_is_weights
 from streamrl.algorithms.rollout_is.weights import bound_second_moment
 from streamrl.algorithms.sequences import Sequences
+from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
 from tests.settings import RolloutISConfig
 from tests.unit.algorithms.strategies import for_any
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.rollout_is import RolloutIS, RolloutISSettings, rollout_is_weights
+from streamrl.algorithms.rollout_is import RolloutIS, rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
+from streamrl.config.algorithm.rollout_is import RolloutISSettings
 
 UNKNOWN = math.nan
 BEHAVIOR = (0.5, 0.4, 0.2, 0.5)

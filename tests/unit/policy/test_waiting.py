@@ -14,9 +14,10 @@ from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.sharding import compute_in
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
-from streamrl.algorithms.rollout_is import ROLLOUT_IS_PRESETS, rollout_is_weights
+from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
+from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
 from tests.model_families import make_model
 from tests.pretended_gpu import GPU, NeverWaits, PretendedGpu, WaitsForTheGpu
 from tests.settings import LossConfig
