@@ -44,6 +44,8 @@ class Gateway:
         self._settings = config.generator.agent
         self._entries = {e.name: e for e in config.entries if e.environment == AGENT}
         self._agents = {e.name: _agent(e, self._settings) for e in self._entries.values()}
+        self._is_pulled = None in self._agents.values()
+        """Whether agents ask for tasks."""
         self._num_generators = config.generator.max_count
         self._model = config.model.path
         self._places = asyncio.Semaphore(self._settings.max_agents)
@@ -59,12 +61,7 @@ class Gateway:
         )
 
     async def start(self, renderer: ChatRenderer) -> str:
-        """The URL at which the episodes are served.
-
-        Raises:
-            ConfigError: the address cannot be used.
-            TransportError: other processes have the ports.
-        """
+        """The URL at which the episodes are served; raises as `GatewayServer.start`."""
         self._renderer = renderer
         self._url = await self._server.start(self._num_generators)
         if self._is_pulled:
@@ -92,18 +89,13 @@ class Gateway:
         finally:
             self._episodes.close(episode, "the episode is over")
 
-    @property
-    def _is_pulled(self) -> bool:
-        """Whether agents ask for tasks."""
-        return None in self._agents.values()
-
     async def _offered(self, episode: OpenEpisode) -> None:
         """Waits until an agent has taken the episode."""
 
         def warn() -> None:
             log.warning(
                 "%d episodes wait for agents: none has asked for a task at %s/sessions for %g s",
-                *(self._episodes.num_offered, self._url, _NOBODY_ASKS_S),
+                *(len(self._episodes.offered), self._url, _NOBODY_ASKS_S),
             )
 
         warning = asyncio.get_running_loop().call_later(_NOBODY_ASKS_S, warn)

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
+from dataclasses import KW_ONLY, dataclass
 
 from actors.gateway.agent import AgentResult
 from actors.gateway.session import Session, SessionEndedError
@@ -20,16 +21,17 @@ from streamrl.interfaces import EnvironmentContext
 _NUM_REMEMBERED = 4096
 
 
+@dataclass(eq=False)
 class OpenEpisode:
     """One episode and its agent; `result` is set once the agent has closed it."""
 
-    def __init__(
-        self, session: Session, context: EnvironmentContext, *, needs_reward: bool
-    ) -> None:
-        self.session = session
-        self.needs_reward = needs_reward
-        """Whether it cannot be scored without the agent."""
-        self.context = context
+    session: Session
+    context: EnvironmentContext
+    _: KW_ONLY
+    needs_reward: bool
+    """Whether it cannot be scored without the agent."""
+
+    def __post_init__(self) -> None:
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.agent = "an agent"
         """Who plays it, for sentences."""
@@ -76,13 +78,9 @@ class OpenEpisode:
 class OpenEpisodes:
     def __init__(self) -> None:
         self._open: dict[str, OpenEpisode] = {}
-        self._offered: deque[OpenEpisode] = deque()
+        self.offered: deque[OpenEpisode] = deque()
         self._changed = asyncio.Condition()
         self._closed: OrderedDict[str, str] = OrderedDict()
-
-    @property
-    def num_offered(self) -> int:
-        return len(self._offered)
 
     def add(self, episode: OpenEpisode) -> None:
         """Calls with its key are served from here on."""
@@ -91,7 +89,7 @@ class OpenEpisodes:
     async def offer(self, episode: OpenEpisode) -> None:
         """Waits until an agent has asked for it."""
         async with self._changed:
-            self._offered.append(episode)
+            self.offered.append(episode)
             # Also the others: who is woken may be gone by then.
             self._changed.notify_all()
         await episode.taken.wait()
@@ -100,8 +98,8 @@ class OpenEpisodes:
         """The episode that has been offered for longest. Waits so long for one, or returns None."""
         try:
             async with asyncio.timeout(wait_s), self._changed:
-                await self._changed.wait_for(lambda: self._offered)
-                episode = self._offered.popleft()
+                await self._changed.wait_for(lambda: self.offered)
+                episode = self.offered.popleft()
         except TimeoutError:
             return None
         episode.take(agent)
@@ -110,8 +108,8 @@ class OpenEpisodes:
     def close(self, episode: OpenEpisode, reason: str) -> None:
         """A call with its key is answered with the reason from here on."""
         del self._open[episode.key]
-        if episode in self._offered:
-            self._offered.remove(episode)
+        if episode in self.offered:
+            self.offered.remove(episode)
         episode.session.end(reason)
         self._closed[episode.key] = reason
         while len(self._closed) > _NUM_REMEMBERED:

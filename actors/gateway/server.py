@@ -22,6 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -194,37 +195,26 @@ _MAX_IN_FLIGHT = 256
 _CLOSE_S = 1.0
 
 
+@dataclass(eq=False)
 class GatewayServer:
     """Serves the open episodes, and, if agents ask for tasks, those that are offered."""
 
-    def __init__(
-        self,
-        settings: AgentSettings,
-        episodes: OpenEpisodes,
-        task_of: Callable[[OpenEpisode], Json],
-        *,
-        is_pulled: bool,
-        model: str,
-    ) -> None:
-        """
-        Args:
-            task_of: what an agent is told of its episode.
-            is_pulled: whether agents ask for tasks, instead of being started with one.
-            model: the name under which the policy is listed.
+    settings: AgentSettings
+    episodes: OpenEpisodes
+    task_of: Callable[[OpenEpisode], Json]
+    """What an agent is told of its episode."""
+    _: KW_ONLY
+    is_pulled: bool
+    """Whether agents ask for tasks, instead of being started with one."""
+    model: str
+    """The name under which the policy is listed."""
 
-        Raises:
-            ConfigError: the token for agents is missing.
-        """
-        self._settings = settings
-        self._token = settings.token
-        self._episodes = episodes
-        self._task_of = task_of
-        self._is_pulled = is_pulled
-        self._model = model
+    def __post_init__(self) -> None:
+        self._token = self.settings.token
         self._overridden: frozenset[str] = frozenset()
         self._runner: web.AppRunner | None = None
         application = web.Application(
-            client_max_size=settings.max_request_bytes, middlewares=[answering]
+            client_max_size=self.settings.max_request_bytes, middlewares=[answering]
         )
         router = application.router
         router.add_post("/sessions", self._take)
@@ -253,7 +243,7 @@ class GatewayServer:
         )
         await runner.setup()
         self._runner = runner
-        host, first = self._settings.host, self._settings.port
+        host, first = self.settings.host, self.settings.port
         for port in range(first, first + (num_ports if first else 1)):
             try:
                 await web.TCPSite(runner, host, port).start()
@@ -277,7 +267,7 @@ class GatewayServer:
         key = key_of(request).encode(errors="surrogateescape")
         if self._token and not hmac.compare_digest(key, self._token.encode()):
             raise RequestError("a task needs the token: Authorization: Bearer TOKEN", 401)
-        if not self._is_pulled:
+        if not self.is_pulled:
             raise RequestError(
                 "generator.agent starts its agents itself: without function and command, agents "
                 "ask for tasks"
@@ -287,11 +277,11 @@ class GatewayServer:
             raise RequestError(
                 f"wait_s: was {asked.wait_s:g}; it must be from 0 to {_MAX_WAIT_S:g}"
             )
-        episode = await self._episodes.take(f"agent {asked.agent!r}", asked.wait_s)
-        return web.Response(status=204) if episode is None else json_answer(self._task_of(episode))
+        episode = await self.episodes.take(f"agent {asked.agent!r}", asked.wait_s)
+        return web.Response(status=204) if episode is None else json_answer(self.task_of(episode))
 
     async def _read(self, request: web.Request) -> web.Response:
-        return json_answer(self._task_of(self._found(request)))
+        return json_answer(self.task_of(self._found(request)))
 
     async def _give_up(self, request: web.Request) -> web.Response:
         episode = self._found(request)
@@ -330,7 +320,7 @@ class GatewayServer:
         for name, value in asked.sampling.items():
             if value is None or value == (own := getattr(run, name)):
                 continue
-            if self._settings.request_sampling == "refuse":
+            if self.settings.request_sampling == "refuse":
                 raise RequestError(
                     f"{name}: was {value:g}, and generator.{name} is {own:g}; leave it out, or set "
                     "generator.agent.request_sampling to override"
@@ -350,14 +340,14 @@ class GatewayServer:
     def _found(self, request: web.Request) -> OpenEpisode:
         """The episode whose key the request carries."""
         try:
-            return self._episodes.find(key_of(request))
+            return self.episodes.find(key_of(request))
         except KeyError:
             raise RequestError("no episode has this API key", 401, "invalid_api_key") from None
 
     async def _list_models(self, request: web.Request) -> web.Response:
         """In the forms of both APIs at once."""
         self._found(request)
-        name = self._model
+        name = self.model
         openai = {"object": "model", "created": 0, "owned_by": "streamrl"}
         anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         ends = {"has_more": False, "first_id": name, "last_id": name}

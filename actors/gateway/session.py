@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from actors.episode_record import EpisodeRecord
 from actors.rendering.messages import normalized
@@ -133,35 +133,23 @@ class PolicyReply:
     """Under which `Session.answered` has the messages up to and with this one."""
 
 
+@dataclass(eq=False)
 class Session:
     """Of one episode; `complete` may be called until `end`."""
 
-    def __init__(
-        self,
-        engine: Sampler,
-        renderer: Renderer,
-        sampling: SamplingParams,
-        *,
-        max_model_len: int,
-        max_turns: int | None = None,
-        record: EpisodeRecord | None = None,
-        stop: asyncio.Event | None = None,
-    ) -> None:
-        """
-        Args:
-            sampling: of every completion, unless a call has its own.
-            max_turns: completions that it may ask for.
-            record: what to record in.
-            stop: ends the completions that are being sampled, when it is set.
-        """
-        self.renderer = renderer
-        self.sampling = sampling
-        self.record = EpisodeRecord() if record is None else record
-        self._engine = engine
-        self._max_model_len = max_model_len
-        self._max_turns = max_turns
-        self._stop = asyncio.Event() if stop is None else stop
-        self._conversations = Conversations(renderer)
+    engine: Sampler
+    renderer: Renderer
+    sampling: SamplingParams
+    """Of every completion, unless a call has its own."""
+    _: KW_ONLY
+    max_model_len: int
+    max_turns: int | None = None
+    record: EpisodeRecord = field(default_factory=EpisodeRecord)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Ends the completions that are being sampled, when it is set."""
+
+    def __post_init__(self) -> None:
+        self._conversations = Conversations(self.renderer)
         self.handles: frozenset[CompletionHandle] = frozenset()
         """Of the completions that are being sampled."""
         self._num_begun = 0
@@ -192,7 +180,7 @@ class Session:
     @property
     def finish_reason(self) -> FinishReason:
         """Of the episode, if it ends here."""
-        is_cut = self._stop.is_set() and self._end is None
+        is_cut = self.stop.is_set() and self._end is None
         return FinishReason.DEADLINE if is_cut else self._finish_reason
 
     def judge(self, reward: float) -> None:
@@ -203,7 +191,7 @@ class Session:
         """Every further call is refused with the reason; what is being sampled is not recorded."""
         self._finish_reason = self.finish_reason
         self._end = self._end or reason
-        self._stop.set()
+        self.stop.set()
 
     async def complete(
         self,
@@ -225,20 +213,20 @@ class Session:
             ConfigError: the chat template cannot render the messages.
         """
         self._require_open()
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise SessionEndedError("the episode has reached generator.group_deadline_s")
-        if self._num_begun == self._max_turns:
+        if self._num_begun == self.max_turns:
             self._finish_reason = FinishReason.MAX_TURNS
             raise SessionEndedError(
-                f"the episode has had its generator.episode.max_turns, {self._max_turns} turns"
+                f"the episode has had its generator.episode.max_turns, {self.max_turns} turns"
             )
         messages = _with_names([normalized(message) for message in messages])
         context = self._conversations.context(messages, tools)
-        if len(context) >= self._max_model_len:
+        if len(context) >= self.max_model_len:
             self._finish_reason = FinishReason.LENGTH
             raise ContextTooLongError(
                 f"the messages have {len(context)} tokens, and generator.max_model_len is "
-                f"{self._max_model_len}"
+                f"{self.max_model_len}"
             )
         completion = await self._sampled(context, sampling or self.sampling)
         self._require_open()
@@ -279,13 +267,13 @@ class Session:
         return {**message, "tool_calls": named} if named else message
 
     async def _sampled(self, context: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        handle = CompletionHandle(self._stop)
+        handle = CompletionHandle(self.stop)
         if self._num_begun and not self.handles:
             self.idle_s += time.monotonic() - self._last_change_s
         self._num_begun += 1
         self.handles |= {handle}
         try:
-            return await self._engine.generate(context, sampling, handle)
+            return await self.engine.generate(context, sampling, handle)
         except BaseException:
             self._num_begun -= 1
             raise

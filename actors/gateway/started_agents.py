@@ -15,6 +15,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from actors.concurrency import Threads
@@ -28,11 +29,7 @@ from streamrl.user_code import attributed_to, is_finite_number, load_user_code
 
 
 class FunctionAgent:
-    """PATH.py:FUNCTION(task, base_url, api_key), which may be `async`.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """PATH.py:FUNCTION(task, base_url, api_key), which may be `async`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,21 +56,21 @@ class FunctionAgent:
         return AgentResult(None if returned is None else float(returned))
 
 
+@dataclass(eq=False)
 class _Call:
     """One call; `run` is for its thread, the rest for the event loop."""
 
-    def __init__(self, name: str, function: Any, task: Json) -> None:
-        self._name = name
-        self._function = function
-        self._task = task
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: asyncio.Task[Any] | None = None
+    name: str
+    function: Any
+    task: Json
+    _loop: asyncio.AbstractEventLoop | None = None
+    _running: asyncio.Task[Any] | None = None
 
     def run(self) -> Any:
         """What the function returned."""
-        task = dict(self._task)
-        with attributed_to(f"agent {self._name}", RolloutError):
-            returned = self._function(task, task["base_url"], task["api_key"])
+        task = dict(self.task)
+        with attributed_to(f"agent {self.name}", RolloutError):
+            returned = self.function(task, task["base_url"], task["api_key"])
             is_async = inspect.isawaitable(returned)
             return asyncio.run(self._awaited(returned)) if is_async else returned
 

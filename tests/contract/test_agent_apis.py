@@ -448,7 +448,7 @@ async def test_an_engine_that_cannot_serve_a_request_says_so():
             raise RolloutError("out of blocks")
 
     async with playing() as played:
-        played.session._engine = Failing()
+        played.session.engine = Failing()
         client = played.openai.with_options(max_retries=0)
         with pytest.raises(openai.InternalServerError, match="out of blocks"):
             await client.chat.completions.create(model="m", messages=[QUESTION])

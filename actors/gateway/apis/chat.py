@@ -115,7 +115,7 @@ def _write(answer: Answer) -> Json:
         "index": 0,
         "message": _written(answer),
         "finish_reason": _finish_reason(answer),
-        "logprobs": _logprobs(answer) if answer.request.with_logprobs else None,
+        "logprobs": _logprobs(answer),
     }
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
@@ -124,8 +124,7 @@ def _stream(answer: Answer) -> Iterator[tuple[str, Json]]:
     head = _head(answer, "chat.completion.chunk")
     message = dict(_written(answer))
     calls = message.pop("tool_calls", ())
-    logprobs = _logprobs(answer) if answer.request.with_logprobs else None
-    first = {"index": 0, "delta": message, "finish_reason": None, "logprobs": logprobs}
+    first = {"index": 0, "delta": message, "finish_reason": None, "logprobs": _logprobs(answer)}
     yield "", {**head, "choices": [first]}
     for i, call in enumerate(calls):
         delta = {"tool_calls": [{"index": i, **call}]}
@@ -172,7 +171,9 @@ def _finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.calls else "stop"
 
 
-def _logprobs(answer: Answer) -> Json:
+def _logprobs(answer: Answer) -> Json | None:
+    if not answer.request.with_logprobs:
+        return None
     completion, renderer = answer.reply.completion, answer.session.renderer
     token_ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
     content = [
