@@ -104,12 +104,8 @@ def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
 async def greedy_groups(
     config: RunConfig, model: Path, on_done: OnDone = lambda num_done, num_prompts: None
 ) -> FirstGroups:
-    """One greedy response to each held-out prompt.
-
-    Raises:
-        WeightTransferError: a server elsewhere did not load the model.
-        StreamRLError: as of `greedy_groups_of`.
-    """
+    """One greedy response to each held-out prompt; raises as `greedy_groups_of`, or
+    WeightTransferError: a server elsewhere did not load the model."""
     generator = config.generator.reading_weights()
     config = config.with_values(model={"path": str(model)}, generator=generator)
     prepare(config)

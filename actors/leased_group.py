@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import takewhile
 
 from actors.episode_record import Rollout
@@ -103,6 +103,7 @@ LOADS = 3
 """An update may wait for others before this one, and for one that is under way."""
 
 
+@dataclass(eq=False)
 class VersionGate:
     """Whether a generator's weights are the learner's, and new enough to lease for.
 
@@ -116,18 +117,16 @@ class VersionGate:
     reports: the version needed falls when a learner comes back at an earlier one.
     """
 
-    def __init__(
-        self, publish_every: int, max_staleness: int, *, lacks_weights: bool = False
-    ) -> None:
-        self._publish_every = publish_every
-        self._max_staleness = max_staleness
-        # The first heartbeat's reply has the learner's version.
-        self._min_version = math.inf
-        self.published = 0
-        """The newest version that the learner has published, by the last heartbeat."""
-        self._learner_id = ""
-        self.lacks_weights = lacks_weights
-        """Also once an update has failed, until another one is loaded."""
+    publish_every: int
+    max_staleness: int
+    _: KW_ONLY
+    lacks_weights: bool = False
+    """Also once an update has failed, until another one is loaded."""
+    published: int = 0
+    """The newest version that the learner has published, by the last heartbeat."""
+    # The first heartbeat's reply has the learner's version.
+    _min_version: float = math.inf
+    _learner_id: str = ""
 
     def is_open(self, policy_version: int, learner_id: str) -> bool:
         """Whether a generator with this version of that learner may lease."""
@@ -143,9 +142,9 @@ class VersionGate:
         """A heartbeat's reply: the first one sets the version to catch up to, later ones the oldest
         that may sample."""
         self._learner_id = learner_id
-        self.published = learner_version - learner_version % self._publish_every
+        self.published = learner_version - learner_version % self.publish_every
         self._min_version = max(
-            learner_version - self._max_staleness, min(self._min_version, self.published)
+            learner_version - self.max_staleness, min(self._min_version, self.published)
         )
 
     def on_behind(self) -> None:

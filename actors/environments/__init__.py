@@ -137,11 +137,7 @@ def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":
 
 
 class UserEnvironment:
-    """A user's own, whose errors become those of its rollout.
-
-    Raises:
-        ConfigError: it cannot be made with the entry's arguments, or lacks a method.
-    """
+    """A user's own, whose errors become those of its rollout."""
 
     def __init__(self, entry: EnvironmentEntry) -> None:
         self._name = entry.environment

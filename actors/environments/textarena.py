@@ -20,11 +20,7 @@ _RANDOM = threading.Lock()
 
 
 class TextArenaGame:
-    """A game that one player plays.
-
-    Raises:
-        ValueError: there is no such game.
-    """
+    """A game that one player plays."""
 
     instructions = ""
 

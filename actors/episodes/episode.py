@@ -15,6 +15,7 @@ import logging
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -168,33 +169,24 @@ class _NotRestoredError(Exception):
     """The environment cannot go on where its snapshot was taken."""
 
 
+@dataclass(eq=False)
 class EpisodeRun:
     """One episode, to be run once; its properties may be read meanwhile."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        make_environment: Callable[[], Environment | Agent],
-        *,
-        max_model_len: int,
-        deadline_s: float,
-        settings: EpisodeSettings | None = None,
-        on_slot_free: Callable[[], None] = lambda: None,
-        warnings: set[str] | None = None,
-    ) -> None:
-        """
-        Args:
-            settings: `generator.episode`.
-            on_slot_free: called when the episode begins to wait for its environment, or ends.
-            warnings: what was said of other episodes and need not be said again; None: nobody goes
-                on with this one, so its environment is not asked for snapshots.
-        """
-        self._engine = engine
-        self._make_environment = make_environment
-        self._max_model_len = max_model_len
-        self._deadline_s = deadline_s
-        self._settings = EpisodeSettings() if settings is None else settings
-        self._on_slot_free = on_slot_free
+    engine: Engine
+    make_environment: Callable[[], Environment | Agent]
+    _: KW_ONLY
+    max_model_len: int
+    deadline_s: float
+    settings: EpisodeSettings = field(default_factory=EpisodeSettings)
+    """`generator.episode`."""
+    on_slot_free: Callable[[], None] = lambda: None
+    """Called when the episode begins to wait for its environment, or ends."""
+    warnings: set[str] | None = None
+    """What was said of other episodes and need not be said again; None: nobody goes on with this
+    one, so its environment is not asked for snapshots."""
+
+    def __post_init__(self) -> None:
         self._stop = asyncio.Event()
         self._handle = CompletionHandle(self._stop)
         self._record = EpisodeRecord()
@@ -206,7 +198,6 @@ class EpisodeRun:
         for its environment."""
         self._session: Session | None = None
         self._has_asked = False
-        self._warnings = warnings
         self._left: Rollout | None = None
         self._standing: Rollout | None = None
         self._begun: Completion | None = None
@@ -256,7 +247,7 @@ class EpisodeRun:
         self._start, self._sampling = start, sampling
         self._conversation = Conversation(start)
         try:
-            player = self._make_environment()
+            player = self.make_environment()
             if is_agent(type(player)):
                 finish_reason = await self._run(self._attend(cast(Agent, player)))
             else:
@@ -265,13 +256,13 @@ class EpisodeRun:
                 except _NotRestoredError as error:
                     self._warn("an episode begins anew: restore", error.__cause__)
                     self._left = None
-                    finish_reason = await self._play(cast(Environment, self._make_environment()))
+                    finish_reason = await self._play(cast(Environment, self.make_environment()))
         except ConfigError as error:
             # What no episode could do without was checked at the start.
             raise RolloutError(str(error)) from error.__cause__
         finally:
             self.is_over, self.num_slots = True, 0
-        self._on_slot_free()
+        self.on_slot_free()
         metrics = {**self._counts(), **self._metrics}
         return self._record.rollout(finish_reason, metrics, self._conversation.messages)
 
@@ -285,15 +276,15 @@ class EpisodeRun:
         """Why the episode ended. Waits as `run` does."""
         began_s = perf_counter()
         try:
-            async with deadline(self._deadline_s, self._stop):
+            async with deadline(self.deadline_s, self._stop):
                 finish_reason = await playing
         except DeadlineError:
             finish_reason = FinishReason.DEADLINE
         if self._record.segments:
             return finish_reason
-        name, limit_s = "episode.turn_deadline_s", self._settings.turn_deadline_s
-        if limit_s is None or perf_counter() - began_s >= self._deadline_s:
-            name, limit_s = "group_deadline_s", self._deadline_s
+        name, limit_s = "episode.turn_deadline_s", self.settings.turn_deadline_s
+        if limit_s is None or perf_counter() - began_s >= self.deadline_s:
+            name, limit_s = "group_deadline_s", self.deadline_s
         raise RolloutError(f"no token was sampled within generator.{name}, which is {limit_s:g} s")
 
     async def _take_turns(self, environment: Environment) -> FinishReason:
@@ -307,23 +298,22 @@ class EpisodeRun:
             context = Context().after(observation, start)
             self._begin_first(context)
         while True:
-            if len(context.token_ids) >= self._max_model_len and self._record.segments:
+            if len(context.token_ids) >= self.max_model_len and self._record.segments:
                 return FinishReason.LENGTH
             async with self._turn(self._stop):
                 completion = await go_on(
-                    self._engine,
+                    self.engine,
                     context,
                     self._sampling,
                     self._handle,
                     self._begun,
-                    self._max_model_len,
+                    self.max_model_len,
                 )
                 sampled = tuple(completion.token_ids.tolist())
-                if not sampled and completion.finish_reason is not FinishReason.DEADLINE:
-                    reason = completion.finish_reason
-                    raise RolloutError(f"the engine sampled nothing ({reason})")
-                if not sampled:
+                if not sampled and completion.finish_reason is FinishReason.DEADLINE:
                     return FinishReason.DEADLINE
+                if not sampled:
+                    raise RolloutError(f"the engine sampled nothing ({completion.finish_reason})")
                 self._record.add(context.token_ids, completion, context.media)
                 context = structs.replace(context, sampled=sampled)
                 self._handle, self._begun = CompletionHandle(self._stop), completion
@@ -334,7 +324,7 @@ class EpisodeRun:
                 return completion.finish_reason
             if self._stop.is_set():
                 return FinishReason.DEADLINE
-            most = self._settings.max_turns
+            most = self.settings.max_turns
             if most is not None and self._record.num_turns >= most:
                 return FinishReason.MAX_TURNS
             conversation.observe(transition.observation)
@@ -381,7 +371,7 @@ class EpisodeRun:
             self._stand(OpenTurn(context, tools=self._conversation.tools))
 
     def _stand(self, turn: OpenTurn) -> None:
-        if self._warnings is not None:
+        if self.warnings is not None:
             metrics = {**self._metrics, _WAIT_S: self._environment_wait_s}
             messages = self._conversation.messages
             self._standing = self._record.rollout(ABORT, metrics, messages, turn)
@@ -389,7 +379,7 @@ class EpisodeRun:
     async def _snapshot(self, environment: Environment) -> bytes | None:
         """None: it makes none, or has failed to. Waits for the environment."""
         take = getattr(environment, "snapshot", None)
-        if take is None or self._warnings is None:
+        if take is None or self.warnings is None:
             return None
         try:
             async with self._turn(stop=None):
@@ -401,8 +391,8 @@ class EpisodeRun:
 
     def _warn(self, consequence: str, error: BaseException | None) -> None:
         """Once, not for each episode."""
-        if self._warnings is not None and consequence not in self._warnings:
-            self._warnings.add(consequence)
+        if self.warnings is not None and consequence not in self.warnings:
+            self.warnings.add(consequence)
             log.warning("%s: %s (%s)", consequence, error, type(error).__name__)
 
     async def _ask(self, answer: Awaitable[Answer]) -> Answer:
@@ -410,7 +400,7 @@ class EpisodeRun:
         began_s = perf_counter()
         self.num_slots = 0
         try:
-            self._on_slot_free()
+            self.on_slot_free()
             return await answer
         finally:
             self.num_slots = 1
@@ -419,7 +409,7 @@ class EpisodeRun:
     def _turn(self, stop: asyncio.Event | None) -> AbstractAsyncContextManager[object]:
         """Around a turn, or the start of the environment, which stop the episode; or around its
         snapshot or `restore`, which the episode goes on without."""
-        turn_s = self._settings.turn_deadline_s
+        turn_s = self.settings.turn_deadline_s
         return nullcontext() if turn_s is None else deadline(turn_s, stop)
 
     def _counts(self) -> dict[str, float]:
@@ -445,11 +435,11 @@ class EpisodeRun:
         self.num_slots = self.num_slots + 1 if self._has_asked else 1
         self._has_asked = True
         try:
-            return await generate(self._engine, prompt_token_ids, sampling, handle, media)
+            return await generate(self.engine, prompt_token_ids, sampling, handle, media)
         finally:
             # It may outlast the episode, which has none then.
             self.num_slots = max(0, self.num_slots - 1)
-            self._on_slot_free()
+            self.on_slot_free()
 
     async def _attend(self, agent: Agent) -> FinishReason:
         """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
@@ -457,8 +447,8 @@ class EpisodeRun:
             self,
             self._start.renderer,
             self._sampling,
-            max_model_len=self._max_model_len,
-            max_turns=self._settings.max_turns,
+            max_model_len=self.max_model_len,
+            max_turns=self.settings.max_turns,
             record=self._record,
             stop=self._stop,
         )

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -193,14 +193,6 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
     return packed.group()
 
 
-class Lesson(NamedTuple):
-    """Who teaches a prompt: the one that its row names, "" for all, and what they read in its
-    place; None: what the policy reads."""
-
-    teacher: str = ""
-    prompt: Int32Array | None = None
-
-
 class TruncatedGroupError(Exception):
     """Limits cut too many siblings, and `generator.episode.truncated` is `drop`."""
 
@@ -273,7 +265,8 @@ class GroupRunner:
 
     async def _group(self, lease: Lease, progress: GroupProgress) -> TrajectoryGroup:
         context = await self._context(lease)
-        lesson = self._lesson(context.prompt)
+        # Before anything is sampled.
+        teacher, teacher_prompt = self._lesson(context.prompt)
         async with self.open_group(context) as shared:
             finished = await self._rollouts(replace(context, shared=shared), progress)
         canceled = [
@@ -283,19 +276,26 @@ class GroupRunner:
         ]
         rollouts = [rollout for rollout in finished if rollout is not None]
         group = await self._scored_group(lease, context.prompt, rollouts, canceled)
-        return await self._taught(group, context.prompt, lesson)
-
-    def _lesson(self, prompt: Prompt) -> Lesson:
-        """Before anything is sampled."""
         if self.teachers is None:
-            return Lesson()
+            return group
+        if teacher_prompt is not None:
+            self._require_prompt_alone(group, context.prompt)
+        group = structs.replace(group, teacher=teacher, teacher_prompt=teacher_prompt)
+        async with self._in_time("the teachers have not scored the group"):
+            return await self.teachers.score(group)
+
+    def _lesson(self, prompt: Prompt) -> tuple[str, Int32Array | None]:
+        """Who teaches a prompt: the one that its row names, "" for all, and what they read in its
+        place; None: what the policy reads."""
+        if self.teachers is None:
+            return "", None
         teacher, template = self.teachers.named_by(prompt.row), self.teachers.template
         if not template:
-            return Lesson(teacher)
+            return teacher, None
         shown = self.renderer.token_ids_of(for_teachers(template, prompt))
         if not shown:
             raise RolloutError("algorithm.distillation.template: renders nothing for this prompt")
-        return Lesson(teacher, np.array(shown, np.int32))
+        return teacher, np.array(shown, np.int32)
 
     async def _context(self, lease: Lease) -> EnvironmentContext:
         """What the siblings start from. Waits for a thread that reads the prompt's media."""
@@ -394,19 +394,6 @@ class GroupRunner:
                 "algorithm.distillation.template: an episode does not begin with the text of the "
                 "prompt alone, in whose place teachers would read another one; leave it out"
             )
-
-    async def _taught(
-        self, group: TrajectoryGroup, prompt: Prompt, lesson: Lesson
-    ) -> TrajectoryGroup:
-        """With the log-probabilities of its teachers by url. Waits for them, at most as long as
-        the episodes had."""
-        if (teachers := self.teachers) is None:
-            return group
-        if lesson.prompt is not None:
-            self._require_prompt_alone(group, prompt)
-        group = structs.replace(group, teacher=lesson.teacher, teacher_prompt=lesson.prompt)
-        async with self._in_time("the teachers have not scored the group"):
-            return await teachers.score(group)
 
     @asynccontextmanager
     async def _in_time(self, what: str) -> AsyncIterator[None]:

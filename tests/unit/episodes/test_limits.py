@@ -113,7 +113,7 @@ async def test_without_a_token_the_limit_of_the_group_is_named_where_it_came_fir
     engine = FakeEngine()
     engine.open.clear()
     begun = episode(engine, turn_deadline_s=60.0)
-    begun._deadline_s = DEADLINE_S
+    begun.deadline_s = DEADLINE_S
     with pytest.raises(RolloutError, match=r"generator\.group_deadline_s, which is 0\.2 s"):
         await begun.run(context(), SAMPLING)
 
