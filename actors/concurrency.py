@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from streamrl.errors import RolloutError
 
@@ -24,13 +24,29 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     calls = list(calls)
     if len(calls) == 1:
         return [await calls[0]]
+    return cast(list[T], await first_finished(calls, len(calls)))
+
+
+async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) -> list[T | None]:
+    """The results of the first `count` that finish, None for the others, which are canceled.
+
+    Waits for that many. The first error before that cancels all and is raised.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    finished: list[asyncio.Future[T]] = []
+    running = set(tasks)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call) for call in calls]
-    except* RolloutError as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in running]
+        while len(finished) < count:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            finished += [task for task in tasks if task in done]
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    kept = finished[:count]
+    return [task.result() if task in kept else None for task in tasks]
 
 
 async def first_result(*waits: Coroutine[Any, Any, T]) -> T:

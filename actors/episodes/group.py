@@ -10,15 +10,15 @@ of what was sampled.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from msgspec import structs
 
-from actors.concurrency import DeadlineError, deadline, together
+from actors.concurrency import DeadlineError, deadline, first_finished, together
 from actors.episode_record import Rollout, Segment
 from actors.episodes.episode import EpisodeRun
 from actors.gateway.agent import Agent
@@ -106,33 +106,6 @@ class GroupProgress:
         if not self.episodes:
             return self.num_episodes
         return sum(not episode.is_over for episode in self.episodes)
-
-
-Result = TypeVar("Result")
-
-
-async def first_finished(
-    siblings: Iterable[Coroutine[Any, Any, Result]], count: int
-) -> list[Result | None]:
-    """The results of the first `count` that finish, None for the others, which are canceled.
-
-    Waits for that many. The first error before that cancels all and is raised.
-    """
-    tasks = [asyncio.ensure_future(sibling) for sibling in siblings]
-    finished: list[asyncio.Future[Result]] = []
-    running = set(tasks)
-    try:
-        while len(finished) < count:
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            finished += [task for task in tasks if task in done]
-            for task in done:
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    kept = finished[:count]
-    return [task.result() if task in kept else None for task in tasks]
 
 
 def first_of_each(rewards: Sequence[float], count: int) -> list[int]:

@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from actors.concurrency import first_finished
 from actors.dynamic_sampling import UniformFilter
-from actors.episodes.group import first_finished, first_of_each, unbuffered_lease
+from actors.episodes.group import first_of_each, unbuffered_lease
 from buffers.audit import audit
 from buffers.ledger.entries import Event
 from streamrl.config.algorithm.settings import AlgorithmSettings
