@@ -5,9 +5,6 @@ every denominator counts the tokens and trajectories of all micro-batches of all
 comes in parts has the denominators of the parts so far; each further part scales what was
 accumulated. A sequence with a number that is not finite is in neither.
 Shapes: R response tokens of a micro-batch.
-
-`SeenWeights`: the importance weights of each trajectory, as the loss has used them, for the samples
-of a step. What is kept is a number a response token, on the device until they are asked for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +46,8 @@ from streamrl.config import RunConfig
 
 
 class SeenWeights:
-    """Of the first part of a batch, of the last update that each trajectory was in."""
+    """The importance weights that the loss has used, for the samples of a step: of the first part
+    of a batch, of the last update that each trajectory was in. On the device until asked for."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -65,11 +63,8 @@ class SeenWeights:
         """[R] of its response tokens; None where there is no correction."""
         if weights is None or not self._is_on or not self._is_first or micro_batch.is_empty:
             return
-        lengths = micro_batch.sequences.lengths
-        self._rows = (
-            *self._rows,
-            (micro_batch.members, lengths, weights.detach().float().clone()),
-        )
+        own = (micro_batch.members, micro_batch.sequences.lengths, weights.detach().float().clone())
+        self._rows = (*self._rows, own)
 
     def take(self) -> Mapping[int, NDArray[np.float32]]:
         """[response tokens] by the trajectory's number in the part; waits for the device."""
@@ -228,10 +223,9 @@ class Gradient:
             **{name: float(value) for name, value in accumulated.terms.items()},
             "learner/num_nonfinite_sequences": float(num_nonfinite),
         }
-        terms = {
-            **_total(self._ranks.gather(mine, dict[str, float])),
-            **self._policy.router_metrics(self._ranks),
-        }
+        terms = _total(self._ranks.gather(mine, dict[str, float]))
+        if (records := self._policy.network.router_records) is not None:
+            terms |= records.metrics(self._ranks)
         if accumulated.statistics is None:
             return terms
         statistics = accumulated.statistics

@@ -5,16 +5,14 @@ sequence x tensor ranks share theirs: along `sequence` each has a stretch of the
 `tensor` a part of every matrix.
 
 Invariant: the mesh is the same on every rank and does not change; a learner without torchrun is a
-world of one with the same groups. The daemon makes it once, before the models.
-
-`full`, `described`, `assign`: between a tensor that may be sharded over a mesh and the whole of it.
+world of one with the same groups.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,10 +30,9 @@ _SHARD_SEQUENCE = "shard_sequence"
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Every rank's place; `device` is that of this rank."""
-
     device_mesh: DeviceMesh
     device: torch.device
+    """Of this rank."""
 
     @property
     def rank(self) -> int:
@@ -83,21 +80,14 @@ def make_mesh(settings: MeshSettings, device: torch.device) -> Mesh:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(world_size, device)
-    return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=tuple(_DIMENSIONS)), device)
-
-
-def _join(world_size: int, device: torch.device) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world_size == 1:
-        # Nobody else has to find it, so it needs no address.
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend)
-
-
-_DIMENSIONS: tuple[Dimension, ...] = ("replicate", "shard", "sequence", "tensor")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if world_size == 1:
+            # Nobody else has to find it, so it needs no address.
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
+    return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=get_args(Dimension)), device)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

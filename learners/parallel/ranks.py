@@ -91,11 +91,7 @@ class Ranks:
 
 @contextmanager
 def in_time() -> Iterator[None]:
-    """Around a collective operation.
-
-    Raises:
-        TransportError: another rank ended, or did not take part within the deadline.
-    """
+    """Around a collective operation, which fails where another rank has ended or is late."""
     try:
         yield
     except RuntimeError as error:

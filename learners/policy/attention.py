@@ -1,19 +1,15 @@
 """Attention over packed trajectories: linear layers compute every token once and no padding.
 
 A packed forward pass has batch size 1 and N tokens of S trajectories. On a GPU in half precision
-a variable-length kernel attends within each trajectory. Elsewhere, and where a model caps its
-scores or has sinks, trajectories of similar length (within a factor of two) share one padded call;
-less than half of its tokens are padding. Registered with transformers under `NAME`.
+a variable-length kernel attends within each trajectory: FlashAttention 3 or 4, which torch calls in
+place of its own, then flash-attn's (extra `flash`), then torch's. Elsewhere, and where a model caps
+its scores or has sinks, trajectories of similar length (within a factor of two) share one padded
+call.
 
 Invariant: a token attends to tokens of its own trajectory only, itself and earlier ones; what a
 model asks for and this file does not compute is an error.
 Shapes: N tokens, Q query heads, H key-value heads, D head width, B trajectories of a bucket, L
 their longest.
-
-The variable-length kernel is the newest FlashAttention that is installed and made for the GPU
-(`use_flash_attention`): 3 or 4, which torch calls in place of its own, then flash-attn's (extra
-`flash`), then torch's own. All take half precision alone, heads of some widths, and no more than
-scale and window.
 """
 
 import logging
@@ -57,35 +53,32 @@ def use_flash_attention(wanted: FlashAttentionVersion, device: torch.device) -> 
     """
     if wanted == 2 or (wanted == "auto" and device.type != "cuda"):
         return
-    refused = []
     for version in _VERSIONS if wanted == "auto" else (wanted,):
-        reason = _unusable(version, device) or _not_activated(version)
+        reason = _not_activated(version, device)
         if reason is None:
             log.info("attention is computed by FlashAttention %d", version)
             return
-        refused.append(f"learner.flash_attention: was {version}, and {reason}")
-    if wanted != "auto":
-        raise ConfigError(f"{refused[0]}; auto takes what is there")
+        if wanted != "auto":
+            raise ConfigError(
+                f"learner.flash_attention: was {version}, and {reason}; auto takes what is there"
+            )
 
 
-def _not_activated(version: int) -> str | None:
-    try:
-        activate_flash_attention_impl(_VERSIONS[version][0])
-    except (ImportError, OSError, RuntimeError) as error:
-        log.warning("FlashAttention %d is installed and does not load: %s", version, error)
-        return f"it does not load: {error}"
-    return None
-
-
-def _unusable(version: int, device: torch.device) -> str | None:
+def _not_activated(version: int, device: torch.device) -> str | None:
+    """Why it cannot be; None once it is."""
     if device.type != "cuda":
         return f"learner.device is {device}, not a GPU"
     if not is_installed(module := FLASH_ATTENTION[version]):
         return f"there is no module {module}"
-    _, gpus = _VERSIONS[version]
+    name, gpus = _VERSIONS[version]
     if (major := torch.cuda.get_device_capability(device)[0]) not in gpus:
         made_for = " and ".join(f"{gpu}.x" for gpu in gpus)
         return f"it is for compute capability {made_for}, the GPU has {major}.x"
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("FlashAttention %d is installed and does not load: %s", version, error)
+        return f"it does not load: {error}"
     return None
 
 
@@ -151,11 +144,7 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each trajectory: output [1, N, Q, D] for query [1, Q, N, D], key and
-    value [1, H, N, D].
-
-    Raises:
-        UnsupportedAttention: the model passes something that would change the result.
-    """
+    value [1, H, N, D]. UnsupportedAttention if the model passes what would change the result."""
     if packing is None or not isinstance(attention_mask, LayerMask):
         raise UnsupportedAttention(f"{type(module).__name__} is not told where trajectories end")
     _require_known(module, kwargs)
@@ -212,7 +201,7 @@ def _bucketed(
 def _padded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """[B, Q, L, D] by torch's kernels."""
+    """[B, Q, L, D] by torch's kernel."""
     longest = query.shape[2]
     is_windowed = scores.window is not None and scores.window < longest
     return scaled_dot_product_attention(

@@ -43,11 +43,10 @@ class Critic:
         Raises:
             ConfigError: there is no model, or it does not read the policy's tokens and images.
         """
-        own = config.algorithm.value.model_path
-        if own is None:
-            return cls(config, load_network(config, has_values=True, mesh=mesh))
-        setting = "algorithm.value.model_path"
-        require_same_input(config, setting, own)
+        own, setting = config.algorithm.value.model_path, "model.path"
+        if own is not None:
+            setting = "algorithm.value.model_path"
+            require_same_input(config, setting, own)
         return cls(config, load_network(config, own, has_values=True, mesh=mesh, setting=setting))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -69,15 +68,15 @@ class Critic:
         *,
         limit: int | None = None,
     ) -> Sequence[MicroBatch]:
-        """Those of its passes over all trajectories of the batch, or the chosen ones: the policy's,
-        unless it has a model or a limit of tokens of its own."""
+        """Of all trajectories of the batch, or the chosen ones: the policy's, unless it has a model
+        or a limit of tokens of its own."""
         limit = limit or self._max_tokens
         if limit == self._policy_max_tokens and not self._config.model_path:
             return of_policy
         return self.network.cut(within_vocabulary(self.network, batch), limit, chosen)
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """[R] expected return before each response token, float32, with gradient."""
+        """[R] float32, with gradient."""
         values: torch.Tensor = self.network(micro_batch, with_logprobs=False).values
         return values
 

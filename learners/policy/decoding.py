@@ -1,14 +1,13 @@
 """How a micro-batch's tokens go through a decoder: packed, or as padded rows; by one rank, or
 by several that share them (`learners.policy.sequence_parallel`).
 
-Packed, all tokens are one row, and trajectories are kept apart by packed attention and by the
-sequence indices that transformers' kernels for convolutions and recurrences take. Unpacked,
-trajectories of similar length are rows of one call of the model's own code, or trajectories of
-equal length where even padding might change it.
+Packed, trajectories are kept apart by packed attention and by the sequence indices that
+transformers' kernels for convolutions and recurrences take. Unpacked, trajectories of similar
+length are rows of one call of the model's own code, or of equal length where padding might change
+it.
 
 Invariant: a token's hidden state depends on its own trajectory alone, whatever shares its call.
-Padding follows a trajectory's tokens, where a causal model does not look. Ranks that share a
-model's parameters make the same number of calls.
+Ranks that share a model's parameters make the same number of calls.
 Shapes: N tokens, H hidden size, B trajectories of a call, L their longest.
 """
 
@@ -16,7 +15,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,8 +52,7 @@ _BLIND_TO_PADDING = (
 
 @dataclass(frozen=True, eq=False)
 class DecoderInputs:
-    """What a decoder reads of N tokens: their ids or, where some of them are images, embeddings and
-    positions of three axes."""
+    """Of N tokens their ids or, where some are images, embeddings and positions of three axes."""
 
     token_ids: torch.Tensor
     """[1, N]"""
@@ -91,25 +89,15 @@ class DecoderInputs:
         return {**bounds, "inputs_embeds": self.embeddings[0, indices], "position_ids": positions}
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     """One forward pass of the decoder."""
 
     indices: torch.Tensor
     """[B, L] the tokens of its rows."""
     real: torch.Tensor
     """Which of the flat [B * L] are no padding."""
-    packing: Packing | None
-    """Of its one row; None where each row is a trajectory."""
-
-    def hidden_states(self, decoder: Any, inputs: "DecoderInputs") -> torch.Tensor:
-        """[tokens that are real, H]"""
-        packing, bounds = self.packing, {}
-        if packing is not None:
-            bounds = _bounds(packing, packing.positions[None])
-        output = decoder(**inputs.of(self.indices, bounds), use_cache=False)
-        states: torch.Tensor = output.last_hidden_state.flatten(0, 1)[self.real]
-        return states
+    bounds: dict[str, Any]
+    """Those in its one row; empty where each row is a trajectory."""
 
 
 def decode(
@@ -123,8 +111,7 @@ def decode(
 ) -> torch.Tensor:
     """[N, H] hidden states of the tokens, or of this rank's slice of them.
 
-    Args:
-        has_shards: all ranks make as many calls, each of which gathers parameters.
+    `has_shards`: all ranks make as many calls, each of which gathers parameters.
 
     Raises:
         ConfigError: the model's position embedding depends on what it saw before, or ranks cannot
@@ -134,12 +121,16 @@ def decode(
     limit = _rotary_limit(model, packing.longest)
     decoder = decoder_of(model)
     inputs = DecoderInputs.make(tokens, packing, tower, media)
+
+    def states_of(indices: torch.Tensor, bounds: dict[str, Any]) -> torch.Tensor:
+        """[B, L, H]"""
+        output = decoder(**inputs.of(indices, bounds), use_cache=False)
+        states: torch.Tensor = output.last_hidden_state
+        return states
+
     if packed and limit == inf:
         row = torch.arange(tokens.token_ids.shape[1], device=packing.device)[None]
-        bounds = _bounds(packing, tokens.positions, tokens.exchange)
-        output = decoder(**inputs.of(row, bounds), use_cache=False)
-        states: torch.Tensor = output.last_hidden_state[0]
-        return states
+        return states_of(row, _bounds(packing, tokens.positions, tokens.exchange))[0]
     if tokens.exchange is not None:
         raise ConfigError(
             f"learner.mesh.sequence: must be 1 for this {model.config.model_type} model, whose "
@@ -148,7 +139,7 @@ def decode(
     calls = [call for part in _parts(packing, limit) for call in _calls(model, packed, *part)]
     if has_shards:
         calls += _missing_calls(len(calls), packing.device)
-    states = torch.cat([call.hidden_states(decoder, inputs) for call in calls])
+    states = torch.cat([states_of(c.indices, c.bounds).flatten(0, 1)[c.real] for c in calls])
     order = torch.cat([call.indices.flatten()[call.real] for call in calls]).argsort()
     return states[order]
 
@@ -242,10 +233,11 @@ def _calls(
     model: PreTrainedModel, packed: bool, tokens: torch.Tensor, packing: Packing
 ) -> list[_Call]:
     if packed:
-        return [_Call(tokens[None], torch.arange(len(tokens), device=tokens.device), packing)]
+        bounds = _bounds(packing, packing.positions[None])
+        return [_Call(tokens[None], torch.arange(len(tokens), device=tokens.device), bounds)]
     may_pad = _layer_types(model) <= _BLIND_TO_PADDING
     buckets = packing.buckets if may_pad else packing.unpadded_buckets
-    return [_Call(tokens[indices], real, None) for indices, real in buckets]
+    return [_Call(tokens[indices], real, {}) for indices, real in buckets]
 
 
 def _missing_calls(num_calls: int, device: torch.device) -> list[_Call]:
@@ -253,4 +245,4 @@ def _missing_calls(num_calls: int, device: torch.device) -> list[_Call]:
     most = torch.tensor(num_calls, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return [_Call(first, first[0, :0], None)] * (int(most) - num_calls)
+    return [_Call(first, first[0, :0], {})] * (int(most) - num_calls)

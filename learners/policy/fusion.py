@@ -1,18 +1,13 @@
 """Fewer passes over memory in a decoder's layers: compiled, or with the kernels of liger-kernel.
 
-`compile_layers`: torch.compile of a decoder's layers, one by one, so that a model's depth costs
-nothing. Attention over packed trajectories stays as it is: its buckets differ with every
-micro-batch. What is compiled are the pieces around it (norms, projections, rotary positions, the
-MLP), for any number of tokens. Parameters keep their names. What recomputes, offloads or shards a
-layer is around what is compiled: torch compiles no part of a layer that is recomputed inside. A
-model that carries a state from token to token stays plain: the loops of its code would be compiled
-anew for each length.
+Layers are compiled one by one, so that a model's depth costs nothing, for any number of tokens.
+Attention over packed trajectories stays as it is, since its buckets differ with every micro-batch;
+so does a model that carries a state from token to token, whose loops would be compiled anew for
+each length. What recomputes, offloads or shards a layer is around what is compiled: torch compiles
+no part of a layer that is recomputed inside. Liger's kernels are for runs too short to compile.
 
-`use_liger`: the same norms, rotary positions and MLPs by kernels that are written, for runs too
-short to compile. What a model of the same family looks up on another device stays transformers'
-own.
-
-Invariant: log-probabilities and gradients are those of the plain layers, but for rounding.
+Invariant: log-probabilities and gradients are those of the plain layers, but for rounding;
+parameters keep their names.
 """
 
 import sys
@@ -50,11 +45,7 @@ def fuse_layers(network: Network, config: RunConfig) -> None:
 
 
 def compiles(network: Network, config: RunConfig) -> bool:
-    """What `learner.compile` comes to for this network.
-
-    Raises:
-        ConfigError: it is true, and cannot be.
-    """
+    """What `learner.compile` comes to for this network; ConfigError if it is true and cannot be."""
     wanted = config.learner.compile
     is_unrolled = wanted is not False and carries_state(network.model)
     if wanted is True:
@@ -67,8 +58,7 @@ def compiles(network: Network, config: RunConfig) -> bool:
 
 
 def compile_layers(network: Network) -> None:
-    """In place, before anything is put around the layers; the first passes of a run compile, which
-    takes a minute or so."""
+    """In place; the first passes of a run compile, which takes a minute or so."""
     attend: Any = torch.compiler.disable(attention.attend)
     AttentionInterface.register(attention.NAME, attend)
     for layer in layers(network):
@@ -76,11 +66,8 @@ def compile_layers(network: Network) -> None:
 
 
 def uses_liger(network: Network, config: RunConfig) -> bool:
-    """What `learner.liger_layers` comes to for this network, if it is not compiled.
-
-    Raises:
-        ConfigError: it is true, and cannot be.
-    """
+    """What `learner.liger_layers` comes to for this network, if it is not compiled; ConfigError if
+    it is true and cannot be."""
     wanted = config.learner.liger_layers
     reason = None if wanted is False else _without_liger(network, config)
     if wanted is True:

@@ -3,10 +3,10 @@
 Invariant: weights are written under the names that public models have, from tensors in host memory
 alone, so that the model that trains is not touched.
 
-Some files of a model's folder are copied as they are: its generation settings, since transformers
-refuses to write some that it reads, such as a temperature without `do_sample`; its tokenizer, whose
-class transformers 5 writes by a name that 4 and llama.cpp do not know; and what says how it sees,
-without which vLLM and transformers cannot load one that sees images.
+Copied as they are: generation settings, since transformers refuses to write some that it reads,
+such as a temperature without `do_sample`; the tokenizer, whose class transformers 5 writes by a
+name that 4 and llama.cpp do not know; and what vLLM and transformers need to load a model that sees
+images.
 """
 
 import copy
@@ -38,11 +38,7 @@ PROCESSOR_FILES = (
 
 
 def copy_files(model: str, folder: Path, names: Iterable[str]) -> None:
-    """Those that the folder or hub name `model` has, byte by byte.
-
-    Raises:
-        OSError: one cannot be written.
-    """
+    """Those that the folder or hub name `model` has, byte by byte."""
     for name in names:
         found = cached_file(
             model,

@@ -6,13 +6,6 @@ allocates its own shards, and gets their content from the first one, a tensor at
 
 Invariant: parameters, buffers and the random state are those of a load by one rank, bit for bit.
 All ranks call it together; the others wait for the first one, until it ends.
-
-`distribute`: a network over the ranks of a mesh, in the order that its parts need.
-
-    matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers -> shards
-
-What a network computes does not depend on it. Every rank calls it before an optimizer takes the
-parameters.
 """
 
 from collections.abc import Iterator
@@ -28,11 +21,7 @@ import torch.distributed as dist
 from msgspec import structs
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from learners.batch.training_batch import TrainingBatch
 from learners.parallel.mesh import Mesh, assign
@@ -75,7 +64,9 @@ def distribute(
     is_reference: bool = False,
     router_replay: RouterReplay = "off",
 ) -> None:
-    """Distribute it in place, as `settings` say; without a mesh, on one rank.
+    """In place, as `settings` say; without a mesh, on one rank. What it computes stays the same.
+
+    matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers -> shards
 
     Raises:
         ConfigError: the model cannot be divided so, or what is to be offloaded is on the CPU
@@ -112,8 +103,7 @@ def load_network(
 ) -> Network:
     """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
 
-    `setting` names the path; one that is not `model.path` is that of another model than the
-    policy's.
+    `setting` names the path; not `model.path` if it is of another model than the policy's.
 
     Raises:
         ConfigError: there is no model, or the settings of `learner` do not fit it.

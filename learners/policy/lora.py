@@ -145,62 +145,53 @@ def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-class MergedWeights(OnDemand):
+def with_adapter(model: PreTrainedModel, whole: Whole = full) -> OnDemand:
     """The parameters that the model has without an adapter, with the adapter in them, whole.
 
     A merged matrix exists while its caller holds it; all ranks read the same ones, if `full`.
     """
-
-    def __init__(self, model: PreTrainedModel, whole: Whole = full) -> None:
-        self._whole = whole
-        self._factors = Factors(model, whole)
-        self._parameters = {
-            without_adapter_layer(name): master_of(parameter)
-            for name, parameter in model.named_parameters()
-            if ".lora_" not in name
-        }
-        super().__init__(self._parameters, self._merged)
+    factors = adapter_factors(model, whole)
+    parameters = {
+        without_adapter_layer(name): master_of(parameter)
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
 
     @torch.no_grad()
-    def _merged(self, name: str) -> torch.Tensor:
-        parameter = self._whole(self._parameters[name])
+    def merged(name: str) -> torch.Tensor:
+        parameter = whole(parameters[name])
         # A frozen one may have no float32 master, see `narrow_frozen`.
         parameter = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
-        if name + lora.LEFT not in self._factors:
+        if name + lora.LEFT not in factors:
             return parameter
-        left, right = self._factors[name + lora.LEFT], self._factors[name + lora.RIGHT]
+        left, right = factors[name + lora.LEFT], factors[name + lora.RIGHT]
         return torch.addmm(parameter, left.to(parameter.dtype), right.to(parameter.dtype))
 
+    return OnDemand(parameters, merged)
 
-class Factors(OnDemand):
+
+def adapter_factors(model: PreTrainedModel, whole: Whole = full) -> OnDemand:
     """The adapter as the weight channel sends it, whole, see `streamrl.weights.lora`."""
-
-    def __init__(self, model: PreTrainedModel, whole: Whole = full) -> None:
-        self._whole = whole
-        self._layers = adapted_layers(model)
-        halves = (lora.LEFT, lora.RIGHT)
-        names = (f"{name}.weight{half}" for name in self._layers for half in halves)
-        super().__init__(names, self._factor)
+    layers, halves = adapted_layers(model), (lora.LEFT, lora.RIGHT)
 
     @torch.no_grad()
-    def _factor(self, name: str) -> torch.Tensor:
-        layer: Any = self._layers[lora.matrix_of(name).removesuffix(".weight")]
-        halves = (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
-        a, b = (self._whole(master_of(half.weight)) for half in halves)
+    def factor(name: str) -> torch.Tensor:
+        layer = layers[lora.matrix_of(name).removesuffix(".weight")]
+        a = whole(master_of(layer.lora_A[ADAPTER].weight))
+        b = whole(master_of(layer.lora_B[ADAPTER].weight))
         # A Conv1D has its matrix the other way round.
         left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
-        factor: torch.Tensor = layer.scaling[ADAPTER] * left if name.endswith(lora.LEFT) else right
-        return factor
+        scaling: float = layer.scaling[ADAPTER]
+        return scaling * left if name.endswith(lora.LEFT) else right
+
+    return OnDemand((f"{name}.weight{half}" for name in layers for half in halves), factor)
 
 
 def merged_weights(
     settings: LoraSettings, base: ModelSettings, adapter: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The model of `base` with the adapter in it, float32, on the CPU. Draws no random number,
-    since a learner saves while it trains.
-
-    Args:
-        adapter: by name of parameter, whole.
+    """The model of `base` with the adapter, whole, in it, float32, on the CPU. Draws no random
+    number, since a learner saves while it trains.
 
     Raises:
         OSError: the base model cannot be read, now.
@@ -212,7 +203,7 @@ def merged_weights(
     filled = {name: tensor.float() for name, tensor in adapter.items()}
     model.load_state_dict(filled, strict=False, assign=True)
     others = {name: tensor for name, tensor in adapter.items() if ".lora_" not in name}
-    return {**others, **MergedWeights(model)}
+    return {**others, **with_adapter(model)}
 
 
 def save_adapter(

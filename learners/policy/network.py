@@ -6,10 +6,8 @@ of the whole batch never exist. The computation has the dtype of the parameters 
 hold; log-probabilities, entropy and values are float32 at least.
 Shapes: R response tokens, H hidden size.
 
-What a model does between hidden states @ LM head and the softmax is scaling and soft cap.
-Transformers does this inside each model's `forward`, which the learner does not call, so
-the rules stand here. A family that is missing is found by the comparison at start, see
-packing_check.py.
+Transformers scales and soft-caps logits inside each model's `forward`, which the learner does not
+call, so the rules stand here; packing_check.py finds a family that is missing.
 """
 
 from collections.abc import Sequence
@@ -25,12 +23,7 @@ from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.batch.training_batch import TrainingBatch
 from learners.parallel.ranks import Ranks
 from learners.policy import attention
-from learners.policy.decoding import (
-    decode,
-    is_attention_only,
-    may_share_prompts,
-    own_attention,
-)
+from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
 from learners.policy.router_replay import RouterRecords
 from learners.policy.sequence_parallel import TokenSlice
 from streamrl.algorithms.candidates import (
@@ -100,10 +93,8 @@ class NetworkOutput:
     """[M] of the candidates of a teacher, in nats."""
     observed_logprobs: torch.Tensor | None = None
     """[O] of the micro-batch's `observed`, in nats."""
-    likeliest_ids: torch.Tensor | None = None
-    """[R, K] the likeliest tokens at the places of the response tokens."""
-    likeliest_logprobs: torch.Tensor | None = None
-    """[R, K] in nats, without gradient."""
+    likeliest: Likeliest | None = None
+    """[R, K] tokens at the places of the response tokens, without gradient."""
 
 
 # Sharding looks for the tensors of an output, where the backward pass will begin.
@@ -148,7 +139,7 @@ class Network(torch.nn.Module):
         self._transform = LogitTransform(temperature, _softcap(config), _scale(config))
 
     def run_packed(self, packed: bool) -> None:
-        """From here on, run all trajectories of a micro-batch as one row, or each as its own."""
+        """All trajectories of a micro-batch as one row, or each as its own."""
         self.is_packed = packed
         set_attention(self.model, attention.NAME if packed else self._own_attention)
 
@@ -160,7 +151,7 @@ class Network(torch.nn.Module):
     def cut(
         self, batch: TrainingBatch, max_tokens: int, chosen: Sequence[int] | None = None
     ) -> list[MicroBatch]:
-        """The micro-batches of its passes over all trajectories, or the chosen ones."""
+        """The micro-batches of all trajectories, or the chosen ones."""
         return batch.pack(max_tokens, self.device, chosen, shares_prompts=self.shares_prompts)
 
     def shared_prompts(self, micro_batch: MicroBatch) -> SharedPrompts | None:
@@ -188,15 +179,10 @@ class Network(torch.nn.Module):
 
         Args:
             trains_entropy: the entropy has a gradient.
-            with_top_logprobs: also of the other candidates; the micro-batch has some.
-            with_observed: also of what was observed between the turns, with gradient.
-            taught: also of these candidates of a teacher, with gradient.
+            taught: the candidates of a teacher.
             num_likeliest: K, 0 for none.
             reference: the output of the policy that `kl` is taken to.
             with_records: the routers follow, or are compared with, what was recorded.
-
-        Raises:
-            ConfigError: a trajectory came without a record of its experts.
         """
         shared = self.shared_prompts(micro_batch)
         records = self.router_records if with_records else None
@@ -224,8 +210,8 @@ class Network(torch.nn.Module):
             head_bias=bias,
             values=tokens.gather(values),
             kl=tokens.gather(self._kl(hidden, reference)),
+            likeliest=self._likeliest(hidden, tokens, num_likeliest) if num_likeliest else None,
             **columns,
-            **self._likeliest(hidden, tokens, num_likeliest),
         )
 
     @property
@@ -266,20 +252,18 @@ class Network(torch.nn.Module):
             hidden, weight, tokens.targets, mask, bias, self._transform, **options
         )
 
-    def _likeliest(
-        self, hidden: torch.Tensor, tokens: TokenSlice, top_k: int
-    ) -> dict[str, torch.Tensor | None]:
-        """The columns [R, K] of the whole micro-batch."""
-        if not top_k:
-            return {}
+    def _likeliest(self, hidden: torch.Tensor, tokens: TokenSlice, top_k: int) -> Likeliest:
+        """[R, K] of the whole micro-batch."""
         weight, bias = self._head
-        found: Likeliest = likeliest(hidden, weight, top_k, bias, self._transform)
-        columns = {"likeliest_ids": found.token_ids, "likeliest_logprobs": found.logprobs}
+        found = likeliest(hidden, weight, top_k, bias, self._transform)
         first, num_all = tokens.first_row * top_k, tokens.num_rows * top_k
-        return {
-            name: tokens.gather(column.flatten(), first, num_all).view(-1, top_k)  # type: ignore[union-attr]
-            for name, column in columns.items()
-        }
+
+        def of_all(column: torch.Tensor) -> torch.Tensor:
+            gathered = tokens.gather(column.flatten(), first, num_all)
+            assert gathered is not None, "there is a column"
+            return gathered.view(-1, top_k)
+
+        return Likeliest(of_all(found.token_ids), of_all(found.logprobs))
 
     def _candidate_logprobs(
         self,

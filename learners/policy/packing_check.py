@@ -1,14 +1,12 @@
 """The comparison at start: the learner's log-probabilities beside those of transformers.
 
 A few random sequences, some longer than the model's windows, go through the network and, one by
-one, through the model's own `forward`. A model that packing would change is run unpacked; one
-whose results the learner does not reproduce either way is refused.
-
-It is done in the dtype of the master weights, before the network is cast or divided among ranks.
+one, through the model's own `forward`; for a model that sees there are random images between them.
+A model that packing would change is run unpacked; one whose results the learner does not reproduce
+either way is refused. Reference and critic follow the policy's decision. Done in the dtype of the
+master weights, before the network is cast or divided among ranks.
 
 Invariant: the run's random state, its gradients and its memory are as before.
-It is done once for the policy; reference and critic follow its decision. A model that sees is
-compared on a conversation of random tokens with images of different sizes.
 """
 
 import itertools
@@ -27,7 +25,6 @@ from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.types import Media
 from streamrl.vision.parts import encode_png, pillow
-from streamrl.vision.places import Placeholders
 from streamrl.vision.tower import VisionTower, set_attention
 
 log = logging.getLogger(__name__)
@@ -41,20 +38,14 @@ def with_images(
 ) -> tuple[torch.Tensor, tuple[Media, ...]]:
     """These tokens [T] with random images between them, each between two tokens of text."""
     media = tuple(_image(i) for i in range(num_images))
-    text = without_placeholders(tower.placeholders, token_ids)
-    parts = list(text.tensor_split(num_images + 1))
+    image, video = tower.placeholders.image, tower.placeholders.video
+    free = next(token for token in range(3) if token not in (image, video))
+    is_text = (token_ids != image) & (token_ids != video)
+    parts = list(token_ids.where(is_text, free).tensor_split(num_images + 1))
     for i, medium in enumerate(media):
-        run = torch.full((tower.reader.size(medium).num_tokens,), tower.placeholders.image)
-        parts[i] = torch.cat([parts[i], run.to(text.device)])
+        run = torch.full((tower.reader.size(medium).num_tokens,), image, device=token_ids.device)
+        parts[i] = torch.cat([parts[i], run])
     return torch.cat(parts), media
-
-
-def without_placeholders(placeholders: Placeholders, token_ids: torch.Tensor) -> torch.Tensor:
-    """Another token in place of each placeholder."""
-    taken = (placeholders.image, placeholders.video)
-    free = next(token for token in range(3) if token not in taken)
-    is_taken = torch.isin(token_ids, torch.tensor(taken, device=token_ids.device))
-    return token_ids.masked_fill(is_taken, free)
 
 
 def _image(number: int) -> Media:
@@ -146,7 +137,9 @@ def _random_micro_batch(network: Network) -> MicroBatch:
     images."""
     config: Any = network.model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    lengths = (*LENGTHS, *_beyond_windows(config))
+    windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    limit = min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
+    lengths = (*LENGTHS, *(w + 5 for w in windows if w and w + 5 <= limit))
     drawn = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
     alike = next(ids for ids in drawn.split(lengths) if len(ids) > NUM_ALIKE)[:NUM_ALIKE]
     for ids in drawn.split(lengths):
@@ -178,9 +171,3 @@ def _random_micro_batch(network: Network) -> MicroBatch:
             flat, lengths, alike_of, predictors, network.device, most=1.0
         ),
     )
-
-
-def _beyond_windows(config: Any) -> list[int]:
-    windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
-    limit = min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
-    return [window + 5 for window in windows if window and window + 5 <= limit]

@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 
 from learners.batch.micro_batch import MicroBatch
 from learners.parallel.mesh import Mesh, described, full
-from learners.parallel.ranks import Ranks
 from learners.policy.hugging_face import kept_in_float32, save_model
 from learners.policy.loading import load_network
 from learners.policy.lora import (
-    Factors,
-    MergedWeights,
     Whole,
+    adapter_factors,
     merged_weights,
+    with_adapter,
     without_adapter,
 )
 from learners.policy.network import Network, NetworkOutput
@@ -93,23 +92,17 @@ class Policy:
         return self._sent(full)
 
     def layout(self, settings: WeightSettings) -> Layout:
-        """That of `weights` as the settings have them sent; no other rank is needed.
-
-        What is `kept_in_float32` is sent so.
-        """
+        """That of `weights` as the settings have them sent; no other rank is needed."""
         dtype = getattr(torch, settings.dtype) if settings.dtype else None
         loaded_in = torch.bfloat16 if dtype == float8.DTYPE else dtype
         exact = kept_in_float32(self.model, loaded_in) if loaded_in else ()
         return Layout(manifest_of(self._sent(described), dtype, exact), settings.bucket_bytes)
 
     def _sent(self, whole: Whole) -> Mapping[str, torch.Tensor]:
-        match self._lora:
-            case None:
-                return self.parameters()
-            case settings if settings.publish == "adapter":
-                return Factors(self.model, whole)
-            case _:
-                return MergedWeights(self.model, whole)
+        if self._lora is None:
+            return self.parameters()
+        sent = adapter_factors if self._lora.publish == "adapter" else with_adapter
+        return sent(self.model, whole)
 
     @torch.no_grad()
     def batch_logprobs(
@@ -126,17 +119,11 @@ class Policy:
             assert computed.logprobs is not None, "they are asked for by default"
             logprobs[micro_batch.responses] = computed.logprobs.float().cpu()
             if top is not None:
-                assert computed.likeliest_ids is not None, "they are asked for"
-                assert computed.likeliest_logprobs is not None, "they are asked for"
-                top.token_ids[micro_batch.responses] = computed.likeliest_ids.cpu()
-                top.logprobs[micro_batch.responses] = computed.likeliest_logprobs.cpu()
+                assert computed.likeliest is not None, "they are asked for"
+                top.token_ids[micro_batch.responses] = computed.likeliest.token_ids.cpu()
+                top.logprobs[micro_batch.responses] = computed.likeliest.logprobs.cpu()
         end_passes(self.network)
         return logprobs
-
-    def router_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """See `RouterRecords.metrics`; none under `algorithm.router_replay` off."""
-        records = self.network.router_records
-        return {} if records is None else records.metrics(ranks)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Those that belong to the model's state, by name; no step changes them."""

@@ -8,11 +8,9 @@ gives a token to the experts I that the engine took. Their weights are the learn
     s = W_gate h                     the learner's scores of all experts, with gradient
     g_i = rule(s)_i for i in I       the router's rule, see `streamrl.algorithms.routing`
 
-so the gate is trained through the weights of the recorded experts, and no gradient goes through
-the choice, as without replay. With `record` the learner's router chooses.
-
-Each decoder layer is given its experts as an argument, and so again where it is computed a second
-time for the gradient. A token without a record gets the experts that the router takes.
+so the gate is trained through the weights of the recorded experts. With `record`, and for a token
+without a record, the learner's router chooses. Each decoder layer is given its experts as an
+argument, and so again where it is computed a second time for the gradient.
 
 Invariant: where the recorded experts are those that the router takes, log-probabilities and
 gradients are those without replay.
@@ -98,11 +96,7 @@ class RouterRecords:
     """Of one network whose decoder layers are its own."""
 
     def __init__(self, model: PreTrainedModel, setting: RouterReplay) -> None:
-        """Puts itself around the model's layers and routers; ahead of what computes layers twice.
-
-        Raises:
-            ConfigError: the model has no experts, or routers that are not known.
-        """
+        """Puts itself around the model's layers and routers, before what computes layers twice."""
         self._setting = f"algorithm.router_replay: was {setting}"
         found: dict[str, Any] = routers(model, self._setting)
         chosen = {layer_of(name): router for name, router in found.items()}
@@ -123,11 +117,7 @@ class RouterRecords:
             self._layers.append(layer)
 
     def of(self, micro_batch: MicroBatch) -> torch.Tensor | None:
-        """[N, L, K] on the device of the micro-batch; None if that accompanies one of another rank.
-
-        Raises:
-            ConfigError: a trajectory came without, or they are of another model.
-        """
+        """[N, L, K] on the micro-batch's device; None if that accompanies one of another rank."""
         if micro_batch.is_empty:
             return None
         experts = micro_batch.routed_experts

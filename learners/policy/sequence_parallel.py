@@ -1,21 +1,17 @@
 """Sequence parallelism: the S ranks of a block share the tokens of one micro-batch.
 
-`TokenSlice`: rank i embeds and transforms the i-th stretch of the packed tokens; around attention
-the ranks exchange heads for tokens. It computes log-probabilities, entropies and values of the
-response tokens that its stretch predicts, and the columns are put together again, so that the
-objective sees whole trajectories on every rank. Gradients summed over the block are those of one
-rank: the objective is computed S times with equal results, and each rank passes back the gradient
-of its own rows alone.
-Shapes: N tokens of the micro-batch, n = ceil(N / S) of a rank, R response tokens, r of them
-predicted by this rank's tokens.
+`TokenSlice`: rank i embeds and transforms the i-th stretch of the packed tokens. It computes
+log-probabilities, entropies and values of the response tokens that its stretch predicts, and the
+columns are put together again, so that the objective sees whole trajectories on every rank.
+Gradients summed over the block are those of one rank: the objective is computed S times with equal
+results, and each rank passes back the gradient of its own rows alone.
 
-`HeadExchange`: attention of a block. Each of its ranks holds 1/S of the tokens of a
-micro-batch with all heads. Before the attention call an all-to-all gives it all tokens with 1/S of
-the heads; after it another one turns the output back. Key-value heads that S does not divide are
-repeated until it does. A query head meets the key-value head that the model pairs it with; what a
-head computes is what one rank alone computes. Every rank of the block makes the same calls in the
-same order. Called through transformers' attention interface, by `learners.policy.attention`.
-Shapes: Q query heads, H key-value heads, D head width; the last tokens may be padding.
+`HeadExchange`: before an attention call an all-to-all gives each rank all tokens with 1/S of the
+heads; after it another one turns the output back. Key-value heads that S does not divide are
+repeated until it does. What a head computes is what one rank alone computes. Every rank of the
+block makes the same calls in the same order.
+Shapes: N tokens of the micro-batch, n = ceil(N / S) of a rank, the last of which may be padding, R
+response tokens, r of them predicted by this rank's tokens, Q query heads, D head width.
 """
 
 import math
@@ -62,13 +58,9 @@ class HeadExchange:
         """[1, n, Q, D] from [1, N, Q / S, D]."""
         size, (heads, width) = self.block.count, output.shape[2:]
         num_padded = -(-self.num_tokens // size) * size
-        padded = torch.nn.functional.pad(output[0], (0, 0, 0, 0, 0, num_padded - self.num_tokens))
+        padded = pad(output[0], (0, 0, 0, 0, 0, num_padded - self.num_tokens))
         received = self._exchange(padded.unflatten(0, (size, -1)).flatten(2))
         return received.transpose(0, 1).reshape(1, num_padded // size, size * heads, width)
-
-    def own_heads(self, per_head: torch.Tensor) -> torch.Tensor:
-        """[Q / S] of a parameter [Q] with one entry per query head."""
-        return per_head.chunk(self.block.count)[self.block.index]
 
     def _exchange(self, sent: torch.Tensor) -> torch.Tensor:
         exchanged: torch.Tensor = _AllToAll.apply(sent, self.block.group)  # type: ignore[no-untyped-call]
@@ -76,8 +68,7 @@ class HeadExchange:
 
 
 def over_slices(attend: Attention) -> Attention:
-    """`attend` over whole trajectories, also where the decoder holds a slice of the tokens and
-    passes its `exchange`."""
+    """`attend`, also where the decoder holds a slice of the tokens and passes its `exchange`."""
 
     def attention(
         module: torch.nn.Module,
@@ -95,7 +86,8 @@ def over_slices(attend: Attention) -> Attention:
         key, value = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (key, value))
         query, key, value = exchange.to_heads(query, key, value)
         if (sinks := kwargs.get("s_aux")) is not None:
-            kwargs = {**kwargs, "s_aux": exchange.own_heads(sinks)}
+            own = sinks.chunk(exchange.block.count)[exchange.block.index]
+            kwargs = {**kwargs, "s_aux": own}
         output, _ = attend(module, query, key, value, attention_mask, **kwargs)
         return exchange.to_tokens(output), None
 
@@ -123,11 +115,7 @@ def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def sequence_block(model: PreTrainedModel, mesh: Mesh, *, is_packed: bool = True) -> Ranks | None:
-    """The block of this rank; None if it has the tokens for itself.
-
-    Raises:
-        ConfigError: the ranks cannot share the tokens of this model.
-    """
+    """The block of this rank; None if it has the tokens for itself."""
     size = mesh.size("sequence")
     if size == 1:
         return None
@@ -181,11 +169,7 @@ class TokenSlice:
         experts: torch.Tensor | None = None,
     ) -> "TokenSlice":
         """This rank's slice, in order of ranks; without a block all tokens, or what is `shared`,
-        which is nothing with one.
-
-        Args:
-            experts: [N, L, K] of the micro-batch's tokens.
-        """
+        which is nothing with one. `experts` are [N, L, K] of the micro-batch's tokens."""
         token_ids, packing = micro_batch.token_ids, micro_batch.packing
         predictors, targets = micro_batch.predictors, micro_batch.targets
         if shared is not None:

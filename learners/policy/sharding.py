@@ -1,33 +1,23 @@
 """A network's parameters over the ranks of a mesh: each holds a shard, in float32 if it is trained.
 
 A layer's parameters are gathered in the compute dtype before it runs and freed after that; its
-gradients are summed over the ranks in float32. Summed, not averaged, because a loss has the
-denominators of the whole batch.
+gradients are summed over the ranks in float32, not averaged, because a loss has the denominators of
+the whole batch. What is `kept_in_float32` stays so in the computation. `learner.offload` and
+`checkpoint_layers` change memory and time, and no bit of a result.
 
 Invariant: parameters keep their names; what gathers is called by all ranks in the same order.
 
-`learner.offload` keeps what a GPU does not need all the time in the memory of the host. Results are
-those without; each option moves memory alone.
-
-`checkpoint_layers`: a decoder layer keeps its input and computes the rest a second time. The
-gradients are the same bits; only memory and time change. The wrapping is inside the layer's hooks,
-so a layer that is sharded is gathered before it is computed again. It comes before sharding.
-
-What is `kept_in_float32` stays so in the computation.
-
-`compute_in`: master weights, which are float32 parameters behind those that a narrower dtype
-computes with. On one rank the modules of a network hold copies of its parameters in the compute
-dtype. Each copy's gradient is added to its master's in float32 and freed as soon as it is complete,
-so micro-batches accumulate in float32; the copies follow the masters before a forward pass. Shards
-do the same on several ranks. Optimizer, checkpoints and weight channel see masters alone, under the
-parameters' names. A parameter that is frozen, and that the dtype holds bit for bit, has none
-(`narrow_frozen`): that is nearly all of a bfloat16 model with an adapter.
+`compute_in`, master weights on one rank: the modules of a network hold copies of its float32
+parameters in the compute dtype. Each copy's gradient is added to its master's in float32 and freed
+as soon as it is complete, so micro-batches accumulate in float32; the copies follow the masters
+before a forward pass. Optimizer, checkpoints and weight channel see masters alone. A parameter that
+is frozen, and that the dtype holds bit for bit, has none (`narrow_frozen`): that is nearly all of a
+bfloat16 model with an adapter.
 
 `split_matrices`, tensor parallelism: each of the ranks along `tensor` has a part of every matrix of
-a layer. What is split how is the plan that transformers has for the model. The embeddings and the
-LM head stay whole: log-probabilities are computed from whole blocks of the vocabulary. The ranks of
-a tensor block compute the same hidden states, bit for bit, and so the same gradients of what they
-all hold. Called before the parameters are sharded.
+a layer, by the plan that transformers has for the model. The embeddings and the LM head stay whole:
+log-probabilities are computed from whole blocks of the vocabulary. The ranks of a tensor block
+compute the same hidden states, bit for bit, and so the same gradients of what they all hold.
 """
 
 import re
@@ -69,10 +59,7 @@ Held = TypeVar("Held", bound=Tensor)
 
 
 def compute_in(network: Network, dtype: torch.dtype) -> None:
-    """Give the network's modules copies in `dtype`, which forward and backward passes then use.
-
-    A network of which nothing is trained is cast itself and has no masters.
-    """
+    """Give the network's modules copies in `dtype`, which forward and backward passes then use."""
     narrow_frozen(network, dtype)
     copies = {parameter: _copy(parameter, dtype) for parameter in _wider(network, dtype)}
     if copies:
@@ -228,7 +215,8 @@ def layers(network: Network) -> Iterator[torch.nn.Module]:
 
 def checkpoint_layers(network: Network, every: int = 1, *, on_host: bool = False) -> None:
     """Make every n-th decoder layer, from the first on, keep its input alone, in the memory of the
-    host if `on_host`."""
+    host if `on_host`, and compute the rest a second time. It comes before sharding, so that a layer
+    is gathered before it is computed again."""
     for layer in islice(layers(network), 0, None, every):
         layer.forward = partial(_checkpointed, layer.forward, on_host)
 
@@ -259,7 +247,8 @@ _STYLES = frozenset(
 
 
 def split_matrices(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Leave this rank its part of each matrix, as a DTensor over the ranks along `tensor`.
+    """Leave this rank its part of each matrix, as a DTensor over the ranks along `tensor`; before
+    the parameters are sharded.
 
     Raises:
         ConfigError: transformers has no plan for the model, or it does not fit so many ranks.

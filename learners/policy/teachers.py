@@ -3,12 +3,12 @@
     teachers with a path    a pass without gradient here, as of the reference policy
     teachers with a url     recorded with the trajectory, by the generator that asked
 
-Invariant: teachers read the policy's tokens and have its temperature; the result does not depend
-on how a batch is cut, nor on how it is divided among ranks, which call all of this together.
-Shapes: R response tokens, S trajectories.
-
 Where teachers are mixed, a token has the sum of their shares of log pi_k, so that with shares w_k
 that add up to 1 its advantage sum_k w_k (log pi_k - log pi) is minus the weighted reverse KL.
+
+Invariant: teachers read the policy's tokens and have its temperature; the result does not depend
+on how a batch is cut, nor on how it is divided among ranks, which call all of this together.
+Shapes: R response tokens.
 """
 
 from collections.abc import Mapping, Sequence

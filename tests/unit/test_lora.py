@@ -11,12 +11,12 @@ from actors.engines.hf.engine import SpareWeights
 from actors.engines.model import require_same_parameters
 from learners.parallel.mesh import described as describe
 from learners.policy.lora import (
-    Factors,
-    MergedWeights,
     adapted_layers,
+    adapter_factors,
     add_adapter,
     merged_weights,
     save_adapter,
+    with_adapter,
     without_adapter,
 )
 from streamrl.config.learner import LoraSettings
@@ -70,7 +70,7 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(make):
 )
 def test_merged_weights_make_a_model_without_adapter_compute_the_same(make, targets):
     model, plain = adapted(make(), targets=targets), make()
-    merged = MergedWeights(model)
+    merged = with_adapter(model)
     assert list(merged) == [name for name, _ in plain.named_parameters()]
     plain.load_state_dict({name: merged[name] for name in merged}, strict=False)
     assert not torch.allclose(make()(IDS).logits, model(IDS).logits, atol=0.1)
@@ -80,10 +80,10 @@ def test_merged_weights_make_a_model_without_adapter_compute_the_same(make, targ
 @pytest.mark.parametrize("make", [make_llama, make_gpt2])
 def test_the_factors_that_are_sent_make_the_merged_weights(make):
     model = adapted(make())
-    factors, base = Factors(model), dict(make().named_parameters())
+    factors, base = adapter_factors(model), dict(make().named_parameters())
     manifest = manifest_of(factors)
     require_same_parameters(manifest, {name: tuple(p.shape) for name, p in base.items()})
-    merged = MergedWeights(model)
+    merged = with_adapter(model)
     received = dict(lora.merged(factors.items(), base.__getitem__))
     assert received.keys() == {name for name in merged if not torch.equal(merged[name], base[name])}
     for name, matrix in received.items():
@@ -91,7 +91,7 @@ def test_the_factors_that_are_sent_make_the_merged_weights(make):
 
 
 @pytest.mark.parametrize("make", [make_llama, make_gpt2])
-@pytest.mark.parametrize("kind", [MergedWeights, Factors])
+@pytest.mark.parametrize("kind", [with_adapter, adapter_factors])
 def test_what_is_sent_is_described_without_memory(kind, make):
     model = adapted(make())
     described = kind(model, describe)
@@ -102,7 +102,7 @@ def test_what_is_sent_is_described_without_memory(kind, make):
 @pytest.mark.parametrize("is_half", [True, False])
 def test_factors_of_another_model_are_refused(is_half):
     shapes = {name: tuple(p.shape) for name, p in make_llama(hidden_size=64).named_parameters()}
-    manifest = manifest_of(Factors(adapted(make_llama())))
+    manifest = manifest_of(adapter_factors(adapted(make_llama())))
     if is_half:
         shapes = {name: tuple(p.shape) for name, p in make_llama().named_parameters()}
         manifest = manifest[:-1]
@@ -115,7 +115,7 @@ def test_an_engine_merges_factors_into_the_model_that_it_started_with():
     spare = SpareWeights(own)
     for seed in (1, 2, 3):
         model = adapted(make_llama(), seed=seed)
-        factors = Factors(model)
+        factors = adapter_factors(model)
         assert spare.landing(manifest_of(factors)) is None
         spare.stage(factors.items())
         spare.swap()
@@ -127,7 +127,7 @@ def test_factors_after_a_whole_model_are_refused():
     spare = SpareWeights(own)
     spare.landing(manifest_of(dict(own.named_parameters())))
     with pytest.raises(WeightTransferError, match="start this generator again"):
-        spare.landing(manifest_of(Factors(adapted(make_llama()))))
+        spare.landing(manifest_of(adapter_factors(adapted(make_llama()))))
 
 
 def test_without_its_adapter_it_is_the_model_it_was():
