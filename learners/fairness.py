@@ -43,11 +43,8 @@ class FairnessWindow:
         self, stats: BufferStats, step_s: float, headers: Sequence[GroupHeader] = ()
     ) -> dict[str, float]:
         """Those of the window that ends with `stats`, and of its last step, which took `step_s` and
-        trained the groups of `headers`; logs a warning where training is unfair.
-
-        A buffer whose totals are lower than before has lost its memory, or a learner attached to it
-        again; the window then begins anew.
-        """
+        trained the groups of `headers`; logs a warning where training is unfair. The window begins
+        anew where totals are lower, as of a buffer that has lost its memory."""
         before = self._totals[-1].sampled.num_tokens
         discarded = (length for header in headers for length in header.discarded_lengths)
         self._discarded += LengthHistogram.of(discarded).rounded()

@@ -3,11 +3,6 @@
 Invariant: the rate of a step is a function of the step and of what it trains, so a resumed run
 needs no scheduler state. An update whose gradient is not finite changes nothing, and few in a row
 are skipped.
-
-`by_mesh`: tensor parallelism leaves parameters that are sharded over different meshes. Torch's
-operations on lists of tensors, which AdamW and the gradient's norm are made of, take tensors of one
-mesh at a time. The norm is that of the whole gradient, each element counted once; all ranks call it
-together and get the same.
 """
 
 import logging
@@ -73,8 +68,8 @@ def update(
 ) -> dict[str, float]:
     """Clip the gradient, step, clear it; metrics under `prefix`.
 
-    A gradient that is not finite changes nothing and is counted. With `is_frozen` no gradient
-    changes anything. The gradient is that of a loss which was multiplied by `loss_scale`.
+    With `is_frozen` no gradient changes anything. The gradient is that of a loss which was
+    multiplied by `loss_scale`.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group[LR_RATIO]
@@ -138,18 +133,15 @@ def was_skipped(metrics: Mapping[str, float]) -> bool:
 
 
 class SkippedUpdates:
-    """Counts the updates in a row that were skipped; the count begins anew with the process."""
+    """Counts the updates in a row that were skipped, and refuses more than the limit; the count
+    begins anew with the process."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._num = 0
 
     def count(self, metrics: Mapping[str, float], policy_version: int) -> None:
-        """One more update of this version, with the metrics of `update`, of one or two networks.
-
-        Raises:
-            DivergedError: more than the limit were skipped in a row.
-        """
+        """One more update of this version, with the metrics of `update`, of one or two networks."""
         if not was_skipped(metrics):
             self._num = 0
             return
@@ -259,7 +251,8 @@ def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
 
 
 def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Those of one mesh together, in their order."""
+    """Those of one mesh together, in their order: tensor parallelism leaves several meshes, and
+    torch's operations on lists of tensors, as AdamW and the norm have them, take one at a time."""
     ordered = list(parameters)
     meshes = dict.fromkeys(_mesh(p) for p in ordered)
     return [[p for p in ordered if _mesh(p) == mesh] for mesh in meshes]
@@ -267,7 +260,8 @@ def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
-    """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
+    """Scale the gradients so that their norm is at most `max_norm`; the norm before, of the whole
+    gradient. All ranks call it together and get the same."""
     parts = by_mesh(p for p in parameters if p.grad is not None)
     norms = [full(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
     total = norms[0] if len(norms) == 1 else torch.stack(norms or [torch.zeros(())]).norm()

@@ -1,8 +1,5 @@
-"""The learner's half of parity: its log-probabilities of tokens that an engine sampled.
-
-The policy computes log-probabilities as a training step does: the same packing, attention,
-precision and temperature.
-"""
+"""The learner's half of parity: its log-probabilities, as a training step computes them, of tokens
+that an engine sampled."""
 
 from collections.abc import Iterator
 

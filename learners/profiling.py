@@ -7,38 +7,13 @@ from the first gradient that reaches a network's output to the end of that backw
 Invariant: nothing here waits for a device before the end of a step, and nothing changes what is
 computed.
 
-`StepTimes`: seconds of the phases of a step, summed under their names. On a GPU a phase is the time
-between two events of its stream, read at the end of the step: nothing waits for the device in
-between. On a CPU it is wall-clock time. A phase that is open when the seconds are read is not lost,
-it counts in the next step.
-
-`NetworkFlops`: the model's own count of floating-point operations. A forward pass costs two
-operations per token for each weight of a matrix product, and attention four per pair of tokens for
-each of its channels, in the layers that have it; a token sees itself and earlier ones, so a
-trajectory of n tokens has n (n + 1) / 2 pairs, fewer under a sliding window. A backward pass costs
-twice as much, half of it only for weights that are trained. The LM head counts for the response
-tokens alone, since no other logits are computed; of experts those that a token is routed to. A
-token that several trajectories share counts once, except in attention. What is recomputed to save
-memory does not count, nor do element-wise operations and the state of recurrent layers.
-
-`Tracer`: traces of chosen steps, for torch's profiler views, for its memory view, or for Nsight
-Systems.
-
-    <run>/profiler/step3-rank0.json.gz        chrome://tracing, Perfetto, HTA
-    <run>/profiler/step3-rank0.pickle         pytorch.org/memory_viz
-
-A step that is not chosen costs one comparison. What cannot be written is logged; the
-step counts nevertheless.
-
 `ScalingWindow`: how busy generators and learner are over the last steps, for
 `streamrl.diagnosis.scaling`.
-
-A window is of the same processes from its first step to its last, and has no step that
-waited for them to start.
 """
 
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +36,11 @@ Moment = float | torch.cuda.Event
 
 
 class StepTimes:
-    """Of one thread at a time, on one device."""
+    """Seconds of the phases of a step, summed under their names; of one thread at a time.
+
+    On a GPU a phase is the time between two events of its stream, read at the end of the step, on a
+    CPU wall-clock time. A phase that is open when the seconds are read counts in the next step.
+    """
 
     def __init__(self, device: torch.device | None = None, *, with_nvtx: bool = False) -> None:
         self._has_events = device is not None and device.type == "cuda"
@@ -134,30 +113,29 @@ counts. From the vendors' data sheets; float32 without tensor cores."""
 
 
 def peak_flops(device: torch.device, dtype: str, given_tflops: float | None) -> float | None:
-    """Operations per second of one device, as given or as known by its name; None if neither."""
+    """Of one device, as given or as known by its name; None if neither."""
     if given_tflops is not None:
         return 1e12 * given_tflops
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = (peaks for prefix, peaks in PEAK_TFLOPS.items() if _is_named(name, prefix))
-    # Both halves are multiplied alike.
+    # Whole words: an L4 is no L40. Both halves are multiplied alike.
+    known = (peaks for words, peaks in PEAK_TFLOPS.items() if re.match(rf"{words}\b", name))
     tflops = next(known, {}).get("bfloat16" if dtype == "float16" else dtype)
     return None if tflops is None else 1e12 * tflops
 
 
-def _is_named(name: str, prefix: str) -> bool:
-    """Whether the name begins with these words; an L4 is no L40.
-
-    >>> _is_named("NVIDIA L40S", "NVIDIA L4"), _is_named("NVIDIA A100-SXM4-80GB", "NVIDIA A100")
-    (False, True)
-    """
-    return name.startswith(prefix) and not name[len(prefix) : len(prefix) + 1].isalnum()
-
-
 @dataclass(frozen=True)
 class NetworkFlops:
-    """What a pass of one network costs."""
+    """The model's own count of what a pass costs.
+
+    A forward pass costs two operations per token for each weight of a matrix product, and attention
+    four per pair of tokens for each of its channels. A backward pass costs twice as much, half of
+    it only for weights that are trained. The LM head counts for the response tokens alone; of
+    experts those that a token is routed to. A token that several trajectories share counts once,
+    except in attention. What is recomputed to save memory does not count, nor do element-wise
+    operations and the state of recurrent layers.
+    """
 
     num_weights: float
     """Of the decoder's matrices, those that a token meets."""
@@ -249,7 +227,12 @@ MAX_ALLOCATIONS = 100_000
 
 
 class Tracer:
-    """Of one rank; `begin` and `end` stand around the steps, in the thread that computes them."""
+    """Traces of chosen steps of one rank, or marks of them for Nsight Systems. `begin` and `end`
+    stand around the steps; what cannot be written is logged.
+
+    <run>/profiler/step3-rank0.json.gz        chrome://tracing, Perfetto, HTA
+    <run>/profiler/step3-rank0.pickle         pytorch.org/memory_viz
+    """
 
     def __init__(
         self, settings: ProfilerSettings, run: Path, device: torch.device, rank: int
@@ -332,10 +315,8 @@ class StepProfile:
             yield
 
     def take(self, train_s: float) -> dict[str, float]:
-        """Metrics of the step that ended, whose computation took `train_s`; counting starts anew.
-
-        Operations are those of this rank, by the model's own count.
-        """
+        """Metrics of the step that ended, whose computation took `train_s`, of this rank; counting
+        starts anew."""
         per_s = self._num_flops / self._ranks_per_share / train_s
         self._num_flops = 0.0
         mfu = {} if self._peak is None else {"learner/mfu": per_s / self._peak}
@@ -376,17 +357,15 @@ _MIN_STEPS = 3
 
 
 class _Step(NamedTuple):
-    """Times of a step, and the generators at its end."""
-
     step_s: float
     wait_s: float
     train_s: float
     generators: Mapping[str, GeneratorStatus]
+    """At its end, by session."""
 
 
 class ScalingWindow:
-    """The last NUM_STEPS steps, or those of WINDOW_S if they are more; the learner calls `metrics`
-    after each step."""
+    """The last NUM_STEPS steps, or those of WINDOW_S if they are more, with the same generators."""
 
     def __init__(self, num_ranks: int, free_cores: float = math.nan) -> None:
         self._num_ranks = num_ranks
@@ -402,14 +381,14 @@ class ScalingWindow:
             self._steps.clear()
         waits = metrics.get("learner/wait_s", 0.0), metrics.get("learner/train_s", 0.0)
         self._steps.append(_Step(step_s, *waits, generators))
-        self._forget()
+        total_s = sum(step.step_s for step in self._steps)
+        while len(self._steps) > NUM_STEPS + 1 and total_s - self._steps[0].step_s > WINDOW_S:
+            total_s -= self._steps.popleft().step_s
         return {**scaling_metrics(self._load(stats.capacity)), FREE_CORES: self._free_cores}
 
     def _load(self, capacity: int) -> Load | None:
-        """None before there are enough steps, or unless every generator says how busy it is.
-
-        The first step of the window ends where it begins.
-        """
+        """None before there are enough steps, or unless every generator says how busy it is. The
+        window begins where its first step ends."""
         first, *steps = self._steps
         last = steps[-1].generators if len(steps) >= _MIN_STEPS else {}
         if not last or not all(status.max_num_groups for status in last.values()):
@@ -429,8 +408,3 @@ class ScalingWindow:
             busy_groups=sum(busy),
             capacity=capacity,
         )
-
-    def _forget(self) -> None:
-        total_s = sum(step.step_s for step in self._steps)
-        while len(self._steps) > NUM_STEPS + 1 and total_s - self._steps[0].step_s > WINDOW_S:
-            total_s -= self._steps.popleft().step_s

@@ -5,19 +5,16 @@
     below 1 - ess               yes                        higher by one
     below 1 - ess               no                         stays
 
-Lag is worth its cost only where it saves time: a learner that never waits gets nothing for a higher
-bound. With a bound b a group is sampled up to b updates before the one that trains it, b + 1 with
-that one. In their number 1 - ESS grows linearly where updates point in all directions, and
-quadratically where they point in one (it is about the variance of the log-ratio). So the bound is
-lowered as if linearly, and raised only if 1 - ESS would stay below its limit quadratically: between
-the two lies a band in which it rests, and no rise calls for a fall. It rises by one and falls by
-all that it is too high (additive increase, multiplicative decrease), since what a step loses grows
-while the learning rate does: a bound that is too low costs time, one that is too high costs what
-was learned.
+Lag is worth its cost only where it saves time. With a bound b a group is sampled up to b updates
+before the one that trains it, b + 1 with that one. In their number 1 - ESS grows linearly where
+updates point in all directions, and quadratically where they point in one (it is about the variance
+of the log-ratio). So the bound is lowered as if linearly, and raised only if 1 - ESS would stay
+below its limit quadratically: between the two lies a band in which it rests, and no rise calls for
+a fall. It rises by one and falls by all that it is too high (additive increase, multiplicative
+decrease): a bound that is too low costs time, one that is too high costs what was learned.
 
-Pure. Groups of the bound before are trained for about as many steps as it was; those steps count
-for nothing. A learner that goes on after a stop begins with the bound that it had, and without
-steps.
+Groups of the bound before are trained for about as many steps as it was; those steps count for
+nothing. A learner that goes on after a stop begins with the bound that it had, and without steps.
 """
 
 import math

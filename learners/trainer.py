@@ -6,8 +6,7 @@ the batch was cut into parts, where the algorithm accepts parts. Runs in one thr
 input and output.
 
 Targets (advantages, proximal log-probabilities, values) are of the batch and stay as they are while
-its updates move the policy. With one update the training pass itself yields the proximal
-log-probabilities; `TargetCollector` says when a pass of their own comes first.
+its updates move the policy.
 """
 
 import logging
@@ -100,9 +99,8 @@ class Trainer:
         return self.update()
 
     def accumulate(self, part: TrainingBatch) -> None:
-        """Add the gradient of a whole batch, or of groups of it that are not added yet.
-
-        Of a batch with several updates it is the gradient of the first.
+        """Add the gradient of a whole batch, or of groups of it that are not added yet. Of a batch
+        with several updates it is the gradient of the first.
 
         Raises:
             ValueError: the second part of a batch that is taken as a whole.
@@ -131,8 +129,7 @@ class Trainer:
         self._profile.tracer.end()
 
     def update(self) -> dict[str, float]:
-        """Make the updates of the batch, the first from its gradient; metrics under their public
-        names."""
+        """Make the updates of the batch, the first from its gradient; its metrics."""
         start, parts = time.perf_counter(), self._parts
         if self._rescorer is not None:
             self._rescorer.keep(parts[0].batch.policy_version)
@@ -148,8 +145,7 @@ class Trainer:
         return {**of_batch(parts), **of_updates(updates), **work, **profile}
 
     def state_dict(self) -> dict[str, float]:
-        """What the steps that are made have measured, besides parameters and optimizers; not what
-        a batch without its update has."""
+        """What the steps that are made have measured; not what a batch without its update has."""
         return {**self._measured, **self._scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

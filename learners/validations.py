@@ -1,7 +1,6 @@
 """What validators report to the learner: recorded once for each version, and the early stop by it.
 
-The weight sender calls `on_report` with each report, again with each Hello; the learner's loop asks
-for `stop_reason` and, at its end, waits for the last version's validation.
+The weight sender calls `on_report` with each report, again with each Hello.
 Invariant: a step waits for no validation.
 """
 

@@ -1,11 +1,6 @@
 """A micro-batch: the trajectories of one forward pass, as one packed row of tokens.
 
-They stand one after the other, without padding. Invariant: a micro-batch says which rows of the
-batch it holds.
-
-`Packing`: where the trajectories end, and which of them are alike in length. `rows` takes rows of a
-tensor by their indices, some of them repeatedly; the gradient of a row is summed in one order,
-whatever runs beside it.
+They stand one after the other, without padding.
 
 `SharedPrompts`: prompts that several trajectories of a micro-batch begin with are computed once.
 Where attention alone connects tokens, a token's states depend on the tokens up to it and on nothing
@@ -14,7 +9,6 @@ predicts one is left out, too.
 
 Invariant: log-probabilities and gradients are those of the micro-batch without sharing, up to the
 order of sums. A trajectory that is not finite may make those that begin like it so, too.
-The network decides whether it may share.
 Shapes: N tokens of the micro-batch (prompts included), n of them computed, S trajectories, B of
 them in a bucket, L the longest of a bucket, R response tokens, M candidates of these, O tokens that
 were observed between them.
@@ -36,7 +30,8 @@ from streamrl.types import Media, RoutedExperts
 
 
 def rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """[*I, ...] from [N, ...] for indices [*I], which are on the tensor's device."""
+    """[*I, ...] from [N, ...] for indices [*I], which are on the tensor's device. The gradient of a
+    row is summed in one order, whatever runs beside it."""
     if tensor.is_cuda:
         # There the gradient of `index_select` adds as threads come.
         return tensor[indices]
@@ -61,8 +56,7 @@ def offsets_within(lengths: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The bounds of the trajectories: consecutive stretches of so many of the N tokens, or of
-    `places` of tokens."""
+    """Where trajectories end: consecutive stretches of so many of the N tokens, or of `places`."""
 
     lengths: tuple[int, ...]
     device: torch.device
@@ -163,8 +157,6 @@ class SharedPrompts:
     """[R] positions in n whose hidden states predict the response tokens."""
     packing: Packing
     """Of the trajectories without what follows their last predictor."""
-    prompts: tuple[int, ...]
-    """[S] tokens of each trajectory's beginning, which others may have, too."""
 
     @classmethod
     def of(
@@ -181,8 +173,7 @@ class SharedPrompts:
         """None if more than `most` of the tokens would be left.
 
         Args:
-            token_ids: [N]
-            lengths: [S] tokens of each trajectory.
+            lengths: [S] tokens of each trajectory, `token_ids` [N] being those of all.
             prompts: [S] tokens of its beginning, which others may have, too.
             predictors: [R] positions in N, rising.
             routed_experts: [N] what else must be alike.
@@ -212,14 +203,13 @@ class SharedPrompts:
             tokens=to_device(torch.from_numpy((starts[row] + offset)[is_own]), device),
             predictors=to_device(torch.from_numpy(place_of[predictors]), device),
             packing=Packing(tuple(needed.tolist()), device, torch.from_numpy(places)),
-            prompts=tuple(prompts),
         )
 
 
 def beginning(
     token_ids: NDArray[np.integer], routed_experts: RoutedExperts | None, tokens: slice
 ) -> bytes:
-    """Equal for tokens that have equal states: the same ids, and the same experts."""
+    """Equal for tokens that have equal states."""
     ids = token_ids[tokens].tobytes()
     return ids if routed_experts is None else ids + routed_experts.part(tokens).content
 

@@ -9,21 +9,13 @@ what is trained would then have other lengths than what was sampled.
 
 Longest first into the bin with most room. Karmarkar-Karp, which verl and ROLL use, balances without
 knowing the limit, and exceeds it where the bins are nearly full; this keeps the limit, comes close
-in balance, and takes a heap's time. A rank fills the bins of all, since all have as many. Which
-rank has which trajectories, `share` says.
+in balance, and takes a heap's time.
 
-`beside_each_other`: siblings, which are trajectories that begin alike, in one micro-batch compute
-that once. Balanced micro-batches have the siblings of a group spread over all of them. Here they
-are laid side by side, and the row is cut into as many parts.
-
-Invariant: as many micro-batches, no trajectory in two, and none of several trajectories with more
-tokens to compute than the limit. The cut is taken only where the fullest micro-batch has fewer left
-than that of the balanced ones, so a rank that others wait for never gets slower.
+`beside_each_other`: balanced micro-batches have the siblings of a group spread over all of them.
+Here they are laid side by side, since in one micro-batch they compute their prompt once, and the
+row is cut into as many parts. The cut is taken only where the fullest micro-batch has fewer tokens
+left than that of the balanced ones, so a rank that others wait for never gets slower.
 Shapes: S trajectories of the batch.
-
-`owners`: the groups of a batch, divided among the ranks by their headers. A group belongs to one
-rank, which alone fetches its payload; the plan is a function of the headers and the number of
-ranks, so every rank makes the same one.
 """
 
 from bisect import bisect_left
@@ -52,9 +44,6 @@ def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> lis
     Args:
         lengths: [S] tokens of every rank's trajectories.
         owners: [S] the rank of each.
-
-    Raises:
-        ConfigError: there is no trajectory at all.
     """
     if not len(lengths):
         raise ConfigError("a batch without trajectories cannot be packed")
@@ -170,7 +159,8 @@ def _left(bins: Integers, lengths: Integers, beginnings: Beginnings) -> Integers
 
 
 def owners(num_tokens: Sequence[int], num_ranks: int) -> Integers:
-    """The rank of each group by its tokens: those with most first, to the rank with the fewest."""
+    """The rank of each group by its tokens: those with most first, to the rank with the fewest. A
+    group belongs to one rank, which alone fetches its payload; every rank makes the same plan."""
     tokens = np.asarray(num_tokens, np.int64)
     ranks = np.empty_like(tokens)
     heap = [(0, rank) for rank in range(num_ranks)]

@@ -1,18 +1,12 @@
 """Trajectory groups as tensors: the batch of a step, flat over its response tokens.
 
-A `TrainingBatch` holds what was recorded, and cuts micro-batches from it.
 Invariant: a batch does not depend on how it is cut, nor on how it is divided among ranks.
 Shapes: S trajectories, R response tokens of all of them, E episodes.
 
-`Episodes`: a batch by what credit is assigned to. An episode whose context was rewritten is several
-trajectories, its segments, which follow one another in the batch. What is recorded of an episode
-stands with each of them. The response tokens of an episode are consecutive, so the estimators of
-advantages take episodes as they take trajectories; where no context was rewritten the two are the
-same.
-
-`episode_sums`: what environments recorded of their episodes, as means by environment. An episode
-counts once, however many segments it has; the means do not depend on how the batch was divided
-among ranks or cut into parts.
+Credit is assigned to episodes. One whose context was rewritten is several trajectories, its
+segments, which follow one another in the batch; what is recorded of it stands with each of them,
+and counts once in a mean. Its response tokens are consecutive, so the estimators of advantages take
+episodes as they take trajectories.
 """
 
 import math
@@ -89,8 +83,6 @@ def _candidates(
 
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """Build with `of`."""
-
     first: torch.Tensor
     """[E] int64, the first trajectory of each."""
     of_trajectory: torch.Tensor
@@ -257,7 +249,8 @@ class TrainingBatch:
         truncated, at_deadline, num_invalid, difficulties, greedy_rewards = outcomes.unbind(1)
         behavior = _responses(trajectories, "behavior_logprobs", np.float32)
         versions = _responses(trajectories, "policy_versions", np.int32)
-        judged = ranks.sum(_among(tokens, _judgments(trajectories)))
+        judged = np.concatenate([np.zeros((0, 2), np.float32), *map(_judged, trajectories)])
+        is_in_loss, turn_rewards = ranks.sum(_among(tokens, torch.from_numpy(judged))).unbind(1)
         return cls(
             trajectories=trajectories,
             owners=tuple(owner.tolist()),
@@ -281,8 +274,8 @@ class TrainingBatch:
             media={medium.id: medium for group in groups for medium in group.media},
             teachers=tuple(group.teacher for group in groups for _ in group.trajectories),
             teacher_prompts=tuple(g.teacher_prompt for g in groups for _ in g.trajectories),
-            is_in_loss=judged[:, 0] > 0,
-            turn_rewards=judged[:, 1],
+            is_in_loss=is_in_loss > 0,
+            turn_rewards=turn_rewards,
             environment_sums=add_episode_sums(
                 ranks.gather(episode_sums(groups), dict[str, tuple[float, int]])
             ),
@@ -299,11 +292,7 @@ class TrainingBatch:
 
     @property
     def greedy_rewards(self) -> torch.Tensor:
-        """[S] reward of a greedy completion of the same prompt.
-
-        Raises:
-            ConfigError: a generator did not record it.
-        """
+        """[S] reward of a greedy completion of the same prompt."""
         if bool(self.given_greedy_rewards.isnan().any()):
             raise ConfigError(
                 "algorithm.advantage remax needs the reward of a greedy completion, and a group "
@@ -377,12 +366,9 @@ class TrainingBatch:
         *,
         shares_prompts: bool = True,
     ) -> list[MicroBatch]:
-        """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen.
-
-        A longer trajectory has one of its own. Each rank packs its own; all get the same number of
-        micro-batches, some without any. `shares_prompts`: the network computes once what
-        trajectories of a micro-batch begin with, and it counts once.
-        """
+        """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen, see
+        `learners.batch.packing`. `shares_prompts`: the network computes once what trajectories of a
+        micro-batch begin with, and it counts once."""
         indices = list(range(len(self)) if chosen is None else chosen)
         lengths, owners = np.array(self.lengths)[indices], np.array(self.owners)[indices]
         packed = pack(lengths, owners, self.rank, max_tokens)
@@ -519,14 +505,9 @@ def _responses(trajectories: Sequence[Trajectory], field: str, dtype: Any) -> to
     return torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype)]))
 
 
-def _judgments(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+def _judged(trajectory: Trajectory) -> NDArray[np.float32]:
     """[R, 2] of each response token: whether it counts for the loss, and what its turn, if it is
     the last token of one, was rewarded with."""
-    columns = [np.zeros((0, 2), np.float32), *map(_judged, trajectories)]
-    return torch.from_numpy(np.concatenate(columns))
-
-
-def _judged(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.float32]]:
     mask = trajectory.loss_mask
     column = np.zeros((trajectory.num_response_tokens, 2), np.float32)
     column[:, 0] = 1.0 if mask is None else mask[trajectory.response_mask]

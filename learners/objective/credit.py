@@ -5,13 +5,9 @@
 Invariant: a function of the batch, the `algorithm:` section and the state below, which is part of a
 checkpoint. An episode of several segments is credited as one.
 Shapes: R response tokens, E episodes, S trajectories.
-
-`mini_batches`: which trajectories of a batch each of its updates trains. A function of the batch,
-the `learner:` section, the seed and the policy version, so that a run that resumes repeats it.
-Groups are whole; an epoch trains each of them once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -21,11 +17,7 @@ import torch
 from learners.batch.training_batch import TrainingBatch
 from learners.parallel.ranks import Ranks
 from streamrl.algorithms.advantages import AdvantageInput, estimate_advantages, gae_returns
-from streamrl.algorithms.kl import (
-    KlCoefficient,
-    kl_penalty,
-    teacher_advantages,
-)
+from streamrl.algorithms.kl import KlCoefficient, kl_penalty, teacher_advantages
 from streamrl.algorithms.reward_shaping import (
     RoleBaselines,
     RunningMoments,
@@ -47,26 +39,22 @@ def mini_batches(
 ) -> list[list[int]]:
     """The trajectories of each update, by their index in the batch, in the order of the updates.
 
+    The same in a run that resumes. Groups are whole; an epoch trains each of them once.
+
     Args:
         seed: of the run.
         resampled: the trajectories that take the place of the batch's, with repetitions.
     """
     indices = range(len(batch.lengths)) if resampled is None else resampled
-    groups = batch.group_indices.tolist()
-    chosen = [
-        [i for i in indices if groups[i] in update] for update in _groups(batch, learner, seed)
-    ]
-    return [members for members in chosen if members]
-
-
-def _groups(batch: TrainingBatch, learner: LearnerSettings, seed: int) -> Iterator[frozenset[int]]:
-    """Of each update."""
-    num_groups = int(batch.group_indices.max()) + 1
+    group_of = batch.group_indices.tolist()
+    chosen = []
     for epoch in range(learner.epochs):
         random = np.random.default_rng([seed, batch.policy_version, epoch])
-        order = random.permutation(num_groups)
-        for groups in np.array_split(order, learner.updates_per_batch):
-            yield frozenset(groups.tolist())
+        order = random.permutation(max(group_of) + 1)
+        for part in np.array_split(order, learner.updates_per_batch):
+            groups = frozenset(part.tolist())
+            chosen.append([i for i in indices if group_of[i] in groups])
+    return [members for members in chosen if members]
 
 
 @dataclass(frozen=True, eq=False)

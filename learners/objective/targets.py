@@ -1,36 +1,19 @@
 """The targets of a batch: what the loss of each token is computed from, besides the network.
 
-They are known before the first backward pass: advantages, proximal and reference log-probabilities,
-values and returns, masks and weights.
+They are known before the first backward pass:
 
     passes without gradient (proximal, reference, values) -> credit -> one table
 
 Invariant: one row per response token (or trajectory) in every column, in the order of the batch;
 every rank has all rows, so what compares trajectories is right however they are divided among the
-ranks. A pass that no setting uses is not made. A micro-batch gets its rows by `Targets.select`
-alone.
+ranks. A pass that no setting uses is not made.
 Shapes: R response tokens, S trajectories.
-
-`correct`: what `algorithm.rollout_is` makes of the log-probabilities of stale data. Rejection and
-veto act under every `algorithm.proximal`; other weights than 0 and 1 do not where the ratio of the
-loss is the importance ratio itself. What tokens that are taken out count for in the denominators is
-said by `normalize_by` alone.
-
-`PolicyPasses`: the policy's forward passes in a step. A micro-batch has the same numbers in every
-pass, and at most one graph exists. Where the log-probabilities are needed before the loss (ratios
-in the advantage, KL in the reward, corrections of a whole batch), the pass over the first
-micro-batch comes last and keeps its graph, which the gradient then begins with: what fits into one
-micro-batch is computed once. A sharded network keeps none, since its parameters stay gathered until
-the backward pass; nor does one with dropout, which acts in passes with gradient alone.
 
 Sequences with a number that is not finite leave the batch, and the step is made of the others. A
 mask is not enough: in the backward pass such a row reaches the weights that all rows share, since
 0 * NaN is NaN. So the sequence is taken out of its micro-batch, and what was accumulated of the
-batch is computed anew without it, by all ranks together. As long as all are finite, this costs a
-comparison per number.
-
-A batch of which no sequence is finite stays as it is; its gradient is not finite, and
-its update is skipped and counted.
+batch is computed anew without it, by all ranks together. A batch of which no sequence is finite
+stays as it is; its gradient is not finite, and its update is skipped and counted.
 """
 
 import logging
@@ -72,7 +55,10 @@ def correct(
     advantages: torch.Tensor | None = None,
     rescored_logprobs: torch.Tensor | None = None,
 ) -> RolloutIS:
-    """The correction of these tokens [R].
+    """The correction of these tokens [R] by `algorithm.rollout_is`.
+
+    Rejection and veto act under every `algorithm.proximal`; other weights than 0 and 1 do not where
+    the ratio of the loss is the importance ratio itself.
 
     Args:
         logprobs: under the policy at the start of the batch for proximal `recompute`, else under
@@ -99,7 +85,14 @@ def correct(
 
 
 class PolicyPasses:
-    """`TargetCollector` asks for log-probabilities, `Gradient` for what the loss needs."""
+    """The policy's forward passes: `TargetCollector` asks for log-probabilities, `Gradient` for
+    what the loss needs.
+
+    Where both ask, the pass over the first micro-batch comes last and keeps its graph, which the
+    gradient then begins with: what fits into one micro-batch is computed once. A sharded network
+    keeps none, since its parameters stay gathered until the backward pass; nor does one with
+    dropout, which acts in passes with gradient alone.
+    """
 
     def __init__(self, config: RunConfig, policy: Policy, reference: Policy | None) -> None:
         algorithm = config.algorithm
@@ -130,11 +123,7 @@ class PolicyPasses:
         return logprobs
 
     def training(self, micro_batch: MicroBatch, taught: Candidates | None = None) -> NetworkOutput:
-        """The pass that the loss is computed from; `taught` are the candidates of a teacher.
-
-        Raises:
-            ConfigError: a generator did not record the likeliest tokens.
-        """
+        """The pass that the loss is computed from; `taught` are the candidates of a teacher."""
         kept, self._kept = self._kept, None
         if kept is not None and kept[0] is micro_batch:
             return kept[1]
@@ -144,33 +133,26 @@ class PolicyPasses:
     def _with_gradient(
         self, micro_batch: MicroBatch, taught: Candidates | None = None
     ) -> NetworkOutput:
-        return self._policy(
-            micro_batch,
-            with_entropy=self._with_entropy,
-            trains_entropy=self._trains_entropy,
-            with_top_logprobs=self._needs_top_logprobs(micro_batch),
-            with_observed=self._with_observed,
-            taught=taught,
-            reference=self._exact(micro_batch),
-        )
-
-    def _needs_top_logprobs(self, micro_batch: MicroBatch) -> bool:
-        if not self._num_top or micro_batch.is_empty:
-            return False
-        if micro_batch.top_candidates is None:
+        needs_top = self._num_top > 0 and not micro_batch.is_empty
+        if needs_top and micro_batch.top_candidates is None:
             raise ConfigError(
                 f"algorithm.loss_config.divergence_topk: was {self._num_top}, and groups came "
                 "without the log-probabilities of the likeliest tokens: start every daemon of a "
                 "run with one configuration"
             )
-        return True
-
-    def _exact(self, micro_batch: MicroBatch) -> NetworkOutput | None:
-        """Of the reference, where the KL to it is taken over the whole vocabulary."""
-        if self._exact_reference is None:
-            return None
-        with torch.no_grad():
-            return self._exact_reference(micro_batch, with_logprobs=False)
+        reference: NetworkOutput | None = None
+        if self._exact_reference is not None:
+            with torch.no_grad():
+                reference = self._exact_reference(micro_batch, with_logprobs=False)
+        return self._policy(
+            micro_batch,
+            with_entropy=self._with_entropy,
+            trains_entropy=self._trains_entropy,
+            with_top_logprobs=needs_top,
+            with_observed=self._with_observed,
+            taught=taught,
+            reference=reference,
+        )
 
 
 Rest = TypeVar("Rest")
@@ -269,20 +251,17 @@ class Targets:
 
     def select(self, micro_batch: MicroBatch) -> "Targets":
         """The rows of this micro-batch, on its device."""
-        return Targets(
-            **{field.name: self._rows(field.name, micro_batch) for field in fields(self)}
-        )
+
+        def rows_of(name: str) -> Any:
+            column: torch.Tensor | Likeliest | None = getattr(self, name)
+            rows = micro_batch.members if name in _PER_TRAJECTORY else micro_batch.responses
+            return None if column is None else column[rows].to(micro_batch.token_ids.device)
+
+        return Targets(**{field.name: rows_of(field.name) for field in fields(self)})
 
     def mask_of(self, micro_batch: MicroBatch) -> torch.Tensor | None:
         """The loss mask of this micro-batch, where it is counted without waiting for a GPU."""
         return None if self.loss_mask is None else self.loss_mask[micro_batch.responses]
-
-    def _rows(self, name: str, micro_batch: MicroBatch) -> Any:
-        column: torch.Tensor | Likeliest | None = getattr(self, name)
-        if column is None:
-            return None
-        rows = micro_batch.members if name in _PER_TRAJECTORY else micro_batch.responses
-        return column[rows].to(micro_batch.token_ids.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,10 +281,8 @@ class TargetCollector:
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
     ) -> tuple[Targets, dict[str, float]]:
-        """The table of a batch that is cut into these micro-batches, and its metrics.
-
-        A role with a limit of its own cuts it anew for its pass.
-        """
+        """The table of a batch that is cut into these micro-batches, and its metrics; a role with a
+        limit of its own cuts it anew."""
         config, num_tokens = self.config.algorithm, batch.sequences.num_tokens
 
         def cut(max_tokens: int | None) -> list[MicroBatch]:
