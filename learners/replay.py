@@ -1,15 +1,9 @@
 """Recorded steps, trained again: by the settings of the run, and by others beside them.
 
-Both policies begin with the same weights and see the same batches; each follows its own updates.
-The checkpoints of the run say whether the settings of the run make its weights again.
-
-A replay can begin with the model of the configuration, or with a checkpoint of the run, if the step
-after it is recorded.
-
-`Replayed` is one policy that is trained on recorded steps, as the learner trained them. With the
-settings of the run each step is, bit for bit on a CPU, the step of the run: the
-same batches in the same parts, from the same state, with the same numbers of the same random
-generators, of which each replayed policy has its own. Shapes: P parameters.
+Both policies begin with the same weights, of the configuration's model or of a checkpoint whose
+next step is recorded, and see the same batches; each follows its own updates. The checkpoints of
+the run say whether the settings of the run make its weights again: bit for bit on a CPU.
+Shapes: P parameters.
 """
 
 import hashlib
@@ -37,11 +31,7 @@ from streamrl.run_folder import config_of
 
 def choose_start(run: Path, recorded: Collection[int], version: int | None) -> Checkpoint | None:
     """The checkpoint of this version, or the oldest one that the records continue; None for the
-    model of the configuration.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    model of the configuration. ConfigError if there is none."""
     if not recorded:
         raise ConfigError(f"{run}: nothing is recorded; set buffer.record: true before a run")
     candidates = dict(_candidates(run))
@@ -104,7 +94,9 @@ class Measured(Struct, frozen=True):
 
 
 class Replayed:
-    """Starts from a checkpoint, or from `model.path` without one."""
+    """One policy that is trained as the learner trained it: the same batches in the same parts,
+    with random generators of its own. Starts from a checkpoint, or from `model.path` without one.
+    """
 
     def __init__(self, config: RunConfig, checkpoint: Checkpoint | None) -> None:
         if config.learner.num_threads:
@@ -121,10 +113,13 @@ class Replayed:
     def step(self, parts: Sequence[ReplayPart]) -> tuple[Measured, torch.Tensor]:
         """Train the next recorded step; also what was added to the parameters [P]."""
         restore_random_state([self._random], 0, 1)
-        whole = [_joined(parts)]
-        reward, ess = self._estimated_reward(self._batch(whole[0]))
+        whole = ReplayPart(
+            tuple(header for part in parts for header in part.headers),
+            tuple(group for part in parts for group in part.groups),
+        )
+        reward, ess = self._estimated_reward(self._batch(whole))
         before = self.parameters()
-        for part in parts if self._takes_parts else whole:
+        for part in parts if self._takes_parts else [whole]:
             self._trainer.accumulate(self._batch(part))
         found = self._trainer.update()
         self.policy_version += 1
@@ -173,13 +168,6 @@ class Replayed:
         return float((weights * rewards).sum() / total), float(ess)
 
 
-def _joined(parts: Sequence[ReplayPart]) -> ReplayPart:
-    return ReplayPart(
-        tuple(header for part in parts for header in part.headers),
-        tuple(group for part in parts for group in part.groups),
-    )
-
-
 def _is_same(ours: torch.Tensor, saved: torch.Tensor) -> bool:
     return ours.shape == saved.shape and torch.equal(_bytes(ours), _bytes(saved))
 
@@ -202,19 +190,17 @@ class ComparedStep(Struct, frozen=True):
 
 
 class ComparedCheckpoint(Struct, frozen=True):
-    """`largest_difference` is 0 only if every bit is the same."""
-
     policy_version: int
     path: str
     largest_difference: float
+    """See `Replayed.difference`."""
 
 
 class ReplayReport(Struct, frozen=True):
-    """A replay. Its steps begin after `policy_version`."""
-
     run: str
     settings: Sequence[str]
     policy_version: int
+    """The steps begin after it."""
     is_exact: bool
     """Whether the weights of the run must come out bit for bit: a CPU, and a run of one rank."""
     steps: Sequence[ComparedStep]
@@ -280,21 +266,19 @@ class Replay:
 
     def report(self) -> ReplayReport:
         """Of the steps so far."""
+        # Those of one sequence x tensor block share the file of a step.
+        is_one_share = self._mesh.sequence * self._mesh.tensor == 1
+        has_one_rank = is_one_share and all(len(files) == 1 for files in self._files.values())
         return ReplayReport(
             run=str(self._run),
             settings=self._overrides,
             policy_version=self._first,
-            is_exact=self._recorded.is_on_cpu and not self._has_several_ranks(),
+            is_exact=self._recorded.is_on_cpu and has_one_rank,
             steps=self._steps,
             checkpoints=self._checkpoints,
             sha256=self._recorded.checksum(),
             changed_sha256="" if self._changed is None else self._changed.checksum(),
         )
-
-    def _has_several_ranks(self) -> bool:
-        """Those of one sequence x tensor block share the file of a step."""
-        mesh = self._mesh
-        return mesh.sequence * mesh.tensor > 1 or any(len(f) > 1 for f in self._files.values())
 
     def _compare(
         self,

@@ -2,26 +2,21 @@
 
     RUN/record/step-00000012.rank-00.zst
 
-A file is one zstd frame with a checksum, around one message of `streamrl.wire`. Invariant: a file
-that has its name is whole; a step is recorded if each rank's file is there.
-
-`keep_settings`: by which settings each recorded step was made.
+A file is one zstd frame with a checksum, around one message of `streamrl.wire`.
 
     RUN/record/settings-00000012.yaml   of step 12 and those after it
 
 A learner that records writes its configuration where it begins, unless the steps before were made
-by the same. It is there before the record of its first step. What was sampled stands in
-the records, so a replay takes settings of the learner's own computation.
+by the same.
 
-`Recorder` writes the record of each step of one rank, and keeps it within
-`buffer.record_max_bytes`. A checkpoint is saved only once the records of its steps are on disk,
-since `flush` comes before it. A learner forgets the steps that are not of its history, whether it
-records or not, and one that was taken over records no more. While the disk is full records wait in
-memory. The compute thread calls `add`, the loop the rest.
+Invariant: a file that has its name is whole; a step is recorded if each rank's file is there. A
+checkpoint is saved only once the records of its steps are on disk. A learner forgets the steps that
+are not of its history, whether it records or not, and one that was taken over records no more.
 """
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import dropwhile, groupby
 from operator import itemgetter
@@ -47,16 +42,16 @@ from streamrl.types.packed import PackedGroup, pack
 log = logging.getLogger(__name__)
 
 RECORD_FOLDER = "record"
-_SUFFIX = ".zst"
+_NAME = re.compile(r"step-(\d+)\.rank-(\d+)\.zst")
 _LEVEL = 3
 _MAX_BYTES = 2**40
 
 
 class RecordedPart(Struct, frozen=True, array_like=True):
-    """`headers` are those of the part, of all ranks; `payloads` the encoded groups of this one."""
-
     headers: tuple[GroupHeader, ...]
+    """Of all ranks."""
     payloads: tuple[bytes, ...]
+    """The encoded groups of this one."""
 
     @classmethod
     def of(
@@ -81,21 +76,13 @@ class ReplayPart(Struct, frozen=True):
 
 
 def path_of(run: Path, step: int, rank: int) -> Path:
-    return run / RECORD_FOLDER / f"step-{step:08d}.rank-{rank:02d}{_SUFFIX}"
-
-
-def place_of(path: Path) -> tuple[int, int] | None:
-    """Step and rank that the name of a file says; None for another file."""
-    words = path.name.removesuffix(_SUFFIX).replace(".", "-").split("-")
-    if len(words) != 4 or not (words[1].isdigit() and words[3].isdigit()):
-        return None
-    return int(words[1]), int(words[3])
+    return run / RECORD_FOLDER / f"step-{step:08d}.rank-{rank:02d}.zst"
 
 
 def files_of(run: Path) -> Iterator[tuple[int, int, Path]]:
     """Step, rank and path of each file, in that order."""
-    found = ((place_of(path), path) for path in (run / RECORD_FOLDER).glob(f"step-*{_SUFFIX}"))
-    yield from sorted((*place, path) for place, path in found if place is not None)
+    found = ((_NAME.fullmatch(path.name), path) for path in (run / RECORD_FOLDER).glob("step-*"))
+    yield from sorted((int(name[1]), int(name[2]), path) for name, path in found if name)
 
 
 def encode(record: StepRecord) -> bytes:
@@ -129,11 +116,7 @@ def _lacks_a_rank(step_files: tuple[int, Sequence[Path]]) -> bool:
 
 
 def read_step(files: Sequence[Path]) -> tuple[ReplayPart, ...]:
-    """The parts of a step, from the files of all ranks.
-
-    Raises:
-        ConfigError: one is damaged, or a rank's is missing.
-    """
+    """The parts of a step, by the files of all ranks; ConfigError if one is damaged or missing."""
     records = [read(path) for path in files]
     first = records[0]
     if len(records) != first.num_ranks:
@@ -174,11 +157,7 @@ _COMPUTES_NOTHING = (
 
 
 def keep_settings(config: RunConfig, first_step: int) -> None:
-    """Write the configuration of this step and those after it.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
+    """Write the configuration of this step and those after it."""
     run, text = config.run.path, to_yaml(config)
     before = _file_of(run, first_step)
     if before is None or before.read_text() != text:
@@ -255,11 +234,7 @@ def _rate(config: RunConfig, step: int) -> float:
 
 
 def forget(run: Path, first_step: int) -> None:
-    """Remove what is recorded of this step and later ones, by whatever rank, and their settings.
-
-    Raises:
-        OSError: a file cannot be removed.
-    """
+    """Remove what is recorded of this step and later ones, by whatever rank, and their settings."""
     for unfinished in (run / RECORD_FOLDER).glob(".*.unfinished"):
         unfinished.unlink()
     steps = [(step, path) for step, _, path in files_of(run)]
@@ -269,7 +244,9 @@ def forget(run: Path, first_step: int) -> None:
 
 
 class Recorder:
-    """Of one rank of so many, of the learner that makes this history."""
+    """Of one rank of so many, of the learner that makes this history; keeps what it writes within
+    `buffer.record_max_bytes`. While the disk is full records wait in memory. The compute thread
+    calls `add`, the loop the rest."""
 
     def __init__(
         self, config: RunConfig, history: History, rank: int = 0, num_ranks: int = 1
@@ -291,7 +268,12 @@ class Recorder:
     ) -> None:
         """The groups of this rank that made this version, in the parts they were trained in."""
         if not self._sizes:
-            self._find_own()
+            # Of the steps before; those of ranks that are gone are the first rank's.
+            self._sizes = {
+                path: path.stat().st_size
+                for _, rank, path in files_of(self._run)
+                if rank == self._rank or (self._rank == 0 and rank >= self._num_ranks)
+            }
         recorded = tuple(RecordedPart.of(headers, groups) for headers, groups in parts)
         data = encode(StepRecord(step, self._num_ranks, recorded))
         was_pending = bool(self._pending)
@@ -317,15 +299,6 @@ class Recorder:
         if unsynced:
             sync(self._run / RECORD_FOLDER)
         self._unsynced = self._unsynced[len(unsynced) :]
-
-    def _find_own(self) -> None:
-        """Of the steps before; those of ranks that are gone are the first rank's."""
-        is_first = self._rank == 0
-        self._sizes = {
-            path: path.stat().st_size
-            for _, rank, path in files_of(self._run)
-            if rank == self._rank or (is_first and rank >= self._num_ranks)
-        }
 
     def _write(self) -> None:
         while self._pending:

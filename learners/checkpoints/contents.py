@@ -4,16 +4,13 @@
     optimizer  AdamW's state of each
     extra      what rewards and KL controller have measured, and the random generators
 
-Invariant: a tensor is saved under the name of its parameter, so that the optimizer may order and
-group parameters otherwise; what is loaded is written into the trainer's own tensors, which ranks
-may have sharded in another way.
-
-On disk the tensors are in one file of each rank, by torch.distributed.checkpoint.
+On disk the tensors are in one file of each rank, by torch.distributed.checkpoint, without pickle.
 
     shards/rank-00000.safetensors    the parts of tensors that this rank has written
 
-Invariant: every part of a tensor is in one file, with its place in the whole, so that ranks of any
-number load what they need of it. A tensor has one part a rank. No pickle.
+Invariant: a tensor is saved under the name of its parameter, so that the optimizer may order and
+group parameters otherwise. Every part of a tensor has its place in the whole, so that ranks of any
+number load what they need of it, into the trainer's own tensors.
 """
 
 import json
@@ -56,9 +53,8 @@ def shard_file(rank: int) -> str:
 
 
 def save_shards(checkpoint: Path, tensors: Tensors, group: Group) -> None:
-    """Write this rank's parts of tensors in host memory; each rank of the group calls it.
-
-    Without a group this process has the whole of every tensor.
+    """Write this rank's parts of tensors in host memory; each rank of the group calls it. Without a
+    group this process has the whole of every tensor.
 
     Raises:
         OSError, SafetensorError: a rank cannot write; every rank raises.
@@ -109,11 +105,8 @@ def _reader(checkpoint: Path) -> HuggingFaceStorageReader:
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    """Names a file by its rank, and streams it to the disk.
-
-    The class of torch serializes a file as one `bytes` object first, during which no other thread
-    of the process runs.
-    """
+    """Names a file by its rank, and streams it to the disk: the class of torch serializes a file as
+    one `bytes` object first, during which no other thread of the process runs."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(str(checkpoint / SHARDS_FOLDER), save_distributed=True)
@@ -190,10 +183,7 @@ def load_tensors(
     checkpoint: Path, contents: Sequence[str], trainer: Trainer, model_path: str
 ) -> None:
     """Into the trainer, those that `contents` name; `model_path` is where its model is from.
-
-    Raises:
-        ConfigError: the checkpoint is of another model than the run.
-    """
+    ConfigError if the checkpoint is of another model."""
     saved = saved_tensors(checkpoint)
     policy, *critics = _roles(trainer)
     _require_same_model(policy.weights, saved, checkpoint, model_path)

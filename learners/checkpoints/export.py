@@ -1,10 +1,8 @@
 """`streamrl export`: the policy of a checkpoint as a Hugging Face folder, in a chosen dtype.
 
-Reads what the ranks have saved, whatever their number, and needs no GPU; `model.path` for the base
-of an adapter alone, which is merged into it unless `--adapter` asks for it as it is.
+Reads what the ranks have saved, whatever their number, and needs no GPU. An adapter is merged into
+the base at `model.path`, unless `--adapter` asks for it as it is.
 Invariant: the folder appears under its name once it is complete.
-
-`push` uploads it to a repository of the Hugging Face hub.
 """
 
 import argparse
@@ -40,12 +38,6 @@ from streamrl.errors import ConfigError, TransportError
 from streamrl.run_folder import find_run
 
 
-def require_token() -> None:
-    """Raise ConfigError if there is none, so that nothing could be uploaded."""
-    if not get_token():
-        raise ConfigError("--push: needs a token of the hub: set HF_TOKEN, or run `hf auth login`")
-
-
 def push(folder: Path, repository: str, *, is_public: bool) -> str:
     """Upload the folder as one commit; the repository is made if it is not there. Its address.
 
@@ -73,8 +65,8 @@ def main(arguments: argparse.Namespace) -> int:
             f"--max-shard-size: was {arguments.max_shard_size!r}, and must be a whole number of "
             "KB, MB, GB or TB, such as 500MB"
         )
-    if arguments.push:
-        require_token()
+    if arguments.push and not get_token():
+        raise ConfigError("--push: needs a token of the hub: set HF_TOKEN, or run `hf auth login`")
     config = find_run(arguments.folder)
     run = config.run.path
     checkpoint = _newest(run) if arguments.step is None else _of_step(run, arguments.step)
@@ -87,10 +79,15 @@ def main(arguments: argparse.Namespace) -> int:
         alpha = checkpoint.record.get("lora_alpha") or lora.alpha
         lora = lora.model_copy(update={"alpha": alpha})
         require_same_adapter(checkpoint, model, lora)
-    if arguments.adapter:
-        export_adapter(checkpoint.path, folder, model, lora, dtype)
-    else:
+    if not arguments.adapter:
         export(checkpoint.path, folder, model, lora, dtype, size)
+    elif lora is None:
+        raise ConfigError("--adapter: the run trains all parameters (learner.lora is not set)")
+    else:
+        saved = whole_tensors(checkpoint.path, MODEL)
+        factors = {name: tensor.to(dtype) for name, tensor in saved.items() if ".lora_" in name}
+        with _new_folder(folder) as unfinished:
+            save_adapter(lora, model.path, factors, unfinished)
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(
         f"{folder}: step {checkpoint.policy_version}, {arguments.dtype}, {num_bytes / 1e6:,.1f} MB"
@@ -108,15 +105,7 @@ def export(
     dtype: torch.dtype,
     max_shard_size: str,
 ) -> None:
-    """Write the policy of a checkpoint, whose files have been compared with its manifest.
-
-    Args:
-        model: of the run; the base of an adapter.
-
-    Raises:
-        ConfigError: the folder exists already, or cannot be written; the model that an adapter
-            belongs to is not there.
-    """
+    """Write the policy of a checkpoint; `model` is the run's, the base of an adapter."""
     trust = model.trust_remote_code
     exported = ModelSettings(path=str(checkpoint), trust_remote_code=trust)
     described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
@@ -130,26 +119,6 @@ def export(
             ) from error
     with _new_folder(folder) as unfinished:
         save_model(unfinished, described, exported, saved, dtype, max_shard_size)
-
-
-def export_adapter(
-    checkpoint: Path,
-    folder: Path,
-    model: ModelSettings,
-    lora: LoraSettings | None,
-    dtype: torch.dtype,
-) -> None:
-    """Write the adapter of a checkpoint, for peft.
-
-    Raises:
-        ConfigError: the run has none; or as `export`.
-    """
-    if lora is None:
-        raise ConfigError("--adapter: the run trains all parameters (learner.lora is not set)")
-    saved = whole_tensors(checkpoint, MODEL)
-    factors = {name: tensor.to(dtype) for name, tensor in saved.items() if ".lora_" in name}
-    with _new_folder(folder) as unfinished:
-        save_adapter(lora, model.path, factors, unfinished)
 
 
 @contextmanager

@@ -56,8 +56,7 @@ class RunRecords:
 
     The first rank has it; the others take part in `save` with a `CheckpointWriter` alone.
     `validating` returns the versions that are being validated, whose checkpoints are kept;
-    `more_trackers` get what those of `tracking` get; the recorder, if there is one, keeps what each
-    step has trained.
+    `more_trackers` get what those of `tracking` get.
     """
 
     def __init__(
@@ -108,10 +107,7 @@ class RunRecords:
                 JsonlTracker(run / TRAINED_FILE, first_step=first_step, survives=goes_on),
                 JsonlTracker(run / VALIDATION_FILE, first_step=first_step, survives=goes_on),
                 open_trackers(
-                    self._config,
-                    first_step=first_step,
-                    more=self._more_trackers,
-                    survives=goes_on,
+                    self._config, first_step=first_step, more=self._more_trackers, survives=goes_on
                 ),
             )
         except OSError as error:
@@ -146,23 +142,21 @@ class RunRecords:
         """
         # One that was cut off from the buffer does not hear from it that another has taken over.
         require_surviving(checkpoints_of(self._config.run.path), self._start.history)
-        line = self._trained_line(headers)
-        self._files.trained.log({**line, "steered": steered} if steered else line, step)
+        line = {
+            "prompt_indices": [header.prompt_index for header in headers],
+            # What an audit of the bound on staleness needs.
+            "oldest_version": min(header.oldest_version for header in headers),
+            "newest_version": max(header.newest_version for header in headers),
+            "max_staleness": self._config.buffer.largest_staleness,
+            "overdue": self._config.buffer.overdue,
+            **({"steered": steered} if steered else {}),
+        }
+        self._files.trained.log(line, step)
         self._files.trackers.log(metrics, step)
         self._metric_names = tuple(metrics)
         value = metrics.get(self._config.learner.checkpoint.best_by, math.nan)
         if math.isfinite(value):
             self._values = (*self._values, value)
-
-    def _trained_line(self, headers: Sequence[GroupHeader]) -> dict[str, Any]:
-        """The prompts, and what an audit of the bound on staleness needs."""
-        return {
-            "prompt_indices": [header.prompt_index for header in headers],
-            "oldest_version": min(header.oldest_version for header in headers),
-            "newest_version": max(header.newest_version for header in headers),
-            "max_staleness": self._config.buffer.largest_staleness,
-            "overdue": self._config.buffer.overdue,
-        }
 
     def log_validation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """The line of a validation; the trackers get it, too."""
@@ -177,22 +171,14 @@ class RunRecords:
             self._opened.trackers.log_samples(samples, step)
 
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
-        """The checkpoint of this state, after the lines of its steps, written in a thread.
-
-        Returns once the state is copied; see `CheckpointWriter.save` for what the future raises.
-        """
-        self._forget_saved()
+        """The checkpoint of this state, after the lines of its steps."""
+        saved, count = self._saving or (None, 0)
+        # A checkpoint that could not be written leaves its values of `best_by` to the next.
+        if saved is not None and saved.exception() is None:
+            self._values = self._values[count:]
         future = self._writer.save(trainer, state, self._means(), self._flush)
         self._saving = future, len(self._values)
         return future
-
-    def _forget_saved(self) -> None:
-        """The values of `best_by` that a checkpoint has; one that could not be written leaves them
-        to the next."""
-        future, count = self._saving or (None, 0)
-        self._saving = None
-        if future is not None and future.exception() is None:
-            self._values = self._values[count:]
 
     def _means(self) -> dict[str, float]:
         """Of `best_by`, over the steps since the checkpoint before."""
@@ -215,8 +201,7 @@ class RunRecords:
             raise OSError(f"the records of its steps cannot be written: {error}") from error
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Wait for the save under way, and for the trackers, `wait_s` at most; lines of steps that
-        are in no checkpoint may be lost."""
+        """Wait for the save under way, and for the trackers, `wait_s` at most."""
         self._writer.close()
         if self._opened is not None:
             for file in (self._opened.trained, self._opened.validations):

@@ -82,10 +82,8 @@ def choose(run: RunSettings) -> LearnerStart:
 
 
 def resumed(config: RunConfig) -> RunConfig:
-    """The configuration with which a learner goes on that ended before, as `--resume` says.
-
-    A checkpoint that `run.resume` names is taken once; after that the run has newer ones.
-    """
+    """The configuration with which a learner goes on, as `--resume` says. A checkpoint that
+    `run.resume` names is taken once; after that the run has newer ones."""
     resume = config.run.resume
     if isinstance(resume, Path) and not is_taken(config.run.path, resume):
         return config
@@ -158,12 +156,8 @@ def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
 def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> LearnerState:
     """Load what `learner.checkpoint.load_contents` names into the trainer; each rank by itself.
 
-    Returns:
-        The version and the books, which are in every checkpoint.
-
     Raises:
-        ConfigError: the checkpoint is of another model or adapter than the run, or does not hold
-            that.
+        ConfigError: the checkpoint is of another model or adapter, or does not hold that.
     """
     config = for_loading(config, checkpoint)
     path, record, wanted = checkpoint.path, checkpoint.record, config.learner.checkpoint.loaded

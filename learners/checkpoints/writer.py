@@ -14,13 +14,6 @@ write, or by their end, since their connections then close.
 
 Invariant: a folder under its final name is complete and on disk; a kill before that costs this
 checkpoint only. A rank that cannot write fails the save on all ranks.
-
-`WritingRanks`: an error of one rank is raised by all, so that none waits for another that has given
-up.
-
-`random_state` is that of Python's, numpy's and torch's generators. A rank that goes on in a world
-of the same size draws the numbers that it would have drawn; in another world every rank goes on
-with the state of rank 0.
 """
 
 import base64
@@ -55,12 +48,7 @@ from learners.parallel.ranks import UNBOUNDED
 from learners.policy.policy import Policy
 from learners.session import LearnerState
 from learners.trainer import Trainer
-from streamrl.checkpoints.find import (
-    FORMAT,
-    STATE_FILE,
-    base_digest,
-    path_of,
-)
+from streamrl.checkpoints.find import FORMAT, STATE_FILE, base_digest, path_of
 from streamrl.checkpoints.history import History, require_surviving
 from streamrl.checkpoints.manifest import FileRecords, record_files, write_manifest
 from streamrl.checkpoints.retention import Validated, delete_older
@@ -75,7 +63,8 @@ Result = TypeVar("Result")
 
 
 class WritingRanks:
-    """`group` is None for a world of one. All ranks make theirs together."""
+    """All ranks make theirs together; `group` is None for a world of one. An error of one rank is
+    raised by all, so that none waits for another that has given up."""
 
     def __init__(self) -> None:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -84,11 +73,7 @@ class WritingRanks:
         self.rank = 0 if is_alone else dist.get_rank()
 
     def run(self, work: Callable[[], Result]) -> list[Result]:
-        """The result of each rank, in order.
-
-        Raises:
-            OSError, SafetensorError, StreamRLError: a rank's work has raised it.
-        """
+        """The result of each rank, in order."""
         mine: tuple[Result | None, Exception | None]
         try:
             mine = (work(), None)
@@ -121,7 +106,8 @@ def random_state() -> RandomState:
 
 
 def restore_random_state(states: Sequence[RandomState], rank: int, world_size: int) -> None:
-    """From those of all ranks of the learner that saved them, in order."""
+    """From those of all ranks of the learner that saved them; that of rank 0 in a world of another
+    size."""
     state = states[rank] if len(states) == world_size else states[0]
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -141,10 +127,8 @@ def _decoded(text: str) -> torch.Tensor:
 
 
 class CheckpointWriter:
-    """Of one rank of a learner; all ranks make theirs together, with one history.
-
-    `validated` is asked when older ones are deleted.
-    """
+    """Of one rank of a learner; all ranks make theirs together, with one history. `validated` is
+    asked when older ones are deleted."""
 
     def __init__(
         self,
@@ -176,9 +160,8 @@ class CheckpointWriter:
         means: Mapping[str, float] | None = None,
         flush: Callable[[], None] = lambda: None,
     ) -> Future[Path]:
-        """Copy the state, and write it in a thread; the trainer may make steps meanwhile.
-
-        Waits until the save before has ended.
+        """Copy the state, and write it in a thread; the trainer may make steps meanwhile. Waits
+        until the save before has ended.
 
         Args:
             means: of metrics, by which the best checkpoints are kept; of the first rank.
@@ -208,7 +191,11 @@ class CheckpointWriter:
             "credit": trainer.state_dict(),
             "random": random_state(),
         }
-        copies = self._copies(tensors_of(trainer, contents))
+        # In memory that is kept for the next save.
+        copies = self._stager.stage(tensors_of(trainer, contents), non_blocking=self._has_gpu)
+        if self._has_gpu:
+            # Not for the device, where a broadcast of weights may wait for its receivers.
+            torch.cuda.current_stream().synchronize()
         failure: OSError | None = None
         try:
             flush()
@@ -224,14 +211,6 @@ class CheckpointWriter:
 
         self._saving = self._thread.submit(write)
         return self._saving
-
-    def _copies(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """In memory that is kept for the next save."""
-        copies: dict[str, torch.Tensor] = self._stager.stage(tensors, non_blocking=self._has_gpu)
-        if self._has_gpu:
-            # Not for the device, where a broadcast of weights may wait for its receivers.
-            torch.cuda.current_stream().synchronize()
-        return copies
 
     def _say_saved(self, path: Path, took_s: float, copy_s: float) -> None:
         """With a warning, once, if a signal would not leave a save so much time."""
@@ -280,13 +259,8 @@ class CheckpointWriter:
             if self._is_main:
                 shutil.rmtree(unfinished, ignore_errors=True)
         if self._is_main:
-            delete_older(
-                self._run,
-                self._history,
-                version,
-                self._config.learner.checkpoint,
-                self._validated(),
-            )
+            kept = self._config.learner.checkpoint
+            delete_older(self._run, self._history, version, kept, self._validated())
         return path
 
     def _begin(self, folder: Path, random: Any, failure: OSError | None) -> Any:
