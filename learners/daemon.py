@@ -157,11 +157,7 @@ async def _lead(
 
 async def _may_begin(config: RunConfig, buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
     """Whether no signal came before the buffer said whose run it holds, which is asked before the
-    learner binds or changes anything. Waits for the buffer; a signal unblocks.
-
-    Raises:
-        ConfigError: it holds a run, and this is a start of a new one.
-    """
+    learner binds or changes anything. Waits for the buffer; a signal unblocks."""
     if config.run.resume != "never":
         return True
     stats = await unless_set(shutdown.requested, buffer.stats())

@@ -1,15 +1,14 @@
-"""The learner's loop: take, train, publish, advance, save.
+"""The learner's loop, on the first rank: take, train, publish, advance, save.
 
 Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
 a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
 no version: what interrupts the batch discards the gradient. Every step is saved before the loop
-ends, whether by `stop` or since the buffer does not answer; the buffer hears of it at the next
-attach.
+ends, whether by `stop` or since the buffer does not answer.
 Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for the
 buffer's answers: unblocked by them, by the client's deadline, or GOODBYE_S after `stop`. Waits for
 a disk that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. What
 is computed is a command, which every rank executes in a thread of its own, so that the weight
-channel, status and signals work meanwhile; this loop is that of the first rank.
+channel, status and signals work meanwhile.
 """
 
 import asyncio
@@ -79,11 +78,10 @@ class Learner:
         self._rows = _rows(config)
         self._stopping = session.stopping
         every = config.learner.checkpoint.every
-        self._saver = CheckpointSaver(every, session, reporter, self._stopping, self._save)
+        self._saver = CheckpointSaver(every, session, reporter, self._save)
 
     def stop(self) -> None:
-        """Finish the step at hand if its batch is complete and its gradient there in time, save,
-        and return."""
+        """Finish the step at hand if its gradient is there in time, save, and return."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -188,7 +186,7 @@ class Learner:
         while len(trained.headers) < self._config.learner.groups_per_step:
             start_s = time.perf_counter()
             try:
-                taken = await self._session.take(self._stopping, self._while_waiting)
+                taken = await self._session.take(self._while_waiting)
             except TransportError:
                 await self._discard(trained)
                 raise
@@ -266,10 +264,8 @@ class Learner:
             "time_s": time.time(),
         }
         self._records.log(self._version, taken.headers, line, steered)
-        self._say_signs(self._signs.add(self._version, line))
-
-    def _say_signs(self, signs: Mapping[str, str]) -> None:
-        """That the run does not learn: in each report, and once in the log."""
+        # That the run does not learn: in each report, and once in the log.
+        signs = self._signs.add(self._version, line)
         for name in signs.keys() - self._said_signs:
             log.warning("%s", signs[name])
         self._said_signs = frozenset(signs)
@@ -329,9 +325,6 @@ class Learner:
 
         Waits for its answer; where a signal stops the learner, not for long: without the notice,
         the next learner attaches at the checkpoint's version.
-
-        Raises:
-            TransportError: the buffer does not answer.
         """
 
         async def notify() -> bool:

@@ -1,12 +1,11 @@
 """The learner's session with the buffer: attaching, the taken batch, advancing, and the books.
 
-The buffer's client holds the learner term, the fencing number of the session; a learner that
-another one replaced gets FencedError. The session holds the version and the books of the last step:
-a checkpoint stores them, and a buffer that lost its memory is restored from them.
+The session holds the version and the books of the last step: a checkpoint stores them, and a buffer
+that lost its memory is restored from them. A learner that another one replaced gets FencedError.
 
-Invariant: a request that such a buffer refuses is repeated once the session has attached again, in
-one place for all requests. Groups that were taken and not trained return to the buffer when a
-learner attaches, so attaching ends the taken batch at hand.
+Invariant: a request that such a buffer refuses is repeated once the session has attached again.
+Groups that were taken and not trained return to the buffer when a learner attaches, so attaching
+ends the taken batch at hand.
 """
 
 import asyncio
@@ -18,13 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 from learners.status_reporter import StatusReporter
 from streamrl.algorithms.parts import accepts_parts
 from streamrl.config import RunConfig
-from streamrl.errors import (
-    ConfigError,
-    FencedError,
-    LedgerError,
-    LostMemoryError,
-    TransportError,
-)
+from streamrl.errors import ConfigError, FencedError, LedgerError, LostMemoryError, TransportError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import (
     Books,
@@ -108,9 +101,7 @@ class LearnerSession:
         self._reporter.on_stats(stats)
         return stats
 
-    async def take(
-        self, stopping: asyncio.Event, on_wait: Callable[[], Awaitable[None]]
-    ) -> TakenBatch | None:
+    async def take(self, on_wait: Callable[[], Awaitable[None]]) -> TakenBatch | None:
         """Take the next batch, with its trajectories; None once `stopping` is set.
 
         Waits until generators have put enough groups, and calls `on_wait` every TAKE_WAIT_S. Under
@@ -128,13 +119,13 @@ class LearnerSession:
             take = self._buffer.take(
                 num_groups, version, TAKE_WAIT_S, with_payloads=with_payloads, num_held=num_held
             )
-            taken = await unless_set(stopping, take)
+            taken = await unless_set(self.stopping, take)
             new = () if taken is None else taken.headers[len(self._held) :]
             if self._fetch is None or taken is None or not self._continues(taken):
                 return taken
             return replace(taken, groups=await self._fetch(new))
 
-        while not stopping.is_set():
+        while not self.stopping.is_set():
             taken = await self._call(LearnerActivity.WAITING, request)
             if taken is None:
                 return None
@@ -193,19 +184,15 @@ class LearnerSession:
             self._reporter.set_activity(activity)
             try:
                 return await request()
+            except FencedError:
+                raise
             except LedgerError as error:
-                if not await self._has_lost_memory(error):
-                    raise
+                if not isinstance(error, LostMemoryError):
+                    stats = await self._answer(self._buffer.stats())
+                    if stats.incarnation == self._incarnation:
+                        raise
                 log.warning("the buffer came back with an older state (%s); attaching again", error)
             await self.attach()
-
-    async def _has_lost_memory(self, error: LedgerError) -> bool:
-        """Whether the buffer refused because it restarted with an older state."""
-        if isinstance(error, FencedError):
-            return False
-        if isinstance(error, LostMemoryError):
-            return True
-        return (await self._answer(self._buffer.stats())).incarnation != self._incarnation
 
 
 def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
@@ -243,29 +230,35 @@ def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
 
 
 async def unless_late(event: asyncio.Event, answer: Awaitable[Result]) -> Result:
-    """The buffer's answer.
-
-    Raises:
-        TransportError: it has not come GOODBYE_S after the event was set, or after this call.
-    """
-    call, is_set = asyncio.ensure_future(answer), asyncio.create_task(event.wait())
+    """The buffer's answer; TransportError if it has not come GOODBYE_S after the event was set, or
+    after this call."""
+    call = asyncio.ensure_future(answer)
     try:
-        await asyncio.wait({call, is_set}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({call}, timeout=GOODBYE_S)
-        if not call.done():
+        if not await ends_in_time(call, event, GOODBYE_S):
             raise TransportError(f"the buffer does not answer within {GOODBYE_S:g} s")
         return call.result()
     finally:
         call.cancel()
-        is_set.cancel()
 
 
 async def unless_set(event: asyncio.Event, coroutine: Coroutine[Any, Any, Result]) -> Result | None:
     """The coroutine's result; None, and the coroutine is cancelled, if the event is set first."""
-    call, is_set = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
+    call = asyncio.create_task(coroutine)
     try:
-        await asyncio.wait({call, is_set}, return_when=asyncio.FIRST_COMPLETED)
-        return call.result() if call.done() else None
+        return call.result() if await ends_in_time(call, event) else None
     finally:
         call.cancel()
+
+
+async def ends_in_time(
+    call: asyncio.Future[Any], event: asyncio.Event, grace_s: float = 0.0
+) -> bool:
+    """Whether the call ends before the event is set, or no later than `grace_s` after that."""
+    is_set = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({call, is_set}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done() and grace_s:
+            await asyncio.wait({call}, timeout=grace_s)
+        return call.done()
+    finally:
         is_set.cancel()

@@ -2,12 +2,10 @@
 
 The file is `learner.json` of the run's folder, which `streamrl status` reads. The log explains an
 activity that has lasted `run.stall_s`, explains it again each time its duration has doubled, and
-says when it ends. A task of its own, so that a long step, a dead buffer or a wait for groups is
-reported while it lasts.
+says when it ends. A task of its own, so that it reports while a long step or a wait lasts.
 
 Invariant: a report never delays the learner; a buffer that does not answer is a finding.
-Waits REPORT_S between two reports, and for the buffer's stats to explain a wait or a stall, which
-`try_stats` bounds.
+Waits REPORT_S between two reports, and for the buffer's stats, which `try_stats` bounds.
 """
 
 import asyncio
@@ -15,7 +13,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -68,7 +65,6 @@ class StatusReporter:
 
     @property
     def num_stalls(self) -> int:
-        """Activities that lasted `run.stall_s` or longer."""
         return self._status.num_stalls
 
     @property
@@ -98,44 +94,37 @@ class StatusReporter:
             while True:
                 await asyncio.sleep(REPORT_S)
                 self._write()
-                if self._activity_s >= self._report_stall_after_s:
-                    await self._report_stall()
-                elif self._activity_s >= SHOWN_AFTER_S:
-                    await self._update_wait()
+                is_waiting = self._status.activity is LearnerActivity.WAITING
+                is_stalled = self._activity_s >= self._report_stall_after_s
+                if is_stalled or (is_waiting and self._activity_s >= SHOWN_AFTER_S):
+                    await self._explain(is_waiting=is_waiting, is_stalled=is_stalled)
         finally:
             self._write()
 
-    async def _update_wait(self) -> None:
-        """What the learner waits for, if it still does when the buffer has answered."""
-        if self._status.activity is not LearnerActivity.WAITING:
-            return
+    async def _explain(self, *, is_waiting: bool, is_stalled: bool) -> None:
+        """What the learner waits for, and in the log why it stalls, if it still does when the
+        buffer has answered."""
         start_s = self._start_s
         stats, unreachable = await try_stats(self._buffer)
         if stats is not None:
             self._update_failures(stats)
-        if self._start_s == start_s:
-            self.update(waits_for=waits_for(self._reading(stats, unreachable)))
-
-    async def _report_stall(self) -> None:
-        start_s = self._start_s
-        stats, unreachable = await try_stats(self._buffer)
         if self._start_s != start_s:
             return
-        if self._report_stall_after_s == self._stall_s:
-            self.update(num_stalls=self._status.num_stalls + 1)
-        self._report_stall_after_s = 2 * self._activity_s
-        reading = self._reading(stats, unreachable)
-        causes = "; ".join(finding.sentence for finding in diagnose(reading))
-        log.warning("stalled for %.0f s: %s", reading.waited_s, causes or "no cause is known")
-
-    def _reading(self, stats: BufferStats | None, unreachable: str) -> Reading:
-        return Reading(
+        reading = Reading(
             stall_s=self._stall_s,
             stats=stats,
             unreachable=unreachable,
             learner=self._current(),
             startup_s=self._startup_s,
         )
+        if is_waiting:
+            self.update(waits_for=waits_for(reading))
+        if is_stalled:
+            if self._report_stall_after_s == self._stall_s:
+                self.update(num_stalls=self._status.num_stalls + 1)
+            self._report_stall_after_s = 2 * self._activity_s
+            causes = "; ".join(finding.sentence for finding in diagnose(reading))
+            log.warning("stalled for %.0f s: %s", reading.waited_s, causes or "no cause is known")
 
     def _update_failures(self, stats: BufferStats) -> None:
         """The sentence stays where groups failed and no generator knows of it: it restarted or has
@@ -182,7 +171,10 @@ class StatusReporter:
                 unfinished.write_bytes(content)
                 unfinished.replace(self._file)
             except OSError:
-                _overwrite(self._file, content)
+                # A full disk takes this, where it takes no new file.
+                with self._file.open("r+b", buffering=0) as file:
+                    file.write(content)
+                    file.truncate()
         except OSError as error:
             log.debug("cannot write %s: %s", self._file, error)
 
@@ -193,10 +185,3 @@ def _progress(validating: Mapping[int, ValidatorStatus]) -> str:
         f"version {version} is being validated: {status.num_done} of {status.num_prompts} prompts"
         for version, status in sorted(validating.items())
     )
-
-
-def _overwrite(file: Path, content: bytes) -> None:
-    """A full disk takes this, where it takes no new file."""
-    with file.open("r+b", buffering=0) as opened:
-        opened.write(content)
-        opened.truncate()

@@ -1,13 +1,12 @@
 """Saves beside the training: when one begins, when it has ended, and what then happens.
 
-Invariant: the buffer is notified of a version only once a checkpoint of it is durable, and one save
-is under way at a time. The learner calls `keep_up` after each step, `settle` while it waits for
-groups, and `finish` at its end. Waits for a disk that takes the run's files, where too many steps
-are in no checkpoint and at the end: unblocked by the next attempt that succeeds, or by `stopping`.
-
 A save is due every `learner.checkpoint.every` steps, and again soon after a failure; one that is
 due while another is under way begins after it. No more than MAX_UNSAVED intervals of steps are made
 without a checkpoint, since the buffer keeps the groups of each until one is durable.
+
+Invariant: the buffer is notified of a version only once a checkpoint of it is durable, and one save
+is under way at a time. Waits for a disk that takes the run's files, where too many steps are in no
+checkpoint and at the end: unblocked by the next attempt that succeeds, or by `stopping`.
 """
 
 import asyncio
@@ -37,13 +36,12 @@ class CheckpointSaver:
         every: int,
         session: LearnerSession,
         reporter: StatusReporter,
-        stopping: asyncio.Event,
         begin: Callable[[LearnerState], Awaitable[Future[Path]]],
     ) -> None:
         self._every = every
         self._session = session
         self._reporter = reporter
-        self._stopping = stopping
+        self._stopping = session.stopping
         self._begin_writing = begin
         self._save: asyncio.Future[Path] | None = None
         self._begun_version = self._version
@@ -83,10 +81,8 @@ class CheckpointSaver:
             await self._acknowledge()
 
     async def finish(self) -> bool:
-        """Save the last version, after the save under way; whether there is a checkpoint of it.
-
-        The buffer is not notified.
-        """
+        """Save the last version, after the save under way; whether there is a checkpoint of it. The
+        buffer is not notified."""
         if self._save is not None:
             await self._end()
         while self._version != self.saved_version:

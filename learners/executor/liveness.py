@@ -5,8 +5,7 @@ reads those of the others. A rank of this machine whose process has ended is los
 one when its beat has not changed for `deadline_s`.
 
 Invariant: once a rank is lost, this process ends within GRACE_S with a sentence that names it, even
-if its compute thread waits in a collective operation. The daemon starts it when the ranks have
-joined, and stops it when they part.
+if its compute thread waits in a collective operation.
 """
 
 import asyncio
@@ -27,6 +26,10 @@ log = logging.getLogger(__name__)
 
 BEAT_S, GRACE_S = 0.5, 5.0
 _PARTED = "parted"
+_OF_COLLECTIVES = (
+    RuntimeError,
+    *(dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError),
+)
 
 
 class Liveness:
@@ -75,11 +78,7 @@ class Liveness:
         self._on_order = lambda: loop.call_soon_threadsafe(end)
 
     async def watch(self) -> None:
-        """Waits until a rank is lost, or until cancelled.
-
-        Raises:
-            TransportError: with the sentence that names the rank.
-        """
+        """Waits until a rank is lost, which a TransportError names, or until cancelled."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         self._notify = lambda: loop.call_soon_threadsafe(changed.set)
         if self._lost is None:
@@ -89,14 +88,14 @@ class Liveness:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Around what may fail because a rank is lost: the error is then that which names it.
-
-        Waits after a failure until the lost rank is known, up to the deadline.
-        """
+        """Around what may fail because a rank is lost: the error is then that which names it. Waits
+        after a failure until the lost rank is known, up to the deadline."""
         try:
             yield
         except (RuntimeError, TransportError) as error:
-            if self._others and _is_of_collective(error) and not self._parting.is_set():
+            # Not one that the program raised itself.
+            is_of_collective = isinstance(error, TransportError) or type(error) in _OF_COLLECTIVES
+            if self._others and is_of_collective and not self._parting.is_set():
                 self._changed.wait(self._deadline_s + 2 * BEAT_S)
             if self._lost is None:
                 raise
@@ -178,14 +177,6 @@ def _beat_of(count: int) -> str:
 def _key(rank: int | str) -> str:
     """Of this start of the ranks, if torchrun starts them again."""
     return f"streamrl/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
-
-
-def _is_of_collective(error: Exception) -> bool:
-    """Whether the error may come of a lost rank: not one that the program raised itself."""
-    return isinstance(error, TransportError) or type(error) in (RuntimeError, *_DIST_ERRORS)
-
-
-_DIST_ERRORS = (dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 
 
 def _exists(process: int) -> bool:

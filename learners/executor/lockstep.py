@@ -1,14 +1,11 @@
 """Commands of the first rank, executed by every rank in one order.
 
 The first rank's loop calls `run` and `fetch`; the other ranks are in `follow`. In a world of one a
-command is executed and nothing is sent.
+command is executed and nothing is sent. A command holds all that the other ranks do not have.
 
 Invariant: a command is sent only once the one before it was executed here, so no rank waits in a
 collective operation that the others do not reach. Computation has a thread of its own. `follow`
 waits for the next command, as long as the first rank lives.
-
-A command holds all that the other ranks do not have; what it does to a rank is
-`LearnerRank.execute`.
 """
 
 import asyncio
@@ -28,7 +25,7 @@ from learners.executor.liveness import Liveness
 from learners.parallel.mesh import OnDemand, full
 from learners.parallel.ranks import Ranks
 from learners.samples import StepSamples
-from learners.session import LearnerState
+from learners.session import LearnerState, ends_in_time
 from learners.trainer import Trainer
 from streamrl.errors import StreamRLError
 from streamrl.types import GroupHeader, TrajectoryGroup
@@ -68,13 +65,14 @@ class Save(Struct, frozen=True, tag="save"):
 
 
 class End(Struct, frozen=True, tag="end"):
-    """The learner ends."""
+    """End the learner."""
 
 
 Computation: TypeAlias = Accumulate | Update | Discard | Snapshot | Save
 Command: TypeAlias = Fetch | Computation | End
 FetchGroups: TypeAlias = Callable[[Sequence[int]], Awaitable[tuple[TrajectoryGroup, ...]]]
 """(prompt indices)"""
+TrainedPart: TypeAlias = tuple[TrainingBatch, Sequence[GroupHeader], Sequence[TrajectoryGroup]]
 Record: TypeAlias = Callable[
     [int, Sequence[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]]]], None
 ]
@@ -96,32 +94,21 @@ class LearnerRank:
     snapshot: Callable[[Mapping[str, torch.Tensor], int], object]
     show: Callable[[StepSamples], None] | None = None
     record: Record | None = None
-    _parts: tuple[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]], ...] = field(
-        default=(), init=False
-    )
-    _first: tuple[TrainingBatch, Sequence[TrajectoryGroup]] | None = field(default=None, init=False)
-
-    async def fetch_share(self, command: Fetch) -> tuple[TrajectoryGroup, ...]:
-        """The groups of this rank's share, in the order of the batch."""
-        headers = share(command.headers, self.ranks.count, self.ranks.index)
-        return await self.fetch([header.prompt_index for header in headers])
+    _parts: list[TrainedPart] = field(default_factory=list, init=False)
 
     def execute(self, command: Computation, groups: Sequence[TrajectoryGroup] = ()) -> Any:
         """In the compute thread; `groups` are those that were fetched last."""
         match command:
             case Accumulate(headers, policy_version):
                 batch = TrainingBatch.shared(headers, groups, policy_version, self.ranks)
-                self._first = self._first or (batch, groups)
-                if self.record is not None:
-                    self._parts = (*self._parts, (headers, groups))
+                self._parts.append((batch, headers, groups))
                 self.trainer.accumulate(batch)
             case Update():
                 metrics = self.trainer.update()
-                self._record_step()
-                self._show_samples()
+                self._keep_step()
                 return metrics
             case Discard():
-                self._first, self._parts = None, ()
+                self._parts.clear()
                 self.trainer.discard()
             case Snapshot(policy_version):
                 weights = self.trainer.policy.weights()
@@ -130,19 +117,16 @@ class LearnerRank:
             case Save(state):
                 return self.save(self.trainer, state)
 
-    def _record_step(self) -> None:
-        parts, self._parts = self._parts, ()
-        if self.record is not None and self._first is not None:
-            self.record(self._first[0].policy_version + 1, parts)
-
-    def _show_samples(self) -> None:
-        """Of the first part of the batch that was trained."""
-        first, self._first = self._first, None
-        if self.show is None or first is None:
+    def _keep_step(self) -> None:
+        """Record the batch that was trained, and show samples of its first part."""
+        parts, self._parts = self._parts, []
+        batch, _, groups = parts[0]
+        if self.record is not None:
+            self.record(batch.policy_version + 1, [part[1:] for part in parts])
+        if self.show is None:
             return
-        (batch, groups), weights = first, self.trainer.take_weights()
         numbers = ((i, j) for i, group in enumerate(groups) for j in range(len(group.trajectories)))
-        by_place = dict(enumerate(numbers))
+        by_place, weights = dict(enumerate(numbers)), self.trainer.take_weights()
         own = {by_place[batch.places[m]]: w for m, w in weights.items() if m in batch.places}
         self.show(StepSamples(batch.policy_version, groups, own))
 
@@ -196,16 +180,11 @@ class Lockstep:
         parameters move: the other thread would find them in the middle of that.
         """
         adding = asyncio.ensure_future(self.run(command, groups))
-        if self._can_give_up:
-            stopped = asyncio.create_task(stopping.wait())
-            await asyncio.wait({adding, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            await asyncio.wait({adding}, timeout=GIVE_UP_S)
-            if not adding.done():
-                adding.cancel()
-                self._thread.shutdown(wait=False)
-                self._thread = _make_thread()
-                return False
+        if self._can_give_up and not await ends_in_time(adding, stopping, GIVE_UP_S):
+            adding.cancel()
+            self._thread.shutdown(wait=False)
+            self._thread = _make_thread()
+            return False
         await adding
         return True
 
@@ -245,11 +224,12 @@ class Lockstep:
     async def _fetch(
         self, command: Fetch
     ) -> tuple[tuple[TrajectoryGroup, ...], Sequence[ErrorReply]]:
-        """This rank's groups, and the failures of all ranks."""
+        """This rank's groups, in the order of the batch, and the failures of all ranks."""
         groups: tuple[TrajectoryGroup, ...] = ()
         failed: tuple[ErrorReply, ...] = ()
+        headers = share(command.headers, self._rank.ranks.count, self._rank.ranks.index)
         try:
-            groups = await self._rank.fetch_share(command)
+            groups = await self._rank.fetch([header.prompt_index for header in headers])
         except StreamRLError as error:
             failed = (ErrorReply.of(error),)
         gathered = await self._in_thread(lambda: self._ranks.gather(failed, tuple[ErrorReply, ...]))

@@ -1,8 +1,7 @@
 """A learner rank's place: the mesh, who exchanges what, and who watches whom.
 
 Invariant: a learner without torchrun opens no socket, and joins a group of its own only where
-offloaded parameters need a mesh. The daemon joins before it
-loads a model, and parts at its end.
+offloaded parameters need a mesh.
 """
 
 import os

@@ -1,7 +1,6 @@
 """The ranks of a learner on this machine, as processes: what `streamrl torchrun` is on several.
 
-`streamrl learner` with `learner.num_ranks` above 1 starts itself so often and waits. Every rank is
-told of a signal; the first one decides, and ends the others.
+Every rank is told of a signal; the first one decides, and ends the others.
 
 Invariant: when a rank fails all end, by themselves or GRACE_S later, and the exit code and the
 sentence are those of a rank that says why. Waits for the ranks to end; they end by themselves when

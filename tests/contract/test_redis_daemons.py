@@ -614,7 +614,7 @@ async def test_a_failover_in_mid_put_loses_nothing_and_trains_nothing_twice(
         for version in range(1, num_steps + 1):
             batch = TakenBatch(headers=())
             while len(batch.headers) < groups_per_step:
-                batch = await session.take(asyncio.Event(), waited) or batch
+                batch = await session.take(waited) or batch
             trained += (header.prompt_index for header in batch.headers)
             await session.advance(version, batch)
             if version % 3 == 0:

@@ -67,7 +67,7 @@ async def nothing() -> None:
 
 async def take(session: LearnerSession) -> TakenBatch:
     async with asyncio.timeout(10):
-        loan = await session.take(asyncio.Event(), nothing)
+        loan = await session.take(nothing)
     assert loan is not None
     return loan
 
@@ -90,12 +90,12 @@ async def test_a_step_advances_the_version_and_the_books():
 
 
 async def test_a_wait_for_groups_ends_when_the_learner_stops():
-    session, stopping = make_session(MemoryBuffer(make_state())), asyncio.Event()
+    session = make_session(MemoryBuffer(make_state()))
     await session.attach()
-    taking = asyncio.create_task(session.take(stopping, nothing))
+    taking = asyncio.create_task(session.take(nothing))
     await asyncio.sleep(0.05)
     assert not taking.done()
-    stopping.set()
+    session.stopping.set()
     async with asyncio.timeout(5):
         assert await taking is None
 
