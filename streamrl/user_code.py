@@ -34,14 +34,16 @@ def is_user_code(entry: str) -> bool:
     return re.search(r"\.py(:|$)", entry) is not None
 
 
-def check_user_code(entry: str) -> None:
-    """
+def check_user_code(entry: str) -> str:
+    """The entry.
+
     Raises:
         ValueError: the entry is not of the form PATH.py:NAME.
     """
     file, _, name = entry.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"was {entry!r}; code of your own is named PATH.py:NAME")
+    return entry
 
 
 def named(field: str, name: str, built_in: Mapping[str, Entry]) -> Entry:

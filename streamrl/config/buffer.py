@@ -1,8 +1,8 @@
 """`buffer`: where trajectory groups wait, and how old they may become."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Discriminator,
@@ -39,14 +39,10 @@ class SteeredStaleness(Section):
     ess: Annotated[float, Field(gt=0, lt=1)] = 0.98
     """The bound falls where the effective sample size is below this."""
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.min > self.max:
-            raise ValueError(
-                f"was min {self.min} and max {self.max}; min must be at most max (a fixed bound "
-                "is an integer alone)"
-            )
-        return self
+            yield f"""was min {self.min} and max {self.max}; min must be at most max (a fixed bound
+                is an integer alone)"""
 
 
 def _kind_of(value: Any) -> str:
@@ -118,22 +114,13 @@ class BufferSettings(Section):
             require_places(url, needs_port=url.startswith("zmq://"))
         return url
 
-    @model_validator(mode="after")
-    def _has_keys(self) -> "BufferSettings":
+    def contradictions(self) -> Iterator[str]:
         if self.binds_url and (why := lacks_keys("buffer.url", self.url, self.curve)):
-            raise ValueError(why)
-        return self
-
-    @field_validator("lease_ttl_s")
-    @classmethod
-    def _outlasts_a_pause(cls, lease_ttl_s: float) -> float:
-        if lease_ttl_s < SHORTEST_LEASE_S:
-            raise ValueError(
-                f"was {lease_ttl_s:g}; it must be at least {SHORTEST_LEASE_S:g}: with a heartbeat "
-                f"every {lease_ttl_s / 4:g} s any pause of a generator ends its leases, and no "
-                "group would be finished"
-            )
-        return lease_ttl_s
+            yield why
+        if self.lease_ttl_s < SHORTEST_LEASE_S:
+            yield f"""lease_ttl_s: was {self.lease_ttl_s:g}; it must be at least
+                {SHORTEST_LEASE_S:g}: with a heartbeat every {self.lease_ttl_s / 4:g} s any pause of
+                a generator ends its leases, and no group would be finished"""
 
     @property
     def is_steered(self) -> bool:

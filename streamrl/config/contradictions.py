@@ -1,14 +1,18 @@
 """Contradictions between the sections of a configuration.
 
 A new one is a few lines in the function of its subject, which yields a sentence that names both
-settings; `RunConfig` asks for all of them, so a person reads every sentence at once.
+settings, where `$section.key` stands for the name of a setting and its value. `RunConfig` asks for
+all of them, so a person reads every sentence at once.
 """
 
+import re
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config.addresses import host_of, is_loopback, lacks_keys, port_of
-from streamrl.config.section import twice
+from streamrl.config.section import twice, unfolded
 from streamrl.errors import did_you_mean
 from streamrl.types.ranges import MAX_NAMES
 
@@ -43,180 +47,138 @@ def contradictions(c: "RunConfig") -> Iterator[str]:
     Raises:
         ValidationError: `validation.generator`, or `data` of an environment, is refused by itself.
     """
-    yield from _of_lengths(c)
-    yield from _of_groups(c)
-    yield from _of_what_is_recorded(c)
-    yield from _of_weights(c)
-    yield from _of_engines(c)
-    yield from _of_passes(c)
-    yield from _of_learner(c)
-    yield from _of_rewards(c)
-    yield from _of_critic(c)
-    yield from _of_episodes(c)
-    yield from _of_validation(c)
-    yield from _of_validated_checkpoints(c)
-    yield from _of_environments(c)
+    subjects = (
+        *(_of_lengths, _of_groups, _of_what_is_recorded, _of_weights, _of_engines, _of_passes),
+        *(_of_learner, _of_rewards, _of_critic, _of_episodes),
+        *(_of_validation, _of_validated_checkpoints, _of_environments),
+    )
+    for sentence in chain.from_iterable(subject(c) for subject in subjects):
+        yield NAMED.sub(lambda found: _with_value(c, found[1]), unfolded(sentence))
+
+
+NAMED = re.compile(r"\$([a-z]+(?:\.[a-z_]+)+)")
+
+
+def _with_value(c: "RunConfig", name: str) -> str:
+    try:
+        value = reduce(getattr, name.split("."), c)
+    except AttributeError:
+        # It stands in a value, and is no name of ours.
+        return f"${name}"
+    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _of_lengths(c: "RunConfig") -> Iterator[str]:
     generator, learner = c.generator, c.learner
     longest = c.data.max_prompt_length + generator.max_new_tokens
-    parts = (
-        f"data.max_prompt_length {c.data.max_prompt_length} + generator.max_new_tokens "
-        f"{generator.max_new_tokens}"
-    )
+    parts = "$data.max_prompt_length + $generator.max_new_tokens"
     by_role = learner.max_tokens_per_forward_pass.model_dump(exclude_none=True)
     limits = {f"learner.max_tokens_per_forward_pass.{role}": n for role, n in by_role.items()}
     limits |= {"learner.max_tokens_per_micro_batch": learner.max_tokens_per_micro_batch}
     setting = min(limits, key=limits.__getitem__)
     if longest > limits[setting]:
-        yield f"{setting} {limits[setting]} cannot hold one trajectory: {parts} = {longest}"
+        yield f"${setting} cannot hold one trajectory: {parts} = {longest}"
     if c.max_model_len < longest:
         yield f"generator.max_model_len {c.max_model_len} is shorter than {parts}"
     if generator.min_new_tokens > generator.max_new_tokens:
-        yield (
-            f"generator.min_new_tokens {generator.min_new_tokens} is above "
-            f"generator.max_new_tokens {generator.max_new_tokens}"
-        )
+        yield "$generator.min_new_tokens is above $generator.max_new_tokens"
     smallest = c.group_bytes(1 + max(1, generator.min_new_tokens))
     if smallest > c.buffer.max_group_bytes:
-        yield (
-            f"buffer.max_group_bytes {c.buffer.max_group_bytes} refuses every group: with "
-            f"groups of {c.max_group_size} the smallest has {smallest} bytes, and one "
-            f"of generator.max_model_len {c.max_model_len} tokens {c.group_bytes(c.max_model_len)}"
-        )
+        yield f"""$buffer.max_group_bytes refuses every group: with groups of {c.max_group_size} the
+            smallest has {smallest} bytes, and one of generator.max_model_len {c.max_model_len}
+            tokens {c.group_bytes(c.max_model_len)}"""
 
 
 def _of_groups(c: "RunConfig") -> Iterator[str]:
     generator, algorithm, learner = c.generator, c.algorithm, c.learner
     if learner.updates_per_batch > learner.groups_per_step:
-        yield (
-            f"learner.updates_per_batch {learner.updates_per_batch} is more than "
-            f"learner.groups_per_step {learner.groups_per_step}: each update trains whole groups"
-        )
+        yield """$learner.updates_per_batch is more than $learner.groups_per_step: each update
+            trains whole groups"""
     if generator.temperature <= 0:
-        yield (
-            f"generator.temperature 0 makes the generator.group_size {generator.group_size} "
-            "siblings of a prompt alike and leaves nothing to learn from; it must be > 0 for "
-            "training"
-        )
+        yield """$generator.temperature makes the $generator.group_size siblings of a prompt alike
+            and leaves nothing to learn from; it must be > 0 for training"""
     if algorithm.dynamic_sampling is not None and generator.num_siblings <= 1:
-        yield (
-            "algorithm.dynamic_sampling leaves out groups whose siblings are alike, and with "
-            "generator.group_size 1 every group would be; use a group, or null"
-        )
+        yield """algorithm.dynamic_sampling leaves out groups whose siblings are alike, and with
+            generator.group_size 1 every group would be; use a group, or null"""
     oversample = generator.oversample
     is_cut = oversample.num_siblings > 0 and oversample.keep == "first_finished"
     if is_cut and algorithm.needs_greedy_rewards:
-        yield (
-            f"algorithm.advantage {algorithm.advantage} needs a greedy completion of each prompt, "
-            "which generator.oversample.keep first_finished may cancel; use each_reward"
-        )
+        yield """$algorithm.advantage needs a greedy completion of each prompt, which
+            $generator.oversample.keep may cancel; use each_reward"""
     if c.max_num_episodes > MAX_NAMES:
-        yield (
-            f"generator.oversample.num_siblings {oversample.num_siblings} and "
-            f"{_largest_group(c)} make groups of {c.max_num_episodes} episodes; the buffer keeps "
-            f"at most {MAX_NAMES} apart"
-        )
+        yield f"""$generator.oversample.num_siblings and {_largest_group(c)} make groups of
+            {c.max_num_episodes} episodes; the buffer keeps at most {MAX_NAMES} apart"""
     places = [entry.place or "generator." for entry in c.entries if entry.group_size == 1]
     if places and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
-        yield (
-            f"algorithm.advantage {algorithm.advantage} compares siblings, and with "
-            f"{places[0]}group_size 1 there are none; use reinforce_plus_plus, or a group"
-        )
+        yield f"""$algorithm.advantage compares siblings, and with {places[0]}group_size 1 there are
+            none; use reinforce_plus_plus, or a group"""
 
 
 def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
     """Of tokens, beside their log-probabilities."""
     generator, algorithm = c.generator, c.algorithm
     if generator.keep_sampling_mask and not generator.top_k:
-        yield (
-            "generator.keep_sampling_mask records the tokens that each token was sampled among, "
-            "and generator.top_k 0 sets no bound to them: set top_k, such as 512, which top_p "
-            "alone seldom exceeds"
-        )
+        yield """generator.keep_sampling_mask records the tokens that each token was sampled among,
+            and $generator.top_k sets no bound to them: set top_k, such as 512, which top_p alone
+            seldom exceeds"""
     if c.num_top_logprobs and algorithm.proximal != "behavior":
-        yield (
-            f"algorithm.loss_config.divergence_topk {c.num_top_logprobs} compares with the "
-            f"candidates that the behavior policy recorded, and algorithm.proximal "
-            f"{algorithm.proximal} has another policy: set it to behavior"
-        )
+        yield """$algorithm.loss_config.divergence_topk compares with the candidates that the
+            behavior policy recorded, and $algorithm.proximal has another policy: set it to
+            behavior"""
     if c.learner.compile is True and algorithm.records_experts:
-        yield (
-            f"learner.compile compiles the routers, and algorithm.router_replay "
-            f"{algorithm.router_replay} stands in for what they choose: set one of them off"
-        )
+        yield """learner.compile compiles the routers, and $algorithm.router_replay stands in for
+            what they choose: set one of them off"""
     by_url = algorithm.distillation is not None and algorithm.distillation.by_url
     wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     others = [name for name, value in wanted.items() if getattr(generator, name) != value]
     if by_url and others:
-        yield (
-            f"generator.{others[0]} {getattr(generator, others[0]):g} samples from another "
-            "distribution than the one whose log-probabilities a teacher by url answers with: set "
-            f"it to {wanted[others[0]]:g}, or name a model folder in "
-            "algorithm.distillation.teachers"
-        )
+        yield f"""$generator.{others[0]} samples from another distribution than the one whose
+            log-probabilities a teacher by url answers with: set it to {wanted[others[0]]:g}, or
+            name a model folder in algorithm.distillation.teachers"""
     seen = [n for e in c.entries for n in ("image_key", "video_key") if getattr(e.data, n)]
     if by_url and seen:
-        yield (
-            f"data.{seen[0]}: a teacher by url reads token ids alone, in which an image is places "
-            "without content: name a model folder in algorithm.distillation.teachers"
-        )
+        yield f"""data.{seen[0]}: a teacher by url reads token ids alone, in which an image is
+            places without content: name a model folder in algorithm.distillation.teachers"""
     if algorithm.num_taught and generator.keep_sampling_mask:
-        yield (
-            f"algorithm.distillation.top_k {algorithm.num_taught} compares the likeliest tokens of "
-            "the vocabulary, and generator.keep_sampling_mask leaves the policy some of them: set "
-            "one of them off"
-        )
+        yield """$algorithm.distillation.top_k compares the likeliest tokens of the vocabulary, and
+            generator.keep_sampling_mask leaves the policy some of them: set one of them off"""
     if algorithm.loss == "topr" and not algorithm.reads_rewards:
-        yield (
-            "algorithm.loss topr tells trajectories apart by their rewards, and with "
-            "algorithm.distillation.reward_coef 0 the teachers alone decide: use another loss, "
-            "such as reinforce, or set reward_coef"
-        )
+        yield """$algorithm.loss tells trajectories apart by their rewards, and with
+            $algorithm.distillation.reward_coef the teachers alone decide: use another loss, such as
+            reinforce, or set reward_coef"""
 
 
 def _of_weights(c: "RunConfig") -> Iterator[str]:
     weights, buffer, generator = c.weights, c.buffer, c.generator
     bound = buffer.largest_staleness
     if weights.publish_every > bound + 1:
-        yield (
-            f"weights.publish_every {weights.publish_every} with buffer.max_staleness {bound} "
-            "would deadlock: generators would wait for a version that is not published; "
-            f"publish_every may be at most {bound + 1}"
-        )
+        yield f"""$weights.publish_every with buffer.max_staleness {bound} would deadlock:
+            generators would wait for a version that is not published; publish_every may be at most
+            {bound + 1}"""
     devices = {"learner": c.learner.device, "generator": generator.device}
     on_cpu = [f"{owner}.device" for owner, device in devices.items() if device == "cpu"]
     if weights.backend == "nccl" and on_cpu:
-        yield f"weights.backend nccl needs GPUs at both ends, but {on_cpu[0]} is cpu"
+        yield f"$weights.backend needs GPUs at both ends, but {on_cpu[0]} is cpu"
     crosses = c.learner.device.startswith("cuda") and generator.device == "cpu"
     if weights.backend == "shared" and crosses:
-        yield (
-            "weights.backend shared needs generators on the learner's GPU, but learner.device is "
-            f"{c.learner.device} and generator.device is cpu; auto, or gloo, crosses"
-        )
+        yield f"""$weights.backend needs generators on the learner's GPU, but learner.device is
+            {c.learner.device} and generator.device is cpu; auto, or gloo, crosses"""
     if weights.transport == "store" and generator.url is not None:
-        yield (
-            f"weights.transport store with generator.{generator.engine}.url: a generator reads a "
-            "store into memory of its own machine, for an engine that runs there; leave url out, "
-            "so that the generator starts its server, or use broadcast"
-        )
+        yield f"""$weights.transport with generator.{generator.engine}.url: a generator reads a
+            store into memory of its own machine, for an engine that runs there; leave url out, so
+            that the generator starts its server, or use broadcast"""
     if why := lacks_keys("weights.address", weights.address, buffer.curve):
         yield why
     if buffer.is_steered and c.algorithm.rollout_is.threshold is None:
-        yield (
-            "buffer.max_staleness with min and max is steered by the effective sample size of "
-            "importance weights, and with algorithm.rollout_is.threshold null there are none: set "
-            "it, and apply false for the metrics alone, or give a fixed bound"
-        )
+        yield """buffer.max_staleness with min and max is steered by the effective sample size of
+            importance weights, and with algorithm.rollout_is.threshold null there are none: set it,
+            and apply false for the metrics alone, or give a fixed bound"""
     url, address = buffer.url, weights.address
     is_one_port = buffer.binds_url and 0 < port_of(url) == port_of(address)
     is_here = is_loopback(url) and is_loopback(address)
     if is_one_port and (is_here or host_of(url) == host_of(address)):
-        yield (
-            f"buffer.url {url} and weights.address {address} are one port, where the buffer and "
-            "the learner listen each: give one of them another"
-        )
+        yield """$buffer.url and $weights.address are one port, where the buffer and the learner
+            listen each: give one of them another"""
 
 
 def _of_engines(c: "RunConfig") -> Iterator[str]:
@@ -231,15 +193,11 @@ def _of_engines(c: "RunConfig") -> Iterator[str]:
     engine = "sglang" if generator.engine == "sglang" else "vllm.url"
     is_served = engine == "sglang" or (generator.engine == "vllm" and generator.vllm.url)
     if columns and is_served:
-        yield (
-            f"data.{columns[0]} with generator.{engine}: a server samples from token ids alone; "
-            "use generator.engine hf, or vllm without a URL"
-        )
+        yield f"""data.{columns[0]} with generator.{engine}: a server samples from token ids alone;
+            use generator.engine hf, or vllm without a URL"""
     if data.video_key is not None and generator.engine == "vllm":
-        yield (
-            "data.video_key with generator.engine vllm, which cuts videos into frames of its own: "
-            "use generator.engine hf"
-        )
+        yield """data.video_key with $generator.engine, which cuts videos into frames of its own:
+            use generator.engine hf"""
 
 
 def _of_engine_kwargs(place: str, engine: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
@@ -257,76 +215,54 @@ def _of_sglang(place: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
     replicas = () if kwargs.get("enable_dp_attention") else ("dp_size", "data_parallel_size")
     for name in (*replicas, "pp_size", "pipeline_parallel_size"):
         if (size := kwargs.get(name, 1)) != 1:
-            yield (
-                f"{place}.engine_kwargs.{name}: was {size}, and updates reach the ranks of "
-                f"{place}.sglang.tp_size alone in SGLang: leave it out"
-            )
+            yield f"""{place}.engine_kwargs.{name}: was {size}, and updates reach the ranks of
+                {place}.sglang.tp_size alone in SGLang: leave it out"""
 
 
 def _of_passes(c: "RunConfig") -> Iterator[str]:
     """Settings of a pass that is not made."""
     limits, algorithm = c.learner.max_tokens_per_forward_pass, c.algorithm
     if limits.proximal is not None and not c.needs_policy_pass:
-        yield (
-            f"learner.max_tokens_per_forward_pass.proximal {limits.proximal} has no pass: with "
-            "these settings the training pass yields the proximal log-probabilities; "
-            "learner.updates_per_batch or learner.epochs > 1 makes one"
-        )
+        yield """$learner.max_tokens_per_forward_pass.proximal has no pass: with these settings the
+            training pass yields the proximal log-probabilities; learner.updates_per_batch or
+            learner.epochs > 1 makes one"""
     if limits.values is not None and not algorithm.needs_values:
-        yield (
-            f"learner.max_tokens_per_forward_pass.values {limits.values} has no critic: "
-            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
-        )
+        yield f"""$learner.max_tokens_per_forward_pass.values has no critic: algorithm.advantage is
+            {algorithm.advantage}; only gae has one"""
     has_pass = algorithm.needs_reference_logprobs or algorithm.has_teachers
     if limits.reference is not None and not has_pass:
-        yield (
-            f"learner.max_tokens_per_forward_pass.reference {limits.reference} has no pass of a "
-            "reference policy or a teacher: algorithm.kl_loss.coef (but for kind full) or "
-            "algorithm.kl_reward.coef > 0 makes one, and a path in algorithm.distillation.teachers"
-        )
+        yield """$learner.max_tokens_per_forward_pass.reference has no pass of a reference policy or
+            a teacher: algorithm.kl_loss.coef (but for kind full) or algorithm.kl_reward.coef > 0
+            makes one, and a path in algorithm.distillation.teachers"""
     if c.learner.offload.reference and not (algorithm.needs_reference or algorithm.has_teachers):
-        yield (
-            "learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef and "
-            "algorithm.kl_reward.coef are 0, and no teacher of algorithm.distillation has a path"
-        )
+        yield """learner.offload.reference has no reference policy to move: algorithm.kl_loss.coef
+            and algorithm.kl_reward.coef are 0, and no teacher of algorithm.distillation has a
+            path"""
 
 
 def _of_learner(c: "RunConfig") -> Iterator[str]:
     learner, num_steps, optimizer = c.learner, c.run.max_steps, c.learner.optimizer
     if learner.compile is True and learner.liger_layers is True:
-        yield (
-            "learner.compile fuses what learner.liger_layers has kernels for: set one of them to "
-            "auto or false"
-        )
+        yield """learner.compile fuses what learner.liger_layers has kernels for: set one of them to
+            auto or false"""
     if learner.lora is not None and learner.mesh.tensor != 1:
-        yield (
-            f"learner.mesh.tensor: was {learner.mesh.tensor}, and the matrices of learner.lora are "
-            "not divided: set it to 1"
-        )
+        yield f"""learner.mesh.tensor: was {learner.mesh.tensor}, and the matrices of learner.lora
+            are not divided: set it to 1"""
     if c.run.total_epochs is not None:
         # `load_config` counts them, and leaves none.
-        yield (
-            f"run.total_epochs {c.run.total_epochs:g} is not counted in steps: read the "
-            "configuration with load_config, or set run.max_steps"
-        )
+        yield """$run.total_epochs is not counted in steps: read the configuration with load_config,
+            or set run.max_steps"""
     if optimizer.warmup_steps > num_steps:
-        yield (
-            f"learner.optimizer.warmup_steps {optimizer.warmup_steps} is longer than "
-            f"run.max_steps {num_steps}; lower it, or set warmup_ratio, a share of the steps"
-        )
+        yield """$learner.optimizer.warmup_steps is longer than $run.max_steps; lower it, or set
+            warmup_ratio, a share of the steps"""
     num_warmup = optimizer.num_warmup_steps(num_steps)
     num_decay = optimizer.num_decay_steps(num_steps)
     if optimizer.schedule == "warmup_stable_decay" and num_warmup + num_decay > num_steps:
-        yield (
-            f"learner.optimizer.decay_ratio {optimizer.decay_ratio:g} begins within the warm-up: "
-            f"{num_warmup} steps of warm-up and {num_decay} of decay are more than run.max_steps "
-            f"{num_steps}"
-        )
+        yield f"""$learner.optimizer.decay_ratio begins within the warm-up: {num_warmup} steps of
+            warm-up and {num_decay} of decay are more than $run.max_steps"""
     if c.is_evaluated and "hf_model" not in learner.checkpoint.contents:
-        yield (
-            "run.evaluate scores the Hugging Face folder in the last checkpoint, and "
-            "learner.checkpoint.contents has no hf_model: add it, or set run.evaluate=false"
-        )
+        yield """run.evaluate scores the Hugging Face folder in the last checkpoint, and
+            learner.checkpoint.contents has no hf_model: add it, or set run.evaluate=false"""
 
 
 def _of_rewards(c: "RunConfig") -> Iterator[str]:
@@ -334,42 +270,30 @@ def _of_rewards(c: "RunConfig") -> Iterator[str]:
     shaped = [n for n in _SHAPING if getattr(reward, n) not in (None, 0.0, "train", "mask")]
     if algorithm.needs_greedy_rewards and shaped:
         # The baseline of remax is a score, so what is added to the others would be in no baseline.
-        yield (
-            f"algorithm.advantage {algorithm.advantage} subtracts the score of a greedy "
-            f"completion, which algorithm.reward.{shaped[0]} does not change; leave it out, or use "
-            "another advantage"
-        )
-    length, longest = reward.length, c.generator.max_new_tokens
-    is_single_turn = all(entry.environment == "single_turn" for entry in c.entries)
-    if length is not None and is_single_turn and length.max_length - length.buffer >= longest:
-        yield (
-            f"algorithm.reward.length begins behind max_length {length.max_length} - buffer "
-            f"{length.buffer} tokens, and generator.max_new_tokens {longest} ends every response "
-            "before; lower max_length, or leave it out"
-        )
-    has_mean = reward.agentic is not None and reward.agentic.method != "identity"
-    centered = ["agentic"] * has_mean
-    centered += [name for name in ("norm_mean", "whiten") if getattr(reward, name)]
+        yield f"""$algorithm.advantage subtracts the score of a greedy completion, which
+            algorithm.reward.{shaped[0]} does not change; leave it out, or use another advantage"""
+    length = reward.length
+    first = 0 if length is None else length.max_length - length.buffer
+    if length and _is_single_turn(c) and first >= c.generator.max_new_tokens:
+        yield f"""algorithm.reward.length begins behind max_length {length.max_length} - buffer
+            {length.buffer} tokens, and $generator.max_new_tokens ends every response before; lower
+            max_length, or leave it out"""
+    centered = [name for name in ("agentic", "norm_mean", "whiten") if getattr(reward, name)]
+    if reward.agentic is not None and reward.agentic.method == "identity":
+        centered.remove("agentic")
     reads_mean = _READ_THE_MEAN.get(algorithm.advantage)
     if reads_mean and algorithm.reads_rewards and centered:
-        yield (
-            f"algorithm.reward.{centered[0]} takes a mean from the rewards before "
-            f"algorithm.advantage {algorithm.advantage} {reads_mean}; leave it out, or use another "
-            "advantage"
-        )
+        yield f"""algorithm.reward.{centered[0]} takes a mean from the rewards before
+            $algorithm.advantage {reads_mean}; leave it out, or use another advantage"""
     if algorithm.advantage == "maxrl" and algorithm.kl_reward.coef:
-        yield (
-            f"algorithm.kl_reward.coef {algorithm.kl_reward.coef:g} leaves siblings of which none "
-            "succeeds a mean of noise around 0, which algorithm.advantage maxrl divides by; set "
-            "algorithm.kl_loss.coef, or use another advantage"
-        )
+        yield """$algorithm.kl_reward.coef leaves siblings of which none succeeds a mean of noise
+            around 0, which $algorithm.advantage divides by; set algorithm.kl_loss.coef, or use
+            another advantage"""
     named = getattr(algorithm.advantage_config, "rewards", {})
     if algorithm.advantage == "gdpo" and not named:
-        yield (
-            "algorithm.advantage gdpo adds the rewards that algorithm.advantage_config.rewards "
-            "names, each normalized, and it names none; set it to metrics of the environment, each "
-            "with its weight, such as {reward/math: 1.0, reward/format: 0.5}"
-        )
+        yield """$algorithm.advantage adds the rewards that algorithm.advantage_config.rewards
+            names, each normalized, and it names none; set it to metrics of the environment, each
+            with its weight, such as {reward/math: 1.0, reward/format: 0.5}"""
     labels = {one.label for one in c.data.rewards}
     own = [name.split("/") for name in named if name.partition("/")[0] == "reward"]
     unknown = ["/".join(parts) for parts in own if not {*parts[1:2]} & labels]
@@ -381,11 +305,9 @@ def _of_rewards(c: "RunConfig") -> Iterator[str]:
     weighs_zero = not algorithm.ratio_holds_correction and correction.weighs_tokens_zero
     takes_out = (correction.masks_tokens or weighs_zero) and correction.normalize_by != "kept"
     if algorithm.loss == "geo_mean" and takes_out:
-        yield (
-            "algorithm.loss geo_mean multiplies the weights of a sequence, and a token that "
-            "algorithm.rollout_is gives weight 0 would silence all of it; set "
-            "algorithm.rollout_is.normalize_by=kept, which leaves that token out"
-        )
+        yield """$algorithm.loss multiplies the weights of a sequence, and a token that
+            algorithm.rollout_is gives weight 0 would silence all of it; set
+            algorithm.rollout_is.normalize_by=kept, which leaves that token out"""
 
 
 def _of_critic(c: "RunConfig") -> Iterator[str]:
@@ -393,95 +315,61 @@ def _of_critic(c: "RunConfig") -> Iterator[str]:
     own = value.model_dump(exclude_defaults=True)
     if own and not algorithm.needs_values:
         name, given = next(iter(own.items()))
-        yield (
-            f"algorithm.value.{name} {given} has no critic to act on: "
-            f"algorithm.advantage is {algorithm.advantage}; only gae has one"
-        )
+        yield f"""algorithm.value.{name} {given} has no critic to act on: algorithm.advantage is
+            {algorithm.advantage}; only gae has one"""
     if not algorithm.needs_values:
         return
     if value.critic_warmup >= c.run.max_steps:
-        yield (
-            f"algorithm.value.critic_warmup {value.critic_warmup} leaves none of run.max_steps "
-            f"{c.run.max_steps} to the policy"
-        )
+        yield "$algorithm.value.critic_warmup leaves none of $run.max_steps to the policy"
     lr, decay = c.critic_optimizer.lr, c.critic_optimizer.weight_decay
     if lr * decay >= 1:
-        yield (
-            f"algorithm.value.weight_decay: the critic has {decay:g} with learning rate {lr:g}; "
-            "their product is the share of each weight that a step removes, and must be below 1"
-        )
+        yield f"""algorithm.value.weight_decay: the critic has {decay:g} with learning rate {lr:g};
+            their product is the share of each weight that a step removes, and must be below 1"""
 
 
 def _of_episodes(c: "RunConfig") -> Iterator[str]:
     episode, group_s = c.generator.episode, c.generator.group_deadline_s
-    is_single_turn = all(entry.environment == "single_turn" for entry in c.entries)
-    if episode.max_turns is not None and is_single_turn:
-        yield (
-            f"generator.episode.max_turns {episode.max_turns} cannot act: generator.environment "
-            "single_turn has one turn; name another environment, or leave it out"
-        )
-    if c.algorithm.echo_coef and is_single_turn:
-        yield (
-            f"algorithm.echo_coef {c.algorithm.echo_coef:g} cannot act: generator.environment "
-            "single_turn has one turn, behind which nothing is read; name another environment, or "
-            "leave it out"
-        )
+    if episode.max_turns is not None and _is_single_turn(c):
+        yield """$generator.episode.max_turns cannot act: generator.environment single_turn has one
+            turn; name another environment, or leave it out"""
+    if c.algorithm.echo_coef and _is_single_turn(c):
+        yield """$algorithm.echo_coef cannot act: generator.environment single_turn has one turn,
+            behind which nothing is read; name another environment, or leave it out"""
     if episode.turn_deadline_s is not None and episode.turn_deadline_s >= group_s:
-        yield (
-            f"generator.episode.turn_deadline_s {episode.turn_deadline_s:g} cannot act: "
-            f"generator.group_deadline_s {group_s:g} ends the whole episode before; it must be "
-            "below that"
-        )
+        yield """$generator.episode.turn_deadline_s cannot act: $generator.group_deadline_s ends the
+            whole episode before; it must be below that"""
     if episode.max_in_flight is not None and episode.max_in_flight < c.max_num_episodes:
-        yield (
-            f"generator.episode.max_in_flight {episode.max_in_flight} cannot hold one group, which "
-            f"is sampled as {c.max_num_episodes} episodes ({_largest_group(c)} and what is sampled "
-            "beside them)"
-        )
-    shaping = c.algorithm.reward.truncated
-    if episode.truncated != "keep" and shaping != "train":
-        yield (
-            f"algorithm.reward.truncated {shaping} cannot act: generator.episode.truncated drop "
-            "leaves out every truncated trajectory; set one or the other"
-        )
+        yield f"""$generator.episode.max_in_flight cannot hold one group, which is sampled as
+            {c.max_num_episodes} episodes ({_largest_group(c)} and what is sampled beside them)"""
+    if episode.truncated != "keep" and c.algorithm.reward.truncated != "train":
+        yield """$algorithm.reward.truncated cannot act: $generator.episode.truncated leaves out
+            every truncated trajectory; set one or the other"""
+
+
+def _is_single_turn(c: "RunConfig") -> bool:
+    return all(entry.environment == "single_turn" for entry in c.entries)
 
 
 def _of_validation(c: "RunConfig") -> Iterator[str]:
-    v, publish_every, held_out = c.validation, c.weights.publish_every, c.data.num_eval_prompts
+    v = c.validation
     if c.is_validated and v.num_samples != 1 and v.temperature <= 0:
-        yield (
-            f"validation.num_samples {v.num_samples} with validation.temperature 0 samples the "
-            "same response each time: set a temperature, or num_samples to 1"
-        )
-    if isinstance(v.every, int) and v.every % publish_every:
-        yield (
-            f"validation.every {v.every} is no multiple of weights.publish_every {publish_every}: "
-            "versions in between are not published, so no validator gets them"
-        )
-    if v.num_prompts is not None and v.num_prompts > held_out:
-        yield (
-            f"validation.num_prompts {v.num_prompts} is more than data.num_eval_prompts "
-            f"{held_out}, and no others are held out"
-        )
-    if sentence := _bad_generator(c):
-        yield sentence
+        yield """$validation.num_samples with $validation.temperature samples the same response each
+            time: set a temperature, or num_samples to 1"""
+    if isinstance(v.every, int) and v.every % c.weights.publish_every:
+        yield """$validation.every is no multiple of $weights.publish_every: versions in between are
+            not published, so no validator gets them"""
+    if v.num_prompts is not None and v.num_prompts > c.data.num_eval_prompts:
+        yield """$validation.num_prompts is more than $data.num_eval_prompts, and no others are held
+            out"""
+    own = v.engine_settings(c.generator)
+    if c.is_validated and own.url is not None and own.url == c.generator.url:
+        yield f"""$validation.every needs an engine of its own, which keeps a version while
+            generators get newer ones, but {own.url} is the server of the generators: name another
+            in validation.generator: {{{own.engine}: {{url: ...}}}}"""
     agents = [entry.setting for entry in c.entries if entry.environment == "agent"]
     if c.is_validated and agents:
-        yield (
-            f"validation.every {v.every} cannot validate {agents[0]} agent: agents play in the "
-            "generators of a run alone; set validation.every=0"
-        )
-
-
-def _bad_generator(c: "RunConfig") -> str | None:
-    engine = c.validation.engine_settings(c.generator)
-    if not c.is_validated or engine.url is None or engine.url != c.generator.url:
-        return None
-    return (
-        f"validation.every {c.validation.every} needs an engine of its own, which keeps a version "
-        f"while generators get newer ones, but {engine.url} is the server of the generators: name "
-        f"another in validation.generator: {{{engine.engine}: {{url: ...}}}}"
-    )
+        yield f"""$validation.every cannot validate {agents[0]} agent: agents play in the generators
+            of a run alone; set validation.every=0"""
 
 
 def _largest_group(c: "RunConfig") -> str:
@@ -490,64 +378,45 @@ def _largest_group(c: "RunConfig") -> str:
 
 
 def _of_validated_checkpoints(c: "RunConfig") -> Iterator[str]:
-    every, patience = c.validation.every, c.validation.early_stop.patience
-    if patience and not c.is_validated:
-        yield (
-            f"validation.early_stop.patience {patience} needs validations: set validation.every; "
-            "with generator.engine hf, data.eval_source is enough"
-        )
-    checkpoint = c.learner.checkpoint
+    every, checkpoint = c.validation.every, c.learner.checkpoint
+    if c.validation.early_stop.patience and not c.is_validated:
+        yield """$validation.early_stop.patience needs validations: set validation.every; with
+            generator.engine hf, data.eval_source is enough"""
     if not checkpoint.keep_best or not checkpoint.is_best_validated:
         return
     if not isinstance(every, int) or not every:
-        yield (
-            f"learner.checkpoint.best_by {checkpoint.best_by} needs validation.every as a number, "
-            f"such as {checkpoint.every}, so that the versions of checkpoints are validated"
-        )
+        yield f"""$learner.checkpoint.best_by needs validation.every as a number, such as
+            {checkpoint.every}, so that the versions of checkpoints are validated"""
     elif max(checkpoint.every, every) % min(checkpoint.every, every):
-        yield (
-            f"validation.every {every} and learner.checkpoint.every {checkpoint.every} "
-            "rarely meet, and only a validated checkpoint can be the best: make one a multiple of "
-            "the other"
-        )
+        yield """$validation.every and $learner.checkpoint.every rarely meet, and only a validated
+            checkpoint can be the best: make one a multiple of the other"""
 
 
 def _of_environments(c: "RunConfig") -> Iterator[str]:
-    agent = c.generator.agent
-    changed = c.generator.model_dump(
+    chosen = c.generator.model_dump(
         include={"environment", "environment_kwargs"}, exclude_defaults=True
     )
-    if c.environments and changed:
-        yield (
-            f"generator.{min(changed)} and environments both say what answers the policy; leave "
-            "out one of them"
-        )
+    if c.environments and chosen:
+        yield f"""generator.{min(chosen)} and environments both say what answers the policy; leave
+            out one of them"""
     names = [entry.name for entry in c.environments]
     if name := twice(names):
         yield f"environments: {names.count(name)} entries have the name {name!r}"
     is_agent = [entry.environment == "agent" for entry in c.entries]
-    changed = agent.model_dump(exclude_defaults=True)
-    if changed and not any(is_agent):
-        yield (
-            f"generator.agent.{min(changed)} cannot act: no environment is agent; "
-            "set generator.environment to agent, or leave it out"
-        )
+    of_agents = c.generator.agent.model_dump(exclude_defaults=True)
+    if of_agents and not any(is_agent):
+        yield f"""generator.agent.{min(of_agents)} cannot act: no environment is agent; set
+            generator.environment to agent, or leave it out"""
     if c.parity.is_required and all(is_agent):
         name = "max_gap" if c.parity.max_gap is not None else "max_mean_gap"
-        yield (
-            f"parity.{name} {getattr(c.parity, name)} cannot be compared with anything: every "
-            "environment is agent, and agents play in the generators of a run alone; leave it out"
-        )
+        yield f"""$parity.{name} cannot be compared with anything: every environment is agent, and
+            agents play in the generators of a run alone; leave it out"""
     limits = [entry.max_groups for entry in c.entries]
     if 0 in limits:
         i, entry = limits.index(0), c.entries[limits.index(0)]
-        yield (
-            f"environments.{i}.max_trajectories {entry.max_trajectories} is less than one "
-            f"group of {entry.group_size}, so {entry.name} would never play"
-        )
+        yield f"""environments.{i}.max_trajectories {entry.max_trajectories} is less than one group
+            of {entry.group_size}, so {entry.name} would never play"""
     num_groups = sum(limit or 0 for limit in limits)
     if None not in limits and num_groups < c.learner.groups_per_step:
-        yield (
-            f"environments.max_trajectories allow {num_groups} groups of "
-            f"learner.groups_per_step {c.learner.groups_per_step}: raise one, or leave it out"
-        )
+        yield f"""environments.max_trajectories allow {num_groups} groups of
+            $learner.groups_per_step: raise one, or leave it out"""

@@ -1,9 +1,10 @@
 """`data`: prompts, how they are rendered, and the reward of a response."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from streamrl.config.section import NotNegative, Positive, Probability, Seconds, Section, twice
 from streamrl.user_code import is_user_code
@@ -191,25 +192,18 @@ class DataSettings(Section):
             return (SourceSettings(path=sources, kwargs=self.source_kwargs),)
         return sources
 
-    @model_validator(mode="after")
-    def _has_arguments_for_one_source(self) -> "DataSettings":
-        if self.source_kwargs and not isinstance(self.source, str):
-            raise ValueError("source_kwargs: has no effect on a list; give its entries kwargs")
-        return self
-
     @property
     def all_rewards(self) -> tuple[RewardSettings, ...]:
         """`rewards`, or `reward` as the only one."""
         return self.rewards or (RewardSettings(reward=self.reward, kwargs=self.reward_kwargs),)
 
-    @model_validator(mode="after")
-    def _names_its_rewards_once(self) -> "DataSettings":
-        default = type(self).model_fields["reward"].default
-        if self.rewards and (self.reward != default or self.reward_kwargs):
-            raise ValueError("reward: has no effect beside data.rewards; list it there")
+    def contradictions(self) -> Iterator[str]:
+        if self.source_kwargs and not isinstance(self.source, str):
+            yield "source_kwargs: has no effect on a list; give its entries kwargs"
+        if self.rewards and (self.not_default(["reward"]) or self.reward_kwargs):
+            yield "reward: has no effect beside data.rewards; list it there"
         labels = [reward.label for reward in self.all_rewards]
         if label := twice(labels):
-            raise ValueError(f"two rewards are called {label!r}; give one of them another name")
+            yield f"two rewards are called {label!r}; give one of them another name"
         if taken := [label for label in labels if label in _TAKEN]:
-            raise ValueError(f"rewards: reward/{taken[0]} is another metric; choose another name")
-        return self
+            yield f"rewards: reward/{taken[0]} is another metric; choose another name"

@@ -7,11 +7,12 @@ import ipaddress
 import math
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from streamrl.config.addresses import LARGEST_PORT
 from streamrl.config.section import (
@@ -23,6 +24,7 @@ from streamrl.config.section import (
     Seconds,
     Section,
     Share,
+    refuse_unless,
     twice,
 )
 from streamrl.errors import ConfigError
@@ -65,11 +67,15 @@ class ServerSettings(Section):
         """Of the servers elsewhere."""
         return _urls(self.url)
 
-    @model_validator(mode="after")
-    def _has_a_server_for_its_key(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.api_key_env is not None and self.url is None:
-            raise ValueError("api_key_env: is of a server elsewhere; set url, or leave it out")
-        return self
+            yield "api_key_env: is of a server elsewhere; set url, or leave it out"
+        # A server elsewhere does not get to see what is set here.
+        arguments = sorted(type(self).model_fields.keys() - self.ours - self.told)
+        if self.url and (changed := self.not_default(arguments)):
+            engine = self.section.removeprefix("generator.")
+            yield f"""{changed[0]}: is chosen where the server of {engine}.url is started; leave it
+                out here"""
 
     @property
     def api_key(self) -> str | None:
@@ -85,20 +91,6 @@ class ServerSettings(Section):
                 f"environment, and {self.urls[0]} asks for a key"
             )
         return os.environ[self.api_key_env]
-
-    @model_validator(mode="after")
-    def _leaves_a_server_elsewhere_alone(self) -> Self:
-        """It does not get to see what is set here."""
-        fields = type(self).model_fields
-        arguments = sorted(fields.keys() - self.ours - self.told)
-        changed = [name for name in arguments if getattr(self, name) != fields[name].default]
-        if self.url and changed:
-            engine = self.section.removeprefix("generator.")
-            raise ValueError(
-                f"{changed[0]}: is chosen where the server of {engine}.url is started; leave it "
-                "out here"
-            )
-        return self
 
 
 def _urls(url: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -191,10 +183,19 @@ def _split(command: Any) -> Any:
     return shlex.split(command) if isinstance(command, str) else command
 
 
+def _names_an_address(host: str) -> bool:
+    with suppress(ValueError):
+        return host == "localhost" or bool(ipaddress.ip_address(host))
+    return False
+
+
+_is_address = refuse_unless(_names_an_address, "it must be an IP address or localhost")
+
+
 class AgentSettings(Section):
     """Agents of environment agent, which call the policy by API."""
 
-    function: str | None = None
+    function: Annotated[str, AfterValidator(check_user_code)] | None = None
     """PATH.py:FUNCTION(task, base_url, api_key), called once an episode in the generator; returns
     the reward, or nothing."""
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
@@ -202,7 +203,7 @@ class AgentSettings(Section):
     `function`, agents ask for tasks."""
     max_agents: Positive = 64
     """Functions or commands at a time."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, _is_address] = "127.0.0.1"
     """Where the API listens; off loopback it needs a token."""
     port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
     """Of a machine's first generator; others take the next ones. 0: any free one."""
@@ -215,35 +216,15 @@ class AgentSettings(Section):
     max_request_bytes: Positive = 16 * 2**20
     """Largest body of a request."""
 
-    @field_validator("function")
-    @classmethod
-    def _is_user_code(cls, function: str | None) -> str | None:
-        if function is not None:
-            check_user_code(function)
-        return function
-
-    @field_validator("host")
-    @classmethod
-    def _is_address(cls, host: str) -> str:
-        try:
-            ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        except ValueError:
-            raise ValueError(f"was {host!r}; it must be an IP address or localhost") from None
-        return host
-
-    @model_validator(mode="after")
-    def _is_one_agent(self) -> "AgentSettings":
+    def contradictions(self) -> Iterator[str]:
         if self.function is not None and self.command is not None:
-            raise ValueError("function: is an agent, and command another; leave one of them out")
+            yield "function: is an agent, and command another; leave one of them out"
         if self.command is not None and not self.command:
-            raise ValueError("command: is empty; it must name a program")
+            yield "command: is empty; it must name a program"
         is_local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         if not is_local and self.token_env is None:
-            raise ValueError(
-                f"host: was {self.host!r}, which other machines can reach; that needs a token: "
-                "put one into an environment variable and name it in token_env"
-            )
-        return self
+            yield f"""host: was {self.host!r}, which other machines can reach; that needs a token:
+                put one into an environment variable and name it in token_env"""
 
     @property
     def token(self) -> str | None:
@@ -323,11 +304,9 @@ class McpServerSettings(CallLimits):
     session: Literal["generator", "episode"] = "generator"
     """One session of all episodes, or one each."""
 
-    @model_validator(mode="after")
-    def _is_one_of_two(self) -> "McpServerSettings":
+    def contradictions(self) -> Iterator[str]:
         if bool(self.command) == bool(self.url):
-            raise ValueError("command, url: an MCP server has one of the two")
-        return self
+            yield "command, url: an MCP server has one of the two"
 
 
 _HEAD_FLAGS = {
@@ -396,31 +375,20 @@ class GeneratorSettings(Section):
     vllm: VllmSettings = VllmSettings()
     sglang: SglangSettings = SglangSettings()
 
-    @model_validator(mode="after")
-    def _has_an_lm_head_of_its_own(self) -> "GeneratorSettings":
-        if self.lm_head_dtype is None:
-            return self
-        if self.url:
+    def contradictions(self) -> Iterator[str]:
+        unseen = f"which the server of {self.engine}.url does not get to see"
+        if self.lm_head_dtype is not None and self.url:
             flag = _HEAD_FLAGS[self.engine]
-            raise ValueError(
-                f"lm_head_dtype: was {self.lm_head_dtype!r}, which the server of {self.engine}.url "
-                f"does not get to see; give that server's command line {flag}"
-            )
+            yield f"""lm_head_dtype: was {self.lm_head_dtype!r}, {unseen}; give that server's
+                command line {flag}"""
         if self.dtype == self.lm_head_dtype:
-            raise ValueError(
-                f"lm_head_dtype: was {self.lm_head_dtype!r}, which dtype is for all layers, so it "
-                "cannot act; set dtype to bfloat16, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_no_arguments_for_a_server_elsewhere(self) -> "GeneratorSettings":
+            yield f"""lm_head_dtype: was {self.lm_head_dtype!r}, which dtype is for all layers, so
+                it cannot act; set dtype to bfloat16, or leave it out"""
         if self.engine_kwargs and self.url:
-            raise ValueError(
-                f"engine_kwargs: was {self.engine_kwargs!r}, which the server of {self.engine}.url "
-                "does not get to see; give it to that server's command line"
-            )
-        return self
+            yield f"""engine_kwargs: was {self.engine_kwargs!r}, {unseen}; give it to that server's
+                command line"""
+        if name := twice(tool.tool for tool in self.tools):
+            yield f"tools: {name} stands there twice"
 
     @property
     def num_siblings(self) -> int:
@@ -445,12 +413,6 @@ class GeneratorSettings(Section):
     @property
     def max_count(self) -> int:
         return int(str(self.count).split("..")[-1])
-
-    @model_validator(mode="after")
-    def _has_each_tool_once(self) -> "GeneratorSettings":
-        if name := twice(tool.tool for tool in self.tools):
-            raise ValueError(f"tools: {name} stands there twice")
-        return self
 
     @property
     def truncations(self) -> tuple[str, ...]:

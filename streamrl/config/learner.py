@@ -1,8 +1,9 @@
 """`learner`: the batch of a step, and the machine that trains it."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
 from streamrl.config.section import (
     Decay,
@@ -18,6 +19,7 @@ from streamrl.config.section import (
     Seconds,
     Section,
     Share,
+    refuse_unless,
 )
 from streamrl.errors import ConfigError
 from streamrl.types.ranges import MAX_GROUPS
@@ -69,12 +71,10 @@ class CheckpointSettings(Section):
             return self.load_contents
         return tuple(content for content in self.contents if content != "hf_model")
 
-    @field_validator("contents", "load_contents")
-    @classmethod
-    def _has_the_model(cls, contents: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if contents is not None and "model" not in contents:
-            raise ValueError("must contain model, without which no run goes on from a checkpoint")
-        return contents
+    def contradictions(self) -> Iterator[str]:
+        for name in ("contents", "load_contents"):
+            if "model" not in (getattr(self, name) or ("model",)):
+                yield f"{name}: must contain model, without which no run goes on from a checkpoint"
 
 
 class LoraSettings(Section):
@@ -115,14 +115,10 @@ class OffloadSettings(Section):
     reference: bool = False
     """The reference policy, copied to the GPU layer by layer."""
 
-    @model_validator(mode="after")
-    def _acts(self) -> "OffloadSettings":
+    def contradictions(self) -> Iterator[str]:
         if self.parameters and (self.optimizer or self.reference):
-            raise ValueError(
-                f"{'optimizer' if self.optimizer else 'reference'}: does nothing beside "
-                "parameters, which puts parameters and optimizer state of all roles on the host"
-            )
-        return self
+            yield f"""{"optimizer" if self.optimizer else "reference"}: does nothing beside
+                parameters, which puts parameters and optimizer state of all roles on the host"""
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -130,24 +126,22 @@ class OffloadSettings(Section):
         return tuple(name for name, is_on in self.model_dump().items() if is_on)
 
 
+_is_a_size = refuse_unless(
+    lambda shard: shard > 0 or shard == -1, "it must be positive, or -1 for all ranks that are left"
+)
+
+
 class MeshSettings(Section):
     """How many ranks share what; the sizes multiply to the number of ranks."""
 
     replicate: Positive = 1
     """Copies of the sharded parameters, each for other trajectories."""
-    shard: int = -1
+    shard: Annotated[int, _is_a_size] = -1
     """Ranks that share a copy and train other trajectories; -1: all that are left."""
     sequence: Positive = 1
     """Ranks that share the tokens of trajectories."""
     tensor: Positive = 1
     """Ranks that share each matrix."""
-
-    @field_validator("shard")
-    @classmethod
-    def _is_a_size(cls, shard: int) -> int:
-        if shard > 0 or shard == -1:
-            return shard
-        raise ValueError(f"was {shard}; it must be positive, or -1 for all ranks that are left")
 
     def sizes(self, world_size: int) -> tuple[int, int, int, int]:
         """Replicate, shard, sequence and tensor, in a world of so many ranks.
@@ -221,38 +215,21 @@ class OptimizerSettings(Section):
     def num_decay_steps(self, max_steps: int) -> int:
         return round(self.decay_ratio * max_steps)
 
-    @model_validator(mode="after")
-    def _keeps_weights(self) -> "OptimizerSettings":
-        for lr, decay in (
-            (self.lr, self.weight_decay),
-            *(
-                (self.lr if group.lr is None else group.lr, group.weight_decay or 0.0)
-                for group in self.groups
-            ),
-        ):
+    def contradictions(self) -> Iterator[str]:
+        rates = [(self.lr, self.weight_decay)]
+        for group in self.groups:
+            rates += [(self.lr if group.lr is None else group.lr, group.weight_decay or 0.0)]
+        for lr, decay in rates:
             if lr * decay >= 1:
-                raise ValueError(
-                    f"learner.optimizer.weight_decay: was {decay:g} with learning rate {lr:g}; "
-                    "their product is the share of each weight that a step removes, and must be "
-                    "below 1"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _has_no_idle_setting(self) -> "OptimizerSettings":
+                yield f"""weight_decay: was {decay:g} with learning rate {lr:g}; their product is
+                    the share of each weight that a step removes, and must be below 1"""
         if self.warmup_steps and self.warmup_ratio:
-            raise ValueError(
-                f"learner.optimizer.warmup_ratio: was {self.warmup_ratio:g} beside warmup_steps "
-                f"{self.warmup_steps}; give one of the two"
-            )
-        for name, schedules in _ACTS_UNDER.items():
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if value != default and self.schedule not in schedules:
-                raise ValueError(
-                    f"learner.optimizer.{name}: was {value}, which does nothing under schedule "
-                    f"{self.schedule}; it acts under {', '.join(schedules)}"
-                )
-        return self
+            yield f"""warmup_ratio: was {self.warmup_ratio:g} beside warmup_steps
+                {self.warmup_steps}; give one of the two"""
+        for name in self.not_default(_ACTS_UNDER):
+            if self.schedule not in _ACTS_UNDER[name]:
+                yield f"""{name}: was {getattr(self, name)}, which does nothing under schedule
+                    {self.schedule}; it acts under {", ".join(_ACTS_UNDER[name])}"""
 
 
 _ACTS_UNDER = {
@@ -332,14 +309,10 @@ class LearnerSettings(Section):
     report_entropy: bool = True
     """Measure the policy's entropy each step."""
 
-    @model_validator(mode="after")
-    def _keeps_what_it_offloads(self) -> "LearnerSettings":
+    def contradictions(self) -> Iterator[str]:
         if self.offload.activations and not self.gradient_checkpointing:
-            raise ValueError(
-                "learner.offload.activations: moves the inputs of layers that "
-                "gradient_checkpointing keeps, and that is false: set it to true"
-            )
-        return self
+            yield """learner.offload.activations: moves the inputs of layers that
+                gradient_checkpointing keeps, and that is false: set it to true"""
 
     @property
     def num_updates(self) -> int:

@@ -23,11 +23,11 @@ LLAMA = "llama"
 
 
 def _architecture(name: str) -> str:
-    if name != LLAMA and not is_user_code(name):
+    if name == LLAMA:
+        return name
+    if not is_user_code(name):
         raise ValueError(f"was {name!r}; it must be llama or code of your own, PATH.py:NAME")
-    if name != LLAMA:
-        check_user_code(name)
-    return name
+    return check_user_code(name)
 
 
 class RecipeSettings(Section):

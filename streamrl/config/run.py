@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from streamrl.config.addresses import StoreUrl
 from streamrl.config.section import (
@@ -20,13 +20,21 @@ from streamrl.config.section import (
     Section,
     Share,
     at_most,
+    refuse_unless,
 )
 from streamrl.types.ranges import ID_PATTERN, MAX_VERSION
 
 HostRole: TypeAlias = Literal["buffer", "learner", "generator", "validator"]
 
+_is_filled_in = refuse_unless(
+    lambda folder: not re.search(r"\$\{|(^|/)\$\w", str(folder)),
+    "nothing is filled in for $: write the folder",
+)
 # What other systems call their ways to resume, and no path.
-_NO_PATHS = ("disable", "resume_path", "none")
+_is_a_path = refuse_unless(
+    lambda resume: str(resume).lower() not in ("disable", "resume_path", "none"),
+    "allowed: never, auto or the path of a checkpoint",
+)
 
 
 class SignSettings(Section):
@@ -56,7 +64,7 @@ class RunSettings(Section):
 
     name: Annotated[str, Field(pattern=ID_PATTERN)] = "default"
     """Name of the run and of its folder."""
-    folder: Path = Path("runs")
+    folder: Annotated[Path, _is_filled_in] = Path("runs")
     """Where run folders are made."""
     folder_mirror: StoreUrl | None = None
     """Where a launch copies the run's folder, to go on elsewhere: s3://BUCKET/FOLDER, gs://,
@@ -67,7 +75,7 @@ class RunSettings(Section):
     """Passes over the rows of `data.source`; the smaller of it and `max_steps` counts."""
     seed: NotNegative = 0
     """Of prompts, sampling and initialization."""
-    resume: Literal["never", "auto"] | Path = "never"
+    resume: Annotated[Literal["never", "auto"] | Path, _is_a_path] = "never"
     """`auto`: from the newest complete checkpoint, if there is one; or the path of one, of this run
     or another."""
     evaluate: bool = True
@@ -86,22 +94,6 @@ class RunSettings(Section):
     """Of the daemons."""
     log_format: Literal["text", "json"] = "text"
     """`json`: an object a line, with time, level, role, pid, logger, message and exception."""
-
-    @field_validator("folder")
-    @classmethod
-    def _is_filled_in(cls, folder: Path) -> Path:
-        if re.search(r"\$\{|(^|/)\$\w", str(folder)):
-            raise ValueError(f"was {str(folder)!r}; nothing is filled in for $: write the folder")
-        return folder
-
-    @field_validator("resume")
-    @classmethod
-    def _is_a_path(cls, resume: str | Path) -> str | Path:
-        if str(resume).lower() in _NO_PATHS:
-            raise ValueError(
-                f"was {str(resume)!r}; allowed: never, auto or the path of a checkpoint"
-            )
-        return resume
 
     @property
     def path(self) -> Path:

@@ -5,8 +5,9 @@ Invariant: a section is frozen and refuses keys that it does not know.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -40,6 +41,22 @@ class Section(BaseModel):
     @classmethod
     def _may_be_short(cls, value: Any) -> Any:
         return {cls.short_for: value} if cls.short_for and isinstance(value, str) else value
+
+    def contradictions(self) -> Iterator[str]:
+        """Sentences for what in this section cannot stand beside something else in it; the first
+        is told. They may be broken into lines."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if sentence := next(self.contradictions(), None):
+            raise ValueError(unfolded(sentence))
+        return self
+
+    def not_default(self, names: Iterable[str]) -> list[str]:
+        """Those of these fields that have another value than their default."""
+        fields = type(self).model_fields
+        return [name for name in names if getattr(self, name) != fields[name].default]
 
     def with_values(self, **values: Any) -> Self:
         """With other values, which are not checked; of a section those that a mapping names."""
@@ -77,32 +94,25 @@ def some_of(
         ValidationError: what is given there is refused.
     """
     misplaced = {k: PydanticCustomError("misplaced", not_there[k]) for k in given if k in not_there}
-    refused: list[Any] = [
-        {"type": why, "loc": (key,), "input": given[key]} for key, why in misplaced.items()
+    refused = [
+        InitErrorDetails(type=why, loc=(*place, key), input=given[key])
+        for key, why in misplaced.items()
     ]
     try:
         made = section.model_validate({k: v for k, v in values.items() if k not in misplaced})
     except ValidationError as error:
-        refused += error.errors()
-    if refused:
-        raise _refused_at(place, refused)
-    return made
-
-
-def _refused_at(place: tuple[int | str, ...], details: Iterable[Any]) -> ValidationError:
-    """What pydantic says of a section, at its place in the configuration."""
-    return ValidationError.from_exception_data(
-        "RunConfig",
-        [
+        refused += [
             InitErrorDetails(
                 type=detail["type"],
                 loc=(*place, *detail["loc"]),
                 input=detail["input"],
                 ctx=detail.get("ctx", {}),
             )
-            for detail in details
-        ],
-    )
+            for detail in error.errors()
+        ]
+    if refused:
+        raise ValidationError.from_exception_data("RunConfig", refused)
+    return made
 
 
 def twice(names: Iterable[str]) -> str | None:
@@ -110,15 +120,31 @@ def twice(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
-def at_most(most: int) -> AfterValidator:
-    """For a number that crosses processes, whose messages hold no larger one."""
+def refuse_unless(is_allowed: Callable[[Any], object], demand: str) -> AfterValidator:
+    """Refuses other values with the demand."""
 
-    def check(number: int) -> int:
-        if number > most:
-            raise ValueError(f"was {number}; it must be at most {most}")
-        return number
+    def check(value: Any) -> Any:
+        if not is_allowed(value):
+            raise ValueError(f"was {shown(value)}; {demand}")
+        return value
 
     return AfterValidator(check)
+
+
+def unfolded(text: str) -> str:
+    return " ".join(text.split())
+
+
+def shown(value: object) -> str:
+    """The value in a sentence."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return repr(str(value) if isinstance(value, Path) else value)
+
+
+def at_most(most: int) -> AfterValidator:
+    """For a number that crosses processes, whose messages hold no larger one."""
+    return refuse_unless(lambda number: number <= most, f"it must be at most {most}")
 
 
 Positive = Annotated[int, Field(gt=0)]
@@ -135,26 +161,21 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def _moves_less_than_a_weight(rate: float) -> float:
-    if rate > 1:
-        raise ValueError(
-            f"was {rate:g}; it must be at most 1: AdamW moves every weight by about the learning "
-            "rate at each step, however small its gradient, and weights are smaller than 1"
-        )
-    return rate
+_moves_less_than_a_weight = refuse_unless(
+    lambda rate: rate <= 1,
+    "it must be at most 1: AdamW moves every weight by about the learning rate at each step, "
+    "however small its gradient, and weights are smaller than 1",
+)
+LearningRate = Annotated[float, _moves_less_than_a_weight, Field(gt=0, le=1)]
+LearningRateOrZero = Annotated[float, _moves_less_than_a_weight, Field(ge=0, le=1)]
 
-
-LearningRate = Annotated[float, AfterValidator(_moves_less_than_a_weight), Field(gt=0, le=1)]
-LearningRateOrZero = Annotated[float, AfterValidator(_moves_less_than_a_weight), Field(ge=0, le=1)]
-
-
-def _device(name: str) -> str:
-    if not re.fullmatch(r"auto|cpu|(cuda|xpu|mps)(:\d+)?", name):
-        raise ValueError(f"was {name!r}; it must be auto, cpu, cuda, cuda:0 (1, ...), mps or xpu")
-    return name
-
-
-Device = Annotated[str, AfterValidator(_device)]
+Device = Annotated[
+    str,
+    refuse_unless(
+        re.compile(r"auto|cpu|(cuda|xpu|mps)(:\d+)?").fullmatch,
+        "it must be auto, cpu, cuda, cuda:0 (1, ...), mps or xpu",
+    ),
+]
 """A device as torch names it, or auto."""
 
 

@@ -1,8 +1,9 @@
 """`weights`: how a version gets from the learner to the generators."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from streamrl.config.addresses import STORES, StoreUrl, is_any, require_places
 from streamrl.config.section import Dtype, Positive, Seconds, Section
@@ -54,25 +55,13 @@ class WeightSettings(Section):
             )
         return address
 
-    @model_validator(mode="after")
-    def _has_a_store(self) -> "WeightSettings":
+    def contradictions(self) -> Iterator[str]:
         if self.transport == "store" and self.store is None:
-            raise ValueError(
-                "weights.transport store needs weights.store, where the learner writes the "
-                f"versions: {', '.join(STORES.values())}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _can_send_differences(self) -> "WeightSettings":
+            yield f"""weights.transport store needs weights.store, where the learner writes the
+                versions: {", ".join(STORES.values())}"""
         if self.delta and self.transport == "store":
-            raise ValueError(
-                "weights.delta is for weights.transport broadcast and files; a store has "
-                "differences in any case: remove it"
-            )
+            yield """weights.delta is for weights.transport broadcast and files; a store has
+                differences in any case: remove it"""
         if self.delta and self.transport == "broadcast" and self.backend in ("shared", "nccl"):
-            raise ValueError(
-                "weights.delta is for broadcasts by gloo and for files; weights.backend was "
-                f"{self.backend}, which is faster without: set it to auto or gloo, or remove delta"
-            )
-        return self
+            yield f"""weights.delta is for broadcasts by gloo and for files; weights.backend was
+                {self.backend}, which is faster without: set it to auto or gloo, or remove delta"""

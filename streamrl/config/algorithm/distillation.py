@@ -6,9 +6,10 @@ which the generators ask once a group is sampled.
 Invariant: teachers have names of their own, and each is in one place.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from streamrl.config.section import (
     NotNegative,
@@ -39,20 +40,16 @@ class TeacherSettings(Section):
     weight: PositiveNumber = 1.0
     """Share among the teachers of a prompt, scaled to a sum of 1."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if (self.path is None) == (self.url is None):
             has = "neither path nor url" if self.path is None else "both path and url"
-            raise ValueError(f"path: teacher {self.name!r} has {has}; set one of them")
+            yield f"path: teacher {self.name!r} has {has}; set one of them"
         if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: was {self.url!r}; it begins with http:// or https://")
-        of_url = {"engine": "vllm", "model": None, "api_key_env": None}
-        given = [name for name, default in of_url.items() if getattr(self, name) != default]
-        if self.path is not None and given:
-            raise ValueError(
-                f"{given[0]}: is for a teacher by url, and {self.name!r} has a path; leave it out"
-            )
-        return self
+            yield f"url: was {self.url!r}; it begins with http:// or https://"
+        of_url = self.not_default(["engine", "model", "api_key_env"])
+        if self.path is not None and of_url:
+            yield f"""{of_url[0]}: is for a teacher by url, and {self.name!r} has a path; leave it
+                out"""
 
 
 class DistillationSettings(Section):
@@ -84,56 +81,32 @@ class DistillationSettings(Section):
     max_concurrent: Positive = 32
     """Requests of a generator to a teacher at a time."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         names = [teacher.name for teacher in self.teachers]
         if name := twice(names):
-            raise ValueError(
-                f"teachers: {names.count(name)} have the name {name!r}; give each a name of its own"
-            )
-        if self.column is not None and len(self.teachers) == 1:
-            raise ValueError(
-                f"column: was {self.column!r}, and there is one teacher, so it cannot act; leave "
-                "it out"
-            )
-        self._check_idle()
-        self._check_candidates()
-        return self
-
-    def _check_idle(self) -> None:
-        """Settings that no teacher reads."""
+            yield f"""teachers: {names.count(name)} have the name {name!r}; give each a name of its
+                own"""
+        if self.column is not None and len(names) == 1:
+            yield f"""column: was {self.column!r}, and there is one teacher, so it cannot act; leave
+                it out"""
         weighed = [t for t in self.teachers if t.weight != 1.0]
-        if weighed and (len(self.teachers) == 1 or self.column is not None):
-            raise ValueError(
-                f"teachers: {weighed[0].name!r} has the weight {weighed[0].weight:g}, and a prompt "
-                "has one teacher, so it cannot act; leave it out (coef is the factor of all)"
-            )
-        fields = type(self).model_fields
-        asked = ("timeout_s", "retries", "max_concurrent")
-        given = [name for name in asked if getattr(self, name) != fields[name].default]
-        if given and not self.by_url:
-            raise ValueError(
-                f"{given[0]}: was {getattr(self, given[0]):g}, and no teacher is asked by url, so "
-                "it cannot act; leave it out"
-            )
-
-    def _check_candidates(self) -> None:
+        if weighed and (len(names) == 1 or self.column is not None):
+            yield f"""teachers: {weighed[0].name!r} has the weight {weighed[0].weight:g}, and a
+                prompt has one teacher, so it cannot act; leave it out (coef is the factor of
+                all)"""
+        of_url = self.not_default(["timeout_s", "retries", "max_concurrent"])
+        if of_url and not self.by_url:
+            yield f"""{of_url[0]}: was {getattr(self, of_url[0]):g}, and no teacher is asked by url,
+                so it cannot act; leave it out"""
         if not self.top_k and self.divergence != "reverse_kl":
-            raise ValueError(
-                f"divergence: was {self.divergence}, and top_k 0 compares the sampled token alone, "
-                "which is the reverse KL; set top_k, such as 32"
-            )
+            yield f"""divergence: was {self.divergence}, and top_k 0 compares the sampled token
+                alone, which is the reverse KL; set top_k, such as 32"""
         if self.top_k and self.student != "proximal":
-            raise ValueError(
-                f"student: was {self.student}, and the KL of top_k is that of the policy as it is "
-                "trained; leave it out"
-            )
-        if self.top_k and len(self.teachers) > 1 and self.column is None:
-            raise ValueError(
-                f"top_k: was {self.top_k}, and a token has the candidates of one teacher; name "
-                f"that of each prompt by column, or give one teacher ({len(self.teachers)} are "
-                "given)"
-            )
+            yield f"""student: was {self.student}, and the KL of top_k is that of the policy as it
+                is trained; leave it out"""
+        if self.top_k and len(names) > 1 and self.column is None:
+            yield f"""top_k: was {self.top_k}, and a token has the candidates of one teacher; name
+                that of each prompt by column, or give one teacher ({len(names)} are given)"""
 
     @property
     def compares_proximal(self) -> bool:

@@ -3,9 +3,8 @@
 The order is fixed and stands in `streamrl.algorithms.reward_shaping`.
 """
 
-from typing import Literal, Self
-
-from pydantic import model_validator
+from collections.abc import Iterator
+from typing import Literal
 
 from streamrl.config.section import NotNegativeNumber, Positive, PositiveNumber, Section
 
@@ -31,14 +30,10 @@ class LengthRewardSettings(Section):
     penalty: PositiveNumber = 1.0
     """Subtracted from the reward."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.buffer > self.max_length:
-            raise ValueError(
-                f"buffer: is {self.buffer}; it must be at most max_length, which is"
-                f" {self.max_length}"
-            )
-        return self
+            yield f"""buffer: is {self.buffer}; it must be at most max_length, which is
+                {self.max_length}"""
 
 
 class RewardShapingSettings(Section):
@@ -69,21 +64,15 @@ class RewardShapingSettings(Section):
     difficulty_high: float | None = None
     """Groups with a mean reward at or above this are not trained."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.agentic and (self.norm_mean or self.norm_std):
-            raise ValueError("agentic: excludes norm_mean and norm_std; set one or the other")
+            yield "agentic: excludes norm_mean and norm_std; set one or the other"
         if (self.truncated == "penalize") != (self.truncated_penalty is not None):
-            raise ValueError(
-                f"truncated: is {self.truncated} and truncated_penalty is "
-                f"{self.truncated_penalty}; set truncated: penalize and truncated_penalty together"
-            )
+            yield f"""truncated: is {self.truncated} and truncated_penalty is
+                {self.truncated_penalty}; set truncated: penalize and truncated_penalty together"""
         low, high = self.difficulty_low, self.difficulty_high
         if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"difficulty_low: is {low:g}; it must be below difficulty_high, which is {high:g}"
-            )
-        return self
+            yield f"difficulty_low: is {low:g}; it must be below difficulty_high, which is {high:g}"
 
 
 class SampleWeightSettings(Section):

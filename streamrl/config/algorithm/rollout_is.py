@@ -3,7 +3,8 @@
 Invariant: a record that exists has 0 < lower < upper wherever bounds are in force.
 """
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,18 +38,14 @@ class RejectionRule(Section):
         lower, upper = _split_bounds(bounds, "rejection")
         return {"statistic": statistic, "upper": upper, "lower": lower}
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.statistic not in REJECTION_STATISTICS:
             hint = did_you_mean(self.statistic, REJECTION_STATISTICS)
-            raise ValueError(f"statistic: {self.statistic!r} is unknown; {hint}")
+            yield f"statistic: {self.statistic!r} is unknown; {hint}"
         if not self.is_ratio and self.lower is not None:
-            raise ValueError(f"lower: only a k1 rule has one; {self.statistic} has an upper bound")
+            yield f"lower: only a k1 rule has one; {self.statistic} has an upper bound"
         if self.is_ratio and self.ratio_lower >= self.upper:
-            raise ValueError(
-                f"lower: is {self.ratio_lower:g}; it must be below upper, which is {self.upper:g}"
-            )
-        return self
+            yield f"lower: is {self.ratio_lower:g}; it must be below upper, which is {self.upper:g}"
 
     @property
     def is_ratio(self) -> bool:
@@ -109,16 +106,12 @@ class RolloutISSettings(Section):
             )
         return {**value, "threshold": upper, "threshold_lower": lower, "mode": "clip"}
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.threshold is not None and self.lower >= self.threshold:
-            raise ValueError(
-                f"threshold_lower: is {self.lower:g} (null means 1 / threshold);"
-                f" it must be below threshold, which is {self.threshold:g}"
-            )
+            yield f"""threshold_lower: is {self.lower:g} (null means 1 / threshold); it must be
+                below threshold, which is {self.threshold:g}"""
         if name := twice(rule.statistic for rule in self.rejection):
-            raise ValueError(f"rejection: {name} stands twice; give one rule per statistic")
-        return self
+            yield f"rejection: {name} stands twice; give one rule per statistic"
 
     @property
     def is_off(self) -> bool:

@@ -9,8 +9,8 @@ not read is refused. A published algorithm is an advantage and a loss with their
 the advantage, and its loss is PPO's.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -64,22 +64,23 @@ from streamrl.user_code import check_user_code, is_user_code
 Record = TypeVar("Record", bound=Section)
 
 
-def check_choice(name: str, known: Mapping[str, object], elsewhere: Mapping[str, str]) -> str:
-    """The name, if it is built in or has the form of a user's own.
+def _chosen_of(known: Mapping[str, object], elsewhere: Mapping[str, str]) -> AfterValidator:
+    """A name that is built in or has the form of a user's own.
 
     Args:
         elsewhere: what to set instead, for names that people give to this choice by mistake.
-
-    Raises:
-        ValueError: neither; pydantic makes it a refusal of the field.
     """
-    if is_user_code(name):
-        check_user_code(name)
-    elif name not in known and name.lower() in elsewhere:
-        raise ValueError(f"was {name!r}; {elsewhere[name.lower()]}")
-    elif name not in known:
-        raise ValueError(f"{name!r} is unknown; {did_you_mean(name, known)}")
-    return name
+
+    def check(name: str) -> str:
+        if is_user_code(name):
+            return check_user_code(name)
+        if name not in known and name.lower() in elsewhere:
+            raise ValueError(f"was {name!r}; {elsewhere[name.lower()]}")
+        if name not in known:
+            raise ValueError(f"{name!r} is unknown; {did_you_mean(name, known)}")
+        return name
+
+    return AfterValidator(check)
 
 
 def choose_record(
@@ -278,11 +279,11 @@ class AlgorithmSettings(Section):
 
     # The defaults of the two records depend on a field beside them: validation makes them of {}.
 
-    advantage: str = "grpo"
+    advantage: Annotated[str, _chosen_of(ADVANTAGE_SETTINGS, NOT_ADVANTAGES)] = "grpo"
     """gae, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo, dr_grpo, grpo_passk,
     rloo, remax, opo, opob, otb, maxrl, gdpo, gigpo, rae, gpg, or PATH.py:FUNCTION."""
     advantage_config: SerializeAsAny[AdvantageSettings] = Field(default_factory=dict)  # type: ignore[assignment]
-    loss: str = "ppo"
+    loss: Annotated[str, _chosen_of(LOSS_SETTINGS, NOT_LOSSES)] = "ppo"
     """ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo, dppo_tv, dppo_kl, vespo,
     topr, reinforce, dro, or PATH.py:FUNCTION."""
     loss_config: SerializeAsAny[LossSettings] = Field(default_factory=dict)  # type: ignore[assignment]
@@ -346,16 +347,6 @@ class AlgorithmSettings(Section):
             )
         return overlaid(ours, section)
 
-    @field_validator("advantage")
-    @classmethod
-    def _is_an_advantage(cls, name: str) -> str:
-        return check_choice(name, ADVANTAGE_SETTINGS, NOT_ADVANTAGES)
-
-    @field_validator("loss")
-    @classmethod
-    def _is_a_loss(cls, name: str) -> str:
-        return check_choice(name, LOSS_SETTINGS, NOT_LOSSES)
-
     @field_validator("advantage_config", mode="before")
     @classmethod
     def _is_of_the_advantage(cls, value: Any, info: ValidationInfo) -> AdvantageSettings:
@@ -371,28 +362,16 @@ class AlgorithmSettings(Section):
             return LossSettings()
         return choose_record("loss", info.data["loss"], LOSS_SETTINGS, UserLossSettings, value)
 
-    @model_validator(mode="after")
-    def _has_ratios_to_split(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.rescore_share and self.rollout_is.is_off:
-            raise ValueError(
-                f"rescore_share: was {self.rescore_share:g}, and rollout_is computes no ratio to "
-                "tell apart; set rollout_is: metrics_only, or another preset"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_term(self) -> Self:
+            yield f"""rescore_share: was {self.rescore_share:g}, and rollout_is computes no ratio to
+                tell apart; set rollout_is: metrics_only, or another preset"""
         if not (self.rl_loss_coef or self.echo_coef or self.has_other_terms or self.needs_values):
-            raise ValueError(
-                "rl_loss_coef: was 0, and the loss has no other term, so nothing would be trained; "
-                "set one, such as sft_coef or echo_coef"
-            )
+            yield """rl_loss_coef: was 0, and the loss has no other term, so nothing would be
+                trained; set one, such as sft_coef or echo_coef"""
         if not self.rl_loss_coef and self.distillation is not None and not self.num_taught:
-            raise ValueError(
-                "rl_loss_coef: was 0, and the advantage of distillation is in the policy loss "
-                "alone, so teachers cannot act; leave it out, or set distillation.top_k"
-            )
-        return self
+            yield """rl_loss_coef: was 0, and the advantage of distillation is in the policy loss
+                alone, so teachers cannot act; leave it out, or set distillation.top_k"""
 
     @property
     def needs_reference(self) -> bool:

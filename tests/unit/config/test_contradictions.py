@@ -1,11 +1,21 @@
 """Settings that can do nothing beside others, or undo what these are for, are refused."""
 
+import inspect
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from streamrl.config import RunConfig, contradictions
+from streamrl.config.loading.explain import all_paths
 from tests.training import make_config
+
+
+def test_every_setting_that_a_sentence_gives_with_its_value_exists():
+    code = inspect.getsource(contradictions).split('"""', 2)[2]
+    names = set(contradictions.NAMED.findall(code))
+    assert len(names) > 40
+    assert names <= set(all_paths(RunConfig))
 
 
 @pytest.mark.parametrize(
