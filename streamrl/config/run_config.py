@@ -7,7 +7,7 @@ it act.
 
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails
 
 from streamrl.config.algorithm import AlgorithmSettings
@@ -30,6 +30,10 @@ from streamrl.config.weights import WeightSettings
 _TOKEN_BYTES = 4 + 1 + 4 + 4
 # Of `streamrl.types.TopLogprobs` and `TokenSets`, the numbers narrowed for the way.
 _COUNT_BYTES, _LOGPROB_BYTES, _TAUGHT_LOGPROB_BYTES = 2, 4, 2
+
+
+SECTIONS_ALONE = "sections alone"
+"""The context of a validation that does not ask whether sections contradict each other."""
 
 
 class RunConfig(Section):
@@ -182,8 +186,13 @@ class RunConfig(Section):
         return self.max_group_size * num_tokens * per_token
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> "RunConfig":
-        require_consistent(self)
+    def _is_consistent_as_a_whole(self, info: ValidationInfo) -> "RunConfig":
+        if info.context == SECTIONS_ALONE:
+            # What has some of another section's settings is read beside that one.
+            entries_of(self)
+            self.validation.engine_settings(self.generator)
+        else:
+            require_consistent(self)
         return self
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from streamrl.config.loading.foreign_names import (
     IMPORTED,
@@ -48,10 +49,10 @@ def other_runs(folder: Path) -> str:
     if similar := similar_run(folder):
         return similar
     files = set(_glob("runs", folder, f"*/{RESOLVED_FILE}"))
-    if not files:
-        return "; `streamrl launch CONFIG` starts a run, by default in runs/NAME"
     newest = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)[:_MAX_PLACES]
-    return f"; the newest runs are {', '.join(str(file.parent) for file in newest)}"
+    if newest:
+        return f"; the newest runs are {', '.join(str(file.parent) for file in newest)}"
+    return "; `streamrl launch CONFIG` starts a run, by default in runs/NAME"
 
 
 def _glob(usual: str, path: Path, pattern: str) -> list[Path]:
@@ -79,7 +80,12 @@ def sections_at(annotation: Any) -> Iterator[type[BaseModel]]:
 @cache
 def all_paths(model: type[BaseModel]) -> tuple[str, ...]:
     """Every dotted name below the model, sections among them, each once."""
-    return tuple(dict.fromkeys(_paths(model, "")))
+    paths: dict[str, None] = {}
+    for name, field in model.model_fields.items():
+        paths[name] = None
+        for section in sections_at(field.annotation):
+            paths |= dict.fromkeys(f"{name}.{path}" for path in all_paths(section))
+    return tuple(paths)
 
 
 def own_places(model: type[BaseModel], path: str) -> tuple[str, ...]:
@@ -113,17 +119,6 @@ def close_places(model: type[BaseModel], key: str) -> tuple[str, ...]:
     return () if close is None else (leaves[close],)
 
 
-def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for section in sections_at(field.annotation):
-            yield from _paths(section, f"{prefix}{name}.")
-
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-
 def explain(
     error: ValidationError, model: type[BaseModel], origins: Mapping[str, str] | None = None
 ) -> ConfigError:
@@ -143,12 +138,9 @@ def _sentences(
         detail = _joined(same)
         for field, sentence in _findings(detail, list(path), model, system):
             # One that is not given itself is refused for another of its section.
-            about = (
-                origins.get(field),
-                *(_near(name, origins) for name in (field, ".".join(path))),
-            )
-            origin = next(filter(None, about), "")
-            place = f" ({origin})" if origin else ""
+            near = (key for name in (field, ".".join(path)) for key in origins if is_at(key, name))
+            key = field if field in origins else next(near, "")
+            place = f" ({origins[key]})" if key else ""
             told = f"{sentence}{_hint(field, detail)}{place}"
             yield f"{field}: {told}" if field else told
     if num_names >= _A_FILE_OF_NAMES and system in IMPORTED:
@@ -156,11 +148,7 @@ def _sentences(
         yield f"{num_names} of these are names of {system}: `{command}` translates its files"
 
 
-def _near(field: str, origins: Mapping[str, str]) -> str:
-    return next((origin for key, origin in origins.items() if is_at(key, field)), "")
-
-
-def _system_of(details: "Iterable[ErrorDetails]") -> tuple[str, int]:
+def _system_of(details: Iterable[ErrorDetails]) -> tuple[str, int]:
     """The system that has most of the keys that are refused, and how many of them."""
     keys = [
         key
@@ -189,30 +177,28 @@ def _path(loc: tuple[int | str, ...], kind: str, model: type[BaseModel]) -> tupl
     return tuple(path)
 
 
-def _joined(details: "Iterable[ErrorDetails]") -> "ErrorDetails":
+def _joined(details: Iterable[ErrorDetails]) -> ErrorDetails:
     """What each type of a union would take, as one refusal."""
-    first, *others = details
-    messages = [_in_yaml(detail) for detail in (first, *others)]
-    allowed = (message.removeprefix("input should be ") for message in messages[1:])
-    return {**first, "msg": ", or ".join((messages[0], *allowed))}
+    alike = [*details]
+    first, *others = map(_in_yaml, alike)
+    allowed = (message.removeprefix("input should be ") for message in others)
+    return {**alike[0], "msg": ", or ".join((first, *allowed))}
 
 
-def _in_yaml(detail: "ErrorDetails") -> str:
+_YAML_TYPES = {"tuple_type": "list", "dict_type": "mapping", "path_type": "path"}
+
+
+def _in_yaml(detail: ErrorDetails) -> str:
     """What pydantic says, of YAML's types."""
-    match detail["type"]:
-        case "tuple_type":
-            return "input should be a list"
-        case "dict_type":
-            return "input should be a mapping"
-        case "path_type":
-            return "input should be a path"
-        case "value_error":
-            return detail["msg"].removeprefix("Value error, ")
+    if kind := _YAML_TYPES.get(detail["type"]):
+        return f"input should be a {kind}"
+    if detail["type"] == "value_error":
+        return detail["msg"].removeprefix("Value error, ")
     message = detail["msg"].partition(", unable to")[0].replace("Tuple", "List")
     return message[:1].lower() + message[1:]
 
 
-def _hint(field: str, detail: "ErrorDetails") -> str:
+def _hint(field: str, detail: ErrorDetails) -> str:
     """What was probably meant by a refused value of a setting that exists."""
     value = detail["input"]
     if isinstance(value, str) and "${" in value:
@@ -220,12 +206,11 @@ def _hint(field: str, detail: "ErrorDetails") -> str:
     if detail["type"] == "string_type" and isinstance(value, int | float):
         return "; in quotes of YAML it is one, in a shell within others: '\"...\"'"
     is_plain = isinstance(value, str | int | float) and detail["type"] != "extra_forbidden"
-    hint = meant(field, value) if is_plain else ""
-    return f"; {hint}" if hint else ""
+    return f"; {hint}" if is_plain and (hint := meant(field, value)) else ""
 
 
 def _findings(
-    detail: "ErrorDetails", path: list[str], model: type[BaseModel], system: str
+    detail: ErrorDetails, path: list[str], model: type[BaseModel], system: str
 ) -> Iterator[tuple[str, str]]:
     """(field, sentence); several where a whole section is refused key by key."""
     field, was, message = ".".join(path), _shown(detail["input"]), detail["msg"]
@@ -324,8 +309,7 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
         if not part.isdecimal():
             field = _field(at, part)
             at = None if field is None else _held(field)
-    section = next(sections_at(at), None)
-    return [] if section is None else list(section.model_fields)
+    return next((list(section.model_fields) for section in sections_at(at)), [])
 
 
 def _shown(value: Any) -> str:

@@ -18,21 +18,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from streamrl import __version__
 from streamrl.config.algorithm.settings import CHOICES, AlgorithmSettings
 from streamrl.config.data import DataSettings
-from streamrl.config.environments import entries_of
 from streamrl.config.learner import LearnerSettings
 from streamrl.config.loading.explain import RESOLVED_FILE, explain, is_at
 from streamrl.config.loading.sources import Setting, from_environment, from_file, from_override
 from streamrl.config.run import RunSettings
-from streamrl.config.run_config import RunConfig, require_consistent
+from streamrl.config.run_config import SECTIONS_ALONE, RunConfig, require_consistent
 from streamrl.config.secrets import hand_down, without_secrets
 from streamrl.config.section import overlaid
 from streamrl.data_files import SUFFIXES, count_rows, has_rows
@@ -201,10 +199,7 @@ def _of_other_release(path: Path | str) -> str:
         RunConfig.model_validate(with_steps(_at_home(tree), {})[0])
         # What is refused was given beside the file.
         return ""
-    lines = map(str.strip, file.read_text(encoding="utf-8-sig").splitlines())
-    comments = takewhile(lambda line: not line or line.startswith("#"), lines)
-    by_release = (re.fullmatch(rf"{WRITTEN_BY} (\S+)", line) for line in comments)
-    found = next(filter(None, by_release), None)
+    found = re.search(rf"^{WRITTEN_BY} (\S+)$", file.read_text(encoding="utf-8-sig"), re.MULTILINE)
     if found and found[1] == __version__:
         return ""
     writer = f"StreamRL {found[1]}" if found else "an earlier release"
@@ -249,26 +244,11 @@ def _usable(tree: Mapping[str, Any], refused: Sequence[Place]) -> RunConfig | No
     """The sections without what was refused; whether they contradict each other is not looked at.
     What must be given and is not has the value of _NOT_GIVEN. None if nothing can be made."""
     rest = overlaid(_NOT_GIVEN, reduce(_without, refused, tree))
-    sections: dict[str, Any] = {}
-    also_refused: list[Place] = []
-    for name, field in RunConfig.model_fields.items():
-        try:
-            given = rest.get(name, field.default)
-            sections[name] = TypeAdapter[Any](field.annotation).validate_python(given)  # type: ignore[arg-type]
-        except ValidationError as error:
-            also_refused += [(name, *place) for place in _places(error)]
-    config = RunConfig.model_construct(**sections)
     try:
-        # What has some of another section's settings is read beside that one alone.
-        if not also_refused:
-            entries_of(config)
-            config.validation.engine_settings(config.generator)
+        return RunConfig.model_validate(rest, context=SECTIONS_ALONE)
     except ValidationError as error:
-        also_refused += _places(error)
-    if not also_refused:
-        return config
-    smaller = reduce(_without, also_refused, rest)
-    return None if smaller == rest else _usable(smaller, ())
+        smaller = reduce(_without, _places(error), rest)
+        return None if smaller == rest else _usable(smaller, ())
 
 
 def _without(tree: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
