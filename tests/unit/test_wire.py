@@ -157,7 +157,7 @@ def test_a_tagged_union_comes_back_as_the_member_it_was(endpoint):
 
 @given(groups, st.data())
 @settings(max_examples=200)
-def test_a_damaged_message_is_a_typed_error(group, data):
+def test_a_damaged_message_is_a_typed_error_or_the_same_message(group, data):
     message = bytearray(wire.encode(group))
     place = data.draw(st.integers(0, len(message) - 1))
     match data.draw(st.sampled_from(["flip", "cut", "insert"])):
@@ -167,8 +167,12 @@ def test_a_damaged_message_is_a_typed_error(group, data):
             del message[place:]
         case "insert":
             message[place:place] = data.draw(st.binary(min_size=1, max_size=8))
-    with pytest.raises(WireError):
-        wire.decode(bytes(message), TrajectoryGroup)
+    try:
+        decoded = wire.decode(bytes(message), TrajectoryGroup)
+    except WireError:
+        return
+    # MessagePack has several forms of one number, as of the schema version.
+    assert wire.encode(decoded) == wire.encode(group)
 
 
 @given(st.binary(max_size=200))
