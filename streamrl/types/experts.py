@@ -172,12 +172,3 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
         rows = np.ascontiguousarray(both.rows[places.argsort()]).reshape(-1).view(np.uint8)
         is_recorded = ~is_news | new.is_recorded
         return cls(both.num_layers, both.top_k, both.id_bytes, is_recorded, rows)
-
-
-def require_each_token(experts: RoutedExperts | None, num_tokens: int) -> None:
-    """
-    Raises:
-        ValueError: the record is of another number of tokens.
-    """
-    if experts is not None and len(experts) != num_tokens:
-        raise ValueError(f"routed_experts: are of {len(experts)} tokens; there are {num_tokens}")

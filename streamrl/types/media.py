@@ -10,7 +10,7 @@ Invariant: `id` is a hash of everything else, so equal media have one id and are
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from msgspec import Struct
 
@@ -68,14 +68,7 @@ def content_id(kind: MediaKind, parts: Sequence[bytes], fps: float) -> str:
     return digest.hexdigest()
 
 
-class HasMedia(Protocol):
-    """A trajectory, or the facts of one."""
-
-    @property
-    def media(self) -> tuple[str, ...]: ...
-
-
-def check_media(members: Iterable[HasMedia], media: Sequence[Media]) -> None:
+def check_media(named: Iterable[Sequence[str]], media: Sequence[Media]) -> None:
     """The rules of the media of a group, and of the ids that its trajectories name.
 
     Raises:
@@ -84,10 +77,8 @@ def check_media(members: Iterable[HasMedia], media: Sequence[Media]) -> None:
     known = {medium.id for medium in media}
     if len(known) < len(media):
         raise ValueError(f"media: {len(media)} are stored, and {len(known)} of them differ")
-    for member in members:
-        for name in member.media:
-            if name not in known:
-                raise ValueError(f"media: a trajectory names {name}, which its group lacks")
+    if unknown := set().union(*named) - known:
+        raise ValueError(f"media: a trajectory names {min(unknown)}, which its group lacks")
 
 
 def distinct(media: Iterable[Media]) -> tuple[Media, ...]:

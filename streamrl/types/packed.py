@@ -18,8 +18,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from streamrl.types.experts import RoutedExperts, require_each_token
-from streamrl.types.media import Media, check_media
+from streamrl.types.experts import RoutedExperts
+from streamrl.types.media import Media
 from streamrl.types.ranges import Count, Name, PromptIndex, Text
 from streamrl.types.rollouts import FinishReason, GroupHeader, Trajectory, TrajectoryGroup, Turn
 from streamrl.types.tokens import (
@@ -30,8 +30,6 @@ from streamrl.types.tokens import (
     TopLogprobs,
     check_group,
     check_reward,
-    check_teacher_prompt,
-    check_token_sets,
     check_tokens,
     newest_version,
     oldest_version,
@@ -169,12 +167,8 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     teacher_top_logprobs: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
-        check_group(self.facts, self.prompt_index, self.episode_indices)
-        check_media(self.facts, self.media)
-        check_teacher_prompt(self.teacher_prompt)
+        check_group(self, self.facts)
         check_tokens(self)
-        check_token_sets(self, self.response_mask)
-        require_each_token(self.routed_experts, len(self.token_ids))
         for facts in self.facts:
             if facts.num_tokens < 1:
                 raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")

@@ -11,8 +11,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from streamrl.types.experts import RoutedExperts, require_each_token
-from streamrl.types.media import Media, check_media
+from streamrl.types.experts import RoutedExperts
+from streamrl.types.media import Media
 from streamrl.types.ranges import Count, Name, PolicyVersion, PromptIndex, SiblingNumber, Text
 from streamrl.types.tokens import (
     BoolArray,
@@ -22,7 +22,6 @@ from streamrl.types.tokens import (
     TopLogprobs,
     check_group,
     check_reward,
-    check_teacher_prompt,
     check_token_sets,
     check_tokens,
     newest_version,
@@ -150,8 +149,6 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_tokens(self)
-        check_token_sets(self, self.response_mask)
-        require_each_token(self.routed_experts, self.num_tokens)
         if not self.num_tokens:
             raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
         check_reward(self.reward)
@@ -217,9 +214,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     teacher_prompt: Int32Array | None = None
 
     def __post_init__(self) -> None:
-        check_group(self.trajectories, self.prompt_index, self.episode_indices)
-        check_media(self.trajectories, self.media)
-        check_teacher_prompt(self.teacher_prompt)
+        check_group(self, self.trajectories)
         if all(t.oldest_version is None for t in self.trajectories):
             raise ValueError("trajectories: none holds a sampled token")
 

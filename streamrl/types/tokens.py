@@ -12,55 +12,46 @@ Shapes: N tokens, M ids of all sets.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
+
+from streamrl.types.media import check_media
+
+if TYPE_CHECKING:
+    from streamrl.types.packed import GroupFacts, PackedGroup
+    from streamrl.types.rollouts import Completion, Trajectory, TrajectoryGroup
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 
-class TokenRecord(Protocol):
-    """Arrays [T] of the tokens of one trajectory, or of several end to end."""
-
-    @property
-    def token_ids(self) -> Int32Array: ...
-    @property
-    def response_mask(self) -> BoolArray: ...
-    @property
-    def behavior_logprobs(self) -> Float32Array: ...
-    @property
-    def policy_versions(self) -> Int32Array: ...
-    @property
-    def loss_mask(self) -> BoolArray | None: ...
-    @property
-    def teacher_logprobs(self) -> Float32Array | None: ...
-
-
 def check_group(
-    members: tuple[object, ...], prompt_index: int, episode_indices: tuple[int, ...]
+    group: "TrajectoryGroup | PackedGroup", members: "Sequence[Trajectory] | Sequence[GroupFacts]"
 ) -> None:
+    """The rules of a group beside those of its tokens."""
     if not members:
         raise ValueError("trajectories: is empty; a group holds at least one")
-    if prompt_index < 0:
-        raise ValueError(f"prompt: is {prompt_index}; it must be >= 0")
-    if episode_indices:
-        _check_episodes(episode_indices, len(members))
-
-
-def _check_episodes(indices: tuple[int, ...], num_members: int) -> None:
-    steps = {after - before for before, after in itertools.pairwise(indices)}
-    if len(indices) != num_members or indices[0] != 0 or not steps <= {0, 1}:
+    if group.prompt_index < 0:
+        raise ValueError(f"prompt: is {group.prompt_index}; it must be >= 0")
+    indices = group.episode_indices
+    steps = {after - before for before, after in itertools.pairwise((0, *indices))}
+    if indices and (len(indices) != len(members) or indices[0] != 0 or not steps <= {0, 1}):
         raise ValueError(
-            f"episode_indices: is {indices}; each of the {num_members} trajectories must have one, "
-            "in order and without a gap, from 0"
+            f"episode_indices: is {indices}; each of the {len(members)} trajectories must have "
+            "one, in order and without a gap, from 0"
         )
+    check_media([member.media for member in members], group.media)
+    if (prompt := group.teacher_prompt) is not None:
+        require_column("teacher_prompt", prompt, np.dtype(np.int32))
+        if not prompt.size or np.minimum.reduce(prompt) < 0:
+            raise ValueError("teacher_prompt: is empty or has a negative id")
 
 
-def check_tokens(record: TokenRecord) -> None:
+def check_tokens(record: "Trajectory | PackedGroup") -> None:
     """The rules of each token, in the arrays of one trajectory or of a whole group."""
     require_one_length(record, "token_ids", "response_mask", "behavior_logprobs", "policy_versions")
     mask, logprobs = record.response_mask, record.behavior_logprobs
@@ -83,13 +74,10 @@ def check_tokens(record: TokenRecord) -> None:
             raise ValueError("teacher_logprobs: must be 0 where response_mask is off")
     if record.token_ids.size and np.minimum.reduce(record.token_ids) < 0:
         raise ValueError("token_ids: has a negative id")
-
-
-def check_teacher_prompt(token_ids: Int32Array | None) -> None:
-    if token_ids is not None:
-        require_column("teacher_prompt", token_ids, np.dtype(np.int32))
-        if not token_ids.size or np.minimum.reduce(token_ids) < 0:
-            raise ValueError("teacher_prompt: is empty or has a negative id")
+    check_token_sets(record, mask)
+    num_tokens, experts = len(record.token_ids), record.routed_experts
+    if experts is not None and len(experts) != num_tokens:
+        raise ValueError(f"routed_experts: are of {len(experts)} tokens; there are {num_tokens}")
 
 
 def check_reward(reward: float) -> None:
@@ -115,34 +103,16 @@ def _is_finite(values: Float32Array) -> bool:
 
 
 def require_one_length(record: object, *fields: str) -> None:
-    arrays = [(getattr(record, name), _DTYPES[name]) for name in fields]
-    shape = getattr(arrays[0][0], "shape", ())
-    if len(shape) == 1 and all(
-        type(array) is np.ndarray and array.shape == shape and array.dtype == dtype
-        for array, dtype in arrays
-    ):
-        return
-    _raise_unlike(record, *fields)
-
-
-def _raise_unlike(record: object, *fields: str) -> None:
-    lengths = {name: _length(name, getattr(record, name)) for name in fields}
+    for name in fields:
+        require_column(name, getattr(record, name), _DTYPES[name])
+    lengths = {name: len(getattr(record, name)) for name in fields}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ValueError(f"per-token arrays differ in length: {listed}")
-    for name, expected in _DTYPES.items():
-        array = getattr(record, name, None)
-        if array is not None and array.dtype != expected:
-            raise ValueError(f"{name}: has dtype {array.dtype}; it must be {expected}")
 
 
-def _length(name: str, array: Any) -> int:
-    if not isinstance(array, np.ndarray) or array.ndim != 1:
-        raise ValueError(f"{name}: must be a one-dimensional numpy array")
-    return len(array)
-
-
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "counts": np.dtype(np.int32),
     "token_ids": np.dtype(np.int32),
     "response_mask": np.dtype(np.bool_),
     "behavior_logprobs": np.dtype(np.float32),
@@ -161,7 +131,7 @@ class TokenSets(Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            require_column(name, getattr(self, name), _SET_DTYPES[name])
+            require_column(name, getattr(self, name), _DTYPES[name])
         if self.counts.size and np.minimum.reduce(self.counts) < 0:
             raise ValueError("counts: has a negative number")
         num_ids = int(self.counts.sum(dtype=np.int64))
@@ -202,7 +172,7 @@ class TokenSets(Struct, frozen=True, array_like=True):
 
     @classmethod
     def empty(cls: "type[Sets]", length: int) -> "Sets":
-        nothing = (np.zeros(0, _SET_DTYPES[name]) for name in cls.__struct_fields__[1:])
+        nothing = (np.zeros(0, _DTYPES[name]) for name in cls.__struct_fields__[1:])
         return cls(np.zeros(length, np.int32), *nothing)
 
     @classmethod
@@ -212,7 +182,7 @@ class TokenSets(Struct, frozen=True, array_like=True):
         """Of N arrays of ids, and for each further field as many arrays of its values."""
         counts = np.array([len(ids) for ids in sets], np.int32)
         fields = zip(cls.__struct_fields__[1:], (sets, *columns), strict=True)
-        return cls(counts, *(_end_to_end(parts, _SET_DTYPES[name]) for name, parts in fields))
+        return cls(counts, *(_end_to_end(parts, _DTYPES[name]) for name, parts in fields))
 
 
 class TopLogprobs(TokenSets, frozen=True, array_like=True):
@@ -230,22 +200,13 @@ class TopLogprobs(TokenSets, frozen=True, array_like=True):
 Sets = TypeVar("Sets", bound=TokenSets)
 
 
-class HasTokenSets(Protocol):
-    """A trajectory, a group packed, or a completion."""
-
-    @property
-    def token_ids(self) -> Int32Array: ...
-    @property
-    def sampling_mask(self) -> TokenSets | None: ...
-    @property
-    def top_logprobs(self) -> TopLogprobs | None: ...
-
-
 SETS = ("sampling_mask", "top_logprobs", "teacher_top_logprobs")
 """Of them a completion has no teacher's."""
 
 
-def check_token_sets(record: HasTokenSets, response_mask: BoolArray | None = None) -> None:
+def check_token_sets(
+    record: "Trajectory | PackedGroup | Completion", response_mask: BoolArray | None = None
+) -> None:
     """The rules of the sets beside tokens; every token is a response without `response_mask`.
 
     Raises:
@@ -276,11 +237,7 @@ def _end_to_end(parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[
 
 def require_column(name: str, array: Any, dtype: np.dtype[Any]) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
-        raise ValueError(f"{name}: must be a one-dimensional numpy array of {dtype}")
-
-
-_SET_DTYPES: dict[str, np.dtype[Any]] = {
-    "counts": np.dtype(np.int32),
-    "token_ids": np.dtype(np.int32),
-    "logprobs": np.dtype(np.float32),
-}
+        found = getattr(array, "dtype", None)
+        raise ValueError(
+            f"{name}: has dtype {found}; it must be a one-dimensional numpy array of {dtype}"
+        )
