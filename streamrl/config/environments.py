@@ -96,17 +96,17 @@ def entries_of(config: "RunConfig") -> tuple[EnvironmentEntry, ...]:
     Raises:
         ValidationError: `data` of an entry is refused.
     """
+    if config.environments:
+        return tuple(_entry(config, i, entry) for i, entry in enumerate(config.environments))
     generator = config.generator
-    if not config.environments:
-        alone = EnvironmentEntry(
-            name=generator.environment,
-            environment=generator.environment,
-            kwargs=generator.environment_kwargs,
-            group_size=generator.group_size,
-            data=config.data,
-        )
-        return (alone,)
-    return tuple(_entry(config, i, entry) for i, entry in enumerate(config.environments))
+    alone = EnvironmentEntry(
+        name=generator.environment,
+        environment=generator.environment,
+        kwargs=generator.environment_kwargs,
+        group_size=generator.group_size,
+        data=config.data,
+    )
+    return (alone,)
 
 
 def _entry(config: "RunConfig", index: int, settings: EnvironmentSettings) -> EnvironmentEntry:
@@ -123,24 +123,18 @@ def _entry(config: "RunConfig", index: int, settings: EnvironmentSettings) -> En
 
 
 def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> DataSettings:
-    """The run's `data` with what the entry sets."""
-    values = {**_inherited(data, settings), **settings.data, **_reward(settings)}
+    """The run's `data` with what the entry sets, and without its rewards if the entry has own."""
+    values = data.model_dump(exclude_unset=True)
+    if settings.reward is not None or "rewards" in settings.data:
+        for name in ("reward", "reward_kwargs", "rewards"):
+            values.pop(name, None)
+    values |= settings.data
+    if settings.reward is not None:
+        values |= {"reward": settings.reward, "reward_kwargs": settings.reward_kwargs or {}}
+    elif settings.reward_kwargs is not None:
+        values["reward_kwargs"] = settings.reward_kwargs
     place = ("environments", index, "data")
     return some_of(DataSettings, values, place, settings.data, _OF_THE_RUN)
-
-
-def _inherited(data: DataSettings, settings: EnvironmentSettings) -> dict[str, Any]:
-    """What is set of `data`, without the rewards if the entry has rewards of its own."""
-    values = data.model_dump(exclude_unset=True)
-    if settings.reward is None and "rewards" not in settings.data:
-        return values
-    return {k: v for k, v in values.items() if k not in ("reward", "reward_kwargs", "rewards")}
-
-
-def _reward(settings: EnvironmentSettings) -> dict[str, Any]:
-    if settings.reward is None:
-        return {} if settings.reward_kwargs is None else {"reward_kwargs": settings.reward_kwargs}
-    return {"reward": settings.reward, "reward_kwargs": settings.reward_kwargs or {}}
 
 
 _PromptSetting: TypeAlias = tuple[str, str]
@@ -205,7 +199,9 @@ def _settings_of(config: "RunConfig") -> Iterator[_PromptSetting]:
     for entry in entries:
         yield from _sources(entry)
         if _is_finite(entry.data):
-            yield from _order(entry)
+            curriculum = entry.data.curriculum
+            yield f"{entry.place}data.shuffle", _text(entry.data.shuffle)
+            yield f"{entry.place}data.curriculum", _text(curriculum and curriculum.model_dump())
     if any(_is_finite(entry.data) for entry in entries):
         yield from _filter(config)
 
@@ -238,12 +234,6 @@ def _sources(entry: EnvironmentEntry) -> Iterator[_PromptSetting]:
 def _is_finite(data: DataSettings) -> bool:
     """Whether one of its sources may be a set, which is read in an order."""
     return any(has_rows(source.path) or is_user_code(source.path) for source in data.sources)
-
-
-def _order(entry: EnvironmentEntry) -> Iterator[_PromptSetting]:
-    curriculum = entry.data.curriculum
-    yield f"{entry.place}data.shuffle", _text(entry.data.shuffle)
-    yield f"{entry.place}data.curriculum", _text(curriculum and curriculum.model_dump())
 
 
 def _filter(config: "RunConfig") -> Iterator[_PromptSetting]:

@@ -14,7 +14,6 @@ import glob
 import hashlib
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from streamrl.data_files.arrow import count_parquet, is_data_set, open_data_set, read_parquet
 from streamrl.data_files.rows import (
@@ -72,15 +71,11 @@ def count_rows(
     return sum(counts)
 
 
-class Fingerprint(NamedTuple):
-    """`sha256` is of the bytes of the files, one after the other."""
-
-    num_rows: int
-    sha256: str
-
-
-def fingerprint(setting: str, source: str, *, subset: str | None, split: str | None) -> Fingerprint:
-    """What tells the rows of `open_rows` from others. Reads every byte.
+def fingerprint(
+    setting: str, source: str, *, subset: str | None, split: str | None
+) -> tuple[int, str]:
+    """What tells the rows of `open_rows` from others: how many there are, and the SHA-256 of the
+    bytes of the files, one after the other. Reads every byte.
 
     Raises:
         ConfigError: as `open_rows`.
@@ -95,7 +90,7 @@ def fingerprint(setting: str, source: str, *, subset: str | None, split: str | N
         with reading(path, setting), path.open("rb") as file:
             for block in iter(partial(file.read, 2**20), b""):
                 digest.update(block)
-    return Fingerprint(num_rows, digest.hexdigest())
+    return num_rows, digest.hexdigest()
 
 
 def files_of(source: str) -> tuple[Path, ...]:

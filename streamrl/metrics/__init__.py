@@ -129,14 +129,10 @@ class Metric:
 
     def pattern(self) -> re.Pattern[str]:
         """Of the whole names that it stands for."""
-        parts = _PLACEHOLDER.split(self.name)
-        known = {
-            **OPEN,
-            **{name: "|".join(map(re.escape, words)) for name, words in CLOSED.items()},
-        }
-        return re.compile(
-            "".join(f"(?:{known[p]})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
-        )
+        closed = {name: "|".join(map(re.escape, words)) for name, words in CLOSED.items()}
+        known = {**OPEN, **closed}
+        parts = enumerate(_PLACEHOLDER.split(self.name))
+        return re.compile("".join(f"(?:{known[p]})" if i % 2 else re.escape(p) for i, p in parts))
 
 
 OWN = Metric(
@@ -186,12 +182,12 @@ def metric(name: str) -> Metric:
 def books_metrics(books: Books) -> dict[str, float]:
     """The columns of the books: granted is the sum of all the others."""
     columns = ("granted", "leased", "buffered", "taken", "trained", "acknowledged")
+    ended = max(1, books.ended)
     return {
         **{f"buffer/{name}": getattr(books, name) for name in columns},
         **{f"buffer/dropped_{reason}": books.dropped.get(reason, 0) for reason in DropReason},
-        "buffer/failed_groups_frac": books.dropped.get(DropReason.FAILED, 0) / max(1, books.ended),
-        "buffer/uniform_groups_frac": books.dropped.get(DropReason.UNIFORM, 0)
-        / max(1, books.ended),
+        "buffer/failed_groups_frac": books.dropped.get(DropReason.FAILED, 0) / ended,
+        "buffer/uniform_groups_frac": books.dropped.get(DropReason.UNIFORM, 0) / ended,
         "buffer/books_balanced": float(books.balanced),
     }
 

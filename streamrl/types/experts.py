@@ -38,8 +38,6 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         require_column("routed_experts.is_recorded", self.is_recorded, np.dtype(np.bool_))
         require_column("routed_experts.data", self.data, np.dtype(np.uint8))
-        if self.id_bytes not in (1, 2):
-            raise ValueError(f"routed_experts.id_bytes: is {self.id_bytes}; it must be 1 or 2")
         if len(self.data) != (expected := self.bytes_per_token * self.num_recorded):
             raise ValueError(
                 f"routed_experts.data: has {len(self.data)} bytes; {self.num_recorded} tokens, "

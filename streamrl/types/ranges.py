@@ -58,9 +58,10 @@ def check_id(field: str, value: str) -> str:
         ValueError: another character, an empty or a long one, or no letter or digit first.
     """
     if _ID.fullmatch(value) is None:
+        short = value if len(value) <= 60 else value[:57] + "..."
         raise ValueError(
-            f"{field}: was {_shortened(value)!r}; it must be 1 to 128 letters, digits, '.', '_' or "
-            "'-', with a letter or digit first"
+            f"{field}: was {short!r}; it must be 1 to 128 letters, digits, '.', '_' or '-', with a "
+            "letter or digit first"
         )
     return value
 
@@ -69,7 +70,3 @@ def named_after_host(value: str) -> str:
     """The value with the host's name for {host}: replicas of one command, as containers and pods
     are, have ids of their own, which outlive their processes."""
     return value.replace("{host}", socket.gethostname())
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= 60 else value[:57] + "..."

@@ -5,8 +5,9 @@ Invariant: a report is short, however long the message of an exception is.
 """
 
 from enum import StrEnum
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from streamrl.types.ranges import Count, Name, PromptIndex
 
@@ -56,26 +57,21 @@ class RefusalReason(StrEnum):
 
 MAX_FAILURE_CHARACTERS = 300
 MAX_FAILED_ROWS = 8
+ShortText: TypeAlias = Annotated[str, Meta(max_length=MAX_FAILURE_CHARACTERS)]
 
 
 class GroupFailure(Struct, frozen=True, kw_only=True):
     """The failure of one group; `sentence` is the error's, shortened."""
 
     prompt_index: PromptIndex
-    sentence: str
-
-    def __post_init__(self) -> None:
-        _check_length("sentence", self.sentence)
+    sentence: ShortText
 
 
 class FailedRow(Struct, frozen=True, kw_only=True):
     """A row of the data whose groups failed; `row` is its place, such as "line 3 of a.jsonl"."""
 
-    row: str
+    row: ShortText
     num_failures: Count
-
-    def __post_init__(self) -> None:
-        _check_length("row", self.row)
 
 
 class FailedReward(Struct, frozen=True, kw_only=True):
@@ -91,8 +87,3 @@ def shortened(text: str) -> str:
     line = " ".join(text.split()).encode(errors="replace").decode()
     is_short = len(line) <= MAX_FAILURE_CHARACTERS
     return line if is_short else line[: MAX_FAILURE_CHARACTERS - 3] + "..."
-
-
-def _check_length(name: str, text: str) -> None:
-    if len(text) > MAX_FAILURE_CHARACTERS:
-        raise ValueError(f"{name}: has {len(text)} characters; at most {MAX_FAILURE_CHARACTERS}")

@@ -150,13 +150,9 @@ def _loaded(message: Mapping[str, Any], place: str, folder: Path) -> Mapping[str
     content = message.get("content")
     if not isinstance(content, list | tuple) or not any(map(is_medium, content)):
         return message
-    parts = tuple(_with_medium(p, place, folder) if is_medium(p) else p for p in content)
-    return {**message, "content": parts}
-
-
-def _with_medium(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
-    medium = _medium(part, place, folder)
-    return {"type": medium.kind, medium.kind: medium}
+    parts = [_medium(part, place, folder) if is_medium(part) else part for part in content]
+    named = ({"type": p.kind, p.kind: p} if isinstance(p, Media) else p for p in parts)
+    return {**message, "content": tuple(named)}
 
 
 def paths_in(messages: Sequence[Mapping[str, Any]], place: str) -> Iterator[str]:
@@ -190,7 +186,9 @@ def _medium(part: Mapping[str, Any], place: str, folder: Path | None) -> Media:
     value = _value(part)
     if isinstance(value, Media):
         return value
-    images = [_bytes(image, place, folder) for image in _images(part, place)]
+    images = [_read(image, place, folder) for image in _images(part, place)]
+    for image in images:
+        opened(image, place)
     if _KINDS[part["type"]] == "image":
         return Media.image(*images)
     fps = part.get("fps", DEFAULT_FPS)
@@ -214,13 +212,6 @@ def _images(part: Mapping[str, Any], place: str) -> Sequence[Any]:
 def _value(part: Mapping[str, Any]) -> Any:
     keys = (_KINDS[part["type"]], part["type"], "url", "path")
     return next((part[key] for key in keys if part.get(key) is not None), None)
-
-
-def _bytes(value: Any, place: str, folder: Path | None) -> bytes:
-    """Of one image, whose header was read."""
-    data = _read(value, place, folder)
-    opened(data, place)
-    return data
 
 
 def _read(value: Any, place: str, folder: Path | None) -> bytes:

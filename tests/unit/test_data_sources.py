@@ -103,7 +103,7 @@ def test_rows_have_one_fingerprint_until_they_change(tmp_path, suffix):
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     assert found[0] == found[1]
     assert len({*found}) == 3
-    assert [one.num_rows for one in found] == [7, 7, 6, 7]
+    assert [num_rows for num_rows, _ in found] == [7, 7, 6, 7]
 
 
 TYPED = {

@@ -10,7 +10,7 @@ the advantage, and its loss is PPO's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -61,8 +61,6 @@ from streamrl.config.section import (
 from streamrl.errors import did_you_mean, nearest
 from streamrl.user_code import check_user_code, is_user_code
 
-Record = TypeVar("Record", bound=Section)
-
 
 def _chosen_of(known: Mapping[str, object], elsewhere: Mapping[str, str]) -> AfterValidator:
     """A name that is built in or has the form of a user's own.
@@ -83,36 +81,33 @@ def _chosen_of(known: Mapping[str, object], elsewhere: Mapping[str, str]) -> Aft
     return AfterValidator(check)
 
 
-def choose_record(
-    kind: str, name: str, records: Mapping[str, type[Record]], own: type[Record], value: object
-) -> Record:
-    """The value as the record of the choice.
+_RECORDS: Mapping[str, Mapping[str, type[Section]]] = {
+    "advantage": ADVANTAGE_SETTINGS,
+    "loss": LOSS_SETTINGS,
+}
+_OWN: Mapping[str, type[Section]] = {"advantage": UserAdvantageSettings, "loss": UserLossSettings}
+"""The records of a user's own, which keep every key."""
 
-    Args:
-        kind: what is chosen: loss or advantage.
-        own: the record of a user's own, which keeps every key.
-        value: a mapping of the file, or a record.
+
+def _record_of(kind: str, name: str, value: object) -> Section:
+    """The value, a mapping of the file or a record, as the record of the advantage or the loss.
 
     Raises:
         ValidationError: a key that the record does not have, or a number out of range.
     """
-    record = own if is_user_code(name) else records[name]
-    if isinstance(value, Mapping) and record is not own:
-        refusals = [
-            _refusal(str(key), value[key], kind, name, records)
-            for key in value
-            if key not in record.model_fields
-        ]
-        if refusals:
-            raise ValidationError.from_exception_data(record.__name__, refusals)
+    if is_user_code(name):
+        return _OWN[kind].model_validate(value)
+    record = _RECORDS[kind][name]
+    given = value if isinstance(value, Mapping) else {}
+    if unknown := given.keys() - record.model_fields.keys():
+        refusals = [_refusal(str(k), v, kind, name) for k, v in given.items() if k in unknown]
+        raise ValidationError.from_exception_data(record.__name__, refusals)
     return record.model_validate(value)
 
 
-def _refusal(
-    key: str, value: object, kind: str, name: str, records: Mapping[str, type[Record]]
-) -> InitErrorDetails:
-    allowed = records[name].model_fields
-    owners = [other for other, record in records.items() if key in record.model_fields]
+def _refusal(key: str, value: object, kind: str, name: str) -> InitErrorDetails:
+    allowed = _RECORDS[kind][name].model_fields
+    owners = [other for other, record in _RECORDS[kind].items() if key in record.model_fields]
     known = f"{name} has {', '.join(allowed)}"
     if owners:
         hint = f"it belongs to {kind} {' and '.join(owners)} ({known})"
@@ -347,20 +342,14 @@ class AlgorithmSettings(Section):
             )
         return overlaid(ours, section)
 
-    @field_validator("advantage_config", mode="before")
+    @field_validator("advantage_config", "loss_config", mode="before")
     @classmethod
-    def _is_of_the_advantage(cls, value: Any, info: ValidationInfo) -> AdvantageSettings:
-        if "advantage" not in info.data:
-            return AdvantageSettings()
-        name = info.data["advantage"]
-        return choose_record("advantage", name, ADVANTAGE_SETTINGS, UserAdvantageSettings, value)
-
-    @field_validator("loss_config", mode="before")
-    @classmethod
-    def _is_of_the_loss(cls, value: Any, info: ValidationInfo) -> LossSettings:
-        if "loss" not in info.data:
-            return LossSettings()
-        return choose_record("loss", info.data["loss"], LOSS_SETTINGS, UserLossSettings, value)
+    def _is_of_the_choice(cls, value: Any, info: ValidationInfo) -> Section:
+        kind = str(info.field_name).removesuffix("_config")
+        if kind in info.data:
+            return _record_of(kind, info.data[kind], value)
+        # The choice itself is refused.
+        return _OWN[kind]()
 
     def contradictions(self) -> Iterator[str]:
         if self.rescore_share and self.rollout_is.is_off:

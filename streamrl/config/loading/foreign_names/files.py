@@ -116,7 +116,7 @@ def _script(text: str) -> Tree:
     tree: Tree = {}
     for line in text.replace("\\\n", " ").splitlines():
         line = _ARITHMETIC.sub(lambda found: _number(found[1], variables), line)
-        words = [_with_variables(word, variables) for word in _words(line)]
+        words = _words(line, variables)
         script = _script_at(words)
         for position, word in enumerate(words):
             if found := _OVERRIDE.fullmatch(word):
@@ -161,17 +161,15 @@ def _number(text: str, variables: Mapping[str, str]) -> str:
     return str(computed(" ".join(variables.get(part, part) for part in parts)))
 
 
-def _words(line: str) -> list[str]:
+def _words(line: str, variables: Mapping[str, str]) -> list[str]:
+    """Those of a command, with the values of variables that are known."""
     try:
-        return shlex.split(line, comments=True)
+        words = shlex.split(line, comments=True)
     except ValueError:
         return []
-
-
-def _with_variables(word: str, variables: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(
-        lambda found: variables.get(found[1] or found[3], found[2] or found[0]), word
-    )
+    return [
+        _VARIABLE.sub(lambda v: variables.get(v[1] or v[3], v[2] or v[0]), word) for word in words
+    ]
 
 
 def _filled(
