@@ -5,7 +5,6 @@
 
 import ipaddress
 import math
-import os
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from streamrl.config.addresses import LARGEST_PORT
+from streamrl.config.secrets import key_of
 from streamrl.config.section import (
     Device,
     Dtype,
@@ -27,7 +27,6 @@ from streamrl.config.section import (
     refuse_unless,
     twice,
 )
-from streamrl.errors import ConfigError
 from streamrl.user_code import check_user_code
 
 
@@ -81,16 +80,9 @@ class ServerSettings(Section):
     def api_key(self) -> str | None:
         """
         Raises:
-            ConfigError: the variable is not set.
+            ConfigError: there is none in the environment.
         """
-        if self.api_key_env is None:
-            return None
-        if self.api_key_env not in os.environ:
-            raise ConfigError(
-                f"{self.section}.api_key_env: there is no {self.api_key_env} in the "
-                f"environment, and {self.urls[0]} asks for a key"
-            )
-        return os.environ[self.api_key_env]
+        return key_of(f"{self.section}.api_key_env", self.api_key_env)
 
 
 def _urls(url: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -230,15 +222,9 @@ class AgentSettings(Section):
     def token(self) -> str | None:
         """
         Raises:
-            ConfigError: the variable is not set, or is empty.
+            ConfigError: there is none in the environment.
         """
-        if self.token_env is None:
-            return None
-        if not os.environ.get(self.token_env):
-            raise ConfigError(
-                f"generator.agent.token_env: there is no {self.token_env} in the environment"
-            )
-        return os.environ[self.token_env]
+        return key_of("generator.agent.token_env", self.token_env)
 
 
 class EpisodeSettings(Section):

@@ -71,6 +71,19 @@ def read_password(file: Path | None) -> str:
     return password
 
 
+def key_of(setting: str, variable: str | None) -> str | None:
+    """What the environment variable holds that the setting names; None if it names none.
+
+    Raises:
+        ConfigError: the variable is not set, or is empty.
+    """
+    if variable is None:
+        return None
+    if key := os.environ.get(variable):
+        return key
+    raise ConfigError(f"{setting}: there is no {variable} in the environment")
+
+
 def hand_down(arguments: argparse.Namespace, password: str) -> None:
     """Leave the password to the processes that this one starts, in the environment only.
 

@@ -7,7 +7,6 @@ tests every implementation for them.
 
 from streamrl.interfaces.buffer import (
     GeneratorBuffer as GeneratorBuffer,
-    LearnerBuffer as LearnerBuffer,
     TrajectoryBuffer as TrajectoryBuffer,
 )
 from streamrl.interfaces.engine import (

@@ -242,11 +242,6 @@ class BufferStats(Struct, frozen=True, kw_only=True):
         """Groups that admission lets in flight at a time."""
         return admission_capacity(self.staleness_bound, self.groups_per_step)
 
-    @property
-    def in_flight(self) -> int:
-        """Groups that count for admission: leased, buffered or taken."""
-        return self.books.in_flight
-
 
 def admission_capacity(max_staleness: int, groups_per_step: int) -> int:
     """Groups that may be in flight at a time.

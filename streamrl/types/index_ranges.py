@@ -41,18 +41,14 @@ class IndexRangeSet:
         position = bisect_right(self._starts, prompt_index)
         if self._holds(position, prompt_index):
             return
-        joins_left = position > 0 and self._stops[position - 1] == prompt_index
-        joins_right = position < len(self._starts) and self._starts[position] == prompt_index + 1
-        if joins_left and joins_right:
-            self._stops[position - 1] = self._stops.pop(position)
-            del self._starts[position]
-        elif joins_left:
-            self._stops[position - 1] = prompt_index + 1
-        elif joins_right:
-            self._starts[position] = prompt_index
-        else:
-            self._starts.insert(position, prompt_index)
-            self._stops.insert(position, prompt_index + 1)
+        first = last = position
+        start, stop = prompt_index, prompt_index + 1
+        if position > 0 and self._stops[position - 1] == start:
+            first, start = position - 1, self._starts[position - 1]
+        if position < len(self._starts) and self._starts[position] == stop:
+            last, stop = position + 1, self._stops[position]
+        self._starts[first:last] = [start]
+        self._stops[first:last] = [stop]
 
     def discard(self, prompt_index: int) -> None:
         """May be gone already."""

@@ -298,7 +298,7 @@ async def test_a_call_grants_no_more_than_a_generators_share(connect):
 async def test_a_take_may_bring_the_payloads_and_advance_the_stats(connect):
     generator, learner = connect(), connect()
     stats = await learner.attach(0, None)
-    assert (stats.capacity, stats.in_flight) == (4, 0)
+    assert (stats.capacity, stats.books.in_flight) == (4, 0)
     assert not await learner.take(2, 0, 0.0, with_payloads=True)
     await fill(generator, "a", "b", "c")
     loan = await learner.take(2, 0, 1.0, with_payloads=True)
@@ -316,7 +316,7 @@ async def test_a_take_may_bring_the_payloads_and_advance_the_stats(connect):
     stats = await learner.advance(1)
     known = replace(await learner.stats(), last_heartbeat_age_s=stats.last_heartbeat_age_s)
     assert stats == known
-    assert (stats.policy_version, stats.books.trained, stats.in_flight) == (1, 2, 2)
+    assert (stats.policy_version, stats.books.trained, stats.books.in_flight) == (1, 2, 2)
 
 
 async def test_the_stats_count_responses_by_length_and_outcome(connect):

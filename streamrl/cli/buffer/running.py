@@ -121,7 +121,7 @@ async def _request(buffer: TrajectoryBuffer, found: RunConfig | str) -> Progress
     await buffer.drain()
     stats = await buffer.stats()
     books = stats.books
-    if stats.in_flight == 0 or (stats.finished and books.leased == 0):
+    if stats.books.in_flight == 0 or (stats.finished and books.leased == 0):
         kept = "every group is trained or dropped, and none is kept"
         if books.trained:
             kept = f"{books.trained} trained groups are kept until the learner's next checkpoint"
@@ -130,7 +130,7 @@ async def _request(buffer: TrajectoryBuffer, found: RunConfig | str) -> Progress
         reading = read_folder(found)
         if reading.is_over and not reading.is_relaunched:
             return (
-                f"{stats.in_flight} groups wait and no learner takes them: start one with "
+                f"{stats.books.in_flight} groups wait and no learner takes them: start one with "
                 f"`streamrl learner --config {found.run.path / RESOLVED_FILE} --resume`"
             ), 1
     holders = ", ".join(f"{s.generator_id} {len(s.lease_ids)}" for s in stats.generators)
@@ -155,7 +155,10 @@ def _rows(before: BufferStats, after: BufferStats, interval_s: float) -> Iterato
     """Name and value of each line; rates are those between the two readings."""
     books, earlier = after.books, before.books
     yield "version", f"{after.policy_version} (incarnation {after.incarnation[:12]})"
-    yield "in flight", f"{after.in_flight} groups, at most {after.capacity}; {_admission(after)}"
+    yield (
+        "in flight",
+        f"{after.books.in_flight} groups, at most {after.capacity}; {_admission(after)}",
+    )
     yield from books_rows(books)
     if after.oldest_version is not None:
         behind = after.policy_version - after.oldest_version
