@@ -58,11 +58,8 @@ def open_rows(setting: str, source: str, *, subset: str | None, split: str | Non
 def count_rows(
     setting: str, source: str, *, subset: str | None = None, split: str | None = None
 ) -> int:
-    """How many `open_rows` has; what they hold is looked at only where counting needs it.
-
-    Raises:
-        ConfigError: as `open_rows`.
-    """
+    """How many `open_rows` has, with its errors; what they hold is looked at only where counting
+    needs it."""
     if is_data_set(source):
         return len(open_rows(setting, source, subset=subset, split=split))
     counts = [_count(setting, path) for path in _matching(setting, source)]
@@ -75,11 +72,7 @@ def fingerprint(
     setting: str, source: str, *, subset: str | None, split: str | None
 ) -> tuple[int, str]:
     """What tells the rows of `open_rows` from others: how many there are, and the SHA-256 of the
-    bytes of the files, one after the other. Reads every byte.
-
-    Raises:
-        ConfigError: as `open_rows`.
-    """
+    bytes of the files, one after the other. Reads every byte, with the errors of `open_rows`."""
     if is_data_set(source):
         data_set = open_data_set(setting, source, subset=subset, split=split)
         num_rows, files = len(data_set), data_set.files

@@ -23,12 +23,9 @@ from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
 
 
 class OverduePolicy(StrEnum):
-    """What happens to a group that other groups overtake until it would be too old.
-
-    `WAIT`: the learner waits for it, so that no group is older than `max_staleness` when it is
-    trained. `TRAIN`: it is trained however old it is, and the bound holds for admission alone.
-    `DROP`: it is dropped, so that fewer long groups are trained than were sampled.
-    """
+    """What happens to a group that others overtake until it would be too old: the learner waits
+    for it, trains it however old it is (the bound holds for admission alone), or drops it, so that
+    fewer long groups are trained than were sampled."""
 
     WAIT = "wait"
     TRAIN = "train"
@@ -36,11 +33,8 @@ class OverduePolicy(StrEnum):
 
 
 class SchedulingState(StrEnum):
-    """How a generator id is scheduled, as a person has set it.
-
-    A `CORDONED` one is granted no lease and finishes its groups; a `DRAINING` one leaves after
-    that.
-    """
+    """How a generator id is scheduled, as a person has set it: a `CORDONED` one is granted no lease
+    and finishes its groups; a `DRAINING` one leaves after that."""
 
     ACTIVE = "active"
     CORDONED = "cordoned"

@@ -1,8 +1,7 @@
 """Images and video frames that stand beside token ids: encoded bytes, named by their content.
 
-A medium is kept as it came, a PNG or JPEG of some ten kilobytes, and not as pixels: those of a
-model are a hundred times larger, and whoever needs them gets the same ones by decoding the same
-bytes. Both ends of a run decode with one function, see `streamrl.vision.parts`.
+A medium is kept as it came, and not as pixels, which are a hundred times larger: both ends of a run
+decode the same bytes with one function, see `streamrl.vision.parts`.
 
 Invariant: `id` is a hash of everything else, so equal media have one id and are stored once.
 """

@@ -1,9 +1,5 @@
-"""Checks of the records of tokens, the same for one trajectory and for a whole group.
-
-Each check raises ValueError with the field, what it is and what it must be.
-
-For each of N tokens a set of token ids of any size, end to end: what a token was sampled among,
-and the likeliest candidates with their log-probabilities.
+"""Sets of token ids beside tokens, and the checks of tokens, the same for one trajectory and for a
+whole group; each raises ValueError with the field, what it is and what it must be.
 
 Invariant: `counts` add up to the ids there are. A token without a record has an empty set.
 Shapes: N tokens, M ids of all sets.

@@ -64,11 +64,7 @@ def decode(data: bytes, place: str) -> Any:
 
 
 def opened(data: bytes, place: str) -> Any:
-    """The image with its header read and its pixels not, within the limits.
-
-    Raises:
-        RolloutError: as `decode`.
-    """
+    """The image with its header read and its pixels not, within the limits; errors as `decode`."""
     image_of = pillow(place)
     if len(data) > MAX_BYTES:
         raise RolloutError(f"{place}: an image has {len(data)} bytes; at most {MAX_BYTES} are read")

@@ -75,11 +75,7 @@ class PatchReader:
         return settings
 
     def size(self, medium: Media, place: str = "a medium") -> Size:
-        """How many tokens it has.
-
-        Raises:
-            RolloutError: as `read`.
-        """
+        """How many tokens it has, with the errors of `read`."""
         grid = self.read(medium, place).grid
         return Size(medium.kind, int(np.prod(grid)) // self._merged)
 

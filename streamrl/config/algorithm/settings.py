@@ -90,11 +90,7 @@ _OWN: Mapping[str, type[Section]] = {"advantage": UserAdvantageSettings, "loss":
 
 
 def _record_of(kind: str, name: str, value: object) -> Section:
-    """The value, a mapping of the file or a record, as the record of the advantage or the loss.
-
-    Raises:
-        ValidationError: a key that the record does not have, or a number out of range.
-    """
+    """The value, a mapping of the file or a record, as the record of the advantage or the loss."""
     if is_user_code(name):
         return _OWN[kind].model_validate(value)
     record = _RECORDS[kind][name]
@@ -320,13 +316,8 @@ class AlgorithmSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_preset(cls, section: object) -> object:
-        """The fields of a section with those of its preset under them.
-
-        Without one it is the default, unless one of CHOICES is given.
-
-        Raises:
-            ValueError: nothing of the preset is left.
-        """
+        """The fields of a section with those of its preset under them, of which something must be
+        left. Without one it is the default, unless one of CHOICES is given."""
         if not isinstance(section, Mapping):
             return section
         preset = section.get("preset", DEFAULT_PRESET)

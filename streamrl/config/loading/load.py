@@ -6,9 +6,8 @@ Invariant: a value is read by YAML 1.2 rules wherever it stands, so `3e-6` is a 
 string; a key that stands twice is refused. A preset replaces what sources before its own say of its
 choices; what its own says of them stands beside it.
 
-`run.total_epochs` is resolved to a number of steps: what has been read has its length in
-`run.max_steps` alone, so every reader of it reads one setting, and a daemon that is given the
-resolved file needs no data to know when the run ends.
+`run.total_epochs` is resolved to a number of steps, so what has been read has its length in
+`run.max_steps` alone, and a daemon needs no data to know when the run ends.
 """
 
 import argparse
@@ -328,11 +327,7 @@ def _beyond(value: Any, default: Any) -> Any:
 
 
 def configuration(arguments: argparse.Namespace) -> LoadedConfig:
-    """The configuration that the command is given, as an argument or as an option.
-
-    Raises:
-        ConfigError: none is given, or two, or it cannot be used.
-    """
+    """The one configuration that the command is given, as an argument or as an option."""
     loaded = load_config(config_file(arguments), arguments.overrides)
     hand_down(arguments, loaded.config.buffer.password_of_url)
     return loaded

@@ -30,14 +30,6 @@ def fault(error: Exception) -> str:
     return f"line {error.problem_mark.line + 1}: {error.problem}{within}"
 
 
-def construct(node: yaml.Node) -> Any:
-    loader = Loader("")
-    try:
-        return loader.construct_object(node, deep=True)
-    finally:
-        loader.dispose()
-
-
 class Loader(yaml.SafeLoader):
     """YAML 1.2 scalars: true and false alone are booleans, and 1e-6 is a number. A value that holds
     itself, and a key that stands twice, are refused."""
@@ -120,8 +112,9 @@ def from_file(path: Path) -> Iterator[Setting]:
 
 def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterator[Setting]:
     seen: set[str] = set()
+    loader = Loader("")
     for key_node, value_node in node.value:
-        key = str(construct(key_node))
+        key = str(loader.construct_object(key_node))
         line = key_node.start_mark.line + 1
         here = (*path, key)
         if key == "<<":
@@ -134,7 +127,8 @@ def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterat
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(value_node, here, file)
         else:
-            yield Setting(here, construct(value_node), f"{file}:{line}")
+            value = loader.construct_object(value_node, deep=True)
+            yield Setting(here, value, f"{file}:{line}")
 
 
 def from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:

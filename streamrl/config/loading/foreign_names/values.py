@@ -56,11 +56,8 @@ def translate(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, Any] |
 
 
 def arithmetic(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, str]:
-    """How each of our settings that is computed comes about: `num_generations 8 * 4`.
-
-    Raises:
-        LookupError: as `translate`.
-    """
+    """How each of our settings that is computed comes about: `num_generations 8 * 4`. Errors as of
+    `translate`."""
     rule = _rule(name, value)
     computed_ones = rule.items() if isinstance(rule, dict) else ()
     return {
