@@ -7,7 +7,6 @@ all of them, so a person reads every sentence at once.
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +59,12 @@ NAMED = re.compile(r"\$([a-z]+(?:\.[a-z_]+)+)")
 
 
 def _with_value(c: "RunConfig", name: str) -> str:
-    try:
-        value = reduce(getattr, name.split("."), c)
-    except AttributeError:
-        # It stands in a value, and is no name of ours.
-        return f"${name}"
+    value: Any = c
+    for field in name.split("."):
+        if field not in getattr(type(value), "model_fields", ()):
+            # It stands in a value, and is no setting.
+            return f"${name}"
+        value = getattr(value, field)
     return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
 
 

@@ -43,8 +43,8 @@ class Section(BaseModel):
         return {cls.short_for: value} if cls.short_for and isinstance(value, str) else value
 
     def contradictions(self) -> Iterator[str]:
-        """Sentences for what in this section cannot stand beside something else in it; the first
-        is told. They may be broken into lines."""
+        """Sentences, of which the first is told, for what in this section cannot stand beside
+        something else in it. They may be broken into lines."""
         return iter(())
 
     @model_validator(mode="after")
@@ -132,6 +132,7 @@ def refuse_unless(is_allowed: Callable[[Any], object], demand: str) -> AfterVali
 
 
 def unfolded(text: str) -> str:
+    """A sentence that code has broken into lines."""
     return " ".join(text.split())
 
 
