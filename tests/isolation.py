@@ -1,6 +1,7 @@
 """How programs are kept apart on this machine."""
 
-from actors.sandbox.isolation import Isolation, choose
+from actors.sandbox.isolation import Isolation
+from actors.sandbox.sandbox import choose
 from streamrl.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from actors.prompts import HeldOutStream, Stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
 from actors.rewards import make_reward
 from actors.rewards.remote.teachers import RemoteTeachers
-from actors.tools.toolset import Toolset
+from actors.tools.toolset import Toolset, make_sources
 from streamrl.config import RunConfig
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.generator import OversampleSettings
@@ -174,7 +174,7 @@ def make_runner(
         ConfigError: an environment, a tool or a reward cannot be made.
     """
     generator, distillation = config.generator, config.algorithm.distillation
-    toolset, is_held_out = Toolset.from_settings(generator), isinstance(stream, HeldOutStream)
+    toolset, is_held_out = Toolset(make_sources(generator)), isinstance(stream, HeldOutStream)
     runners = {}
     for entry in stream.entries:
         teachers = None

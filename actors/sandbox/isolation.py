@@ -1,4 +1,4 @@
-"""How far this machine can keep a program apart, found out by a program that tries what it may not.
+"""How a program is kept apart, and what it may use: all that `child` is told of it.
 
     namespaces   its own network, processes and file system
     landlock     the machine's, of which it can open, start and signal nothing: Landlock holds it
@@ -6,28 +6,22 @@
     none         whatever of it the machine has, which may be the limits alone
 
 Under the first two, root's programs run as a user of their own and a filter allows the system calls
-that programs need. Invariant: an isolation is what a program was seen to be held by; `none` is used
-only where the configuration says so.
+that programs need.
 """
 
 import contextlib
 import json
 import os
 import random
-import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.sandbox import child, landlock
-from actors.sandbox.limits import SandboxLimits
+from actors.sandbox import child
 from actors.sandbox.seccomp import make_filter
-from streamrl.errors import ConfigError
 
 Isolation = Literal["namespaces", "landlock", "none"]
 IsolationChoice = Literal["auto", "namespaces", "landlock", "none"]
@@ -36,6 +30,30 @@ IsolationChoice = Literal["auto", "namespaces", "landlock", "none"]
 KINDS: tuple[Isolation, ...] = ("namespaces", "landlock")
 """That hold a program, the best first."""
 
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Of one program; CPU time and open files are each process's."""
+
+    time_s: float = 10.0
+    """Wall-clock time, from the start to the end of all its processes."""
+    memory_bytes: int = 512 * 2**20
+    """Address space of each process, and memory of all together."""
+    num_processes: int = 16
+    """Processes and threads at a time."""
+    num_files: int = 64
+    """Files that a process has open at a time."""
+    folder_bytes: int = 64 * 2**20
+    """The working folder, and the longest file; without namespaces the longest file alone."""
+    output_bytes: int = 64 * 2**10
+    """Of standard output, and again of standard error; who writes more is ended."""
+
+    @property
+    def cpu_s(self) -> int:
+        """CPU time of each process, in whole seconds."""
+        return int(self.time_s) + 1
+
+
 # Imported here, too, so that Python has it compiled.
 _CHILD = f"""
 import json, sys
@@ -43,23 +61,6 @@ sys.path.insert(0, {str(Path(child.__file__).parents[2])!r})
 from actors.sandbox import child
 child.main(json.loads(sys.argv[1]), int(sys.argv[2]))
 """
-_PROBE = """
-import os, socket, sys
-port, process, outside = sys.stdin.read().split(maxsplit=2)
-for name, attempt in (
-    ("the network", lambda: socket.create_connection(("127.0.0.1", int(port)), timeout=5)),
-    ("other processes", lambda: os.kill(int(process), 0)),
-    ("other processes' memory", lambda: open(f"/proc/{process}/environ")),
-    ("files outside its folder", lambda: open(outside)),
-):
-    try:
-        attempt()
-    except OSError:
-        continue
-    sys.exit(f"a program reaches {name}")
-print("held")
-"""
-_PROBE_LIMITS = SandboxLimits(time_s=30.0)
 _PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "include", "pyvenv.cfg")
 _SYSTEM = ("/", "/usr", "/usr/local")
 _FILES = (
@@ -75,45 +76,6 @@ _STREAMS = {
         f"/dev/{name}": f"/proc/self/fd/{i}" for i, name in enumerate(("stdin", "stdout", "stderr"))
     },
 }
-
-
-def choose(wanted: IsolationChoice = "auto") -> Isolation:
-    """The isolation that programs get. Waits for one or two programs the first time, a fraction of
-    a second each.
-
-    Raises:
-        ConfigError: this machine does not have it, with what is missing.
-    """
-    if sys.platform != "linux":
-        raise ConfigError("code that a model wrote is run on Linux only")
-    if wanted == "none":
-        return wanted
-    kinds = KINDS if wanted == "auto" else (wanted,)
-    if found := next((kind for kind in kinds if not why_not(kind)), None):
-        return found
-    reasons = "; ".join(f"{kind}: {why_not(kind)}" for kind in kinds)
-    raise ConfigError(
-        f"this machine cannot keep code that a model wrote apart ({reasons}); `isolation: none` in "
-        "kwargs runs it all the same, with the files, processes and network of this user in reach"
-    )
-
-
-@cache
-def why_not(kind: Isolation) -> str:
-    """What this machine lacks for an isolation; "" if it holds programs. Waits for a program."""
-    if kind == "landlock" and not landlock.version():
-        return "the kernel has no Landlock, or the container forbids it"
-    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.TemporaryDirectory() as name:
-        folder = Path(name, "program")
-        folder.mkdir()
-        outside = Path(name, "outside")
-        outside.touch()
-        folder.joinpath("main.py").write_text(_PROBE, encoding="utf-8")
-        given = f"{server.getsockname()[1]} {os.getpid()} {outside}"
-        try:
-            return _probe(job(kind, folder, _PROBE_LIMITS), given)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
 
 
 def command(job: Mapping[str, Any], status: int) -> list[str]:
@@ -198,26 +160,3 @@ def _links(path: str) -> Iterator[str]:
     while os.path.islink(path):
         path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
         yield path
-
-
-def _probe(job: Mapping[str, Any], given: str) -> str:
-    """Waits for a program that tries what it may not."""
-    status, written = os.pipe()
-    try:
-        done = subprocess.run(
-            command(job, written),
-            input=given,
-            capture_output=True,
-            text=True,
-            pass_fds=(written,),
-            timeout=_PROBE_LIMITS.time_s,
-        )
-        os.set_blocking(status, False)
-        with contextlib.suppress(BlockingIOError):
-            outcome = json.loads(os.read(status, 2**16))
-    finally:
-        os.close(status)
-        os.close(written)
-    if done.stdout == "held\n":
-        return ""
-    return str(outcome.get("error") or done.stderr.strip()[-500:] or "a program did not end")

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from actors.sandbox.privileges import LIBC, call
+
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # On every architecture.
 _ASK_VERSION, _PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
@@ -23,7 +25,7 @@ _SCOPES = 3  # Abstract sockets and signals.
 
 def version() -> int:
     """Of Landlock's interface; 0 where the kernel has none."""
-    found: int = _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
+    found: int = LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
     return max(found, 0)
 
 
@@ -62,11 +64,4 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
 
 
 def _call(number: int, *arguments: object) -> int:
-    result: int = _LIBC.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"Landlock: {os.strerror(error)}")
-    return result
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
+    return call("Landlock", LIBC.syscall, ctypes.c_long(number), *arguments)

@@ -9,17 +9,16 @@ up.
 import contextlib
 import ctypes
 import os
+import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from actors.sandbox.privileges import LIBC, call
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _DETACH = 442, -100, 0x8000, 2
-
-
-class _MountAttributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
 
 
 def leave() -> None:
@@ -31,9 +30,9 @@ def leave() -> None:
     uid, gid = os.getuid(), os.getgid()
     flags = _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     if uid == 0:
-        _call("unshare", flags)
+        call("unshare", LIBC.unshare, flags)
         return
-    _call("unshare", flags | _NEWUSER)
+    call("unshare", LIBC.unshare, flags | _NEWUSER)
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
@@ -69,8 +68,8 @@ def enter_files(
     with contextlib.suppress(OSError):
         _mount("proc", f"{folder}/proc", "proc", _NOSUID | _NODEV)
     os.chdir(folder)
-    _call("pivot_root", b".", b".")
-    _call("umount2", b".", _DETACH)
+    call("pivot_root", LIBC.pivot_root, b".", b".")
+    call("umount2", LIBC.umount2, b".", _DETACH)
     os.chdir("/")
     _make_read_only()
     for path in (folder, "/dev/shm"):
@@ -85,29 +84,13 @@ def _make_place(path: str, *, is_folder: bool) -> None:
 
 
 def _make_read_only() -> None:
-    attributes = _MountAttributes(_RDONLY, 0, 0, 0)
-    size = ctypes.sizeof(attributes)
-    _call(
-        "syscall",
-        ctypes.c_long(_MOUNT_SETATTR),
-        _AT_FDCWD,
-        b"/",
-        _AT_RECURSIVE,
-        ctypes.byref(attributes),
-        ctypes.c_size_t(size),
-    )
+    # Attributes to set and to clear, how mounts spread, a user namespace.
+    attributes = struct.pack("=QQQQ", _RDONLY, 0, 0, 0)
+    size = ctypes.c_size_t(len(attributes))
+    number = ctypes.c_long(_MOUNT_SETATTR)
+    call("mount_setattr", LIBC.syscall, number, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, size)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     texts = [os.fsencode(text) for text in (source, target, kind)]
-    _call("mount", *texts, ctypes.c_ulong(flags), os.fsencode(data))
-
-
-def _call(name: str, *arguments: object) -> None:
-    if getattr(_LIBC, name)(*arguments):
-        number = ctypes.get_errno()
-        place = "".join(f" {os.fsdecode(a)}" for a in arguments[1:2] if isinstance(a, bytes))
-        raise OSError(number, f"{name}{place}: {os.strerror(number)}")
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
+    call(f"mount {target}", LIBC.mount, *texts, ctypes.c_ulong(flags), os.fsencode(data))

@@ -11,7 +11,7 @@ import resource
 import signal
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 # Users that no machine names, of systemd's range for services: a limit of processes is one user's.
@@ -63,8 +63,7 @@ def give_up_capabilities() -> None:
     for capability in range(_NUM_CAPABILITIES):
         _prctl(_PR_CAPBSET_DROP, capability)
     header, none = struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), bytes(24)
-    if _LIBC.capset(header, none):
-        raise OSError("the program's capabilities cannot be given up")
+    call("the program's capabilities cannot be given up", LIBC.capset, header, none)
 
 
 def can_be_read_by_others(path: Path) -> bool:
@@ -85,7 +84,20 @@ def limit(limits: Mapping[str, int]) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+    LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-_LIBC = ctypes.CDLL(None)
+def call(what: str, function: Callable[..., int], *arguments: object) -> int:
+    """The answer of a function of the C library.
+
+    Raises:
+        OSError: it failed; `what` is the beginning of the sentence.
+    """
+    answer = function(*arguments)
+    if answer < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return answer
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)

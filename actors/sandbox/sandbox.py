@@ -1,7 +1,8 @@
 """Runs Python code that nobody has read, in a process of its own, and ends all that it started.
 
 Invariant: `run` returns or raises only when the code's processes are gone and its folder, too; the
-daemon's environment, files and network are not the code's.
+daemon's environment, files and network are not the code's. An isolation is what a program that
+tries what it may not was seen to be held by; `none` is used only where the configuration says so.
 """
 
 import asyncio
@@ -10,17 +11,83 @@ import fcntl
 import json
 import os
 import signal
+import socket
+import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-from actors.sandbox.isolation import IsolationChoice, choose, command, job
-from actors.sandbox.limits import SandboxLimits, SandboxResult
+from actors.sandbox import landlock
+from actors.sandbox.isolation import (
+    KINDS,
+    Isolation,
+    IsolationChoice,
+    SandboxLimits,
+    command,
+    job,
+)
+from streamrl.errors import ConfigError
 
+_PROBE = """
+import os, socket, sys
+port, process, outside = sys.stdin.read().split(maxsplit=2)
+for name, attempt in (
+    ("the network", lambda: socket.create_connection(("127.0.0.1", int(port)), timeout=5)),
+    ("other processes", lambda: os.kill(int(process), 0)),
+    ("other processes' memory", lambda: open(f"/proc/{process}/environ")),
+    ("files outside its folder", lambda: open(outside)),
+):
+    try:
+        attempt()
+    except OSError:
+        continue
+    sys.exit(f"a program reaches {name}")
+print("held")
+"""
 # The supervisor kills and reaps in milliseconds, unless the machine is overloaded.
 _GRACE_S = 5.0
+_PROBE_LIMITS = SandboxLimits(time_s=30.0)
+
+
+@dataclass(frozen=True)
+class SandboxResult:
+    """What became of a program."""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    """Negative: the signal that ended it. None: a limit ended it, as the flags say."""
+    is_timed_out: bool = False
+    is_output_cut: bool = False
+    is_out_of_memory: bool = False
+    """Its processes together; to a single one that asks for more, Python raises MemoryError."""
+
+    @property
+    def is_success(self) -> bool:
+        return self.exit_code == 0
+
+    def failure(self, limits: SandboxLimits) -> str:
+        """Why it did not end with success, in a few words; "" if it did."""
+        if self.is_timed_out:
+            return f"it was ended after {limits.time_s:g} s"
+        if self.is_output_cut:
+            return f"it was ended after writing more than {limits.output_bytes} bytes"
+        if self.is_out_of_memory:
+            return f"it was ended for using more than {limits.memory_bytes} bytes of memory"
+        if self.exit_code is not None and self.exit_code < 0:
+            return f"it was ended by {_signal_name(-self.exit_code)}"
+        return f"it ended with exit code {self.exit_code}" if self.exit_code else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    return "SIGXCPU, for its CPU time" if name == "SIGXCPU" else name
 
 
 class Sandbox:
@@ -58,8 +125,47 @@ class Sandbox:
         limits = self.limits if limits is None else limits
         async with self._slots:
             isolation = await asyncio.to_thread(choose, self._isolation)
-            with _folder_of(code) as folder, _file_of(stdin) as given:
-                return await _run(job(isolation, folder, limits), given, limits)
+            try:
+                return await _program(isolation, code, stdin, limits)
+            except OSError as error:
+                raise OSError(f"the sandbox cannot start a program: {error}") from error
+
+
+def choose(wanted: IsolationChoice = "auto") -> Isolation:
+    """The isolation that programs get. Waits for one or two programs the first time, a fraction of
+    a second each.
+
+    Raises:
+        ConfigError: this machine does not have it, with what is missing.
+    """
+    if sys.platform != "linux":
+        raise ConfigError("code that a model wrote is run on Linux only")
+    if wanted == "none":
+        return wanted
+    kinds = KINDS if wanted == "auto" else (wanted,)
+    if found := next((kind for kind in kinds if not why_not(kind)), None):
+        return found
+    reasons = "; ".join(f"{kind}: {why_not(kind)}" for kind in kinds)
+    raise ConfigError(
+        f"this machine cannot keep code that a model wrote apart ({reasons}); `isolation: none` in "
+        "kwargs runs it all the same, with the files, processes and network of this user in reach"
+    )
+
+
+@cache
+def why_not(kind: Isolation) -> str:
+    """What this machine lacks for an isolation; "" if it holds programs. Waits for a program."""
+    if kind == "landlock" and not landlock.version():
+        return "the kernel has no Landlock, or the container forbids it"
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as outside:
+        given = f"{server.getsockname()[1]} {os.getpid()} {outside.name}"
+        try:
+            result = asyncio.run(_program(kind, _PROBE, given, _PROBE_LIMITS))
+        except OSError as error:
+            return str(error)
+    if result.stdout == "held\n":
+        return ""
+    return result.stderr.strip()[-500:] or result.failure(_PROBE_LIMITS)
 
 
 @contextlib.contextmanager
@@ -87,55 +193,58 @@ def _file_of(text: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-async def _run(job: Mapping[str, Any], stdin: int, limits: SandboxLimits) -> SandboxResult:
-    """Waits for the supervisor's end, for the time limit or for too much output."""
+async def _program(
+    isolation: Isolation, code: str, stdin: str, limits: SandboxLimits
+) -> SandboxResult:
+    """What became of it. Waits for its end, for the time limit or for too much output.
+
+    Raises:
+        OSError: it was not started.
+    """
     status, written = os.pipe()
     try:
-        process = await _start(job, stdin, written)
-        outputs = _Output(process.stdout, limits), _Output(process.stderr, limits)
-        try:
-            is_timed_out = await _follow(process, outputs, limits.time_s)
-        finally:
-            await _end(process, outputs)
+        with _folder_of(code) as folder, _file_of(stdin) as given:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command(job(isolation, folder, limits), written),
+                    stdin=given,
+                    stdout=PIPE,
+                    stderr=PIPE,
+                    pass_fds=(written,),
+                    start_new_session=True,
+                    env={},
+                )
+            finally:
+                os.close(written)
+            stdout, stderr = (
+                _Output(process, stream, limits.output_bytes)
+                for stream in (process.stdout, process.stderr)
+            )
+            is_timed_out = await _follow(process, stdout, stderr, limits.time_s)
         outcome = json.loads(os.read(status, 2**16) or b"{}")
     finally:
         os.close(status)
     if "error" in outcome:
-        raise OSError(f"the sandbox cannot start a program: {outcome['error']}")
-    is_cut = any(output.is_cut for output in outputs)
+        raise OSError(outcome["error"])
+    is_cut = stdout.is_cut or stderr.is_cut
     return SandboxResult(
-        stdout=outputs[0].text,
-        stderr=outputs[1].text,
+        stdout=stdout.text,
+        stderr=stderr.text,
         exit_code=None if is_timed_out or is_cut else outcome.get("exit_code"),
-        is_timed_out=is_timed_out,
+        is_timed_out=is_timed_out and not is_cut,
         is_output_cut=is_cut,
         is_out_of_memory=outcome.get("is_out_of_memory", False),
     )
 
 
-async def _start(job: Mapping[str, Any], stdin: int, status: int) -> Process:
-    """The supervisor. Closes this process's end of the status pipe, however it goes."""
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command(job, status),
-            stdin=stdin,
-            stdout=PIPE,
-            stderr=PIPE,
-            pass_fds=(status,),
-            start_new_session=True,
-            env={},
-        )
-    finally:
-        os.close(status)
-
-
 class _Output:
-    """What a program writes to one stream, up to the limit."""
+    """What a program writes to one stream, up to the limit, beyond which it is ended."""
 
-    def __init__(self, stream: asyncio.StreamReader | None, limits: SandboxLimits) -> None:
+    def __init__(self, process: Process, stream: asyncio.StreamReader | None, longest: int) -> None:
         assert stream is not None, "the program's streams are pipes"
+        self._process = process
         self._stream = stream
-        self._longest = limits.output_bytes
+        self._longest = longest
         self._content = b""
 
     @property
@@ -147,46 +256,37 @@ class _Output:
         return self._content[: self._longest].decode(errors="replace")
 
     async def read(self) -> None:
-        """Returns at the stream's end, or when there is more than the limit."""
-        while not self.is_cut and (chunk := await self._stream.read(2**16)):
+        """Returns at the stream's end, which comes when the program has been ended."""
+        while chunk := await self._stream.read(2**16):
+            if self.is_cut:
+                continue
             self._content += chunk
-
-    async def drain(self) -> None:
-        """Waits for the stream's end, which comes when the program has been ended."""
-        while await self._stream.read(2**16):
-            pass
+            if self.is_cut:
+                _terminate(self._process)
 
 
-async def _follow(process: Process, outputs: tuple[_Output, _Output], time_s: float) -> bool:
-    """Whether the program ran out of time. Waits for its end, for `time_s` or for a flood."""
-    readings = [asyncio.create_task(output.read()) for output in outputs]
-    ended = asyncio.create_task(process.wait())
+async def _follow(process: Process, stdout: _Output, stderr: _Output, time_s: float) -> bool:
+    """Whether the program ran out of time. Waits for the end of the supervisor, and with it of all
+    that the program started; beyond `time_s`, for `_GRACE_S` at most before it kills."""
+    ended = asyncio.gather(process.wait(), stdout.read(), stderr.read())
     try:
         async with asyncio.timeout(time_s):
-            for reading in asyncio.as_completed(readings):
-                await reading
-                if any(output.is_cut for output in outputs):
-                    return False
-            await ended
+            await asyncio.shield(ended)
+        return False
     except TimeoutError:
         return True
     finally:
-        for task in (*readings, ended):
-            task.cancel()
-        await asyncio.gather(*readings, ended, return_exceptions=True)
-    return False
+        _terminate(process)
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                await ended
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
 
-async def _end(process: Process, outputs: tuple[_Output, _Output]) -> None:
-    """Ends the supervisor, and with it all that the program started. Waits `_GRACE_S` at most
-    before it kills."""
+def _terminate(process: Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-    try:
-        async with asyncio.timeout(_GRACE_S):
-            await asyncio.gather(process.wait(), *(output.drain() for output in outputs))
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()

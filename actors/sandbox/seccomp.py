@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import chain, product
 
+from actors.sandbox.privileges import LIBC, call
+
 # Of the program itself, and of files, which the file system or Landlock guards. Not here, since it
 # would reach beyond: sync, inotify (instances are counted by user), memfd_create (no limit counts
 # it), shmget and the like, io_uring, keys, tracing, mounts, and names of namespaces.
@@ -128,9 +130,8 @@ def load(code: bytes) -> None:
             struct.pack_into("=HBBI", filter_, place, operation, yes, no, own)
     buffer = ctypes.create_string_buffer(bytes(filter_), len(filter_))
     program = struct.pack("@HP", len(filter_) // 8, ctypes.addressof(buffer))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), program, 0, 0):
-        raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
+    arguments = ctypes.c_ulong(_MODE_FILTER), program, 0, 0
+    call("the kernel takes no filter of system calls", LIBC.prctl, _PR_SET_SECCOMP, *arguments)
 
 
 def _add(library: ctypes.CDLL, context: ctypes.c_void_p, action: int, rule: _Rule) -> None:

@@ -1,18 +1,17 @@
 """The built-in tools `calculator` and `python`.
 
-`Calculator`: arithmetic with + - * / // % ** and brackets. Invariant: a call ends in a moment,
+`calculator`: arithmetic with + - * / // % ** and brackets. Invariant: a call ends in a moment,
 whatever the expression: nothing but numbers is evaluated, and none grows beyond `_MAX_DIGITS`.
 """
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from actors.sandbox.isolation import IsolationChoice
-from actors.sandbox.limits import SandboxLimits, SandboxResult
-from actors.sandbox.sandbox import Sandbox
+from actors.sandbox.isolation import IsolationChoice, SandboxLimits
+from actors.sandbox.sandbox import Sandbox, SandboxResult
 from actors.tools import ToolError, ToolSession
 from streamrl.config.generator import CallLimits, ToolSettings
 from streamrl.errors import ConfigError, did_you_mean
@@ -21,24 +20,7 @@ from streamrl.interfaces import ToolSchema
 _MAX_LENGTH = 1000
 _MAX_DIGITS = 1000
 _BITS_PER_DIGIT = 3.33
-
-_CALCULATOR: ToolSchema = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluates an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {
-                    "type": "string",
-                    "description": "Numbers with + - * / // % ** and brackets, such as (2+3)*4.",
-                }
-            },
-            "required": ["expression"],
-        },
-    },
-}
+_GRACE_S = 15.0
 
 Number = int | float
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Number]] = {
@@ -56,28 +38,56 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {
 }
 
 
-class Calculator:
-    """The source of its one session, which has no state."""
+@dataclass
+class BuiltIn:
+    """A tool with one argument, a text, that it needs; the source of its one session, since no call
+    depends on others. Every call has ended all that it started, so that there is nothing to close.
+    """
 
-    schemas = (_CALCULATOR,)
+    limits: CallLimits
+    name: str
+    description: str
+    argument: tuple[str, str]
+    """Its name and its description."""
+    answer: Callable[[str], Awaitable[str]]
     has_state = False
 
-    def __init__(self, settings: ToolSettings, setting: str) -> None:
-        if settings.kwargs:
-            raise ConfigError(f"{setting}.kwargs: calculator has no arguments")
-        self.limits: CallLimits = settings
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        argument, description = self.argument
+        properties = {argument: {"type": "string", "description": description}}
+        parameters = {"type": "object", "properties": properties, "required": [argument]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return ({"type": "function", "function": function},)
 
     async def open(self) -> ToolSession:
         return self
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        expression = arguments.get("expression")
-        if not isinstance(expression, str) or len(arguments) > 1:
-            raise ToolError('the one argument is "expression", a text')
+        argument, _ = self.argument
+        text = arguments.get(argument)
+        if not isinstance(text, str) or len(arguments) > 1:
+            raise ToolError(f'the one argument is "{argument}", a text')
+        return await self.answer(text)
+
+    async def close(self) -> None: ...
+
+
+def calculator(settings: ToolSettings, setting: str) -> BuiltIn:
+    if settings.kwargs:
+        raise ConfigError(f"{setting}.kwargs: calculator has no arguments")
+
+    async def answer(expression: str) -> str:
         return _as_text(evaluate(expression))
 
-    async def close(self) -> None:
-        """There is nothing to close."""
+    described = "Numbers with + - * / // % ** and brackets, such as (2+3)*4."
+    return BuiltIn(
+        settings,
+        "calculator",
+        "Evaluates an arithmetic expression.",
+        ("expression", described),
+        answer,
+    )
 
 
 def evaluate(expression: str) -> Number:
@@ -144,60 +154,37 @@ def _as_text(number: Number) -> str:
     return f"{number:.12g}" if isinstance(number, float) else str(number)
 
 
-_GRACE_S = 15.0
-_PYTHON: ToolSchema = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Runs a Python program and returns what it prints. No network; nothing is "
-        "kept from one call to the next.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program."}},
-            "required": ["code"],
-        },
-    },
-}
-
-
-class PythonTool:
-    """The source of its one session: each call is a process of its own.
+def python(settings: ToolSettings, setting: str) -> BuiltIn:
+    """Each call is a process of its own.
 
     Raises:
         ConfigError: `kwargs` has more than limits of the sandbox and `isolation`.
     """
+    limits = _limits(settings, setting)
+    sandbox = Sandbox(
+        limits,
+        max_concurrent=settings.max_concurrent,
+        isolation=_isolation(settings, setting),
+    )
 
-    schemas = (_PYTHON,)
-    has_state = False
-
-    def __init__(self, settings: ToolSettings, setting: str) -> None:
-        # The sandbox ends a program at the limit and says what it printed until then.
-        late = settings.time_limit_s + _GRACE_S
-        self.limits: CallLimits = settings.model_copy(update={"time_limit_s": late})
-        self._limits = _limits(settings, setting)
-        self._sandbox = Sandbox(
-            self._limits,
-            max_concurrent=settings.max_concurrent,
-            isolation=_isolation(settings, setting),
-        )
-
-    async def open(self) -> ToolSession:
-        return self
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        code = arguments.get("code")
-        if not isinstance(code, str) or len(arguments) > 1:
-            raise ToolError('the one argument is "code", a text')
+    async def answer(code: str) -> str:
         try:
-            result = await self._sandbox.run(code)
+            result = await sandbox.run(code)
         except OSError as error:
             raise ToolError(f"the program was not started: {error}") from error
         if not result.is_success:
-            raise ToolError(_failure(result, self._limits))
+            raise ToolError(_failure(result, limits))
         return result.stdout or "(no output)"
 
-    async def close(self) -> None:
-        """Every call has ended all that it started."""
+    return BuiltIn(
+        # The sandbox ends a program at the limit and says what it printed until then.
+        settings.model_copy(update={"time_limit_s": settings.time_limit_s + _GRACE_S}),
+        "python",
+        "Runs a Python program and returns what it prints. No network; nothing is kept from one "
+        "call to the next.",
+        ("code", "The program."),
+        answer,
+    )
 
 
 def _limits(settings: ToolSettings, setting: str) -> SandboxLimits:

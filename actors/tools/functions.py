@@ -75,15 +75,6 @@ def read_schema(given: Mapping[str, Any] | Path, setting: str) -> ToolSchema:
     return {"type": "function", "function": described}
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments' names; "" for nothing."""
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
 class UserTool:
     """The tool at PATH.py:NAME.
 
@@ -148,8 +139,10 @@ class _FunctionSession:
         self._threads = threads
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        if refusal := check_arguments(self._function, arguments):
-            raise ToolError(refusal)
+        try:
+            inspect.signature(self._function).bind(**arguments)
+        except TypeError as error:
+            raise ToolError(str(error)) from error
         if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
             with attributed_to(name, ToolError):
                 return as_text(await self._function(**arguments))

@@ -14,14 +14,14 @@ last of these counts as an invalid turn. The reward judges the last turn, or the
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from actors.tools import ToolError, ToolSession, ToolSource, name_of
-from actors.tools.builtin import Calculator, PythonTool
+from actors.tools.builtin import calculator, python
 from actors.tools.functions import UserTool
-from streamrl.config.generator import GeneratorSettings, ToolSettings
+from streamrl.config.generator import CallLimits, GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.extras import missing
 from streamrl.interfaces import EnvironmentContext, Message, Observation, ToolSchema, Transition
@@ -37,12 +37,12 @@ TOOLS = "tools"
 _MAX_CALLS = 32
 
 BUILT_IN: Mapping[str, Callable[[ToolSettings, str], ToolSource]] = {
-    "calculator": Calculator,
-    "python": PythonTool,
+    "calculator": calculator,
+    "python": python,
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class ToolCounts:
     """What the calls of one tool came to in an episode."""
 
@@ -58,27 +58,11 @@ class ToolCounts:
         }
 
 
-class _Slots:
-    """A source and the calls that it may have at a time, of all episodes."""
-
-    def __init__(self, source: ToolSource) -> None:
-        self.source = source
-        self.semaphore = asyncio.Semaphore(source.limits.max_concurrent)
-
-
 class Toolset:
     """The tools of one generator."""
 
     def __init__(self, sources: Sequence[ToolSource] = ()) -> None:
-        self._slots = [_Slots(source) for source in sources]
-
-    @classmethod
-    def from_settings(cls, generator: GeneratorSettings) -> "Toolset":
-        """
-        Raises:
-            ConfigError: a tool is unknown, or cannot be made.
-        """
-        return cls(make_sources(generator))
+        self._sources = [(s, asyncio.Semaphore(s.limits.max_concurrent)) for s in sources]
 
     async def open(self, names: Sequence[str] = ()) -> "EpisodeTools":
         """The tools of one episode. Waits for servers that have to be started or reached.
@@ -89,18 +73,25 @@ class Toolset:
         Raises:
             RolloutError: one is out of reach or unknown, or two tools have one name.
         """
-        sessions: list[tuple[_Slots, ToolSession]] = []
+        opened: list[_Opened] = []
         try:
-            for slots in self._slots:
-                async with asyncio.timeout(slots.source.limits.time_limit_s):
-                    sessions.append((slots, await slots.source.open()))
-            return EpisodeTools(sessions, names)
-        except TimeoutError as error:
-            await _close([session for _, session in sessions])
+            for source, slots in self._sources:
+                async with asyncio.timeout(source.limits.time_limit_s):
+                    opened.append(_Opened(await source.open(), source.limits, slots))
+            return EpisodeTools(opened, names)
+        except (TimeoutError, RolloutError) as error:
+            await _all(one.session.close() for one in opened)
+            if isinstance(error, RolloutError):
+                raise
             raise RolloutError("a tool was not opened within its time limit") from error
-        except RolloutError:
-            await _close([session for _, session in sessions])
-            raise
+
+
+class _Opened(NamedTuple):
+    """The tools of one source in one episode; the slots are for the calls of all episodes."""
+
+    session: ToolSession
+    limits: CallLimits
+    slots: asyncio.Semaphore
 
 
 class EpisodeTools:
@@ -110,26 +101,19 @@ class EpisodeTools:
         RolloutError: two tools have one name, or one that is asked for is not there.
     """
 
-    def __init__(
-        self, sessions: Sequence[tuple[_Slots, ToolSession]], names: Sequence[str] = ()
-    ) -> None:
-        self._sessions = [session for _, session in sessions]
-        schemas = [schema for session in self._sessions for schema in session.schemas]
-        known = [name_of(schema) for schema in schemas]
+    def __init__(self, opened: Sequence[_Opened], names: Sequence[str] = ()) -> None:
+        self._opened = opened
+        tools = [(schema, one) for one in opened for schema in one.session.schemas]
+        known = [name_of(schema) for schema, _ in tools]
         if twice := [name for name in known if known.count(name) > 1]:
             raise RolloutError(f"generator.tools: two tools are called {twice[0]!r}")
         if missing := [name for name in names if name not in known]:
             hint = did_you_mean(missing[0], known)
             raise RolloutError(f"generator.tools: there is no tool {missing[0]!r}; {hint}")
-        chosen = set(names or known)
-        self.schemas: tuple[ToolSchema, ...] = tuple(s for s in schemas if name_of(s) in chosen)
-        self._tools = {
-            name_of(schema): (slots, session)
-            for slots, session in sessions
-            for schema in session.schemas
-            if name_of(schema) in chosen
-        }
-        self._counts: Mapping[str, ToolCounts] = dict.fromkeys(self._tools, ToolCounts())
+        chosen = [(schema, one) for schema, one in tools if name_of(schema) in (names or known)]
+        self.schemas: tuple[ToolSchema, ...] = tuple(schema for schema, _ in chosen)
+        self._tools = {name_of(schema): one for schema, one in chosen}
+        self._counts = {name: ToolCounts() for name in self._tools}
         self._num_unknown = 0
 
     async def answer(self, call: Mapping[str, Any]) -> Message:
@@ -154,24 +138,23 @@ class EpisodeTools:
 
     def snapshot(self) -> Mapping[str, Any] | None:
         """Of the calls so far; None if a session may know them."""
-        if any(session.has_state for session in self._sessions):
+        if any(one.session.has_state for one in self._opened):
             return None
         counts = {name: astuple(count) for name, count in self._counts.items()}
         return {"counts": counts, "num_unknown": self._num_unknown}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        counts = {name: ToolCounts(*count) for name, count in snapshot["counts"].items()}
-        self._counts = {**self._counts, **counts}
+        for name, count in snapshot["counts"].items():
+            self._counts[name] = ToolCounts(*count)
         self._num_unknown = snapshot["num_unknown"]
 
     async def close(self) -> None:
-        await _close(self._sessions)
+        await _all(one.session.close() for one in self._opened)
 
     async def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Waits for a slot, then for the result or the time limit."""
-        slots, session = self._tools[name]
-        limits = slots.source.limits
-        async with slots.semaphore:
+        session, limits, slots = self._tools[name]
+        async with slots:
             begun = monotonic()
             try:
                 async with asyncio.timeout(limits.time_limit_s):
@@ -187,13 +170,9 @@ class EpisodeTools:
             except TimeoutError:
                 content, is_error = f"error: no answer within {limits.time_limit_s:g} s", True
             counts = self._counts[name]
-            counts = replace(
-                counts,
-                num_calls=counts.num_calls + 1,
-                num_errors=counts.num_errors + is_error,
-                time_s=counts.time_s + monotonic() - begun,
-            )
-        self._counts = {**self._counts, name: counts}
+            counts.num_calls += 1
+            counts.num_errors += is_error
+            counts.time_s += monotonic() - begun
         # Half a surrogate pair, as JSON can hold it, is no text that a tokenizer takes.
         return cut(content, limits.max_result_length).encode(errors="replace").decode()
 
@@ -231,10 +210,6 @@ def cut(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     return f"{text[:longest]}\n(cut: the first {longest} of {len(text)} characters)"
-
-
-async def _close(sessions: Sequence[ToolSession]) -> None:
-    await _all(session.close() for session in sessions)
 
 
 async def _all(awaited: Iterable[Awaitable[T]]) -> list[T]:

@@ -31,9 +31,8 @@ from actors.rewards.code.harness import is_installed
 from actors.rewards.code.python_tests import PythonTest, beginning
 from actors.rewards.code.tests import FENCE, CallTest, ProgramTest, Test, read_tests
 from actors.rewards.remote.http import Service, ServiceSettings
-from actors.sandbox.isolation import IsolationChoice, choose
-from actors.sandbox.limits import SandboxLimits
-from actors.sandbox.sandbox import Sandbox
+from actors.sandbox.isolation import IsolationChoice, SandboxLimits
+from actors.sandbox.sandbox import Sandbox, choose
 from streamrl.config.section import Positive, Seconds, Section
 from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt

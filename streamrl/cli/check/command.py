@@ -24,7 +24,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from actors.sandbox.isolation import KINDS, why_not
+from actors.sandbox.isolation import KINDS
+from actors.sandbox.sandbox import why_not
 from streamrl.cli.check import data, idle, machine, model, network, packages, settings
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.config import LoadedConfig, RunConfig, render

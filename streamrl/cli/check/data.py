@@ -24,7 +24,8 @@ from actors.prompts.tasks import TASKS, check_scorer
 from actors.rendering.messages import template_errors
 from actors.rewards import make_reward
 from actors.rewards.checks import check_row
-from actors.sandbox.isolation import IsolationChoice, choose, why_not
+from actors.sandbox.isolation import IsolationChoice
+from actors.sandbox.sandbox import choose, why_not
 from actors.tools import name_of
 from actors.tools.toolset import TOOLS, make_sources
 from streamrl.config import RunConfig

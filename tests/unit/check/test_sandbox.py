@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actors.sandbox import isolation as isolations
+from actors.sandbox import sandbox as sandboxes
 from streamrl.cli.check import data
 from streamrl.cli.check.data import check_sandbox
 from streamrl.cli.check.machine import check_isolation
@@ -45,7 +45,7 @@ def found(
 
 
 def lacks(monkeypatch: pytest.MonkeyPatch, reasons: dict[str, str]) -> None:
-    for module in (isolations, data):
+    for module in (sandboxes, data):
         monkeypatch.setattr(module, "why_not", lambda kind: reasons.get(kind, ""))
 
 

@@ -11,7 +11,7 @@ import pytest
 from actors.environments import BUILT_IN, BY_ID, make_environment
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
-from actors.tools.toolset import ToolEnvironment, Toolset
+from actors.tools.toolset import ToolEnvironment, Toolset, make_sources
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
@@ -39,7 +39,7 @@ NOT_RESTORED = {
 def made(name: str) -> RestorableEnvironment:
     if name == "tools":
         tools = GeneratorSettings(tools=("calculator",))  # type: ignore[arg-type]
-        return ToolEnvironment(Toolset.from_settings(tools))
+        return ToolEnvironment(Toolset(make_sources(tools)))
     return make_environment(entry(name, **GAMES[name][0]))  # type: ignore[return-value]
 
 
@@ -139,7 +139,7 @@ class Count:
 async def test_a_tool_that_may_know_earlier_calls_is_not_restored(tmp_path: Path):
     (tmp_path / "tool.py").write_text(STATEFUL)
     tool = ToolSettings(tool=f"{tmp_path / 'tool.py'}:Count")
-    environment = ToolEnvironment(Toolset.from_settings(GeneratorSettings(tools=(tool,))))
+    environment = ToolEnvironment(Toolset(make_sources(GeneratorSettings(tools=(tool,)))))
     await environment.start(context_of("tools"))
     assert await environment.snapshot() is None
     await environment.close()

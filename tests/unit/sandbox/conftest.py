@@ -2,7 +2,8 @@
 
 import pytest
 
-from actors.sandbox.isolation import KINDS, Isolation, why_not
+from actors.sandbox.isolation import KINDS, Isolation
+from actors.sandbox.sandbox import why_not
 
 
 @pytest.fixture(params=KINDS)

@@ -16,9 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from actors.sandbox.isolation import why_not
-from actors.sandbox.limits import SandboxLimits
-from actors.sandbox.sandbox import Sandbox
+from actors.sandbox.isolation import SandboxLimits
+from actors.sandbox.sandbox import Sandbox, why_not
 from tests.unit.sandbox.attempts import ATTEMPTS, CALLS, PROGRAM
 
 BYSTANDER = """

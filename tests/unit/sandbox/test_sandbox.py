@@ -10,10 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.sandbox import isolation as isolations
-from actors.sandbox.isolation import Isolation
-from actors.sandbox.limits import SandboxLimits, SandboxResult
-from actors.sandbox.sandbox import Sandbox
+from actors.sandbox import isolation as isolations, sandbox as sandboxes
+from actors.sandbox.isolation import Isolation, SandboxLimits
+from actors.sandbox.sandbox import Sandbox, SandboxResult
 from streamrl.errors import ConfigError
 from tests.isolation import find_isolation
 from tests.waiting import block_until
@@ -103,14 +102,14 @@ class TestPrograms:
 
 class TestChoice:
     def lacks(self, monkeypatch: pytest.MonkeyPatch, **reasons: str) -> None:
-        monkeypatch.setattr(isolations, "why_not", lambda kind: reasons.get(kind, ""))
+        monkeypatch.setattr(sandboxes, "why_not", lambda kind: reasons.get(kind, ""))
 
     def test_the_best_that_there_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lacks(monkeypatch)
-        assert isolations.choose() == "namespaces"
+        assert sandboxes.choose() == "namespaces"
         self.lacks(monkeypatch, namespaces="not permitted")
-        assert isolations.choose() == "landlock"
-        assert isolations.choose("landlock") == "landlock"
+        assert sandboxes.choose() == "landlock"
+        assert sandboxes.choose("landlock") == "landlock"
 
     async def test_nothing_is_run_that_nothing_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lacks(monkeypatch, namespaces="not permitted", landlock="too old")
@@ -122,7 +121,7 @@ class TestChoice:
     def test_one_that_is_asked_for_is_not_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lacks(monkeypatch, namespaces="not permitted")
         with pytest.raises(ConfigError, match=r"\(namespaces: not permitted\)"):
-            isolations.choose("namespaces")
+            sandboxes.choose("namespaces")
 
     async def test_none_has_the_limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lacks(monkeypatch, namespaces="not permitted", landlock="too old")
@@ -136,7 +135,7 @@ class TestChoice:
         folder = tmp_path / "temporary files"
         folder.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(folder))
-        assert isolations.why_not.__wrapped__(isolation) == ""
+        assert sandboxes.why_not.__wrapped__(isolation) == ""
 
     def test_no_data_beside_python_is_read(
         self, isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.sandbox.isolation import Isolation, job
-from actors.sandbox.limits import SandboxLimits
+from actors.sandbox.isolation import Isolation, SandboxLimits, job
 from tests.isolation import find_isolation
 
 pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from actors.tools import ToolError
-from actors.tools.builtin import Calculator, evaluate
+from actors.tools.builtin import BuiltIn, calculator as make, evaluate
 from streamrl.config.generator import ToolSettings
 from streamrl.errors import ConfigError
 
 
 @pytest.fixture
-def calculator() -> Calculator:
-    return Calculator(ToolSettings(tool="calculator"), "generator.tools.0")
+def calculator() -> BuiltIn:
+    return make(ToolSettings(tool="calculator"), "generator.tools.0")
 
 
 class TestCalls:
@@ -31,7 +31,7 @@ class TestCalls:
             (" 0.5 * 4 ", "2"),
         ],
     )
-    async def test_arithmetic(self, calculator: Calculator, expression: str, result: str) -> None:
+    async def test_arithmetic(self, calculator: BuiltIn, expression: str, result: str) -> None:
         assert await calculator.call("calculator", {"expression": expression}) == result
 
     @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ class TestCalls:
         ],
     )
     async def test_what_has_no_result(
-        self, calculator: Calculator, arguments: dict[str, object], reason: str
+        self, calculator: BuiltIn, arguments: dict[str, object], reason: str
     ) -> None:
         with pytest.raises(ToolError, match=reason):
             await calculator.call("calculator", arguments)
@@ -70,4 +70,4 @@ class TestCalls:
     def test_arguments_of_its_own_are_refused(self) -> None:
         settings = ToolSettings(tool="calculator", kwargs={"digits": 3})
         with pytest.raises(ConfigError, match=r"generator.tools.0.kwargs: calculator has no"):
-            Calculator(settings, "generator.tools.0")
+            make(settings, "generator.tools.0")

@@ -11,7 +11,7 @@ import pytest
 from actors.episode_record import Rollout
 from actors.episodes.episode import EpisodeRun
 from actors.rendering.renderer import ChatRenderer
-from actors.tools.toolset import ToolEnvironment, Toolset
+from actors.tools.toolset import ToolEnvironment, Toolset, make_sources
 from streamrl.config.data import DataSettings
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.interfaces import CompletionHandle, EnvironmentContext, Prompt
@@ -60,7 +60,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 async def play(engine: ScriptedEngine, *tools: str | ToolSettings, **kwargs: object) -> Rollout:
-    toolset = Toolset.from_settings(GeneratorSettings(tools=tools))  # type: ignore[arg-type]
+    toolset = Toolset(make_sources(GeneratorSettings(tools=tools)))  # type: ignore[arg-type]
     prompt = Prompt("What is 37*48?", "1776")
     context = EnvironmentContext(prompt, renderer().encode(prompt), renderer())
     run = EpisodeRun(

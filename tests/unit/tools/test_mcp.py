@@ -16,7 +16,7 @@ from mcp_types import INVALID_REQUEST, CallToolResult, TextContent
 
 from actors.tools import ToolError, name_of
 from actors.tools.mcp import McpConnection, McpServer
-from actors.tools.toolset import EpisodeTools, Toolset
+from actors.tools.toolset import EpisodeTools, Toolset, make_sources
 from streamrl.config import load_config
 from streamrl.config.generator import GeneratorSettings, McpServerSettings
 from streamrl.errors import ConfigError, RolloutError
@@ -36,7 +36,7 @@ async def answer(tools: EpisodeTools, tool: str, /, **arguments: object) -> str:
 
 def toolset(**settings: object) -> Toolset:
     server = {"time_limit_s": TIME_LIMIT_S, **settings}
-    return Toolset.from_settings(GeneratorSettings(mcp_servers=(server,)))  # type: ignore[arg-type]
+    return Toolset(make_sources(GeneratorSettings(mcp_servers=(server,))))  # type: ignore[arg-type]
 
 
 async def test_calls_errors_and_a_server_that_dies_over_stdio():

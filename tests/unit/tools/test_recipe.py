@@ -10,7 +10,7 @@ from actors.episodes.episode import EpisodeRun
 from actors.make_model import make_tokenizer
 from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer
-from actors.tools.toolset import Toolset
+from actors.tools.toolset import Toolset, make_sources
 from streamrl.config import RunConfig, load_config
 from streamrl.interfaces import EnvironmentContext
 from streamrl.types import Completion, FinishReason, SamplingParams
@@ -46,7 +46,7 @@ async def test_an_episode_is_the_call_the_result_and_the_answer(config: RunConfi
             )
 
     (entry,) = config.entries
-    toolset = Toolset.from_settings(config.generator)
+    toolset = Toolset(make_sources(config.generator))
     context = EnvironmentContext(prompt, renderer.encode(prompt), renderer)
     run = EpisodeRun(
         Engine(),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.tools import name_of
-from actors.tools.toolset import EpisodeTools, Toolset
+from actors.tools.toolset import EpisodeTools, Toolset, make_sources
 from streamrl.config.generator import GeneratorSettings, ToolSettings
 from streamrl.errors import ConfigError, RolloutError
 from tests.isolation import find_isolation
@@ -130,7 +130,7 @@ def call(tool: str, /, **arguments: object) -> dict[str, Any]:
 
 
 async def open_tools(*tools: str | ToolSettings) -> EpisodeTools:
-    return await Toolset.from_settings(GeneratorSettings(tools=tools)).open()  # type: ignore[arg-type]
+    return await Toolset(make_sources(GeneratorSettings(tools=tools))).open()  # type: ignore[arg-type]
 
 
 async def answer(tools: EpisodeTools, tool: str, /, **arguments: object) -> str:
@@ -156,7 +156,7 @@ class TestFunctions:
 
     async def test_a_class_keeps_the_state_of_one_episode(self, own: Path) -> None:
         settings = ToolSettings(tool=f"{own}:Notes", kwargs={"first": "one"})
-        toolset = Toolset.from_settings(GeneratorSettings(tools=(settings,)))
+        toolset = Toolset(make_sources(GeneratorSettings(tools=(settings,))))
         a, b = await toolset.open(), await toolset.open()
         assert await answer(a, "Notes", note="two") == "one,two"
         assert await answer(b, "Notes", note="three") == "one,three"
@@ -318,7 +318,7 @@ class TestRefusals:
         given = {**settings, "tool": settings["tool"].replace("OWN", str(own))}
         generator = GeneratorSettings(tools=(given,))
         with pytest.raises(ConfigError, match=sentence.replace("OWN", str(own))):
-            Toolset.from_settings(generator)
+            Toolset(make_sources(generator))
 
     def test_one_tool_twice(self) -> None:
         with pytest.raises(ValueError, match="tools: calculator stands there twice"):
