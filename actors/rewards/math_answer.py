@@ -4,8 +4,9 @@ It runs in a process of its own: sympy may take hours over an expression that a 
 holds the interpreter meanwhile. Siblings have one gold and often one answer, so they are scored by
 one process, which keeps what it has read and compared.
 
-`quick`: most of math-verify's time goes into ANTLR's full prediction, and into `simplify` of
-differences that are not 0. Its answers stay: what the quick ways do not decide, the slow ones do.
+`TwoStageParser` and `clearly_differ` are quicker ways, since most of math-verify's time goes into
+ANTLR's full prediction, and into `simplify` of differences that are not 0. Its answers stay: what
+the quick ways do not decide, the slow ones do.
 
 `near` is stricter than math-verify, to which all numbers below a millionth are one.
 """
@@ -34,11 +35,8 @@ from sympy import (
     Interval,
     Limit,
     MatrixBase,
-    Ne,
     Product,
     Set,
-    StrictGreaterThan,
-    StrictLessThan,
     Sum,
     Symbol,
     Tuple,
@@ -120,21 +118,8 @@ def _gap_at(seed: int, symbols: Sequence[Any], one: Any, other: Any) -> float:
     return abs(here - there) / max(1.0, abs(here), abs(there))
 
 
-_symbolic_eq = grader.sympy_symbolic_eq
-
-
-def _quick_symbolic_eq(one: Any, other: Any) -> bool:
-    return not clearly_differ(one, other) and bool(_symbolic_eq(one, other))
-
-
-def quick(*, is_on: bool = True) -> None:
-    """Let math-verify read and compare in the quick ways first, in all of this process."""
-    latex2sympy2.PSParser = TwoStageParser if is_on else TwoStageParser.__base__
-    grader.sympy_symbolic_eq = _quick_symbolic_eq if is_on else _symbolic_eq
-
-
-quick()
-_numeric_eq = grader.sympy_numeric_eq
+def quick_symbolic_eq(one: Any, other: Any) -> bool:
+    return not clearly_differ(one, other) and bool(symbolic_eq(one, other))
 
 
 def near(one: Any, other: Any, *limits: int) -> bool:
@@ -156,7 +141,10 @@ def _is_far(one: Any, other: Any) -> bool:
         return False
 
 
-grader.sympy_numeric_eq = near
+symbolic_eq, _numeric_eq = grader.sympy_symbolic_eq, grader.sympy_numeric_eq
+# Of all of this process.
+latex2sympy2.PSParser = TwoStageParser
+grader.sympy_symbolic_eq, grader.sympy_numeric_eq = quick_symbolic_eq, near
 
 
 def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[Score]:
@@ -278,18 +266,14 @@ def solution_set(formula: Any) -> tuple[Symbol | None, Set] | None:
 
 def _solved(inequality: Relational) -> tuple[Symbol, Set] | None:
     unknown, bound = inequality.lhs, inequality.rhs
-    if not isinstance(unknown, Symbol) or not bound.is_number:
+    # 50% is 50 * (1 / 100), of which sympy does not know whether it is real.
+    bound = bound if bound.has(*_SLOW) else bound.doit()
+    if not isinstance(unknown, Symbol) or not (bound.is_number and bound.is_extended_real):
         return None
-    below = Interval(-oo, bound, right_open=True)
-    above = Interval(bound, oo, left_open=True)
-    match inequality:
-        case Ne():
-            return unknown, Union(below, above)
-        case StrictLessThan():
-            return unknown, below
-        case StrictGreaterThan():
-            return unknown, above
-    return unknown, Union(below if inequality.rel_op == "<=" else above, FiniteSet(bound))
+    below, above = Interval.open(-oo, bound), Interval.open(bound, oo)
+    sets = {"<": below, ">": above, "!=": Union(below, above)}
+    sets |= {"<=": Interval(-oo, bound), ">=": Interval(bound, oo)}
+    return unknown, sets[inequality.rel_op]
 
 
 @lru_cache(maxsize=_KEPT)

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 from latex2sympy2_extended import latex2sympy2
-from math_verify import parse, verify
+from math_verify import grader, parse, verify
 from sympy import Basic, Float, Function, Integer, Sum, cos, factorial, sin, sqrt, srepr, symbols
 
 from actors.rewards import math_answer
-from actors.rewards.math_answer import TwoStageParser, clearly_differ, quick
+from actors.rewards.math_answer import TwoStageParser, clearly_differ
 from tests.unit.rewards.test_answers import KINDS
 
 x, y, n = symbols("x y n", real=True)
@@ -50,11 +50,10 @@ PAIRS = (
 
 @contextmanager
 def slow() -> Iterator[None]:
-    quick(is_on=False)
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(latex2sympy2, "PSParser", TwoStageParser.__base__)
+        patched.setattr(grader, "sympy_symbolic_eq", math_answer.symbolic_eq)
         yield
-    finally:
-        quick()
 
 
 def written_by(draw: random.Random) -> str:
@@ -98,7 +97,7 @@ def test_formulas_are_equal_as_before(gold: str, given: str, is_equal: bool):
 
 
 def test_a_difference_is_clear_where_numbers_show_it(monkeypatch):
-    monkeypatch.setattr(math_answer, "_symbolic_eq", lambda *_: pytest.fail("it was simplified"))
+    monkeypatch.setattr(math_answer, "symbolic_eq", lambda *_: pytest.fail("it was simplified"))
     assert isinstance(latex2sympy2._Latex2Sympy().create_parser("x"), TwoStageParser)
     assert not answer("11\\sqrt{2} x", "2\\sqrt{11} x")
     assert clearly_differ(x + 1, x + 2)

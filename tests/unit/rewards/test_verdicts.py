@@ -34,6 +34,7 @@ BOXED = [
     (r"x<-2 \text{ or } x>2", [UNION, "x > 2, x < -2"], ["(-2,2)"]),
     (r"(-\infty,1)\cup(1,\infty)", [r"x \neq 1"], [r"x \neq 2", "x > 1"]),
     (r"m \in (-\infty, 1)", ["m < 1"], ["x < 1", "m > 1"]),
+    (r"x > 50\%", ["x > 0.5", r"(\frac{1}{2}, \infty)"], [r"x > 5\%"]),
     ("0<a<1", ["(0,1)"], ["0 < x < 1", r"0<a\le 1"]),
     (r"\{x \mid \frac{1}{2} < x \leq 2\}", [r"(\frac12,2]", "0.5 < x \\le 2"], ["[0.5,2]"]),
     ("(1,2]", [r"\left\{x \in \mathbb{R} | 1 < x \le 2\right\}"], [r"\{x | 1 < x < 2\}"]),
@@ -128,6 +129,12 @@ def test_answers_that_are_stated(response: str, gold: str, reward: float):
 def test_words_that_make_another_number_of_a_marked_one(text: str, number: int | None):
     assert answered_number(text) == (None if number is None else Fraction(number))
     assert numeric_answer(episode("#### 7000000", "7 million")).reward == 1
+
+
+@pytest.mark.parametrize("given", ["x < 1/0", r"x > \sqrt{-1}", r"1 < x < i", "x<1/0, x>7"])
+def test_an_inequality_without_a_real_bound_is_wrong(given: str):
+    golds = ("5", r"(-\infty,3)", "x<3")
+    assert [verdict(rf"\boxed{{{given}}}", gold) for gold in golds] == [0] * 3
 
 
 def test_boxes_without_an_end_take_no_time():
