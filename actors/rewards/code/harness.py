@@ -168,20 +168,14 @@ class _Result(unittest.TestResult):
         self.failed: set[int] = set()
         self.passed_over: set[int] = set()
 
-    def addSuccess(self, test: unittest.TestCase) -> None:
+    def addSuccess(self, test: unittest.TestCase, err: Any = None) -> None:
         self.passed.add(id(test))
 
-    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self.passed.add(id(test))
-
-    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
+    def addFailure(self, test: unittest.TestCase, err: Any = None) -> None:
         self.failed.add(id(test))
 
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self.failed.add(id(test))
-
-    def addError(self, test: unittest.TestCase, err: Any) -> None:
-        self.failed.add(id(test))
+    addExpectedFailure = addSuccess
+    addError = addUnexpectedSuccess = addFailure
 
     def addSubTest(self, test: unittest.TestCase, subtest: Any, err: Any) -> None:
         if err is not None:

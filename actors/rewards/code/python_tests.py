@@ -112,24 +112,18 @@ def free_names(code: str) -> set[str]:
         ValueError: it is no Python, as a sentence about "it".
     """
     with _read_as_python():
-        table = symtable.symtable(code, "tests.py", "exec")
-    own = {s.get_name() for s in table.get_symbols() if _is_bound(s)}
-    tables: list[symtable.SymbolTable] = [table]
-    used: set[str] = set()
-    while tables:
-        scope = tables.pop()
-        is_module = scope is table
-        used |= {
-            symbol.get_name()
-            for symbol in scope.get_symbols()
-            if symbol.is_referenced() and (is_module or symbol.is_global())
-        }
-        tables += scope.get_children()
+        module = symtable.symtable(code, "tests.py", "exec")
+    own = {
+        symbol.get_name()
+        for symbol in module.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    }
+    used, scopes = set[str](), [module]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        used |= {s.get_name() for s in scope.get_symbols() if s.is_referenced() and s.is_global()}
     return used - own
-
-
-def _is_bound(symbol: symtable.Symbol) -> bool:
-    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
 
 
 def needed(function: Function) -> list[str]:

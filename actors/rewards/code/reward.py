@@ -14,8 +14,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -111,15 +110,14 @@ def _names(word: str, language: str) -> bool:
 
 
 def program_of(
-    solution: str, test: Test, header: str = "", max_tests: int | None = None, mark: str = ""
+    solution: str, test: Test, mark: str, header: str = "", max_tests: int | None = None
 ) -> Program:
-    """
+    """Of tests of one kind with one mark the code is the same.
+
     Args:
         header: of a function whose body the solution may be.
         max_tests: how many to run of several in one text; None: all.
-        mark: of the result; "" for one of its own. Tests of one kind with one mark have one code.
     """
-    mark = mark or secrets.token_hex(16)
     match test:
         case ProgramTest():
             return Program(_whole(solution), test.stdin)
@@ -166,32 +164,21 @@ def outcome_of(test: Test, program: Program, stdout: str | None) -> ProgramOutco
     Args:
         stdout: of the program; None unless it ended with success.
     """
-    match test:
-        case PythonTest():
-            _, mark, said = (stdout or "").rpartition(f"\n{program.mark}")
-            return _outcome(said.strip() if mark else "", test.num_tests)
-        case _:
-            return ProgramOutcome(int(stdout is not None and passes(test, program, stdout)))
-
-
-def _outcome(said: str, num_tests: int) -> ProgramOutcome:
-    """Of the line of the harness."""
-    match said.split():
-        case ["passed", passed, "of", total]:
-            return ProgramOutcome(int(passed), int(total))
-        case ["missing", *_]:
-            return ProgramOutcome(0, num_tests, tuple(said.removeprefix("missing ").split("|")))
-    return ProgramOutcome(0, num_tests)
-
-
-def passes(test: ProgramTest | CallTest, program: Program, stdout: str) -> bool:
-    """Whether the output of a program that ended with success passes its test."""
+    _, mark, said = (stdout or "").rpartition(f"\n{program.mark}")
     match test:
         case ProgramTest():
-            return same_output(stdout, test.expected)
+            is_right = stdout is not None and same_output(stdout, test.expected)
         case CallTest():
-            last = stdout.rpartition(f"\n{program.mark}")
-            return bool(last[1]) and same_value(_json(last[2]), test.expected)
+            is_right = bool(mark) and same_value(_json(said), test.expected)
+        case PythonTest():
+            match said.split() if mark else []:
+                case ["passed", passed, "of", total]:
+                    return ProgramOutcome(int(passed), int(total))
+                case ["missing", *_]:
+                    names = said.strip().removeprefix("missing ").split("|")
+                    return ProgramOutcome(0, test.num_tests, tuple(names))
+            return ProgramOutcome(0, test.num_tests)
+    return ProgramOutcome(int(is_right))
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -266,8 +253,9 @@ def _integer(digits: str) -> int | Decimal:
     return int(digits) if len(digits) < _MAX_DIGITS else Decimal(digits)
 
 
-Run = Callable[[Sequence[Program]], AsyncGenerator[str | None, None]]
-"""What each of these programs printed, which have one code; None unless it ended with success."""
+Run = Callable[[Sequence[Program]], Awaitable[Sequence[str | None]]]
+"""What the first of these programs printed, which have one code: of as many as ran, at least one;
+None of one that did not end with success."""
 _CASES = Path(__file__).with_name("cases.py").read_text(encoding="utf-8")
 # After so long the outputs that are there are compared, so that wrong programs end early.
 _BUDGET_S, _START_S = 1.0, 10.0
@@ -312,23 +300,16 @@ class Code:
         """Waits for the tests."""
         return await _share(episode, self._settings, self._run)
 
-    async def _run(self, programs: Sequence[Program]) -> AsyncGenerator[str | None, None]:
-        """Those with one code in one sandbox, where that may start processes."""
+    async def _run(self, programs: Sequence[Program]) -> Sequence[str | None]:
+        """Several in one sandbox, where that may start processes."""
+        fitting = _fitting(programs)
         isolation = await asyncio.to_thread(choose, self._settings.isolation)
-        rest = programs
-        while rest:
-            fitting = _fitting(rest)
-            if len(fitting) > 1 and isolation == "namespaces":
-                outputs = await self._run_together(fitting)
-            else:
-                result = await self._sandbox.run(rest[0].code, stdin=rest[0].stdin)
-                outputs = [result.stdout if result.is_success else None]
-            for output in outputs:
-                yield output
-            rest = rest[len(outputs) :]
+        if len(fitting) > 1 and isolation == "namespaces":
+            return await self._run_together(fitting)
+        result = await self._sandbox.run(programs[0].code, stdin=programs[0].stdin)
+        return [result.stdout if result.is_success else None]
 
     async def _run_together(self, programs: Sequence[Program]) -> Sequence[str | None]:
-        """What the first of them printed, as many as ran; at least one."""
         limits = self._sandbox.limits
         job = {
             "code": programs[0].code,
@@ -392,12 +373,8 @@ class SandboxFusion:
         """Waits for the answers to the tests, one after the other."""
         return await _share(episode, self._settings, self._run)
 
-    async def _run(self, programs: Sequence[Program]) -> AsyncGenerator[str | None, None]:
-        """One after the other."""
-        for program in programs:
-            yield await self._run_one(program)
-
-    async def _run_one(self, program: Program) -> str | None:
+    async def _run(self, programs: Sequence[Program]) -> Sequence[str | None]:
+        program = programs[0]
         settings = self._settings
         request = {
             "code": program.code,
@@ -412,8 +389,9 @@ class SandboxFusion:
         if answer.status == "SandboxError":
             raise RolloutError(f"{settings.url}: SandboxError: {answer.message[:200]}")
         result = answer.run_result
-        is_success = answer.status == "Success" and result is not None and not result.return_code
-        return result.stdout or "" if is_success and result is not None else None
+        if answer.status != "Success" or result is None or result.return_code:
+            return [None]
+        return [result.stdout or ""]
 
 
 async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
@@ -428,18 +406,19 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
     header = _header(episode, solution)
     for batch in _batches(_tests(settings, episode.prompt)):
         most = None if settings.max_tests is None else settings.max_tests - num_tests
-        mark, tests = secrets.token_hex(16), batch[:most]
-        programs = [program_of(solution, test, header, most, mark) for test in tests]
-        ran = zip(tests, programs, strict=True)
-        async with aclosing(run(programs)) as outputs:
-            async for output in outputs:
-                outcome = outcome_of(*next(ran), output)
+        mark = secrets.token_hex(16)
+        rest = [(t, program_of(solution, t, mark, header, most)) for t in batch[:most]]
+        while rest:
+            outputs = await run([program for _, program in rest])
+            for (test, program), output in zip(rest, outputs, strict=False):
+                outcome = outcome_of(test, program, output)
                 if outcome.missing:
                     raise FinalError(not_installed(episode.prompt, outcome.missing))
                 num_passed += outcome.num_passed
                 num_tests += min(outcome.num_tests, most or outcome.num_tests)
                 if not settings.partial and num_passed < num_tests:
                     return 0.0
+            rest = rest[len(outputs) :]
     return num_passed / num_tests
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from actors.rewards import make_reward
 from actors.rewards.code.reward import (
-    passes,
+    outcome_of,
     program_of,
     same_output,
     same_value,
@@ -116,8 +116,9 @@ async def test_rows_without_tests_fail_their_group(row, sentence):
 @pytest.mark.parametrize("result", ["[" * 100_000, "9" * 5000, "{", ""])
 def test_a_result_that_cannot_be_read_is_wrong(result: str):
     test = CallTest("add", (1, 2), 3)
-    program = program_of("", test)
-    assert not passes(test, program, f"\n{program.mark}{result}")
+    program = program_of("", test, "mark")
+    assert outcome_of(test, program, "\nmark3").num_passed == 1
+    assert outcome_of(test, program, f"\nmark{result}").num_passed == 0
 
 
 @pytest.mark.parametrize(
