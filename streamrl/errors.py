@@ -242,6 +242,15 @@ def similar_path(path: Path) -> str:
 
 
 @contextlib.contextmanager
+def prefixed(setting: str) -> Iterator[None]:
+    """Around what refuses a setting below this one by its own name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{setting}.{error}") from error
+
+
+@contextlib.contextmanager
 def reading(path: Path, setting: str = "") -> Iterator[None]:
     """Around what reads a file that a person has named, by this setting.
 

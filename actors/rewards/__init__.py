@@ -9,23 +9,30 @@ PATH.py:NAME:
         return float(episode.response.strip() == episode.prompt.answer)
 """
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from actors.rewards import builtin
-from actors.rewards.calls.isolated import Processes, WorkerSetup
-from actors.rewards.calls.limits import OutputLimit, RewardLimits
-from actors.rewards.checks import check_built_in, check_call, checked, prefixed
-from actors.rewards.forms import BoundFunction
-from actors.rewards.tool_calls import tool_calls
+from actors.rewards.calls.isolated import WorkerSetup
+from actors.rewards.calls.limits import RewardLimits
+from actors.rewards.forms import OWN, OWN_GROUP, TRL, VERL_NAMES, BoundFunction, form_of
+from actors.rewards.tool_calls import calls_to_match, tool_calls
 from actors.rewards.weighted_sum import AtOnce, FunctionReward, Rewards
 from streamrl.config.data import DataSettings, RewardSettings
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.config.loading.explain import explain
+from streamrl.config.section import Section
+from streamrl.errors import ConfigError, did_you_mean, prefixed
 from streamrl.extras import missing
-from streamrl.interfaces import Reward
+from streamrl.interfaces import Prompt, Reward
 from streamrl.placement.hosts import num_cores
-from streamrl.user_code import is_user_code, load_user_code
+from streamrl.user_code import check_kwargs, is_user_code, load_user_code
+
+Settings = TypeVar("Settings", bound=Section)
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "environment": builtin.environment,
@@ -52,6 +59,13 @@ STATEFUL: Mapping[str, str] = {
 has an async `score(episode)` or `score(episodes)`."""
 ISOLATED: Mapping[str, str] = {"math": "actors.rewards.math_answer:math"}
 """MODULE:FUNCTION by name, of those that run in processes of their own."""
+_GOLDS: Mapping[str, Callable[[Prompt], object]] = {
+    "exact_match": builtin.text_to_match,
+    "math": builtin.expression_to_match,
+    "numeric_answer": builtin.number_to_match,
+    "tool_calls": calls_to_match,
+}
+"""What each reads of a row before it scores."""
 _MAX_CONCURRENT, _REMOTE_RETRIES = 64, 3
 
 
@@ -96,20 +110,15 @@ def _made(
     function, kwargs = _function(settings, field, kwargs_field)
     name = f"{settings.name} ({settings.reward})" if settings.name else settings.reward
     bound = BoundFunction(function, kwargs, name, data_source_key)
-    output, processes = OutputLimit(bound.title), None
     is_isolated = _is_isolated(settings, bound, field)
-    if is_isolated:
-        setup = WorkerSetup(settings.reward, kwargs, name, data_source_key)
-        processes = Processes(setup, output)
     at_once = AT_ONCE.get(settings.reward)
     if settings.reward in QUICK and "pattern" not in kwargs and not is_isolated:
         at_once = bound.score_one
-    limits = _limits(settings, bound, is_isolated)
+    setup = WorkerSetup(settings.reward, kwargs, name, data_source_key)
     return FunctionReward(
         bound,
-        limits,
-        output,
-        processes,
+        _limits(settings, bound, is_isolated),
+        setup if is_isolated else None,
         at_once,
         label=settings.label,
         weight=settings.weight,
@@ -124,14 +133,14 @@ def _function(
     name, kwargs = settings.reward, settings.kwargs
     if name in STATEFUL:
         made = resolve_name(STATEFUL[name])
-        settings_of_it = checked(kwargs_field, made.Settings, kwargs)
+        section = _checked(kwargs_field, made.Settings, kwargs)
         with prefixed(kwargs_field):
-            return made(settings_of_it).score, {}
+            return made(section).score, {}
     function = function_of(name, field)
     if is_user_code(name):
-        check_call(field, name, function, kwargs)
+        _check_call(field, name, function, kwargs)
     else:
-        check_built_in(kwargs_field, name, function, kwargs)
+        _check_built_in(kwargs_field, name, function, kwargs)
     return function, kwargs
 
 
@@ -155,3 +164,85 @@ def _limits(settings: RewardSettings, bound: BoundFunction, is_isolated: bool) -
         max_concurrent=settings.max_concurrent or max_concurrent,
         retries=retries if settings.retries is None else settings.retries,
     )
+
+
+def _check_call(field: str, name: str, own: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Whether a user's own can be called in its form with these arguments."""
+    signature = inspect.signature(own)
+    args, named = _arguments(own, signature, kwargs)
+    try:
+        signature.bind(*args, **named, **kwargs)
+    except TypeError as error:
+        what = "an episode (or a group's episodes)" if args else "the arguments of its form"
+        raise ConfigError(
+            f"{field}: {name} takes {signature}, but is called with {what} and the arguments "
+            f"{dict(kwargs)}: {error}"
+        ) from error
+
+
+def _check_built_in(
+    field: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Whether a built-in function takes these arguments, and has all that it needs."""
+    check_kwargs(field, name, function, kwargs, num_given=1)
+    for key, parameter in inspect.signature(function).parameters.items():
+        given = kwargs.get(key)
+        if given in ("", [], ()) and given != parameter.default:
+            raise ConfigError(
+                f"{field}.{key}: was {given!r}, which every empty response would have; "
+                f"{name} needs one that is not empty"
+            )
+    if "pattern" in kwargs:
+        try:
+            re.compile(str(kwargs["pattern"]))
+        except re.error as error:
+            raise ConfigError(
+                f"{field}: pattern {kwargs['pattern']!r} is no regular expression: {error}"
+            ) from error
+
+
+def _checked(field: str, section: type[Settings], kwargs: Mapping[str, Any]) -> Settings:
+    """The arguments of a reward as its section of settings."""
+    try:
+        return section.model_validate(kwargs)
+    except ValidationError as error:
+        sentences = str(explain(error, section)).splitlines()
+        raise ConfigError("\n".join(f"{field}.{sentence}" for sentence in sentences)) from error
+
+
+def _arguments(
+    own: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Arguments of a call in its form; the columns of TRL's are what rows have."""
+    form, known = form_of(own), set(VERL_NAMES) | {f"{name}s" for name in VERL_NAMES}
+    if form in (OWN, OWN_GROUP):
+        return (object(),), {}
+    if form is TRL:
+        known = {
+            p.name
+            for p in signature.parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "trainer_state"
+        }
+    taken = [name for name in signature.parameters if name in known and name not in kwargs]
+    return (), dict.fromkeys(taken, object())
+
+
+def check_row(settings: RewardSettings, prompt: Prompt, kwargs_field: str) -> None:
+    """Asks what the reward itself asks before it scores.
+
+    Args:
+        kwargs_field: the setting that has its arguments.
+
+    Raises:
+        RolloutError: whatever a response is, its group would fail.
+        ConfigError: the arguments are not those of the reward.
+    """
+    if read := _GOLDS.get(settings.reward):
+        read(prompt)
+    elif settings.reward in ("code", "sandbox_fusion"):
+        # Not above: other rewards do without a sandbox.
+        from actors.rewards.code.reward import check_tests
+
+        made = resolve_name(STATEFUL[settings.reward])
+        arguments = _checked(kwargs_field, made.Settings, settings.kwargs)
+        check_tests(arguments, prompt, is_local=settings.reward == "code")

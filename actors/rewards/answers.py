@@ -157,17 +157,8 @@ _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
 # Digits, and the base that they are to: a letter in front may be a name with an index.
 _BASED = re.compile(r"\(?(\d[\dA-F]*)\)?_\{?(\d{1,2}|[a-z]{3,8})\}?")
 _BASES = (
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
+    *("two", "three", "four", "five", "six", "seven"),
+    *("eight", "nine", "ten", "eleven", "twelve"),
 )
 _LETTERS = re.compile(r"[A-H](?:(?:[,;&]|and)*[A-H])+")
 # What makes another number of the one behind it, and of the one in front of it.

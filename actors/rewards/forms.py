@@ -102,34 +102,27 @@ class BoundFunction:
     @contextmanager
     def _attributed(self) -> Iterator[None]:
         """Around the function: what it raises is a RolloutError that begins with the title."""
-        refused: RolloutError | None = None
-        with attributed_to(self.title, RolloutError):
-            try:
+        try:
+            with attributed_to(self.title, RolloutError):
                 yield
-            except RolloutError as error:
-                refused = error
-        if refused is not None:
+        except RolloutError as error:
+            if not isinstance(refused := error.__cause__, RolloutError):
+                raise
             kind = FinalError if isinstance(refused, FinalError) else RolloutError
             raise kind(f"{self.title}: {refused}") from refused.__cause__
 
     def _call(self, episodes: Sequence[Episode]) -> Any:
         args, named = self.form.arguments(episodes, self.data_source_key)
-        return self.function(*args, **self._taken(named), **self.kwargs)
-
-    def _taken(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Of the arguments by name, those that the function takes."""
-        if self._takes_any:
-            return named
-        return {name: value for name, value in named.items() if name in self._parameters}
+        takes_any, names = self._parameters
+        taken = {name: value for name, value in named.items() if takes_any or name in names}
+        return self.function(*args, **taken, **self.kwargs)
 
     @cached_property
-    def _takes_any(self) -> bool:
-        kinds = (parameter.kind for parameter in self._parameters.values())
-        return inspect.Parameter.VAR_KEYWORD in kinds
-
-    @cached_property
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.function).parameters
+    def _parameters(self) -> tuple[bool, frozenset[str]]:
+        """Whether it takes any argument by name, and those that it names."""
+        parameters = inspect.signature(self.function).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return takes_any, frozenset(parameters)
 
     def _read(self, answer: Any, num_episodes: int) -> list[Score | None]:
         answers = answer
@@ -254,16 +247,14 @@ def _trl(episodes: Sequence[Episode], _: str) -> Arguments:
     rows = [{"answer": e.prompt.answer, **e.prompt.row} for e in episodes]
     columns = [name for name in rows[0] if name not in _TRL_OWN] if rows else []
     return (), {
-        "prompts": [_prompt(e) for e in episodes],
+        "prompts": [
+            content if isinstance(content := e.prompt.content, str) else [*map(dict, content)]
+            for e in episodes
+        ],
         "completions": [_completion(e) for e in episodes],
         "completion_ids": [list(e.response_token_ids) for e in episodes],
         **{name: [row.get(name) for row in rows] for name in columns},
     }
-
-
-def _prompt(episode: Episode) -> str | list[dict[str, Any]]:
-    content = episode.prompt.content
-    return content if isinstance(content, str) else [dict(message) for message in content]
 
 
 def _completion(episode: Episode) -> str | list[dict[str, Any]]:

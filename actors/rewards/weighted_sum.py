@@ -11,12 +11,12 @@ something in the response has read is what was extracted from it.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from actors.concurrency import Threads, together
-from actors.rewards.calls.isolated import Processes
+from actors.rewards.calls.isolated import Processes, WorkerSetup
 from actors.rewards.calls.limits import OutputLimit, RewardLimits
 from actors.rewards.forms import BoundFunction
 from streamrl.errors import RewardError, RolloutError
@@ -33,7 +33,7 @@ class FunctionReward:
     """A function of one of the forms of `actors.rewards.forms`, async or not.
 
     Args:
-        processes: where it runs, instead of threads.
+        setup: of processes where it runs, instead of threads.
         at_once: takes microseconds, and says what the function would, or None where it cannot.
             It is called here, since to call the function elsewhere takes longer.
         label: under which its values are recorded.
@@ -44,8 +44,7 @@ class FunctionReward:
         self,
         bound: BoundFunction,
         limits: RewardLimits | None = None,
-        output: OutputLimit | None = None,
-        processes: Processes | None = None,
+        setup: WorkerSetup | None = None,
         at_once: AtOnce | None = None,
         *,
         label: str = "",
@@ -56,8 +55,8 @@ class FunctionReward:
         self._bound = bound
         self._at_once = at_once
         self._limits = limits or RewardLimits(bound.title)
-        self._output = output or OutputLimit(bound.title)
-        self._processes = processes
+        self._output = OutputLimit(bound.title)
+        self._processes = None if setup is None else Processes(setup, self._output)
         self._threads = Threads(bound.title, "; with isolation: process they would be")
 
     async def score(self, episodes: Sequence[Episode]) -> Scores:
@@ -88,24 +87,22 @@ class FunctionReward:
     async def _by_calls(self, episodes: Sequence[Episode]) -> Scores:
         takes_group = self._bound.form.takes_group
         groups = [episodes] if takes_group else [[episode] for episode in episodes]
+        prepare = self._processes.prepare if self._processes else None
         try:
-            each = await together(self._limits.call(*self._caller(group)) for group in groups)
+            each = await together(
+                self._limits.call(partial(self._score, group), prepare) for group in groups
+            )
         finally:
             num_suppressed = self._output.take_suppressed()
         scores = [score for scores in each for score in scores]
         return [_with_suppressed(score, num_suppressed / len(scores)) for score in scores]
 
-    def _caller(
-        self, episodes: Sequence[Episode]
-    ) -> tuple[Callable[[], Awaitable[Scores]], Callable[[], Awaitable[None]] | None]:
-        """What calls the function, and what has to be there before."""
+    async def _score(self, episodes: Sequence[Episode]) -> Scores:
+        """Waits for one call of the function."""
         if self._processes is not None:
-            return partial(self._processes.run, episodes), self._processes.prepare
-        if self._bound.is_async:
-            return partial(self._await, episodes), None
-        return partial(self._threads.run, partial(self._call, episodes)), None
-
-    async def _await(self, episodes: Sequence[Episode]) -> Scores:
+            return await self._processes.run(episodes)
+        if not self._bound.is_async:
+            return await self._threads.run(partial(self._call, episodes))
         with self._output.applied():
             return await self._bound.wait_for_score(episodes)
 

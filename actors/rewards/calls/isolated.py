@@ -85,9 +85,6 @@ class Processes:
             answer = await worker.ask(request)
         except EndedError as error:
             raise RolloutError(f"{self._title}: {error}") from error
-        except BaseException:
-            await worker.end()
-            raise
         self._idle.append(worker)
         if answer.error:
             raise RolloutError(answer.error)
@@ -135,40 +132,36 @@ class _Worker:
         finally:
             os.close(writable)
         worker = cls(process, answers, output)
-        try:
-            await worker.ask(msgspec.msgpack.encode(setup, enc_hook=plain))
-        except BaseException:
-            await worker.end()
-            raise
+        await worker.ask(msgspec.msgpack.encode(setup, enc_hook=plain))
         return worker
 
     async def ask(self, request: bytes) -> WorkerAnswer:
-        """Waits for the answer, or for the process's end.
+        """Waits for the answer, or for the process's end, which comes if it is canceled, too.
 
         Raises:
             EndedError: the function has ended its process.
         """
-        self._send(request)
+        assert self._process.stdin is not None, "it was started with a pipe"
+        # Never waited for: a process that does not read is killed at the time-out of its call.
+        self._process.stdin.write(LENGTH.pack(len(request)) + request)
         try:
             (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
             content = await self._answers.readexactly(length)
         except asyncio.IncompleteReadError as error:
             # It has closed the pipe, so its exit code is settled.
-            await self.end()
+            await self._end()
             raise EndedError(f"its process ended {_how(self._process.returncode)}") from error
+        except BaseException:
+            await self._end()
+            raise
         return msgspec.msgpack.decode(content, type=WorkerAnswer)
 
-    async def end(self) -> None:
+    async def _end(self) -> None:
         """Kills it with all that it has started. Waits for its end and that of its output, which
         what has left its group may hold open, `_GRACE_S` at most."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.wait({self._printing}, timeout=_GRACE_S)
-
-    def _send(self, message: bytes) -> None:
-        """Never waits: a process that does not read is killed at the time-out of its call."""
-        assert self._process.stdin is not None, "it was started with a pipe"
-        self._process.stdin.write(LENGTH.pack(len(message)) + message)
 
 
 async def _pass_on(process: asyncio.subprocess.Process, output: OutputLimit) -> None:

@@ -4,11 +4,9 @@
 it from reading, the kernel ends it with the process that started it.
 """
 
-import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import msgspec
@@ -16,17 +14,16 @@ import msgspec
 from actors.rewards import function_of
 from actors.rewards.calls.isolated import LENGTH, WorkerAnswer, WorkerSetup
 from actors.rewards.forms import BoundFunction
+from actors.sandbox.privileges import end_with_parent
 from streamrl.errors import StreamRLError
 from streamrl.interfaces import Episode
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int) -> None:
     """Answers once when the function is loaded, then each request. Waits for the next one until
     standard input closes."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
     # What the function starts would keep the pipe open past this process's end.
     os.set_inheritable(descriptor, False)
     # The function shall not read the requests.
@@ -40,18 +37,15 @@ def main(descriptor: int) -> None:
         _send(answers, WorkerAnswer())
         while request := _read(requests):
             episodes = msgspec.msgpack.decode(request, type=list[Episode], dec_hook=_field)
-            _send(answers, _answer(bound, episodes))
-
-
-def _answer(bound: BoundFunction, episodes: Sequence[Episode]) -> WorkerAnswer:
-    try:
-        return WorkerAnswer(scores=bound.score(episodes))
-    except StreamRLError as error:
-        return WorkerAnswer(error=str(error))
+            try:
+                answer = WorkerAnswer(scores=bound.score(episodes))
+            except StreamRLError as error:
+                answer = WorkerAnswer(error=str(error))
+            _send(answers, answer)
 
 
 def _field(kind: Any, value: Any) -> Any:
-    """A field of an episode that `actors.rewards.calls.isolated.plain` has sent as plain data."""
+    """A field of an episode that `isolated.plain` has sent as plain data."""
     return kind(value)
 
 

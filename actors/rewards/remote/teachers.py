@@ -34,7 +34,7 @@ from actors.rendering.renderer import ChatRenderer
 from actors.rewards.calls.limits import FinalError, RewardLimits
 from actors.rewards.remote.http import Service, ServiceSettings
 from streamrl.config.algorithm.distillation import DistillationSettings, TeacherSettings
-from streamrl.errors import ConfigError, RolloutError, did_you_mean
+from streamrl.errors import ConfigError, RolloutError, did_you_mean, prefixed
 from streamrl.types import TopLogprobs, Trajectory, TrajectoryGroup
 from streamrl.types.ranges import TokenId
 
@@ -115,11 +115,9 @@ class RemoteTeacher:
         self._comparing: asyncio.Task[None] | None = None
         self._top_k = of_all.top_k
         timeout_s = of_all.timeout_s
-        try:
+        with prefixed(self._field):
             given = ServiceSettings(url=settings.url, api_key_env=settings.api_key_env)
             self._service = Service(given, timeout_s)
-        except ConfigError as error:
-            raise ConfigError(f"{self._field}.{error}") from error
         self._limits = RewardLimits(
             f"teacher {settings.name}",
             timeout_s=timeout_s,

@@ -22,8 +22,7 @@ from actors.prompts import open_held_out, open_prompts, shares
 from actors.prompts.rows import PromptRows, for_teachers, text_of
 from actors.prompts.tasks import TASKS, check_scorer
 from actors.rendering.messages import template_errors
-from actors.rewards import make_reward
-from actors.rewards.checks import check_row
+from actors.rewards import check_row, make_reward
 from actors.sandbox.isolation import IsolationChoice
 from actors.sandbox.sandbox import choose, why_not
 from actors.tools import name_of

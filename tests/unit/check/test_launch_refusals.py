@@ -255,8 +255,8 @@ SAID: Mapping[str, str] = {
         actors/engines/__init__ actors/environments/__init__
         actors/prompts/__init__ actors/prompts/order actors/prompts/rows actors/prompts/tasks
         actors/rendering/chat_template actors/rendering/parsing actors/rendering/renderer
-        actors/rewards/__init__ actors/rewards/checks actors/rewards/remote/http
-        actors/rewards/remote/judge actors/rewards/reward_model actors/sandbox/isolation
+        actors/rewards/__init__ actors/rewards/remote/http
+        actors/rewards/remote/judge actors/rewards/reward_model actors/sandbox/sandbox
         actors/tools/builtin actors/tools/functions actors/tools/toolset
         buffers/connect buffers/redis/connection buffers/redis/memory_limit buffers/redis/topology
     """,

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from actors.rewards.checks import check_row
+from actors.rewards import check_row
 from actors.rewards.code.encodings import decoded
 from actors.rewards.code.python_tests import PythonTest, defined_functions, python_test
 from actors.rewards.code.tests import CallTest, ProgramTest, read_tests
