@@ -40,23 +40,18 @@ _VERDICTS = ("yes", "no", "true", "false")
 _OTHERWISE = re.compile(rf"\b(?:{'|'.join(_VERDICTS)}|but|if|unless|when)\b", re.IGNORECASE)
 
 
-def text_to_match(prompt: Prompt) -> str:
-    """The answer of `exact_match`.
+log = logging.getLogger(__name__)
 
-    Raises:
-        FinalError: it is empty.
-    """
+
+def text_to_match(prompt: Prompt) -> str:
+    """The answer of `exact_match`; a FinalError if it is empty."""
     if not prompt.answer.strip():
         raise no_gold(prompt, prompt.answer, "exact_match needs one that is not empty")
     return prompt.answer
 
 
 def expression_to_match(prompt: Prompt) -> Any:
-    """The answer of `math`; a list of them is of acceptable ones.
-
-    Raises:
-        FinalError: there is none.
-    """
+    """The answer of `math`, a list of acceptable ones, or a FinalError."""
     gold = gold_of(prompt)
     if gold is None or gold == [] or isinstance(gold, Mapping) or not str(gold).strip():
         raise no_gold(prompt, gold, "math needs an expression, or a list of them")
@@ -89,9 +84,8 @@ def acceptable(gold: Any) -> Sequence[str]:
             return [gold]
     golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
     # Of several boxes all are of the answer.
-    return [
-        bare((marked_answer(one) if one.count("\\boxed") < 2 else None) or one) for one in golds
-    ]
+    marked = ((one, marked_answer(one) if one.count("\\boxed") < 2 else None) for one in golds)
+    return [bare(inner or one) for one, inner in marked]
 
 
 def compared(gold: str, given: str) -> bool | None:
@@ -102,18 +96,13 @@ def compared(gold: str, given: str) -> bool | None:
     bases = digits_to_base(gold), digits_to_base(given)
     if None not in bases:
         return bases[0] == bases[1]
-    one, other = choice(gold), choice(given)
-    if one is None and other and (written(gold) in _said(other) or _known(gold, other[1])):
-        return True
-    if other is None and one:
-        known = written(given) in _said(one) or _known(one[1], given)
-        if known is not None:
-            return known
+    match choice(gold), choice(given):
+        case None, (letter, said) if written(gold) in (letter, written(said)) or _known(gold, said):
+            return True
+        case (letter, said), None:
+            known = written(given) in (letter, written(said)) or _known(said, given)
+            return _known(gold, given) if known is None else known
     return _known(gold, given)
-
-
-def _said(chosen: tuple[str, str]) -> tuple[str, str]:
-    return chosen[0], written(chosen[1])
 
 
 def _known(gold: str, given: str) -> bool | None:
@@ -150,9 +139,6 @@ def _same_quantity(one: Quantity, other: Quantity) -> bool:
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
     """The sentence about a row that cannot be scored."""
     return FinalError(f"{prompt.origin or 'the row'}: the answer was {answer!r}; {needed}")
-
-
-log = logging.getLogger(__name__)
 
 
 def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "") -> Score:
@@ -232,11 +218,7 @@ def environment(episode: Episode) -> float:
 
 
 def number_to_match(prompt: Prompt) -> Fraction:
-    """The number of the answer.
-
-    Raises:
-        FinalError: it has none.
-    """
+    """The number of the answer; a FinalError if it has none."""
     number = whole_number(prompt.answer)
     if number is None:
         number = answered_number(prompt.answer)

@@ -79,8 +79,7 @@ class BoundFunction:
         return inspect.iscoroutinefunction(self.function)
 
     def score(self, episodes: Sequence[Episode]) -> list[Score | None]:
-        """The scores of these, one episode unless it takes a group; for a function that is not
-        async.
+        """Of one episode unless it takes a group; for a function that is not async.
 
         Raises:
             RolloutError: it raised, or answered something else than finite numbers.
@@ -101,7 +100,7 @@ class BoundFunction:
 
     @contextmanager
     def _attributed(self) -> Iterator[None]:
-        """Around the function: what it raises is a RolloutError that begins with the title."""
+        """What the function raises is a RolloutError that begins with the title."""
         try:
             with attributed_to(self.title, RolloutError):
                 yield
@@ -115,7 +114,7 @@ class BoundFunction:
         args, named = self.form.arguments(episodes, self.data_source_key)
         takes_any, names = self._parameters
         taken = {name: value for name, value in named.items() if takes_any or name in names}
-        return self.function(*args, **taken, **self.kwargs)
+        return self.function(*args, **{**taken, **self.kwargs})
 
     @cached_property
     def _parameters(self) -> tuple[bool, frozenset[str]]:
@@ -213,34 +212,22 @@ def shown_gold(prompt: Prompt) -> str:
     return shortened_answer(gold if isinstance(gold, str) else reprlib.repr(gold))
 
 
-def _own(episodes: Sequence[Episode], _: str) -> Arguments:
-    return (episodes[0],), {}
-
-
-def _own_group(episodes: Sequence[Episode], _: str) -> Arguments:
-    return (episodes,), {}
-
-
 def _verl(episodes: Sequence[Episode], data_source_key: str) -> Arguments:
     (episode,) = episodes
     row = episode.prompt.row
+    own = row.get("extra_info")
+    extra = own if isinstance(own, Mapping) else {}
     return (), {
         "data_source": row.get(data_source_key),
         "solution_str": episode.response,
         "ground_truth": gold_of(episode.prompt),
-        "extra_info": _extra_info(episode),
+        "extra_info": {**extra, "num_turns": len(episode.turn_rewards) or 1},
     }
 
 
 def _verl_batch(episodes: Sequence[Episode], data_source_key: str) -> Arguments:
     each = [_verl([episode], data_source_key)[1] for episode in episodes]
     return (), {f"{name}s": [named[name] for named in each] for name in VERL_NAMES}
-
-
-def _extra_info(episode: Episode) -> dict[str, Any]:
-    own = episode.prompt.row.get("extra_info")
-    extra = dict(own) if isinstance(own, Mapping) else {}
-    return {**extra, "num_turns": len(episode.turn_rewards) or 1}
 
 
 def _trl(episodes: Sequence[Episode], _: str) -> Arguments:
@@ -265,8 +252,8 @@ def _completion(episode: Episode) -> str | list[dict[str, Any]]:
     return conversation(episode)[len(content) :]
 
 
-OWN = Form(_own, takes_group=False)
-OWN_GROUP = Form(_own_group, takes_group=True)
+OWN = Form(lambda episodes, _: ((episodes[0],), {}), takes_group=False)
+OWN_GROUP = Form(lambda episodes, _: ((episodes,), {}), takes_group=True)
 VERL = Form(_verl, takes_group=False)
 VERL_BATCH = Form(_verl_batch, takes_group=True)
 TRL = Form(_trl, takes_group=True, may_not_apply=True)

@@ -56,13 +56,7 @@ from actors.rewards.answers import (
     whole_number,
     written,
 )
-from actors.rewards.builtin import (
-    acceptable,
-    compared,
-    expression_to_match,
-    math_at_once,
-    no_gold,
-)
+from actors.rewards.builtin import acceptable, compared, expression_to_match, math_at_once, no_gold
 from streamrl.interfaces import Episode, Score
 
 # It warns of being called without a limit.

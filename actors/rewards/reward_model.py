@@ -1,22 +1,18 @@
 """The reward `reward_model`: a sequence classifier reads the conversation, with a tokenizer and a
 chat template of its own, on a device of its own.
 
-    score            tokenizes, queues, waits
-    one batch task   takes what waits, shortest first, up to the token budget; while there is any
-
 Invariant: one forward pass runs at a time, in a thread; the event loop never waits for it.
 
-Of sequence classifiers a causal one reads its score at the last token that is not the pad token of
-its configuration, which is too early where the conversation ends with that token. Here that token
-is one which no conversation of the pass has, so that each is scored as it would be alone. Padding
-behind the last token changes nothing in a causal model; an encoder of `PADDED` leaves it out by its
-mask; every other model is given conversations of one length, and no padding. So is one whose rotary
-frequencies change with the length of a pass.
+A causal classifier reads its score at the last token that is not the pad token of its
+configuration: here one which no conversation of the pass has, so that each is scored as it would be
+alone. Padding behind the last token changes nothing in a causal model; an encoder of `PADDED`
+leaves it out by its mask; every other model, and one whose rotary frequencies change with the
+length of a pass, is given conversations of one length, and no padding.
 """
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -121,9 +117,7 @@ class _Waiting:
     """A conversation that waits for its score."""
 
     token_ids: list[int]
-    score: "asyncio.Future[float]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    score: "asyncio.Future[float]"
 
 
 class RewardModel:
@@ -156,13 +150,16 @@ class RewardModel:
         self._waiting: list[_Waiting] = []
         self._batches: asyncio.Task[None] | None = None
         self._threads = Threads("reward model")
-        self._template = _template(settings)
+        self._template: str | None = None
+        if isinstance(settings.chat_template, Path):
+            with reading(settings.chat_template, "chat_template"):
+                self._template = settings.chat_template.read_text(encoding="utf-8")
         self._is_padded = may_be_padded(_checked(settings))
 
     async def score(self, episodes: Sequence[Episode]) -> list[float]:
         """Waits for the forward passes of the conversations that came before, and of these."""
         rows = await self._threads.run(lambda: [self._token_ids(e) for e in episodes])
-        own = [_Waiting(row) for row in rows]
+        own = [_Waiting(row, asyncio.get_running_loop().create_future()) for row in rows]
         self._waiting = [*self._waiting, *own]
         if self._batches is None or self._batches.done():
             self._batches = asyncio.create_task(self._score_waiting())
@@ -172,14 +169,18 @@ class RewardModel:
         """Waits for one forward pass after the other, until nothing waits."""
         while batch := self._next_batch():
             rows = [one.token_ids for one in batch]
+            scores: Sequence[float | RolloutError]
             try:
                 scores = await self._threads.run(partial(self._forward, rows))
             except Exception as error:
-                _refuse(batch, RolloutError(f"{type(error).__name__}: {error}"))
-            else:
-                for one, score in zip(batch, scores, strict=True):
-                    if not one.score.done():
-                        one.score.set_result(score)
+                scores = [RolloutError(f"{type(error).__name__}: {error}")] * len(batch)
+            for one, score in zip(batch, scores, strict=True):
+                if one.score.done():  # Who waited for it has been canceled.
+                    continue
+                if isinstance(score, RolloutError):
+                    one.score.set_exception(score)
+                else:
+                    one.score.set_result(score)
 
     def _next_batch(self) -> list[_Waiting]:
         """The shortest that wait, as many as fit into a forward pass, at least one; of one length,
@@ -205,11 +206,7 @@ class RewardModel:
         return scores
 
     def _token_ids(self, episode: Episode) -> list[int]:
-        """At least one. In a thread.
-
-        Raises:
-            RolloutError: it has none.
-        """
+        """At least one, or a RolloutError. In a thread."""
         template = self._template or self._tokenizer.chat_template
         messages = conversation(episode)
         if self._settings.chat_template == "none" or template is None:
@@ -255,25 +252,9 @@ class RewardModel:
         return model.to(device_of(settings.device)).eval()
 
 
-def _refuse(batch: Sequence[_Waiting], error: RolloutError) -> None:
-    for one in batch:
-        if not one.score.done():
-            one.score.set_exception(error)
-
-
-def _template(settings: RewardModel.Settings) -> str | None:
-    if not isinstance(settings.chat_template, Path):
-        return None
-    with reading(settings.chat_template, "chat_template"):
-        return settings.chat_template.read_text(encoding="utf-8")
-
-
 def _checked(settings: RewardModel.Settings) -> PreTrainedConfig:
-    """The model's configuration; its weights are not loaded.
-
-    Raises:
-        ConfigError: there is no such model, it scores no conversations, or has no such label.
-    """
+    """The model's configuration, which is refused if it scores no conversations; its weights are
+    not loaded."""
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(
             settings.path, trust_remote_code=settings.trust_remote_code

@@ -37,11 +37,7 @@ def tool_calls(episode: Episode) -> Score:
 
 
 def calls_to_match(prompt: Prompt) -> list[str]:
-    """The calls of the answer.
-
-    Raises:
-        FinalError: it has none.
-    """
+    """The calls of the answer; a FinalError if it has none."""
     gold = gold_of(prompt)
     calls = sorted(_read(gold))
     if not calls:

@@ -25,39 +25,22 @@ _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(job: dict[str, Any], status: int) -> None:
-    """Waits for the program to end; SIGTERM unblocks."""
+    """Waits for the program to end; SIGTERM unblocks. With namespaces the first process of them
+    goes on here, too, and says what became of the program."""
     os.set_inheritable(status, False)
     privileges.end_with_parent(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        outcome = _supervise(job) if job["isolation"] == "namespaces" else _run(job)
+        if job["isolation"] == "namespaces":
+            namespaces.leave()
+            if first := os.fork():
+                _wait(first, lambda: None)
+                return
+            privileges.end_with_parent(signal.SIGKILL)
+        outcome = _outcome(job)
     except OSError as error:
         outcome = {"error": str(error)}
-    if outcome is not None:
-        os.write(status, json.dumps(outcome).encode())
-
-
-def _supervise(job: dict[str, Any]) -> dict[str, Any] | None:
-    """How the program ended; None if it was killed before that was known."""
-    namespaces.leave()
-    read, write = os.pipe()
-    first = os.fork()
-    if not first:
-        privileges.end_with_parent(signal.SIGKILL)
-        os.write(write, json.dumps(_run(job)).encode())
-        os._exit(0)
-    os.close(write)
-    _wait(first, lambda: None)
-    said = os.read(read, 2**16)
-    return dict(json.loads(said)) if said else None
-
-
-def _run(job: dict[str, Any]) -> dict[str, Any]:
-    """How the program ended, or why it did not start. Waits for it."""
-    try:
-        return _outcome(job)
-    except OSError as error:
-        return {"error": str(error)}
+    os.write(status, json.dumps(outcome).encode())
 
 
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:
@@ -76,11 +59,8 @@ def _outcome(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _become_program(job: dict[str, Any], folder: Path, code: bytes | None) -> None:
-    """Never returns; an error of the set-up ends the process with a sentence on its stderr.
-
-    Args:
-        code: of the program, where its folder is a new one.
-    """
+    """Never returns; an error of the set-up ends the process with a sentence on its stderr. The
+    code is given where the folder is a new one."""
     try:
         os.setsid()
         user, python = os.getuid(), map(Path, job["python"])

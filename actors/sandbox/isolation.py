@@ -15,7 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -48,11 +48,6 @@ class SandboxLimits:
     output_bytes: int = 64 * 2**10
     """Of standard output, and again of standard error; who writes more is ended."""
 
-    @property
-    def cpu_s(self) -> int:
-        """CPU time of each process, in whole seconds."""
-        return int(self.time_s) + 1
-
 
 # Imported here, too, so that Python has it compiled.
 _CHILD = f"""
@@ -72,9 +67,9 @@ _FILES = (
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _STREAMS = {
     "/dev/fd": "/proc/self/fd",
-    **{
-        f"/dev/{name}": f"/proc/self/fd/{i}" for i, name in enumerate(("stdin", "stdout", "stderr"))
-    },
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
 }
 
 
@@ -89,14 +84,15 @@ def job(isolation: Isolation, folder: Path, limits: SandboxLimits) -> Mapping[st
     Raises:
         OSError: no filter of system calls can be made here, and the isolation needs one.
     """
+    readable, links = _files()
     return {
         "isolation": isolation,
         "folder": str(folder),
-        "readable": _files().readable,
-        "links": _files().links,
+        "readable": readable,
+        "links": links,
         "devices": _DEVICES,
         "python": [*{os.path.dirname(path) for path in (os.__file__, *_links(sys.executable))}],
-        "limits": {**asdict(limits), "cpu_s": limits.cpu_s},
+        "limits": {**asdict(limits), "cpu_s": int(limits.time_s) + 1},
         "filter": _filter(isolation),
         "command": [sys.executable, "-B", "-E", "-s", "-u", "main.py"],
         "environment": {
@@ -111,40 +107,33 @@ def job(isolation: Isolation, folder: Path, limits: SandboxLimits) -> Mapping[st
     }
 
 
-@dataclass
-class _Files:
-    """What every program may read: where it really is, the outermost alone, and the links to it."""
-
-    readable: list[str] = field(default_factory=list)
-    links: dict[str, str] = field(default_factory=dict)
-
-    def add(self, path: str) -> None:
-        """Adds a path, if there is such a one, after all that are above it."""
-        above = [str(folder) for folder in reversed(Path(path).parents)]
-        if not os.path.exists(path) or any(folder in self.readable for folder in above):
-            return
-        for part in (*above, path):
-            if os.path.islink(part):
-                self.links[part] = os.readlink(part)
-                target = os.path.join(os.path.dirname(part), self.links[part])
-                return self.add(os.path.normpath(target + path.removeprefix(part)))
-        if path not in self.readable:
-            self.readable.append(path)
-
-
 @cache
-def _files() -> _Files:
-    """Software, Python and what both read. Of a folder that has Python only its parts: data may lie
-    beside them."""
+def _files() -> tuple[list[str], dict[str, str]]:
+    """What every program may read, the outermost alone, and the links to it: software, Python and
+    what both read. Of a folder that has Python only its parts: data may lie beside them."""
     roots = {*_SYSTEM, sys.prefix, sys.base_prefix}
     roots |= {os.path.dirname(os.path.dirname(path)) for path in _links(sys.executable)}
     paths = [*_FILES, *_DEVICES, *(os.path.join(root, part) for root in roots for part in _PARTS)]
-    files = _Files(links=dict(_STREAMS))
+    readable: list[str] = []
+    links = dict(_STREAMS)
     for path in sorted(map(os.path.abspath, paths)):
-        files.add(path)
-    found = set(files.readable)
-    outermost = [path for path in files.readable if not found & {*map(str, Path(path).parents)}]
-    return replace(files, readable=outermost)
+        _add(path, readable, links)
+    found = set(readable)
+    return [path for path in readable if not found & {*map(str, Path(path).parents)}], links
+
+
+def _add(path: str, readable: list[str], links: dict[str, str]) -> None:
+    """Adds where the path really is, if there is such a one, after all that are above it."""
+    above = [str(folder) for folder in reversed(Path(path).parents)]
+    if not os.path.exists(path) or any(folder in readable for folder in above):
+        return
+    for part in (*above, path):
+        if os.path.islink(part):
+            links[part] = os.readlink(part)
+            target = os.path.join(os.path.dirname(part), links[part])
+            return _add(os.path.normpath(target + path.removeprefix(part)), readable, links)
+    if path not in readable:
+        readable.append(path)
 
 
 @cache

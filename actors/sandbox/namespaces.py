@@ -22,11 +22,8 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _DETACH = 442, -100, 0x8000, 2
 
 
 def leave() -> None:
-    """Leaves the machine's namespaces; children of this process get one of processes, too.
-
-    Raises:
-        OSError: the machine does not allow it.
-    """
+    """Leaves the machine's namespaces; children of this process get one of processes, too. An
+    OSError if the machine does not allow it."""
     uid, gid = os.getuid(), os.getgid()
     flags = _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     if uid == 0:
@@ -50,9 +47,6 @@ def enter_files(
     Args:
         readable: without links on the way to them; none is in another one.
         links: what each leads to.
-
-    Raises:
-        OSError: the machine does not allow it.
     """
     _mount("none", "/", "", _REC | _PRIVATE)
     _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, "mode=755")

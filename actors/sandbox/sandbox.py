@@ -21,14 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from actors.sandbox import landlock
-from actors.sandbox.isolation import (
-    KINDS,
-    Isolation,
-    IsolationChoice,
-    SandboxLimits,
-    command,
-    job,
-)
+from actors.sandbox.isolation import KINDS, Isolation, IsolationChoice, SandboxLimits, command, job
 from streamrl.errors import ConfigError
 
 _PROBE = """
@@ -100,20 +93,12 @@ class Sandbox:
         max_concurrent: int = 4,
         isolation: IsolationChoice = "auto",
     ) -> None:
-        """
-        Args:
-            isolation: how to keep programs apart.
-        """
         self.limits = SandboxLimits() if limits is None else limits
         self._isolation = isolation
         self._slots = asyncio.Semaphore(max_concurrent)
 
     async def run(
-        self,
-        code: str,
-        *,
-        stdin: str = "",
-        limits: SandboxLimits | None = None,
+        self, code: str, *, stdin: str = "", limits: SandboxLimits | None = None
     ) -> SandboxResult:
         """What became of the code. Waits for a slot, which is not its time, then for its end or
         that of its time.

@@ -33,7 +33,6 @@ class ToolSession(Protocol):
     @property
     def has_state(self) -> bool:
         """Whether a call may depend on earlier ones."""
-        ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The result of one of its tools; called by several at a time.
@@ -42,11 +41,9 @@ class ToolSession(Protocol):
             ToolError: there is none.
             RolloutError: the tool is out of reach.
         """
-        ...
 
     async def close(self) -> None:
         """Called once, with the episode's end."""
-        ...
 
 
 class ToolSource(Protocol):
@@ -57,14 +54,12 @@ class ToolSource(Protocol):
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
         """Of its tools, as far as they are known before one is opened."""
-        ...
 
     async def open(self) -> ToolSession:
         """
         Raises:
             RolloutError: its tools are out of reach.
         """
-        ...
 
 
 def name_of(schema: ToolSchema) -> str:

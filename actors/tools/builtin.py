@@ -162,9 +162,7 @@ def python(settings: ToolSettings, setting: str) -> BuiltIn:
     """
     limits = _limits(settings, setting)
     sandbox = Sandbox(
-        limits,
-        max_concurrent=settings.max_concurrent,
-        isolation=_isolation(settings, setting),
+        limits, max_concurrent=settings.max_concurrent, isolation=_isolation(settings, setting)
     )
 
     async def answer(code: str) -> str:

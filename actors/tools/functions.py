@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -99,68 +100,58 @@ class UserTool:
     async def open(self) -> ToolSession:
         if not self._is_class:
             # What a module of its own keeps is of all episodes.
-            return _FunctionSession(
-                self.schemas, self._loaded, None, self._threads, has_state=False
-            )
+            return _FunctionSession(self.schemas, self._loaded, self._threads)
         with attributed_to(self._owner, RolloutError):
             made = self._loaded(**self._kwargs)
-        close = getattr(made, "close", None)
-        return _FunctionSession(self.schemas, made.call, close, self._threads, has_state=True)
+        end = getattr(made, "close", None)
+        return _FunctionSession(self.schemas, made.call, self._threads, end, has_state=True)
 
     def _make_schema(self, settings: ToolSettings, setting: str) -> ToolSchema:
+        call: Any = getattr(self._loaded, "call", None)
+        if self._is_class and not inspect.isfunction(call):
+            raise ConfigError(f"{self._owner}: the class has no method call(self, ...)")
         if settings.function_schema is not None:
             return read_schema(settings.function_schema, f"{setting}.function_schema")
         if not self._is_class:
             return schema_of(self._loaded, self._owner)
-        call = getattr(self._loaded, "call", None)
-        if not inspect.isfunction(call):
-            raise ConfigError(f"{self._owner}: the class has no method call(self, ...)")
         schema = schema_of(MethodType(call, self._loaded), self._owner)
         name = settings.tool.rpartition(":")[2]
         return {**schema, "function": {**schema["function"], "name": name}}
 
 
+@dataclass(frozen=True)
 class _FunctionSession:
-    """One function for one episode."""
+    """One function for one episode, with whose end `end` is called."""
 
-    def __init__(
-        self,
-        schemas: tuple[ToolSchema, ...],
-        function: Callable[..., Any],
-        close: Callable[[], Any] | None,
-        threads: Threads,
-        *,
-        has_state: bool,
-    ) -> None:
-        self.schemas = schemas
-        self.has_state = has_state
-        self._function = function
-        self._close = close
-        self._threads = threads
+    schemas: tuple[ToolSchema, ...]
+    function: Callable[..., Any]
+    threads: Threads
+    end: Callable[[], Any] | None = None
+    has_state: bool = False
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         try:
-            inspect.signature(self._function).bind(**arguments)
+            inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
             raise ToolError(str(error)) from error
-        if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
+        if inspect.iscoroutinefunction(inspect.unwrap(self.function)):
             with attributed_to(name, ToolError):
-                return as_text(await self._function(**arguments))
+                return as_text(await self.function(**arguments))
         try:
-            return await self._threads.run(partial(self._run, name, arguments))
+            return await self.threads.run(partial(self._run, name, arguments))
         except RolloutError as error:
             raise ToolError(str(error)) from error
 
     def _run(self, name: str, arguments: Mapping[str, Any]) -> str:
         """In a thread."""
         with attributed_to(name, ToolError):
-            return as_text(self._function(**arguments))
+            return as_text(self.function(**arguments))
 
     async def close(self) -> None:
-        if self._close is None:
+        if self.end is None:
             return
         with attributed_to(name_of(self.schemas[0]), RolloutError):
-            if inspect.isawaitable(closing := self._close()):
+            if inspect.isawaitable(closing := self.end()):
                 await closing
 
 

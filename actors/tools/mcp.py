@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -155,26 +156,23 @@ class McpConnection:
         return Client(streamable_http_client(settings.url, http_client=http))
 
 
+@dataclass(frozen=True)
 class _McpSession:
-    """The server's tools, as one episode has them."""
+    """The server's tools, as one episode has them. Of what its server keeps nobody knows."""
 
-    def __init__(
-        self, schemas: tuple[ToolSchema, ...], connection: McpConnection, is_shared: bool
-    ) -> None:
-        self.schemas = schemas
-        # Of what its server keeps nobody knows.
-        self.has_state = True
-        self._connection = connection
-        self._is_shared = is_shared
+    schemas: tuple[ToolSchema, ...]
+    connection: McpConnection
+    is_shared: bool
+    has_state = True
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         server = f"the MCP server of {name}"
         with attributed_to(server, RolloutError):
             # Just before the limit of the call, whose end would be an answer to the policy.
-            limit_s = 0.95 * self._connection.time_limit_s
+            limit_s = 0.95 * self.connection.time_limit_s
             try:
                 async with asyncio.timeout(limit_s):
-                    client = await self._connection.client()
+                    client = await self.connection.client()
             except TimeoutError as error:
                 sentence = f"its session has not begun within {limit_s:g} s"
                 raise TimeoutError(sentence) from error
@@ -184,16 +182,16 @@ class _McpSession:
         except ToolError as error:
             cause = error.__cause__
             if not isinstance(cause, MCPError):
-                self._connection.forget(client)
+                self.connection.forget(client)
                 raise
-            if self._connection.is_broken(cause):
-                self._connection.forget(client)
+            if self.connection.is_broken(cause):
+                self.connection.forget(client)
             raise ToolError(cause.message) from cause
         return _text(result)
 
     async def close(self) -> None:
-        if not self._is_shared:
-            await self._connection.close()
+        if not self.is_shared:
+            await self.connection.close()
 
 
 def _innermost(task: asyncio.Task[None]) -> BaseException:
@@ -209,7 +207,7 @@ async def _list_tools(client: Client) -> list[Tool]:
     tools = [*page.tools]
     while page.next_cursor is not None:
         page = await client.list_tools(cursor=page.next_cursor)
-        tools = [*tools, *page.tools]
+        tools += page.tools
     return tools
 
 
@@ -219,11 +217,7 @@ def _schema(tool: Tool) -> ToolSchema:
 
 
 def _text(result: CallToolResult) -> str:
-    """The texts of a result; other contents are named.
-
-    Raises:
-        ToolError: the result is an error.
-    """
+    """The texts of a result, which are a ToolError's if it is one; other contents are named."""
     parts = [getattr(part, "text", f"({part.type})") for part in result.content]
     text = "\n".join(parts)
     if result.is_error:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from actors.rewards.calls.limits import OutputLimit
-from streamrl.errors import RolloutError, StreamRLError
+from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Score
 
 _START_S, _GRACE_S = 120.0, 5.0
@@ -64,7 +64,7 @@ class Processes:
         try:
             async with asyncio.timeout(_START_S):
                 self._idle.append(await _Worker.start(self._setup, self._output))
-        except (EndedError, TimeoutError, OSError) as error:
+        except (EOFError, TimeoutError, OSError) as error:
             raise RolloutError(f"{self._title}: its process has not started: {error}") from error
 
     async def run(self, episodes: Sequence[Episode]) -> list[Score | None]:
@@ -83,16 +83,12 @@ class Processes:
         worker = self._idle.pop()
         try:
             answer = await worker.ask(request)
-        except EndedError as error:
+        except EOFError as error:
             raise RolloutError(f"{self._title}: {error}") from error
         self._idle.append(worker)
         if answer.error:
             raise RolloutError(answer.error)
         return answer.scores
-
-
-class EndedError(StreamRLError):
-    """The process ended in the middle of a call."""
 
 
 class _Worker:
@@ -136,11 +132,8 @@ class _Worker:
         return worker
 
     async def ask(self, request: bytes) -> WorkerAnswer:
-        """Waits for the answer, or for the process's end, which comes if it is canceled, too.
-
-        Raises:
-            EndedError: the function has ended its process.
-        """
+        """Waits for the answer. An EOFError if the function has ended its process, which ends if
+        the call is canceled, too."""
         assert self._process.stdin is not None, "it was started with a pipe"
         # Never waited for: a process that does not read is killed at the time-out of its call.
         self._process.stdin.write(LENGTH.pack(len(request)) + request)
@@ -150,7 +143,7 @@ class _Worker:
         except asyncio.IncompleteReadError as error:
             # It has closed the pipe, so its exit code is settled.
             await self._end()
-            raise EndedError(f"its process ended {_how(self._process.returncode)}") from error
+            raise EOFError(f"its process ended {_how(self._process.returncode)}") from error
         except BaseException:
             await self._end()
             raise

@@ -4,11 +4,9 @@ they print.
 Invariant: a call ends by its time-out; whatever goes wrong is one RolloutError that begins with the
 name of the reward.
 
-`OutputLimit`: how much a reward may print and log, `MAX_BYTES` within `WINDOW_S`; what is more is
-suppressed. Covers `print`, `sys.stdout`, `sys.stderr` and `logging` where the function runs.
-Threads that it starts itself and what C code writes are outside: a process of its own (`isolation:
-process`) covers those too. Nothing here waits, and output of the rest of the daemon passes as it
-is.
+`OutputLimit` covers `print`, `sys.stdout`, `sys.stderr` and `logging` where the function runs, and
+leaves the rest of the daemon's output as it is. Threads that the function starts and what C code
+writes are outside: a process of its own (`isolation: process`) covers those too.
 """
 
 import asyncio
@@ -23,7 +21,9 @@ from typing import Any, TypeVar
 from actors.concurrency import DeadlineError, deadline
 from streamrl.errors import RolloutError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_BYTES, WINDOW_S = 64 * 2**10, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 
 
@@ -53,33 +53,28 @@ class RewardLimits:
         Raises:
             RolloutError: the last try failed, or took longer than it may.
         """
-        for num_failed in range(self._retries + 1):
+        num_failed = 0
+        cause: BaseException | None
+        while True:
             try:
                 async with self._slots:
                     if prepare is not None:
                         await prepare()
-                    return await self._try(begin)
+                    async with deadline(self._timeout_s):
+                        return await begin()
+            except DeadlineError as error:
+                limit = f"timeout_s, which is {self._timeout_s:g} s"
+                reason, cause = f"{self._title} has not answered within {limit}", error
+                is_last = num_failed == self._retries
             except RolloutError as error:
-                if num_failed == self._retries or isinstance(error, FinalError):
-                    tries = f" (tried {num_failed + 1} times)" if num_failed else ""
-                    raise RolloutError(f"{error}{tries}") from error.__cause__
+                reason, cause = str(error), error.__cause__
+                is_last = num_failed == self._retries or isinstance(error, FinalError)
+            if is_last:
+                tries = f" (tried {num_failed + 1} times)" if num_failed else ""
+                raise RolloutError(reason + tries) from cause
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_failed, _LONGEST_PAUSE_S))
-        raise AssertionError("the last try returns or raises")
+            num_failed += 1
 
-    async def _try(self, begin: Callable[[], Awaitable[T]]) -> T:
-        try:
-            async with deadline(self._timeout_s):
-                return await begin()
-        except DeadlineError as error:
-            raise RolloutError(
-                f"{self._title} has not answered within timeout_s, which is {self._timeout_s:g} s"
-            ) from error
-
-
-log = logging.getLogger(__name__)
-
-MAX_BYTES = 64 * 2**10
-WINDOW_S = 60.0
 
 _applied: contextvars.ContextVar["OutputLimit | None"] = contextvars.ContextVar(
     "reward_output", default=None
@@ -87,7 +82,7 @@ _applied: contextvars.ContextVar["OutputLimit | None"] = contextvars.ContextVar(
 
 
 class OutputLimit:
-    """Of one reward; called in its threads."""
+    """Of one reward, which may write `MAX_BYTES` within `WINDOW_S`; what is more is suppressed."""
 
     def __init__(self, title: str) -> None:
         self._title = title

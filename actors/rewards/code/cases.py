@@ -42,15 +42,15 @@ def main() -> None:
         if not child:
             os.close(report)
             os._exit(_run(code, number, source, output))
-        text = _read(output) if _ends_well(child, job["time_s"]) else None
-        if text is not None and len(text) > job["output_bytes"]:
-            text = None
-        said = None if text is None else text.decode(errors="replace")
+        is_well = _ends_well(child, job["time_s"])
+        text = os.pread(output, job["output_bytes"] + 1, 0)
+        is_well = is_well and len(text) <= job["output_bytes"]
+        said = text.decode(errors="replace") if is_well else None
         os.write(report, json.dumps(said).encode() + b"\n")
         for descriptor in (source, output):
             os.close(descriptor)
         is_over = time.monotonic() - begin_s > job["budget_s"]
-        if is_over or (text is None and job["stops"]):
+        if is_over or (job["stops"] and not is_well):
             return
 
 
@@ -105,12 +105,6 @@ def _ends_well(child: int, time_s: float) -> bool:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     return status == 0
-
-
-def _read(descriptor: int) -> bytes:
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        return file.read()
 
 
 if __name__ == "__main__":

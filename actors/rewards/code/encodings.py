@@ -13,6 +13,7 @@ import json
 import pickle
 import warnings
 import zlib
+from contextlib import suppress
 from typing import Any
 
 _MOST = 4
@@ -43,18 +44,12 @@ def _read(text: str) -> Any:
         return _unpacked(text)
     if not text.startswith(_BEGINNINGS):
         return None
-    for read in (json.loads, _literal):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-    return None
-
-
-def _literal(text: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.literal_eval(text)
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                return read(text)
+    return None
 
 
 def _unpacked(text: str) -> Any:

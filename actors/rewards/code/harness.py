@@ -31,8 +31,7 @@ _MACHINERY = ("builtins", "unittest", "pytest", "_pytest")
 _REPLACEABLE = frozenset({"input", "open", "print", "__import__", "_"})
 # Of pytest, by the modules that they are installed as.
 _PLUGINS = {"pytest_asyncio": "asyncio", "pytest_mock": "pytest_mock"}
-Counts = tuple[int, int]
-"""How many tests passed, of how many."""
+Counts = tuple[int, int]  # How many tests passed, of how many.
 Part = tuple[str, ModuleType, Any, dict[str, Any]]
 """A module, what stands in it (itself or a class), and the functions and classes of that."""
 

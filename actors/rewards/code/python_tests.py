@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 CAN_FAIL = (ast.Assert, ast.Raise, ast.Call)
@@ -31,10 +31,7 @@ _SET_UP = frozenset(
 
 
 def parsed(code: str) -> ast.Module:
-    """
-    Raises:
-        ValueError: it is no Python, as a sentence about "it".
-    """
+    """A ValueError, as a sentence about "it", if it is no Python."""
     with _read_as_python():
         return ast.parse(code)
 
@@ -60,7 +57,6 @@ def _read_as_python() -> Iterator[None]:
 
 
 def functions(nodes: Iterable[ast.AST]) -> list[Function]:
-    """Those among the nodes."""
     return [node for node in nodes if isinstance(node, Function)]
 
 
@@ -96,7 +92,7 @@ def called_in_assertion(node: ast.AST) -> Iterator[str]:
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Packages, as they are imported."""
+    """Packages."""
     for node in nodes:
         match node:
             case ast.Import(names=names):
@@ -106,11 +102,7 @@ def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def free_names(code: str) -> set[str]:
-    """What it reads of the module's names without defining it.
-
-    Raises:
-        ValueError: it is no Python, as a sentence about "it".
-    """
+    """What it reads of the module's names without defining it."""
     with _read_as_python():
         module = symtable.symtable(code, "tests.py", "exec")
     own = {
@@ -136,12 +128,11 @@ def needed(function: Function) -> list[str]:
     return [name.arg for name in names if name.arg not in ("self", "cls")]
 
 
-def needs_pytest(own: list[Function], classes: list[ast.ClassDef]) -> bool:
+def needs_pytest(found: list[Function]) -> bool:
     """Whether there are fixtures or a set-up, as pytest knows them."""
-    found = [*own, *(method for node in classes for method in functions(node.body))]
-    if any(node.name in _SET_UP for node in found):
-        return True
-    return any(needed(node) for node in found if node.name.startswith("test"))
+    return any(
+        node.name in _SET_UP or (node.name.startswith("test") and needed(node)) for node in found
+    )
 
 
 def is_used(check: Function) -> bool:
@@ -153,7 +144,7 @@ def is_used(check: Function) -> bool:
 
 
 def bases(node: ast.ClassDef) -> list[str]:
-    """The names of the classes that it is derived from, without their packages."""
+    """Names without packages."""
     return [ast.unparse(base).rpartition(".")[2] for base in node.bases]
 
 
@@ -214,8 +205,10 @@ def python_test(code: str, entry_point: str = "") -> PythonTest:
             )
         if not is_used(check):
             raise ValueError("its check tests nothing")
-        return replace(_Text(f"{code}\ncheck({entry_point})\n").whole, modules=text.modules)
-    test = text.suite or text.whole
+        called = f"{code}\ncheck({entry_point})\n"
+        parsed(called)
+        return PythonTest(called, modules=text.modules)
+    test = text.suite or PythonTest(code, modules=text.modules)
     if not test.names and not any(isinstance(node, CAN_FAIL) for node in text.run_at_once):
         raise ValueError("it runs no assertion, raise, call or test")
     if not any(isinstance(node, CAN_FAIL) for node in ast.walk(text.tree)):
@@ -247,16 +240,13 @@ class _Text:
     def __init__(self, code: str) -> None:
         self.code = code
         self.tree = parsed(code)
-
-    @cached_property
-    def run_at_once(self) -> list[ast.AST]:
-        """What is run by itself, other than what stands in functions and classes."""
-        return list(run_at_once(self.tree.body))
-
-    @cached_property
-    def modules(self) -> tuple[str, ...]:
-        """What it imports unconditionally, but for the program."""
-        return tuple(sorted(set(imported(self.tree.body)) - PROGRAM_MODULES))
+        self.run_at_once = list(run_at_once(self.tree.body))
+        # What it imports unconditionally, but for the program.
+        self.modules = tuple(sorted(set(imported(self.tree.body)) - PROGRAM_MODULES))
+        self._called = frozenset(map(callee, self.run_at_once))
+        self._functions = functions(self.tree.body)
+        classes = (node for node in self.tree.body if isinstance(node, ast.ClassDef))
+        self._classes = {node.name: node for node in classes}
 
     @property
     def check(self) -> Function | None:
@@ -279,10 +269,6 @@ class _Text:
         return ""
 
     @property
-    def whole(self) -> PythonTest:
-        return PythonTest(self.code, modules=self.modules)
-
-    @property
     def suite(self) -> PythonTest | None:
         """Its test classes and functions, unless there are none that it does not call itself."""
         tests = {node.name: node for node in self._functions if node.name.startswith("test")}
@@ -295,9 +281,10 @@ class _Text:
         code = without(self.code, filter(runs_all, self.tree.body))
         test = PythonTest(code, tuple(names), num_tests, self.modules)
         plain = [self._classes[name] for name in suites if not self._is_case(name)]
-        if "pytest" not in self.modules and not needs_pytest(self._functions, plain):
+        methods = [method for node in plain for method in functions(node.body)]
+        if "pytest" not in self.modules and not needs_pytest([*self._functions, *methods]):
             return test
-        of_pytest = [*tests.values(), *(m for node in plain for m in functions(node.body))]
+        of_pytest = [*tests.values(), *methods]
         is_async = any(isinstance(node, ast.AsyncFunctionDef) for node in of_pytest)
         has_mocks = any("mocker" in needed(node) for node in of_pytest)
         plugins = {"pytest_asyncio": is_async, "pytest_mock": has_mocks}
@@ -315,18 +302,6 @@ class _Text:
         named |= free & (asserted | _LOOK_UPS)
         return any(not name.startswith("__") or name in _LOOK_UPS for name in named)
 
-    @cached_property
-    def _called(self) -> frozenset[str]:
-        return frozenset(map(callee, self.run_at_once))
-
-    @cached_property
-    def _functions(self) -> list[Function]:
-        return functions(self.tree.body)
-
-    @cached_property
-    def _classes(self) -> dict[str, ast.ClassDef]:
-        return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
-
     def _is_case(self, name: str) -> bool:
         """Whether the class is a `TestCase` of unittest."""
         return any(
@@ -339,9 +314,7 @@ class _Text:
         """The test methods of a class of tests, those of its bases included."""
         if not (name.startswith("Test") or self._is_case(name)):
             return []
-        own: dict[str, Function] = {}
-        node = self._classes[name]
-        for owner in (*(b for b in bases(node) if b in self._classes and b != name), name):
-            methods = functions(self._classes[owner].body)
-            own |= {node.name: node for node in methods if node.name.startswith("test")}
-        return list(own.values())
+        found = (self._classes.get(base) for base in bases(self._classes[name]))
+        owners = [*(base for base in found if base), self._classes[name]]
+        methods = {m.name: m for owner in owners for m in functions(owner.body)}
+        return [method for name, method in methods.items() if name.startswith("test")]

@@ -115,16 +115,21 @@ def _is_given(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-def _read(place: str, value: Any, given: Mapping[str, Any]) -> Iterator[Test]:
+def _read(
+    place: str, value: Any, given: Mapping[str, Any], *, is_item: bool = False
+) -> Iterator[Test]:
+    """An item of a list may be a case."""
     value = decoded(value)
     try:
         if isinstance(value, str):
             yield _python(value, given)
+        elif isinstance(value, Mapping) and is_item and "input" in value:
+            yield _case(value, given)
         elif isinstance(value, Mapping):
             yield from _record(place, value, given)
-        elif isinstance(value, Iterable):
+        elif isinstance(value, Iterable) and not is_item:
             for i, item in enumerate(value):
-                yield from _item(f"{place}[{i}]", item, given)
+                yield from _read(f"{place}[{i}]", item, given, is_item=True)
         else:
             raise TypeError("it is no test")
     except _UnreadableError:
@@ -133,20 +138,6 @@ def _read(place: str, value: Any, given: Mapping[str, Any]) -> Iterator[Test]:
         raise _UnreadableError(place, value, f"it has no {error}") from error
     except (TypeError, ValueError) as error:
         raise _UnreadableError(place, value, error) from error
-
-
-def _item(place: str, item: Any, given: Mapping[str, Any]) -> Iterator[Test]:
-    """Of a list: a case, or what may stand alone."""
-    item = decoded(item)
-    if isinstance(item, Mapping) and "input" in item:
-        try:
-            yield _case(item, given)
-        except KeyError as error:
-            raise _UnreadableError(place, item, f"it has no {error}") from error
-    elif isinstance(item, str | Mapping):
-        yield from _read(place, item, given)
-    else:
-        raise _UnreadableError(place, item, "it is no test")
 
 
 def _record(place: str, value: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Test]:
@@ -185,7 +176,9 @@ def _case(item: Mapping[str, Any], given: Mapping[str, Any]) -> Test:
 
 def _pair(function: str | None, given: Any, expected: Any) -> Test:
     if function and isinstance(given, str):
-        return CallTest(function, _arguments(given), json.loads(expected))
+        # One JSON value a line.
+        arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+        return CallTest(function, arguments, json.loads(expected))
     if function:
         return CallTest(function, list(given), expected)
     if given is None or expected is None:
@@ -230,11 +223,6 @@ def _text_of(prompt: Prompt) -> str:
     if isinstance(prompt.content, str):
         return prompt.content
     return "\n".join(str(message.get("content")) for message in prompt.content)
-
-
-def _arguments(text: str) -> list[Any]:
-    """One JSON value a line."""
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def _text(value: Any) -> str:

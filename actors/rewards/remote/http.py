@@ -71,10 +71,9 @@ class ServiceAnswer(msgspec.Struct, frozen=True):
 class HttpReward:
     """Posts `{"episodes": [...]}`, reads `{"rewards": [...], "metrics": [...]}`."""
 
-    class Settings(ServiceSettings):
-        """Arguments of `http`."""
+    Settings = ServiceSettings
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         self._url = settings.url
         self._service = Service(settings)
 

@@ -98,14 +98,13 @@ class Judge:
             raise ConfigError(f"scale: was {list(settings.scale)}; the first is the lower one")
         self._settings = settings
         self._service = Service(settings)
-        self._prompt = _read(str(settings.prompt))
+        self._prompt = settings.prompt
+        if "\n" not in settings.prompt and settings.prompt.endswith((".txt", ".md")):
+            with reading(Path(settings.prompt), "prompt"):
+                self._prompt = Path(settings.prompt).read_text(encoding="utf-8")
 
     async def score(self, episode: Episode) -> float:
-        """Waits for the judge.
-
-        Raises:
-            RolloutError: it does not answer, or gives no score.
-        """
+        """Waits for the judge. A RolloutError if it does not answer, or gives no score."""
         settings = self._settings
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         question = {"role": "user", "content": filled(self._prompt, episode)}
@@ -123,7 +122,8 @@ class Judge:
     def _reward(self, text: str) -> float:
         low, high = self._settings.scale
         matches = list(re.finditer(self._settings.score_pattern, text))
-        begins = [found for found in matches if _begins_a_line(text, found.start())]
+        # But for marks such as those of emphasis.
+        begins = [m for m in matches if not re.search(r"\w", text[: m.start()].rpartition("\n")[2])]
         found = (begins or matches)[-1:]
         try:
             score = float(found[0][1]) if found else None
@@ -136,11 +136,6 @@ class Judge:
             ending = " ".join(text.split())[-80:]
             raise RolloutError(f"gave no score from {low:g} to {high:g}; it ended with {ending!r}")
         return (score - low) / (high - low)
-
-
-def _begins_a_line(text: str, place: int) -> bool:
-    """But for marks such as those of emphasis."""
-    return not re.search(r"\w", text[text.rfind("\n", 0, place) + 1 : place])
 
 
 def filled(template: str, episode: Episode) -> str:
@@ -159,10 +154,3 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "\n\n".join(f"{message['role']}: {message.get('content')}" for message in content)
-
-
-def _read(prompt: str) -> str:
-    if "\n" in prompt or not prompt.endswith((".txt", ".md")):
-        return prompt
-    with reading(Path(prompt), "prompt"):
-        return Path(prompt).read_text(encoding="utf-8")

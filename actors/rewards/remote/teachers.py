@@ -3,19 +3,16 @@
     vLLM     POST /v1/completions with `prompt_logprobs`: of each token of the prompt, by its id
     SGLang   POST /generate with `return_logprob` and `logprob_start_len`: (log-probability, id)
 
-and, under `algorithm.distillation.top_k`, of the likeliest at each place: vLLM answers those beside
-the token's own where `prompt_logprobs` is their number, SGLang where `top_logprobs_num` is.
-
-A trajectory is the prompt of a request, which asks for as few new tokens as the engine allows; both
-engines answer at temperature 1 and over the whole vocabulary.
+and, under `algorithm.distillation.top_k`, of the likeliest at each place. A trajectory is the
+prompt of a request, which asks for as few new tokens as the engine allows; both engines answer at
+temperature 1 and over the whole vocabulary.
 
 Invariant: what is recorded is of the very tokens that were sampled: an answer with other ids, or of
 another length, or without a finite number, is none. A request that fails, is late or is answered so
 is made again; in the end the group fails with the reason, as where a reward does not score it.
 
 Before the first request an engine decodes a sample of the policy's token ids. If it makes another
-text of them its model has another tokenizer, and the generator ends; an engine without a tokenizer
-cannot be asked, which is logged.
+text of them its model has another tokenizer, and the generator ends.
 """
 
 import asyncio
@@ -41,10 +38,10 @@ from streamrl.types.ranges import TokenId
 log = logging.getLogger(__name__)
 
 SETTING = "algorithm.distillation.teachers"
+# The first is vLLM's for minus infinity, which JSON has not.
 _MINUS_INFINITY, _ABOVE_ROUNDING = -9999.0, 0.1
-"""The first is vLLM's for minus infinity, which JSON has not."""
+# Of an answer's JSON, at most: vLLM says the text of each token, too.
 _LOGPROB_BYTES = 256
-"""Of an answer's JSON, at most: vLLM says the text of each token, too."""
 NUM_COMPARED = 512
 """Token ids of the policy, evenly over its vocabulary, that an engine decodes."""
 
@@ -114,13 +111,12 @@ class RemoteTeacher:
         self._model = {} if settings.model is None else {"model": settings.model}
         self._comparing: asyncio.Task[None] | None = None
         self._top_k = of_all.top_k
-        timeout_s = of_all.timeout_s
         with prefixed(self._field):
             given = ServiceSettings(url=settings.url, api_key_env=settings.api_key_env)
-            self._service = Service(given, timeout_s)
+            self._service = Service(given, of_all.timeout_s)
         self._limits = RewardLimits(
             f"teacher {settings.name}",
-            timeout_s=timeout_s,
+            timeout_s=of_all.timeout_s,
             max_concurrent=of_all.max_concurrent,
             retries=of_all.retries,
         )
@@ -210,12 +206,8 @@ class RemoteTeacher:
             raise
 
     async def _compare(self) -> None:
-        """Waits for the engine's tokenizer.
-
-        Raises:
-            RolloutError: it does not answer.
-            ConfigError: it is another one than the policy's.
-        """
+        """Waits for the engine's tokenizer. A ConfigError if it is another one than the policy's;
+        an engine without one cannot be asked, which is logged."""
         token_ids, wanted = self._wanted
         body = {**self._model, "tokens": token_ids, "skip_special_tokens": False}
         try:
@@ -330,15 +322,10 @@ class RemoteTeachers:
             own = [next(answers) for _ in chosen]
             column = np.zeros(t.num_tokens, np.float32)
             column[t.response_mask] = shares @ np.stack([one.logprobs for one in own])
-            top = _at_responses(own[0].likeliest, t)
+            top = own[0].likeliest
+            if top is not None:
+                counts = np.zeros(t.num_tokens, np.int32)
+                counts[t.response_mask] = top.counts
+                top = TopLogprobs(counts, top.token_ids, top.logprobs)
             scored.append(structs.replace(t, teacher_logprobs=column, teacher_top_logprobs=top))
         return structs.replace(group, trajectories=tuple(scored))
-
-
-def _at_responses(top: TopLogprobs | None, trajectory: Trajectory) -> TopLogprobs | None:
-    """[T sets] from those of its response tokens."""
-    if top is None:
-        return None
-    counts = np.zeros(trajectory.num_tokens, np.int32)
-    counts[trajectory.response_mask] = top.counts
-    return TopLogprobs(counts, top.token_ids, top.logprobs)

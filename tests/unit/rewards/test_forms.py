@@ -68,6 +68,12 @@ async def test_verls_function_gets_the_columns_of_its_rows_and_its_dict_is_recor
         await reward.score([episode("7", **{**row, "data_source": "other"})])
 
 
+async def test_an_argument_of_the_configuration_comes_before_a_column(tmp_path):
+    text = "def f(solution_str, data_source):\n    return float(data_source == 'mine')\n"
+    reward = made(tmp_path, text, "f", kwargs={"data_source": "mine"})
+    assert [s.reward for s in await reward.score([episode("7", data_source="theirs")])] == [1.0]
+
+
 async def test_verls_batch_function_falls_back_on_the_answer_of_the_row(tmp_path):
     reward = made(tmp_path, VERL_BATCH, "compute_score")
     assert [s.reward for s in await reward.score([episode("42"), episode("4")])] == [1.0, 0.0]

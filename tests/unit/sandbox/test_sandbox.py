@@ -144,7 +144,7 @@ class TestChoice:
         monkeypatch.setattr("sys.prefix", str(tmp_path))
         tmp_path.joinpath("lib").mkdir()
         tmp_path.joinpath("answers.jsonl").touch()
-        found = isolations._files.__wrapped__().readable
+        found, _ = isolations._files.__wrapped__()
         assert [path for path in found if path.startswith(str(tmp_path))] == [f"{tmp_path}/lib"]
 
 

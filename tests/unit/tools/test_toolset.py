@@ -104,6 +104,9 @@ class Notes:
     async def close(self) -> None:
         closed.append(self.notes)
 
+class Bare:
+    """Has no method to call."""
+
 closed = []
 running = most = 0
 
@@ -304,6 +307,7 @@ class TestRefusals:
             ({"tool": "OWN:untyped"}, r"OWN:untyped: .*type hint"),
             ({"tool": "OWN:add", "kwargs": {"a": 1}}, r"tools.0.kwargs: was .* is a function"),
             ({"tool": "OWN:add", "function_schema": {"a": 1}}, r"function_schema: is no function"),
+            ({"tool": "OWN:Bare", "function_schema": {"name": "f"}}, r"class has no method call"),
             ({"tool": "OWN:add", "function_schema": "x.yaml"}, r"x.yaml: No such file"),
             ({"tool": "python", "kwargs": {"memory": 1}}, r"python has no limit 'memory'"),
             (
