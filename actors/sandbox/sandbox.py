@@ -201,10 +201,10 @@ async def _program(
                 )
             finally:
                 os.close(written)
-            stdout, stderr = (
-                _Output(process, stream, limits.output_bytes)
-                for stream in (process.stdout, process.stderr)
-            )
+            assert process.stdout is not None, "it was started with a pipe"
+            assert process.stderr is not None, "it was started with a pipe"
+            stdout = _Output(process, process.stdout, limits.output_bytes)
+            stderr = _Output(process, process.stderr, limits.output_bytes)
             is_timed_out = await _follow(process, stdout, stderr, limits.time_s)
         outcome = json.loads(os.read(status, 2**16) or b"{}")
     finally:
@@ -222,32 +222,31 @@ async def _program(
     )
 
 
+@dataclass
 class _Output:
     """What a program writes to one stream, up to the limit, beyond which it is ended."""
 
-    def __init__(self, process: Process, stream: asyncio.StreamReader | None, longest: int) -> None:
-        assert stream is not None, "the program's streams are pipes"
-        self._process = process
-        self._stream = stream
-        self._longest = longest
-        self._content = b""
+    process: Process
+    stream: asyncio.StreamReader
+    longest: int
+    content: bytes = b""
 
     @property
     def is_cut(self) -> bool:
-        return len(self._content) > self._longest
+        return len(self.content) > self.longest
 
     @property
     def text(self) -> str:
-        return self._content[: self._longest].decode(errors="replace")
+        return self.content[: self.longest].decode(errors="replace")
 
     async def read(self) -> None:
         """Returns at the stream's end, which comes when the program has been ended."""
-        while chunk := await self._stream.read(2**16):
+        while chunk := await self.stream.read(2**16):
             if self.is_cut:
                 continue
-            self._content += chunk
+            self.content += chunk
             if self.is_cut:
-                _terminate(self._process)
+                _terminate(self.process)
 
 
 async def _follow(process: Process, stdout: _Output, stderr: _Output, time_s: float) -> bool:
