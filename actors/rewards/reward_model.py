@@ -212,7 +212,11 @@ class RewardModel:
         if self._settings.chat_template == "none" or template is None:
             text = "".join(str(message.get("content") or "") for message in messages)
             return self._cut(text, add_special_tokens=True)
-        return self._cut(self._rendered(messages, template), add_special_tokens=False)
+        try:
+            text = rendered(self._tokenizer, messages, chat_template=template)
+        except ValueError as error:
+            raise RolloutError(f"its chat template cannot render the episode: {error}") from error
+        return self._cut(text, add_special_tokens=False)
 
     def _cut(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The last tokens of the text, at most `max_length` with the special ones around them."""
@@ -225,12 +229,6 @@ class RewardModel:
         if not ids:
             raise RolloutError("the conversation has no tokens")
         return ids
-
-    def _rendered(self, messages: list[dict[str, Any]], template: str) -> str:
-        try:
-            return rendered(self._tokenizer, messages, chat_template=template)
-        except ValueError as error:
-            raise RolloutError(f"its chat template cannot render the episode: {error}") from error
 
     @cached_property
     def _tokenizer(self) -> Any:
