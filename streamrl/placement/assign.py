@@ -128,44 +128,32 @@ class Commands:
     def _environment(self, seat: Seat) -> Mapping[str, str]:
         if seat.role == "buffer":
             return {}
-        return {
-            **self._devices(seat),
-            **self._threads(seat),
-            **self._interface(seat),
-        }
-
-    def _devices(self, seat: Seat) -> Mapping[str, str]:
-        """A device that a setting has chosen is counted among all of the host's."""
         host = seat.host
-        if not seat.devices or not host.is_counted:
-            return {}
-        shown = range(len(host.devices)) if seat.is_pinned else seat.devices
-        return {"CUDA_VISIBLE_DEVICES": ",".join(host.devices[i].visible_as for i in shown)}
-
-    def _threads(self, seat: Seat) -> Mapping[str, str]:
-        """Its share of the cores; that of all ranks for a learner that starts them itself. A
-        validator that rests nearly all the time takes none from others."""
-        if not seat.host.num_cores:
-            return {}
-        num_sharing = self._num_sharing[seat.host.name]
-        starts_ranks = seat.role == "learner" and not self._torchrun(seat)
-        cores = seat.host.num_cores * (seat.num_ranks if starts_ranks else 1)
-        return {"OMP_NUM_THREADS": str(max(1, cores // max(1, num_sharing)))}
+        found: dict[str, str] = {}
+        if seat.devices and host.is_counted:
+            # A device that a setting has chosen is counted among all of the host's.
+            shown = range(len(host.devices)) if seat.is_pinned else seat.devices
+            visible = ",".join(host.devices[index].visible_as for index in shown)
+            found["CUDA_VISIBLE_DEVICES"] = visible
+        if host.num_cores:
+            # Its share of the cores; that of all ranks for a learner that starts them itself.
+            starts_ranks = seat.role == "learner" and not self._torchrun(seat)
+            cores = host.num_cores * (seat.num_ranks if starts_ranks else 1)
+            num_sharing = max(1, self._num_sharing[host.name])
+            found["OMP_NUM_THREADS"] = str(max(1, cores // num_sharing))
+        if host.interface and len(self._num_sharing) > 1:
+            found |= {"NCCL_SOCKET_IFNAME": host.interface, "GLOO_SOCKET_IFNAME": host.interface}
+        return found
 
     @cached_property
     def _num_sharing(self) -> Counter[str]:
-        """The ranks that share the cores of each host, by its name."""
+        """The ranks that share the cores of each host, by its name. A validator that rests nearly
+        all the time takes none from others."""
         idle = {"buffer"} | ({"validator"} if self.config.validation.rests else set())
         found = Counter({seat.host.name: 0 for seat in self.seats})
         for seat in self.seats:
             found[seat.host.name] += 0 if seat.role in idle else seat.num_ranks
         return found
-
-    def _interface(self, seat: Seat) -> Mapping[str, str]:
-        name = seat.host.interface
-        if not name or len(self._num_sharing) == 1:
-            return {}
-        return {"NCCL_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
 
 
 def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False) -> Plan:

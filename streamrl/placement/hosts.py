@@ -14,12 +14,12 @@ import shutil
 import socket
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from streamrl.config.addresses import is_loopback, url_host
 from streamrl.errors import ConfigError
@@ -151,23 +151,20 @@ def driver_devices() -> tuple[Device, ...]:
     number = ctypes.c_int(0)
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number)):
         return ()
-    return tuple(_device(driver, index) for index in range(number.value))
-
-
-def _device(driver: Any, index: int) -> Device:
-    handle, size = ctypes.c_int(0), ctypes.c_size_t(0)
-    name = ctypes.create_string_buffer(256)
-    driver.cuDeviceGet(ctypes.byref(handle), index)
-    driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
-    driver.cuDeviceGetName(name, len(name), handle)
-    return Device(index, size.value, name.value.decode(errors="replace"))
+    found: list[Device] = []
+    for index in range(number.value):
+        handle, size = ctypes.c_int(0), ctypes.c_size_t(0)
+        name = ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(handle), index)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
+        driver.cuDeviceGetName(name, len(name), handle)
+        found.append(Device(index, size.value, name.value.decode(errors="replace")))
+    return tuple(found)
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for GPUs, read from its version without importing it.
-
-    True if that cannot be told.
-    """
+    """Whether the installed torch was built for GPUs, by its file of the version, without an
+    import; True if that cannot be told."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return True
@@ -201,7 +198,11 @@ def interface_of(address: str) -> str:
     if not address or is_loopback(f"tcp://{url_host(address)}:0"):
         return ""
     if ":" in address:
-        return _interface_of_ipv6(address)
+        with suppress(ValueError, OSError):
+            wanted = int(ipaddress.IPv6Address(address))
+            rows = [line.split() for line in _IPV6_ADDRESSES.read_text().splitlines()]
+            return next((row[-1] for row in rows if int(row[0], 16) == wanted), "")
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -212,13 +213,3 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
-
-
-def _interface_of_ipv6(address: str) -> str:
-    try:
-        wanted = ipaddress.IPv6Address(address)
-        listed = _IPV6_ADDRESSES.read_text().splitlines()
-    except (ValueError, OSError):
-        return ""
-    rows = (line.split() for line in listed)
-    return next((row[-1] for row in rows if int(row[0], 16) == int(wanted)), "")

@@ -32,8 +32,6 @@ _CACHES = frozenset({"minimax", "rwkv", "xlstm"})
 _INEXACT = frozenset({"doge", "nemotron_h", "recurrent_gemma", "zamba2"})
 """Models that compute something else from transformers' cache than without one; those that choose
 the keys of a token by an index do, too."""
-
-
 _STATEFUL = frozenset(
     {
         *("bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid"),

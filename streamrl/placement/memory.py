@@ -4,7 +4,7 @@
 headers of its files; their division into layers, and all of them where there are no such files,
 follow from config.json as transformers has it for decoders like Llama's.
 
-`LearnerMemory`: what a rank of the learner needs on its device, as the learner allocates it.
+`LearnerMemory`: of a rank of the learner, as the learner allocates it.
 
     weights, gradients, AdamW   4 + 4 + 8 bytes a trained parameter, divided by the ranks that
                                 shard (ZeRO, arXiv 1910.02054, section 3.1; here all is float32)
@@ -13,42 +13,42 @@ follow from config.json as transformers has it for decoders like Llama's.
                                 in arXiv 2205.05198, section 4.1, for RMS norms, a gated MLP, and
                                 attention that keeps no scores
 
-Certain is what shapes and settings fix; activations, blocks of logits and the driver's own memory
-are rough.
+`EngineMemory`: of an engine; one of HF takes a second copy of the weights for updates.
 
     weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
-    KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180),
-                 divided alike, or layers x width x bytes where the heads share a latent (MLA, arXiv
-                 2405.04434): one sequence of `generator.max_model_len` in any case, `max_num_seqs`
-                 of them at most
+    KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180,
+                 section 3), divided alike, or layers x width x bytes where the heads share a
+                 latent (MLA, arXiv 2405.04434): one sequence of `generator.max_model_len` in any
+                 case, `max_num_seqs` of them at most
 
-vLLM and SGLang take a fraction of the GPU, whatever they need of it; the HF engine takes what it
-needs, and a second copy of the weights for updates.
+`Fit`: whether what is placed on a GPU fits there. vLLM and SGLang fill a fraction of a GPU, by
+default nearly all; where they share one with others that fraction is what the others leave.
 
-`Fit`: whether what is placed on a GPU fits there, and how much of it each engine takes. vLLM and
-SGLang fill a fraction of a GPU, by default nearly all. Where they share one with others
-that fraction is what the others leave, divided among them.
-
-Invariant: pure; refused is only what shapes and settings make certain.
+Invariant: pure; refused is only what shapes and settings make certain. Activations, blocks of
+logits and the driver's own memory are rough.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from streamrl.config import RunConfig
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.learner import LoraSettings
 from streamrl.config.model import LLAMA, RecipeSettings
-from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding
 from streamrl.model_folder import local_folder
 from streamrl.placement.limits import carries_state, num_experts
 from streamrl.placement.plan import Device, Host, MemoryPart, Need, gib
-from streamrl.placement.seats import Seat, pipeline_parallel_size, tensor_parallel_size
+from streamrl.placement.seats import (
+    DEVICE_SETTINGS,
+    Seat,
+    pipeline_parallel_size,
+    tensor_parallel_size,
+)
 
 _NUM_SPECIAL_TOKENS = 4
 
@@ -74,14 +74,9 @@ class ModelShape:
     latent_width: int
     """What multi-head latent attention keeps of a token, whole on each device; 0 without it."""
 
-    @property
-    def num_in_layer(self) -> int:
-        """Parameters of one decoder layer."""
-        return max(0, self.num_parameters - self.num_embeddings) // self.num_layers
-
     def kv_bytes_per_token(self, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-        """Keys and values of one token on one of the devices that share the heads (PagedAttention,
-        arXiv 2309.06180, section 3), at least; a device has one head at least."""
+        """Keys and values of one token on one of the devices that share the heads, at least; a
+        device has one head at least."""
         heads = -(-self.num_key_value_heads // tensor_parallel)
         width = self.key_value_width // self.num_key_value_heads
         return self.num_growing_layers * (self.latent_width or 2 * heads * width) * dtype_bytes
@@ -96,13 +91,13 @@ class ModelShape:
 
     @classmethod
     def of_critic(cls, config: RunConfig) -> "ModelShape | None":
-        """The same of the model that the critic begins as."""
+        """Of the model that the critic begins as."""
         own = config.algorithm.value.model_path
         return cls._of_folder("algorithm.value.model_path", own) if own else cls.of(config)
 
     @classmethod
     def of_teachers(cls, config: RunConfig) -> "tuple[ModelShape | None, ...]":
-        """The same of the teachers in the learner."""
+        """Of the teachers in the learner."""
         settings = config.algorithm.distillation
         paths = [teacher.path for teacher in settings.in_learner] if settings else []
         return tuple(
@@ -130,6 +125,7 @@ class ModelShape:
         width = facts.get("head_dim") or hidden // heads
         vocab_size = _size(facts, "vocab_size")
         inner = facts.get("intermediate_size") or facts.get("n_inner") or 4 * hidden
+        expert = int(facts.get("moe_intermediate_size") or inner)
         is_tied = facts.get("tie_word_embeddings", True)
         num_layers = _size(facts, "num_hidden_layers", "n_layer")
         kinds = facts.get("layer_types") or num_layers * ["attention"]
@@ -139,7 +135,7 @@ class ModelShape:
         shape = cls(
             num_layers=num_layers,
             hidden_size=hidden,
-            intermediate_size=_active_width(facts, inner),
+            intermediate_size=inner if num_experts(facts) == 1 else _num_active(facts) * expert,
             query_width=heads * width,
             key_value_width=key_value_heads * width,
             num_key_value_heads=key_value_heads,
@@ -169,12 +165,6 @@ def _size(facts: Mapping[str, Any], *names: str) -> int:
 
 def _num_active(facts: Mapping[str, Any]) -> int:
     return min(num_experts(facts), facts.get("num_experts_per_tok") or 1)
-
-
-def _active_width(facts: Mapping[str, Any], inner: int) -> int:
-    if num_experts(facts) == 1:
-        return inner
-    return _num_active(facts) * int(facts.get("moe_intermediate_size") or inner)
 
 
 def recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
@@ -230,11 +220,6 @@ class LearnerMemory:
         return self.num_trained, total
 
     @property
-    def _num_shards(self) -> int:
-        _, shard, sequence, tensor = self.config.learner.mesh.sizes(self.num_ranks)
-        return shard * sequence * tensor
-
-    @property
     def _is_sharded(self) -> bool:
         offload = self.config.learner.offload
         return self.num_ranks > 1 or offload.parameters or offload.reference
@@ -269,7 +254,10 @@ class LearnerMemory:
         if self._is_sharded and not learner.sum_each_micro_batch:
             yield MemoryPart("unsummed gradients", _FLOAT32 * self.num_trained)
         if self.sends:
-            yield MemoryPart("weights to send", _SEND_BUFFERS * self._sent_bytes)
+            is_adapter = learner.lora is not None and learner.lora.publish == "adapter"
+            size = _SIZES[self.config.weights.dtype or "float32"]
+            sent = size * (self.num_trained if is_adapter else total)
+            yield MemoryPart("weights to send", _SEND_BUFFERS * sent)
 
     def _teachers(self) -> Iterator[MemoryPart]:
         if teachers := ModelShape.of_teachers(self.config):
@@ -310,7 +298,8 @@ class LearnerMemory:
         learner = self.config.learner
         size, tensor = self._compute_bytes, learner.mesh.tensor
         if self._is_sharded:
-            layers = 2 * shape.num_in_layer // tensor
+            layer = max(0, shape.num_parameters - shape.num_embeddings) // shape.num_layers
+            layers = 2 * layer // tensor
             yield MemoryPart("gathered layers", size * (layers + shape.num_embeddings))
         tokens = -(-max_tokens // learner.mesh.sequence)
         layer = activation_bytes(shape, size, tensor) * tokens
@@ -323,14 +312,8 @@ class LearnerMemory:
         yield MemoryPart("logits", logits, is_certain=False)
 
     def _shard(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._num_shards)
-
-    @property
-    def _sent_bytes(self) -> int:
-        lora, dtype = self.config.learner.lora, self.config.weights.dtype
-        is_adapter = lora is not None and lora.publish == "adapter"
-        num_sent = self.num_trained if is_adapter else self.shape.num_parameters
-        return num_sent * _SIZES[dtype or "float32"]
+        _, shard, sequence, tensor = self.config.learner.mesh.sizes(self.num_ranks)
+        return -(-num_bytes // (shard * sequence * tensor))
 
     def _remedies(self) -> Iterator[str]:
         learner = self.config.learner
@@ -406,41 +389,69 @@ class EngineMemory:
         yield "a smaller generator.max_model_len"
 
 
-def fraction_setting(generator: GeneratorSettings) -> str:
-    """The setting that says how much of a GPU an engine takes; "" for one that has none."""
+def fraction_of(generator: GeneratorSettings) -> tuple[str, float | None]:
+    """The setting that says how much of a GPU an engine takes, "" for one that has none, and what
+    a person has set it to."""
     match generator.engine:
         case "vllm":
-            return "generator.vllm.gpu_memory_utilization"
+            name, given = "gpu_memory_utilization", generator.vllm.gpu_memory_utilization
         case "sglang":
-            return "generator.sglang.mem_fraction_static"
+            name, given = "mem_fraction_static", generator.sglang.mem_fraction_static
         case _:
-            return ""
-
-
-def given_fraction(generator: GeneratorSettings) -> float | None:
-    """What a person has set it to."""
-    if name := fraction_setting(generator).rpartition(".")[2]:
-        kwargs = generator.engine_kwargs
-        chosen: float | None = kwargs.get(name, getattr(getattr(generator, generator.engine), name))
-        return chosen
-    return None
+            return "", None
+    return f"generator.{generator.engine}.{name}", generator.engine_kwargs.get(name, given)
 
 
 _USABLE = 0.9
 _STATIC = 0.85
 """Of SGLang's part, what its fraction is of: activations and CUDA graphs come on top."""
-_SETTINGS: Mapping[HostRole, str] = {
-    "learner": "learner.device",
-    "generator": "generator.device",
-    "validator": "validation.generator.device",
-}
-
-
-_Shared: TypeAlias = tuple[Host, Device, list[tuple[Seat, int]]]
 
 
 class DoesNotFitError(ConfigError):
     """A GPU has certainly less memory than the processes on it need."""
+
+
+class _Use(NamedTuple):
+    """Bytes that a seat takes of a GPU in any case, and by the estimate; an engine that
+    `is_open` gets the fraction that the others leave."""
+
+    seat: Seat
+    need: Need | None
+    least: float
+    likely: float
+    is_open: bool
+
+    def described(self, words: str, num_bytes: float) -> str:
+        parts = f" ({self.need.describe()})" if self.need else ""
+        return f"{self.seat.name} needs {words} {gib(num_bytes)}{parts}"
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """One that is used, and by whom."""
+
+    host: Host
+    device: Device
+    uses: list[_Use]
+
+    @property
+    def setting(self) -> str:
+        return DEVICE_SETTINGS[self.uses[0].seat.role]
+
+    def __str__(self) -> str:
+        where = "here" if self.host.name == "here" else f"of {self.host.name}"
+        return f"GPU {self.device.index} {where}"
+
+    @property
+    def open_fraction(self) -> float:
+        """What each engine without a fraction of its own gets."""
+        memory_bytes = self.device.memory_bytes
+        if not memory_bytes or self.uses[0].need is None:
+            return _USABLE / len(self.uses)
+        least = [use.least for use in self.uses if use.is_open]
+        taken = sum(use.likely for use in self.uses if not use.is_open)
+        left = _USABLE - taken / memory_bytes
+        return max(left / len(least), max(least) / memory_bytes + 0.01)
 
 
 @dataclass(frozen=True)
@@ -464,31 +475,46 @@ class Fit:
         return EngineMemory(self.config, self._generator(seat), self.shape).need()
 
     def overrides(self, seat: Seat) -> Mapping[str, str]:
-        """Settings of the engine of a seat, if it shares a GPU."""
-        fraction = self._fraction(seat)
-        if fraction is None:
+        """The fraction of each GPU that the engine of a seat takes, if it shares one and no person
+        has set it."""
+        name, given = self._fraction(seat)
+        if not name or given is not None or not seat.host.is_counted:
             return {}
-        return {fraction_setting(self._generator(seat)): f"{fraction:.2f}"}
+        used = [self._gpus[seat.host.name, position] for position in seat.devices]
+        shared = [gpu.open_fraction for gpu in used if len(gpu.uses) > 1]
+        if not shared:
+            return {}
+        part = min(shared) * (_STATIC if self._generator(seat).engine == "sglang" else 1.0)
+        return {name: f"{max(0.01, math.floor(100 * part) / 100):.2f}"}
 
     def require(self) -> None:
         """
         Raises:
             DoesNotFitError: what a GPU has to hold is certainly more than it has.
         """
-        for host, device, sharing in self._devices.values():
-            needs = [(seat, self._least(seat, index, device)) for seat, index in sharing]
-            if device.memory_bytes and sum(least for _, least in needs) > device.memory_bytes:
-                raise DoesNotFitError(self._refusal(host, device, sharing))
+        for gpu in self._gpus.values():
+            memory_bytes = gpu.device.memory_bytes
+            if not memory_bytes or sum(use.least for use in gpu.uses) <= memory_bytes:
+                continue
+            who = "; ".join(use.described("at least", use.least) for use in gpu.uses)
+            has_validator = any(use.seat.role == "validator" for use in gpu.uses)
+            names = ["validation.every 0"] if has_validator else []
+            names += [name for use in gpu.uses if use.need for name in use.need.remedies]
+            raise DoesNotFitError(
+                f"{gpu.setting}: {gpu} has {gib(memory_bytes)}, which is too little: {who}; what "
+                f"would help: {', '.join(dict.fromkeys(names))}"
+            )
 
     def warnings(self) -> Iterator[Finding]:
         """What may not fit, by the estimate."""
-        for host, device, sharing in self._devices.values():
-            total = sum(self._likely(seat, index, device) for seat, index in sharing)
-            if total > device.memory_bytes > 0:
-                who = "; ".join(self._described(seat, index) for seat, index in sharing)
+        for gpu in self._gpus.values():
+            memory_bytes, total = gpu.device.memory_bytes, sum(use.likely for use in gpu.uses)
+            if total > memory_bytes > 0:
+                needs = [(use, use.need.num_bytes if use.need else 0) for use in gpu.uses]
+                who = "; ".join(use.described("about", num_bytes) for use, num_bytes in needs)
                 yield MEMORY.warning(
-                    f"{_SETTINGS[sharing[0][0].role]}: {_place(host, device)} may have too little "
-                    f"memory, {gib(device.memory_bytes)} for about {gib(total)}: {who}"
+                    f"{gpu.setting}: {gpu} may have too little memory, {gib(memory_bytes)} for "
+                    f"about {gib(total)}: {who}"
                 )
 
     @cached_property
@@ -496,82 +522,27 @@ class Fit:
         return tuple(seat for seat in self.seats if seat.role == "learner")
 
     @cached_property
-    def _devices(self) -> Mapping[tuple[str, int], _Shared]:
-        """Each GPU that is used, by its host's name and its position there, with the seats on it
-        and which of their GPUs it is."""
-        found: dict[tuple[str, int], _Shared] = {}
+    def _gpus(self) -> Mapping[tuple[str, int], _Gpu]:
+        """Those that are used, by their host's name and their position there."""
+        found: dict[tuple[str, int], _Gpu] = {}
         for seat in self.seats:
             host = seat.host
             for index, position in enumerate(seat.devices if host.is_counted else ()):
-                empty: _Shared = (host, host.devices[position], [])
-                found.setdefault((host.name, position), empty)[2].append((seat, index))
+                empty = _Gpu(host, host.devices[position], [])
+                gpu = found.setdefault((host.name, position), empty)
+                gpu.uses.append(self._use(seat, self.need(seat, index), gpu.device))
         return found
+
+    def _use(self, seat: Seat, need: Need | None, device: Device) -> _Use:
+        name, given = self._fraction(seat)
+        least = max(need.certain_bytes if need else 0, (given or 0.0) * device.memory_bytes)
+        likely = least if name or need is None else need.num_bytes
+        return _Use(seat, need, least, likely, is_open=bool(name) and given is None)
 
     def _generator(self, seat: Seat) -> GeneratorSettings:
         is_validator = seat.role == "validator"
         return (self.config.for_validator() if is_validator else self.config).generator
 
-    def _takes_fraction(self, seat: Seat) -> bool:
-        return seat.role != "learner" and bool(fraction_setting(self._generator(seat)))
-
-    def _given(self, seat: Seat) -> float | None:
-        return None if seat.role == "learner" else given_fraction(self._generator(seat))
-
-    def _fraction(self, seat: Seat) -> float | None:
-        """Of each of its GPUs; None where it has them alone, or a person has set it."""
-        if not self._takes_fraction(seat) or self._given(seat) is not None:
-            return None
-        used = (self._devices[seat.host.name, position] for position in seat.devices)
-        shared = [self._part(device, sharing) for _, device, sharing in used if len(sharing) > 1]
-        if not shared:
-            return None
-        is_static = self._generator(seat).engine == "sglang"
-        part = min(shared) * (_STATIC if is_static else 1.0)
-        return max(0.01, math.floor(100 * part) / 100)
-
-    def _part(self, device: Device, sharing: Sequence[tuple[Seat, int]]) -> float:
-        """What each engine without a fraction of its own gets of a shared GPU."""
-        open_seats = [s for s, _ in sharing if self._takes_fraction(s) and self._given(s) is None]
-        others = [(seat, index) for seat, index in sharing if seat not in open_seats]
-        if not device.memory_bytes or self.shape is None:
-            return _USABLE / len(sharing)
-        taken = sum(self._likely(seat, index, device) for seat, index in others)
-        left = _USABLE - taken / device.memory_bytes
-        least = max(self._least(seat, 0, device) for seat in open_seats) / device.memory_bytes
-        return max(left / len(open_seats), least + 0.01)
-
-    def _least(self, seat: Seat, index: int, device: Device) -> float:
-        """Bytes that the seat takes of the GPU in any case."""
-        given, need = self._given(seat), self.need(seat, index)
-        certain = need.certain_bytes if need else 0
-        return max(certain, (given or 0.0) * device.memory_bytes)
-
-    def _likely(self, seat: Seat, index: int, device: Device) -> float:
-        """Bytes that the seat takes of the GPU by the estimate."""
-        need = self.need(seat, index)
-        if self._takes_fraction(seat) or need is None:
-            return self._least(seat, index, device)
-        return need.num_bytes
-
-    def _refusal(self, host: Host, device: Device, sharing: Sequence[tuple[Seat, int]]) -> str:
-        who = "; ".join(self._described(seat, index, device) for seat, index in sharing)
-        needs = [need for seat, index in sharing if (need := self.need(seat, index))]
-        has_validator = any(seat.role == "validator" for seat, _ in sharing)
-        names = ["validation.every 0"] if has_validator else []
-        names += [name for need in needs for name in need.remedies]
-        remedies = ", ".join(dict.fromkeys(names))
-        return (
-            f"{_SETTINGS[sharing[0][0].role]}: {_place(host, device)} has "
-            f"{gib(device.memory_bytes)}, which is too little: {who}; what would help: {remedies}"
-        )
-
-    def _described(self, seat: Seat, index: int, device: Device | None = None) -> str:
-        need = self.need(seat, index)
-        parts = f" ({need.describe()})" if need else ""
-        if device is None:
-            return f"{seat.name} needs about {gib(need.num_bytes if need else 0)}{parts}"
-        return f"{seat.name} needs at least {gib(self._least(seat, index, device))}{parts}"
-
-
-def _place(host: Host, device: Device) -> str:
-    return f"GPU {device.index} {'here' if host.name == 'here' else f'of {host.name}'}"
+    def _fraction(self, seat: Seat) -> tuple[str, float | None]:
+        """As `fraction_of`, of the engine of a seat."""
+        return ("", None) if seat.role == "learner" else fraction_of(self._generator(seat))

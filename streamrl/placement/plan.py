@@ -10,7 +10,6 @@ changes what they compute.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from streamrl.config import RunConfig
@@ -154,14 +153,4 @@ class Plan:
         return self.config.run.path / "config.yaml"
 
     def on(self, host: str) -> Sequence[PlannedProcess]:
-        return self._by_host.get(host, ())
-
-    @cached_property
-    def _by_host(self) -> Mapping[str, Sequence[PlannedProcess]]:
-        found: dict[str, list[PlannedProcess]] = {}
-        for process in self.processes:
-            found.setdefault(process.host, []).append(process)
-        return found
-
-    def host(self, name: str) -> Host:
-        return next(host for host in self.hosts if host.name == name)
+        return [process for process in self.processes if process.host == host]

@@ -11,7 +11,7 @@ one GPU, since NCCL refuses that, and the ranks of a block that shares tokens or
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,6 +21,12 @@ from streamrl.config.generator import GeneratorSettings
 from streamrl.config.run import HostRole
 from streamrl.errors import ConfigError
 from streamrl.placement.plan import Host
+
+DEVICE_SETTINGS: Mapping[HostRole, str] = {
+    "learner": "learner.device",
+    "generator": "generator.device",
+    "validator": "validation.generator.device",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,6 @@ class Seat:
 
 
 def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The hosts with this role; every launcher has one for each."""
     return tuple(host for host in hosts if role in host.roles)
 
 
@@ -89,9 +94,6 @@ def _gpus(host: Host) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-_ADDRESS = "weights.address"
-
-
 def learner_seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     """One seat for each host that has ranks; rank 0 is on the first.
 
@@ -100,11 +102,12 @@ def learner_seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
             is not where `weights.address` says.
     """
     address = config.weights.address
-    found = _seats_of(config, at_address(_ADDRESS, address, allowed_for("learner", hosts), hosts))
+    allowed = allowed_for("learner", hosts)
+    found = _seats_of(config, at_address("weights.address", address, allowed, hosts))
     first = found[0].host
     if names_a_host(address, hosts) and first.address != host_of(address):
         raise ConfigError(
-            f"{_ADDRESS}: was {address!r}, and the learner's first rank is on {first.name} "
+            f"weights.address: was {address!r}, and the learner's first rank is on {first.name} "
             f"({first.address}), by its GPUs; leave it out, and the plan chooses the address"
         )
     return found
@@ -115,9 +118,10 @@ def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
     kind, _, number = learner.device.partition(":")
     with_gpus = tuple(host for host in allowed if host.devices)
     if kind == "cuda" and number:
-        return (_pinned_ranks(learner.device, int(number), allowed),)
+        host = _with_device("learner", learner.device, allowed)[0]
+        return (Seat("learner", "learner", host, (int(number),), is_pinned=True),)
     if kind == "cuda" and not with_gpus and all(host.is_counted for host in allowed):
-        raise ConfigError(f"learner.device: was {learner.device!r}, and {counted(allowed)}")
+        raise _no_device("learner", learner.device, allowed)
     block = learner.mesh.sequence * learner.mesh.tensor
     learner.require_ranks(learner.num_ranks)
     if kind in ("auto", "cuda") and with_gpus:
@@ -138,11 +142,17 @@ def _seats(hosts: Sequence[Host], shares: Sequence[int], *, has_gpus: bool) -> t
     return found
 
 
-def _pinned_ranks(device: str, number: int, hosts: Sequence[Host]) -> Seat:
-    for host in hosts:
-        if number < len(host.devices) or not host.is_counted:
-            return Seat("learner", "learner", host, (number,), is_pinned=True)
-    raise ConfigError(f"learner.device: was {device!r}, and {counted(hosts)}")
+def _with_device(role: HostRole, device: str, hosts: Sequence[Host]) -> Sequence[Host]:
+    """Those that may have a device such as cuda:1."""
+    number = int(device.partition(":")[2])
+    found = [host for host in hosts if number < len(host.devices) or not host.is_counted]
+    if not found:
+        raise _no_device(role, device, hosts)
+    return found
+
+
+def _no_device(role: HostRole, device: str, hosts: Sequence[Host]) -> ConfigError:
+    return ConfigError(f"{DEVICE_SETTINGS[role]}: was {device!r}, and {counted(hosts)}")
 
 
 def _require_room(config: RunConfig, hosts: Sequence[Host], block: int) -> None:
@@ -150,23 +160,21 @@ def _require_room(config: RunConfig, hosts: Sequence[Host], block: int) -> None:
     room = sum(len(host.devices) // block * block for host in hosts)
     if room >= num_ranks:
         return
-    mesh = config.learner.mesh
-    blocks = (
-        f", in blocks of learner.mesh.sequence {mesh.sequence} x tensor {mesh.tensor} on one host"
-        if block > 1
-        else ""
-    )
+    mesh, blocks = config.learner.mesh, ""
+    if block > 1:
+        size = f"learner.mesh.sequence {mesh.sequence} x tensor {mesh.tensor}"
+        blocks = f", in blocks of {size} on one host"
     raise ConfigError(
         f"learner.num_ranks: was {num_ranks}, and each rank needs a GPU of its own{blocks}: "
         f"{counted(hosts)}; learner.device cpu trains without"
     )
 
 
-def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> tuple[int, ...]:
+def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> Sequence[int]:
     """Ranks of each host, one host full before the next."""
-    shares: tuple[int, ...] = ()
+    shares: list[int] = []
     for room in rooms:
-        shares = (*shares, min(room // block * block, num_ranks - sum(shares)))
+        shares.append(min(room // block * block, num_ranks - sum(shares)))
     return shares
 
 
@@ -176,7 +184,7 @@ def spread(num_ranks: int, block: int, num_hosts: int) -> tuple[int, ...]:
     return tuple((blocks + (index < more)) * block for index in range(num_hosts))
 
 
-def generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
+def _generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
     """For each generator, the hosts that it may be on: first those that have to take some."""
     allowed = allowed_for("generator", hosts)
     named = [host for host in allowed for _ in range(host.generators or 0)]
@@ -202,18 +210,18 @@ def engine_seat(
     if kind not in ("auto", "cuda") or size == 0:
         return Seat(name, role, taken.idlest(hosts))
     if number:
-        return _pinned(name, role, generator.device, int(number), hosts, taken)
+        host = taken.idlest(_with_device(role, generator.device, hosts))
+        return Seat(name, role, host, (int(number),), is_pinned=True)
     with_gpus = [host for host in hosts if host.devices]
     fitting = [host for host in with_gpus if len(host.devices) >= size]
     if fitting:
         host = min(fitting, key=lambda host: taken.least_loaded(host, size)[0])
         return Seat(name, role, host, taken.least_loaded(host, size)[1])
     if with_gpus:
-        raise ConfigError(f"{_size_setting(generator)}: was {size}, and {counted(hosts)}")
+        field = "sglang.tp_size" if generator.engine == "sglang" else "vllm.tensor_parallel_size"
+        raise ConfigError(f"generator.{field}: was {size}, and {counted(hosts)}")
     if kind == "cuda" and all(host.is_counted for host in hosts):
-        raise ConfigError(
-            f"{_setting(role)}.device: was {generator.device!r}, and {counted(hosts)}"
-        )
+        raise _no_device(role, generator.device, hosts)
     return Seat(name, role, taken.idlest(hosts))
 
 
@@ -277,29 +285,6 @@ class Taken:
         return min(hosts, key=lambda h: (self._num_ranks[h.name] + 1) / max(1, h.num_cores))
 
 
-def _pinned(
-    name: str,
-    role: HostRole,
-    device: str,
-    number: int,
-    hosts: Sequence[Host],
-    taken: Taken,
-) -> Seat:
-    fitting = [host for host in hosts if number < len(host.devices) or not host.is_counted]
-    if not fitting:
-        raise ConfigError(f"{_setting(role)}.device: was {device!r}, and {counted(hosts)}")
-    return Seat(name, role, taken.idlest(fitting), (number,), is_pinned=True)
-
-
-def _setting(role: HostRole) -> str:
-    return "generator" if role == "generator" else "validation.generator"
-
-
-def _size_setting(generator: GeneratorSettings) -> str:
-    field = "sglang.tp_size" if generator.engine == "sglang" else "vllm.tensor_parallel_size"
-    return f"generator.{field}"
-
-
 def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
     """All processes of the run, in the order in which they start.
 
@@ -311,7 +296,7 @@ def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
         wanted = at_address("buffer.url", config.buffer.url, wanted, hosts)
     buffer = Seat("buffer", "buffer", wanted[0])
     taken = Taken(learner_seats(config, hosts))
-    for index, wanted in enumerate(generator_hosts(config, hosts)):
+    for index, wanted in enumerate(_generator_hosts(config, hosts)):
         name = f"generator-{index}"
         taken.add(engine_seat(name, "generator", config.generator, wanted, taken))
     if config.is_validated and (wanted := allowed_for("validator", hosts)):

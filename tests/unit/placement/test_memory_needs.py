@@ -304,6 +304,12 @@ def test_without_numbers_a_gpu_is_divided_equally():
     assert text == "generator.sglang.mem_fraction_static=0.38"
 
 
+def test_a_device_that_is_not_counted_is_divided_by_nobody():
+    engines = {**VLLM, "count": 2, "device": "cuda:1"}
+    plan = make_plan(configured(generator=engines), one_host(0, is_counted=False))
+    assert fractions(plan) == {}
+
+
 def test_a_fraction_that_was_set_by_hand_stays_and_counts():
     by_hand = {**VLLM, "vllm": {"gpu_memory_utilization": 0.6}}
     assert fractions(make_plan(configured(generator=by_hand), one_host(1, 80))) == {}

@@ -126,13 +126,13 @@ def test_sixteen_nodes_take_a_learner_of_64_ranks_and_16_engines_without_sharing
 
 
 def test_the_place_of_each_process_is_looked_at_once(monkeypatch):
-    fraction, looked = Fit._fraction, []
+    overrides, looked = Fit.overrides, []
 
-    def counted(self: Fit, seat: Seat) -> float | None:
+    def counted(self: Fit, seat: Seat) -> dict[str, str]:
         looked.append(seat.name)
-        return fraction(self, seat)
+        return overrides(self, seat)
 
-    monkeypatch.setattr(Fit, "_fraction", counted)
+    monkeypatch.setattr(Fit, "overrides", counted)
     plan = make_plan(configured(generator=vllm(14)), several(8, 8))
     assert sorted(looked) == sorted(process.name for process in plan.processes)
 
