@@ -23,10 +23,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrl.errors import EXIT_CRASHED, StreamRLError, leave_record
 
@@ -39,6 +40,22 @@ _LOG_S = 1.0
 _WAKE = 0
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
+    """What the call returns or raises, in a thread of its own, which is left behind where nobody
+    waits any more: it keeps no process from its end."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # For whoever waits.
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -227,9 +244,7 @@ class Shutdown:
 
 def _in_time(say: Callable[[], object]) -> None:
     """A thread that hangs may hold the lock of the log."""
-    speaking = threading.Thread(target=say, daemon=True)
-    speaking.start()
-    speaking.join(_LOG_S)
+    wait([in_thread(say, "log")], _LOG_S)
     sys.stderr.flush()
 
 

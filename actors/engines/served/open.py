@@ -21,11 +21,9 @@ weights there.
 import asyncio
 import math
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from typing import Annotated, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -41,6 +39,7 @@ from actors.engines.served.server import AnyLabels, Labels, ServedRequest, Serve
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError, RolloutError, TransportError
+from streamrl.shutdown import in_thread
 from streamrl.types import Completion, SamplingParams
 
 T = TypeVar("T")
@@ -318,16 +317,7 @@ def open_urls(
 def _wait_for(steps: Coroutine[Any, Any, T]) -> T:
     """What the steps return, in a loop of their own: the thread that waits may run one. If it is
     interrupted they are left alone."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(asyncio.run(steps))
-        except BaseException as error:  # For the thread that waits.
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="engine's start", daemon=True).start()
-    return result.result()
+    return in_thread(lambda: asyncio.run(steps), "engine's start").result()
 
 
 async def _attached(

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import Future, TimeoutError
 from fnmatch import fnmatchcase
 from functools import partial
 from os import environ
 from pathlib import Path
-from threading import Thread
 
 from actors.engines import require_torchvision
 from streamrl.cli.check.machine import why_not_made
@@ -19,6 +17,7 @@ from streamrl.findings import MODEL, Finding
 from streamrl.model_folder import ModelFolder, local_folder, require_same_tokens
 from streamrl.placement import limits
 from streamrl.placement.memory import recipe_facts
+from streamrl.shutdown import in_thread
 from streamrl.user_code import find_user_code, is_user_code
 
 HUB_S = 5.0
@@ -101,22 +100,16 @@ def _ask_hub(setting: str, name: str) -> Finding:
     if environ.get(variable, "0").lower() in ("1", "true", "yes", "on"):
         return MODEL.problem(f"{missing}; {variable} forbids to download it")
     endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    answer: Future[object] = Future()
 
-    def ask() -> None:
-        try:
-            # It takes a while, and most runs name a folder.
-            from huggingface_hub import get_hf_file_metadata
+    def ask() -> object:
+        # It takes a while, and most runs name a folder.
+        from huggingface_hub import get_hf_file_metadata
 
-            # With the token of who asks, which gated models need.
-            url = f"{endpoint}/{name}/resolve/main/config.json"
-            answer.set_result(get_hf_file_metadata(url, timeout=HUB_S))
-        except Exception as error:
-            answer.set_exception(error)
+        # With the token of who asks, which gated models need.
+        return get_hf_file_metadata(f"{endpoint}/{name}/resolve/main/config.json", timeout=HUB_S)
 
-    Thread(target=ask, name="hub", daemon=True).start()
     try:
-        answer.result(HUB_S)
+        in_thread(ask, "hub").result(HUB_S)
     except TimeoutError:
         return MODEL.warning(f"{missing}; {endpoint} has not answered within {HUB_S:g} s")
     except Exception as error:

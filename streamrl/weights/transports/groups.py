@@ -25,7 +25,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -45,6 +44,7 @@ from streamrl import wire
 from streamrl.config.addresses import address_towards, family_of, port_of, url_host
 from streamrl.curve import choose_family, serve_with_new_key, use_key
 from streamrl.errors import WeightTransferError, WireError
+from streamrl.shutdown import in_thread
 from streamrl.types import BroadcastEndpoint
 
 log = logging.getLogger(__name__)
@@ -366,18 +366,8 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> None:
     Raises:
         WeightTransferError: it has not, in time.
     """
-    connected: Future[None] = Future()
-
-    def connect() -> None:
-        try:
-            group.eager_connect_single_device(device)
-            connected.set_result(None)
-        except Exception as error:
-            connected.set_exception(error)
-
-    threading.Thread(target=connect, name="nccl", daemon=True).start()
     try:
-        connected.result(timeout_s)
+        in_thread(lambda: group.eager_connect_single_device(device), "nccl").result(timeout_s)
     except TimeoutError as error:
         raise WeightTransferError(
             f"NCCL has not connected the learner's and the generators' GPUs in {timeout_s:.1f} s: "
