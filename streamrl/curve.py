@@ -137,10 +137,7 @@ def use_key(socket: "zmq.Socket[Any]", key: str) -> None:
 
 
 def read_key(folder: Path, name: str) -> bytes:
-    """
-    Raises:
-        ConfigError: the file cannot be read, or holds no key.
-    """
+    """Raise ConfigError if the file cannot be read, or holds no key."""
     path = folder / name
     try:
         key = path.read_bytes().strip()

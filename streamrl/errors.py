@@ -19,8 +19,6 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
-from streamrl.process_environment import PARENT_VARIABLE
-
 EXIT_CRASHED = 1
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
@@ -30,6 +28,8 @@ EXIT_DIVERGED = 6
 # More names are neither compared nor listed: it would take seconds, and nobody reads them.
 MAX_LISTED = 1000
 ERROR_FILE_VARIABLE = "STREAMRL_ERROR_FILE"
+PARENT_VARIABLE = "STREAMRL_PARENT_PID"
+"""Of a process that a launcher has started: the launcher's id."""
 # A pipe takes so much without a reader.
 _MAX_BYTES = 2**15
 

@@ -171,15 +171,8 @@ class ModelFolder:
 def require_same_tokens(
     setting: str, path: str, wanted: Mapping[str, int], found: Mapping[str, int]
 ) -> None:
-    """
-    Args:
-        setting: names the model at `path`.
-        wanted: the policy's tokens, with their ids.
-        found: those of the model at `path`.
-
-    Raises:
-        ConfigError: a token of the policy has another id there, or none.
-    """
+    """Raise ConfigError if a token of the policy, `wanted`, has another id, or none, in the model
+    at `path`, which `setting` names."""
     for token, number in sorted(wanted.items(), key=lambda item: item[1]):
         if found.get(token) != number:
             there = f"is {found[token]}" if token in found else "does not exist"

@@ -427,10 +427,7 @@ def find_run(target: str) -> RunConfig:
 
 
 def require_run(config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: the run of this configuration has no folder.
-    """
+    """Raise ConfigError if the run of this configuration has no folder."""
     folder = config.run.path
     if not (folder / RESOLVED_FILE).is_file():
         raise ConfigError(f"run.name: {_no_run(folder)}{other_runs(folder)}")

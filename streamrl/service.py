@@ -25,6 +25,7 @@ from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import write_file
 from streamrl.errors import (
     EXIT_CRASHED,
+    PARENT_VARIABLE,
     ConfigError,
     DivergedError,
     FencedError,
@@ -35,7 +36,6 @@ from streamrl.errors import (
     leave_record,
 )
 from streamrl.log_lines import JsonFormatter, log_as_json
-from streamrl.process_environment import PARENT_VARIABLE, processes_with
 from streamrl.shutdown import Shutdown, Stopped
 from streamrl.user_code import user_traceback
 
@@ -44,6 +44,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Of `run.stop_s`, left to whoever started the process: a launch ends the buffer after the others.
 FORCED_S = 8.0
 _IS_EXPECTED = "is_expected"
+_PROC = Path("/proc")
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ log = logging.getLogger(__name__)
 def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunConfig) -> int:
     """Run the daemon to its end and return its exit code."""
     try:
-        _prepare_folder(config)
+        config.run.path.mkdir(parents=True, exist_ok=True)
+        if not (config.run.path / RESOLVED_FILE).exists():
+            write_file(config.run.path / RESOLVED_FILE, to_yaml(config))
         _start_logging(role, config)
     except OSError as error:
         sys.stderr.write(f"{role}: cannot write the run's folder {config.run.path}: {error}\n")
@@ -62,7 +65,15 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
     async def supervised() -> int:
         shutdown.install()
         watching = asyncio.create_task(_watch_parent(shutdown))
-        code = await _code_of(main, shutdown, role)
+        code = 0
+        try:
+            await main(shutdown)
+        except Stopped:
+            log.info("stopped at the start: nothing is lost")
+        except BaseException as error:
+            code = _report(error)
+        else:
+            log.info("%s: done", role)
         watching.cancel()
         # Threads that never return are not waited for.
         shutdown.conclude(code)
@@ -75,19 +86,6 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
         return _report(error)
     finally:
         shutdown.uninstall()
-
-
-async def _code_of(
-    main: Callable[[Shutdown], Awaitable[None]], shutdown: Shutdown, role: str
-) -> int:
-    try:
-        await main(shutdown)
-    except Stopped:
-        log.info("stopped at the start: nothing is lost")
-    except BaseException as error:
-        return _report(error)
-    log.info("%s: done", role)
-    return 0
 
 
 def force_s(config: RunConfig) -> float:
@@ -105,6 +103,23 @@ def has_siblings() -> bool:
     """Whether another process that the same launcher has started still runs."""
     parent = os.environ.get(PARENT_VARIABLE)
     return parent is not None and bool(processes_with(PARENT_VARIABLE, parent.__eq__))
+
+
+def processes_with(variable: str, is_wanted: Callable[[str], bool]) -> list[int]:
+    """The ids of other processes of this user that were started with such a value of the variable
+    in their environment. None on systems without /proc."""
+    others = {int(path.name) for path in _PROC.glob("[0-9]*")} - {os.getpid()}
+    return [pid for pid in others if (v := _value(pid, variable)) and is_wanted(v)]
+
+
+def _value(pid: int, variable: str) -> str:
+    """Of the variable; "" without it, for another user's process, and for one that has ended."""
+    try:
+        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    prefix = f"{variable}=".encode()
+    return next((os.fsdecode(v[len(prefix) :]) for v in variables if v.startswith(prefix)), "")
 
 
 @contextmanager
@@ -125,22 +140,12 @@ def binding(setting: str, address: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the memory of payloads and tensors instead of returning it to the kernel.
-
-    Each new page costs a fault, which in virtual machines may cost a hundred times as much as the
-    copy into it: faults were half of the transfer time of a 1 MB group. No effect without glibc.
-    """
+    """Make glibc reuse the memory of payloads and tensors instead of returning it to the kernel:
+    faults of new pages were half of the transfer time of a 1 MB group. No effect without glibc."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
-
-
-def _prepare_folder(config: RunConfig) -> None:
-    config.run.path.mkdir(parents=True, exist_ok=True)
-    resolved = config.run.path / RESOLVED_FILE
-    if not resolved.exists():
-        write_file(resolved, to_yaml(config))
 
 
 def keep_settings(config: RunConfig) -> None:
@@ -171,8 +176,7 @@ def _report(error: BaseException) -> int:
 
 
 def user_code_details(error: BaseException) -> Mapping[str, Any]:
-    """Arguments of a logging call: the traceback of the user's code that raised, for the log file
-    alone."""
+    """Arguments of a logging call: the traceback of the user's code, for the log file alone."""
     cause = error.__cause__
     traceback = user_traceback(cause)
     if cause is None or traceback is None:

@@ -35,11 +35,7 @@ def is_user_code(entry: str) -> bool:
 
 
 def check_user_code(entry: str) -> str:
-    """The entry.
-
-    Raises:
-        ValueError: the entry is not of the form PATH.py:NAME.
-    """
+    """The entry. Raises ValueError if it is not of the form PATH.py:NAME."""
     file, _, name = entry.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"was {entry!r}; code of your own is named PATH.py:NAME")
@@ -150,18 +146,13 @@ def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterat
     try:
         yield
     except BaseException as error:
-        if _ends_more(error):
+        # Not above: the command line does without it.
+        from asyncio import CancelledError
+
+        if isinstance(error, CancelledError | GeneratorExit | KeyboardInterrupt):
+            # It ends the task or the process that the user's code runs in.
             raise
-        place = "".join(f" ({place})" for place in _places(error)[-1:])
-        raise kind(f"{owner}: {type(error).__name__}: {error}{place}") from error
-
-
-def _ends_more(error: BaseException) -> bool:
-    """Whether it ends the task or the process that the user's code runs in."""
-    # Not above: the command line does without it.
-    from asyncio import CancelledError
-
-    return isinstance(error, CancelledError | GeneratorExit | KeyboardInterrupt)
+        raise kind(f"{owner}: {type(error).__name__}: {error}{_place(error)}") from error
 
 
 def is_finite_number(value: Any) -> TypeGuard[SupportsFloat]:
@@ -193,15 +184,15 @@ def defined_at(function: Callable[..., Any]) -> str:
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def _places(error: BaseException) -> list[str]:
-    """FILE:LINE of the frames in the user's own files, innermost last."""
-    places, frame = [], user_traceback(error)
+def _place(error: BaseException) -> str:
+    """As `defined_at`, of the innermost frame in the user's own files."""
+    place, frame = "", user_traceback(error)
     while frame is not None:
         if _MARK in frame.tb_frame.f_globals:
             file = Path(frame.tb_frame.f_code.co_filename).name
-            places.append(f"{file}:{frame.tb_lineno}")
+            place = f" ({file}:{frame.tb_lineno})"
         frame = frame.tb_next
-    return places
+    return place
 
 
 def _place_of(field: str, entry: str) -> tuple[Path, str]:

@@ -2,15 +2,15 @@
 
     envelope = [schema version, xxh3-64 of the body, body]      body = msgpack of one record
 
-Invariant: `decode` returns a well-formed record or raises a `WireError`, whatever the bytes: nested
-without end, with lengths that nothing follows, or with numbers out of range. It never allocates
-more than a small multiple of the bytes it was given, since the envelope is walked to its end before
-the body is read, and never executes anything (no pickle). Arrays are
-msgpack extensions holding little-endian bytes, decoded as read-only views into the message; those
-of narrower numbers than records have (`streamrl.types.packed`) are widened, to twice as many bytes
-at most. No other module encodes what crosses a process.
+Invariant: `decode` returns a well-formed record or raises a `WireError`, whatever the bytes. It
+never allocates more than a small multiple of them, since the envelope is walked to its end before
+the body is read, and never executes anything (no pickle). Arrays are msgpack extensions holding
+little-endian bytes, decoded as read-only views into the message; those of narrower numbers than
+records have (`streamrl.types.packed`) are widened, to twice as many bytes at most. No other module
+encodes what crosses a process.
 """
 
+from functools import cache
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -86,7 +86,7 @@ def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYT
     if xxhash.xxh3_64_intdigest(body) != envelope.checksum:
         raise CorruptMessageError("checksum mismatch: the message was damaged on its way")
     try:
-        record: Record = _decoder(kind).decode(body)
+        record: Record = _decoder(kind).decode(body)  # type: ignore[arg-type]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptMessageError(f"not a valid {_name(kind)}: {error}") from error
     return record
@@ -120,22 +120,21 @@ def _check_array(kind: Any, value: Any) -> Any:
     """msgspec's hook for fields of a type it does not know; here: `NDArray[dtype]`."""
     if not isinstance(value, np.ndarray):
         raise ValueError(f"expected an array, got {type(value).__name__}")
-    expected = _expected_dtypes.get(kind)
-    if expected is None:
-        expected = _expected_dtypes[kind] = np.dtype(get_args(get_args(kind)[1])[0])
-    if value.dtype != expected:
+    if value.dtype != (expected := _dtype_of(kind)):
         raise ValueError(f"expected an array of {expected}, got {value.dtype}")
     return value
 
 
+@cache
+def _dtype_of(kind: Any) -> Any:
+    return np.dtype(get_args(get_args(kind)[1])[0])
+
+
+@cache
 def _decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = msgspec.msgpack.Decoder(
-            kind, dec_hook=_check_array, ext_hook=_decode_extension, strict=True
-        )
-        _decoders[kind] = decoder
-    return decoder
+    return msgspec.msgpack.Decoder(
+        kind, dec_hook=_check_array, ext_hook=_decode_extension, strict=True
+    )
 
 
 def _name(kind: Any) -> str:
@@ -145,5 +144,3 @@ def _name(kind: Any) -> str:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
-_expected_dtypes: dict[Any, np.dtype[Any]] = {}
-_decoders: dict[Any, "msgspec.msgpack.Decoder[Any]"] = {}

@@ -61,8 +61,20 @@ def begin(
         write_history(checkpoints, history)
         return None
     folder = _make_folder(run, policy_version)
+    record = Abandoned(
+        folder=str(folder.relative_to(run)),
+        policy_version=policy_version,
+        versions=tuple(version_of(path) for path in leftovers),
+        reason=reason,
+        time_s=time.time(),
+    )
     try:
-        record = _copy_files(run, folder, policy_version, leftovers, reason, files)
+        for file in filter(Path.exists, files):
+            copy = folder / file.relative_to(run)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy2(file, copy)
+        encoded = msgspec.json.format(msgspec.json.encode(record), indent=1)
+        write_file(folder / RECORD_FILE, encoded + b"\n")
         write_history(checkpoints, history)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,30 +89,6 @@ def read_abandoned(run: Path) -> tuple[Abandoned, ...]:
     """All that a run has set aside, oldest first; what a kill left without a record is left out."""
     records = sorted((run / "abandoned").glob(f"*/{RECORD_FILE}"))
     return tuple(msgspec.json.decode(path.read_bytes(), type=Abandoned) for path in records)
-
-
-def _copy_files(
-    run: Path,
-    folder: Path,
-    policy_version: int,
-    leftovers: Sequence[Path],
-    reason: str,
-    files: Sequence[Path],
-) -> Abandoned:
-    for file in filter(Path.exists, files):
-        copy = folder / file.relative_to(run)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy2(file, copy)
-    record = Abandoned(
-        folder=str(folder.relative_to(run)),
-        policy_version=policy_version,
-        versions=tuple(version_of(path) for path in leftovers),
-        reason=reason,
-        time_s=time.time(),
-    )
-    encoded = msgspec.json.format(msgspec.json.encode(record), indent=1)
-    write_file(folder / RECORD_FILE, encoded + b"\n")
-    return record
 
 
 def _make_folder(run: Path, policy_version: int) -> Path:

@@ -3,15 +3,9 @@
 Invariant: a checkpoint is returned only after each of its files has been compared with its manifest
 (`contents=False`: their sizes), and only if the run's history contains it.
 
-`require_steps_left`: whether a run that goes on from a checkpoint has steps left to make. A launch
-asks before it writes anything, and reads no more than sizes; the learner asks again of the
-checkpoint that it has chosen, whose contents it has compared.
-
-`require_new_run`: whether the buffer at hand lets a run begin at its first step. A learner that
-begins anew on the buffer of a run abandons all of that run's steps, which whoever typed the same
-command again did not mean. This is asked before anything is changed, by the learner before it
-attaches, however it was started; a launch asks it earlier, of a server that outlives its runs.
-Where `run.resume` is auto or a checkpoint, that is the choice.
+A launch asks whether the run may go on before it writes anything, by sizes alone; the learner asks
+again of the checkpoint that it has chosen. A learner that would begin anew on the buffer of a run,
+and so abandon all of that run's steps, is refused (`require_new_run`) before anything is changed.
 """
 
 import json
@@ -212,10 +206,7 @@ def _require_format(path: Path) -> None:
 
 
 def require_steps_left(checkpoint: Checkpoint, max_steps: int) -> None:
-    """
-    Raises:
-        ConfigError: the checkpoint is beyond the run's last step.
-    """
+    """Raise ConfigError if the checkpoint is beyond the run's last step."""
     step = checkpoint.policy_version
     if step > max_steps:
         raise ConfigError(
@@ -240,10 +231,7 @@ def has_other_base(checkpoint: Checkpoint, model: ModelSettings) -> bool:
 def require_same_adapter(
     checkpoint: Checkpoint, model: ModelSettings, lora: LoraSettings | None
 ) -> None:
-    """
-    Raises:
-        ConfigError: the checkpoint's adapter was trained with another scale, or on other weights.
-    """
+    """Raise ConfigError if its adapter was trained with another scale, or on other weights."""
     if lora is None:
         return
     alpha = checkpoint.record.get("lora_alpha")
@@ -281,10 +269,7 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Ch
 
 
 def require_new_run(config: RunConfig, learner_term: int, version: int) -> None:
-    """
-    Raises:
-        ConfigError: a learner has attached before to the buffer that has these.
-    """
+    """Raise ConfigError if a learner has attached before to the buffer that has these."""
     if not learner_term:
         return
     folder = config.run.path

@@ -57,7 +57,7 @@ class History(Struct, frozen=True, kw_only=True):
 
 def new_history() -> History:
     """Of a learner that starts from the model of the configuration."""
-    return History(learner_id=_new_id())
+    return History(learner_id=uuid.uuid4().hex[:12])
 
 
 def continued(history: History, policy_version: int, base: Path, resume: str) -> History:
@@ -65,7 +65,7 @@ def continued(history: History, policy_version: int, base: Path, resume: str) ->
     segment = HistorySegment(history.learner_id, policy_version)
     return msgspec.structs.replace(
         history,
-        learner_id=_new_id(),
+        learner_id=uuid.uuid4().hex[:12],
         segments=(*history.segments, segment),
         base=str(base.absolute()),
         resume=resume,
@@ -106,10 +106,7 @@ def survives(checkpoints: Path, history: History) -> bool:
 
 
 def require_surviving(checkpoints: Path, history: History) -> None:
-    """
-    Raises:
-        FencedError: another learner has made its history the surviving one.
-    """
+    """Raise FencedError if another learner has made its history the surviving one."""
     if not survives(checkpoints, history):
         raise FencedError(
             f"another learner goes on with {checkpoints.parent}; this one writes nothing more"
@@ -121,7 +118,3 @@ def write_history(checkpoints: Path, history: History) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
     text = json.dumps(msgspec.to_builtins(history), indent=1) + "\n"
     write_file(checkpoints / HISTORY_FILE, text)
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:12]

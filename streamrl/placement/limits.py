@@ -65,10 +65,7 @@ def num_experts(facts: Facts) -> int:
 
 
 def require_experts(facts: Facts, setting: str) -> None:
-    """
-    Raises:
-        ConfigError: the model is no mixture of experts, which `setting` is for.
-    """
+    """Raise ConfigError if the model is no mixture of experts, which `setting` is for."""
     if facts.get("model_type") and num_experts(facts) == 1:
         raise ConfigError(
             f"{setting}, and {facts.get('model_type')} is no mixture of experts: no token is given "
@@ -90,10 +87,7 @@ def carries_state(facts: Facts) -> bool:
 
 
 def require_compilable(family: object, *, has_state: bool) -> None:
-    """
-    Raises:
-        ConfigError: layers carry a state.
-    """
+    """Raise ConfigError if layers carry a state."""
     if has_state:
         raise ConfigError(
             f"learner.compile: was true, and layers of {family} carry a state from token to "
@@ -112,10 +106,7 @@ def why_without_liger(family: object, num_tensor: int) -> str | None:
 
 
 def require_liger(why_not: str | None) -> None:
-    """
-    Raises:
-        ConfigError: there is a reason against it.
-    """
+    """Raise ConfigError if there is a reason against it."""
     if why_not is not None:
         raise ConfigError(
             f"learner.liger_layers: was true, and {why_not}; auto takes what can be used"
@@ -123,12 +114,8 @@ def require_liger(why_not: str | None) -> None:
 
 
 def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1) -> None:
-    """Refuse a model whose heads `size` x `num_tensor` ranks cannot share, or that carries state
-    along tokens.
-
-    Raises:
-        ConfigError: as it says.
-    """
+    """Raise ConfigError if `size` x `num_tensor` ranks cannot share the heads of the model, or it
+    carries state along tokens."""
     name, setting = facts.get("model_type"), f"learner.mesh.sequence: was {size}"
     if others := sorted({*(facts.get("layer_types") or ())} - _ATTENTION_LAYERS):
         raise ConfigError(
@@ -149,10 +136,7 @@ def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1) -> None:
 
 
 def require_shared_matrices(facts: Facts, size: int) -> None:
-    """
-    Raises:
-        ConfigError: so many ranks do not divide the heads or the columns of the model.
-    """
+    """Raise ConfigError if so many ranks do not divide the heads or the columns of the model."""
     counts = {
         "attention heads": facts.get("num_attention_heads"),
         "key-value heads": facts.get("num_key_value_heads"),
@@ -167,13 +151,8 @@ def require_shared_matrices(facts: Facts, size: int) -> None:
 
 
 def require_undivided_images(facts: Facts, sizes: Mapping[str, int]) -> None:
-    """
-    Args:
-        sizes: of a model that sees images, the ranks of each axis of the mesh.
-
-    Raises:
-        ConfigError: they would share its tokens or its matrices.
-    """
+    """Raise ConfigError if ranks would share the tokens or the matrices of a model that sees
+    images; `sizes` are those of each axis of the mesh."""
     for axis, size in sizes.items():
         if size > 1:
             raise ConfigError(
@@ -183,11 +162,8 @@ def require_undivided_images(facts: Facts, sizes: Mapping[str, int]) -> None:
 
 
 def require_decoding(facts: Facts, max_model_len: int) -> None:
-    """Refuse a model whose rows engine hf would not give the log-probabilities of a forward pass.
-
-    Raises:
-        ConfigError: it is one of those, or its sequences may become too long for it.
-    """
+    """Raise ConfigError if engine hf would not give the log-probabilities of a forward pass, or not
+    of so long sequences."""
     kind = facts.get("model_type")
     if kind in _CACHES | _INEXACT or facts.get("index_topk"):
         reason = "which has a cache of its own" if kind in _CACHES else "whose cache is inexact"
@@ -201,10 +177,7 @@ def require_decoding(facts: Facts, max_model_len: int) -> None:
 
 
 def require_length(facts: Facts, longest: int) -> None:
-    """
-    Raises:
-        ConfigError: the learner cannot compute a trajectory of so many tokens.
-    """
+    """Raise ConfigError if the learner cannot compute a trajectory of so many tokens."""
     limit = rope_limits(facts).get("dynamic", inf)
     if longest > limit:
         raise ConfigError(

@@ -488,10 +488,7 @@ class Fit:
         return {name: f"{max(0.01, math.floor(100 * part) / 100):.2f}"}
 
     def require(self) -> None:
-        """
-        Raises:
-            DoesNotFitError: what a GPU has to hold is certainly more than it has.
-        """
+        """Raise DoesNotFitError if a GPU has to hold what is certainly more than it has."""
         for gpu in self._gpus.values():
             memory_bytes = gpu.device.memory_bytes
             if not memory_bytes or sum(use.least for use in gpu.uses) <= memory_bytes:

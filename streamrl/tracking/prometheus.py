@@ -4,15 +4,14 @@ Invariant: one thread of the daemon writes, any thread reads: a writer replaces 
 changes none, so a reader sees the old one or the new one and nobody waits.
 
 The names of metrics.jsonl become those of Prometheus by families.csv, and all others by a rule:
-names begin with `streamrl_`, units are seconds, bytes and ratios, and counters end with `_total`. A
-name that no row matches keeps its words: `learner/grad_norm` is `streamrl_learner_grad_norm`.
+names begin with `streamrl_`, units are seconds, bytes and ratios, and counters end with `_total`:
+`learner/grad_norm` is `streamrl_learner_grad_norm`. What a generator says of itself is `self/...`;
+what the buffer knows of it `generator/ID/...`.
 
-What a generator says of itself is `self/...`; what the buffer knows of it `generator/ID/...`.
-
-Prometheus finds a daemon by a file of service discovery beside the run folders. `file_sd_configs`
-reads runs/.prometheus/*.json, a file NAME@ID.json for each daemon of each run. A launch removes
-those of its run, a daemon that ends as it should its own; that of one that was killed stays, so
-that Prometheus shows that it is gone. prometheus-client is imported only where it is asked for.
+Prometheus finds a daemon by a file of service discovery beside the run folders,
+runs/.prometheus/NAME@ID.json. A launch removes those of its run, a daemon that ends as it should
+its own; that of one that was killed stays, so that Prometheus shows that it is gone.
+prometheus-client is imported only where it is asked for.
 """
 
 import csv
@@ -355,13 +354,19 @@ def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported
 
 def _registry(exported: Exported, run: Path, labels: Mapping[str, str]) -> "CollectorRegistry":
     """All families of a daemon, each sample with the daemon's labels."""
-    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+    from prometheus_client import CollectorRegistry, Gauge, GCCollector, Info, ProcessCollector
 
     unlabeled = CollectorRegistry()
     unlabeled.register(exported)
     ProcessCollector(registry=unlabeled)
     GCCollector(registry=unlabeled)
-    unlabeled.register(_Machine(run))
+    text = "bytes of the disk that has the run's folder."
+    free = Gauge(f"{PREFIX}run_disk_free_bytes", f"Free {text}", registry=unlabeled)
+    free.set_function(lambda: shutil.disk_usage(run).free)
+    size = Gauge(f"{PREFIX}run_disk_size_bytes", f"Size {text}", registry=unlabeled)
+    size.set_function(lambda: shutil.disk_usage(run).total)
+    release = Info(PREFIX.rstrip("_"), "The release of StreamRL.", registry=unlabeled)
+    release.info({"version": streamrl.__version__})
     labeled = CollectorRegistry()
     labeled.register(_Labeled(unlabeled, labels))
     return labeled
@@ -378,20 +383,3 @@ class _Labeled:
                 s._replace(labels={**s.labels, **self._labels}) for s in metric.samples
             ]
             yield metric
-
-
-class _Machine:
-    """The disk that has the run's folder, and the release."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-
-    def collect(self) -> Iterator["Metric"]:
-        from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
-
-        disk = shutil.disk_usage(self._run)
-        for name, value in (("free", disk.free), ("size", disk.total)):
-            text = f"{name.capitalize()} bytes of the disk that has the run's folder."
-            yield GaugeMetricFamily(f"{PREFIX}run_disk_{name}_bytes", text, value=value)
-        version = {"version": streamrl.__version__}
-        yield InfoMetricFamily(PREFIX.rstrip("_"), "The release of StreamRL.", value=version)

@@ -14,7 +14,7 @@ import pytest
 
 from streamrl.cli.launchers.ray.supervisor import MARK
 from streamrl.errors import EXIT_CONFIG
-from streamrl.process_environment import processes_with
+from streamrl.service import processes_with
 from streamrl.tracking.jsonl import read_metrics
 from tests.ports import free_port
 from tests.redis_server import RedisServer

@@ -40,8 +40,8 @@ from streamrl.config import RunConfig
 from streamrl.config.loading.load import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
-from streamrl.process_environment import processes_with
 from streamrl.run_folder import prepare
+from streamrl.service import processes_with
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 from tests.research import processes
 from tests.research.progress import Progress

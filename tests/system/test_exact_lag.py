@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from streamrl.config import RunConfig, load_config
-from streamrl.process_environment import processes_with
 from streamrl.run_folder import read_json
+from streamrl.service import processes_with
 from streamrl.tracking.jsonl import read_metrics
 from tests.research import ablate as ablation_script, steer as steer_script
 from tests.research.exact_lag import LaggedRun, main as exact_lag

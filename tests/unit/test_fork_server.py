@@ -16,8 +16,7 @@ from streamrl.cli import launch
 from streamrl.cli.main import main
 from streamrl.cli.processes.command import call, executable
 from streamrl.cli.processes.fork_server import Descriptors, ForkedProcess, ForkServer, forking
-from streamrl.errors import ConfigError, ErrorPipe
-from streamrl.process_environment import PARENT_VARIABLE
+from streamrl.errors import PARENT_VARIABLE, ConfigError, ErrorPipe
 from tests.ports import free_port
 from tests.waiting import block_until
 

@@ -31,7 +31,6 @@ SHORT = {
     "one half of what actors and learners do, which don't see each other": (
         "actors/parity learners/parity"
     ),
-    "read by rooms that don't see each other": "process_environment",
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""
 

@@ -38,10 +38,7 @@ def options_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def launcher(name: str) -> Launcher:
-    """
-    Raises:
-        ConfigError: its package is not installed.
-    """
+    """Raise ConfigError if its package is not installed."""
     if name == "ray":
         require("--ray:", "ray")
     found: Launcher = importlib.import_module(LAUNCHERS[name]).launch

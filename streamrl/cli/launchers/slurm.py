@@ -55,6 +55,7 @@ from streamrl.curve import make_keys
 from streamrl.durable_files import write_file
 from streamrl.errors import (
     ERROR_FILE_VARIABLE,
+    PARENT_VARIABLE,
     ConfigError,
     ErrorRecord,
     StreamRLError,
@@ -63,7 +64,6 @@ from streamrl.errors import (
 from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
 from streamrl.placement.plan import Host, Plan, PlannedProcess, without_chosen
-from streamrl.process_environment import PARENT_VARIABLE
 
 # A node that has failed may hold the run's lock until the file server's lease of it ends.
 _LOST_LOCK_S = 180.0
@@ -129,10 +129,7 @@ def _job() -> str | None:
 
 
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
-    """
-    Raises:
-        Interrupted, StreamRLError: see `supervise`.
-    """
+    """Raises as `supervise` does."""
     config = plan.config
     require_books(config, resume=arguments.resume, new=arguments.new)
     make_missing_model(config, console)

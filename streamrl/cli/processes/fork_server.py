@@ -34,7 +34,7 @@ import msgspec
 
 from streamrl.cli.arguments.commands import COMMANDS
 from streamrl.cli.main import import_command, main
-from streamrl.process_environment import PARENT_VARIABLE
+from streamrl.errors import PARENT_VARIABLE
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_BYTES = 2**17

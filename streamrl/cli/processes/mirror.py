@@ -97,10 +97,7 @@ class Mirror:
         self._retry_s, self._failure, self._is_taken = 0.0, "", False
 
     def require_writable(self) -> None:
-        """
-        Raises:
-            ConfigError: it is not.
-        """
+        """Raise ConfigError if it is not."""
         self._base.require_writable()
 
     def take(self, *, resume: bool, new: bool) -> None:

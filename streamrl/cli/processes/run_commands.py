@@ -99,10 +99,7 @@ def books_option(*, resume: bool, new: bool) -> str | None:
 
 
 def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
-    """
-    Raises:
-        ConfigError: Redis holds a run of this name.
-    """
+    """Raise ConfigError if Redis holds a run of this name."""
     option = books_option(resume=resume, new=new)
     if option is not None and not config.buffer.binds_url:
         call_for(config, "buffer books", option)

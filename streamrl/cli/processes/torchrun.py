@@ -20,15 +20,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from learners.executor.starter import failure
-from streamrl.errors import ERROR_FILE_VARIABLE, read_record
-from streamrl.process_environment import PARENT_VARIABLE
+from streamrl.errors import ERROR_FILE_VARIABLE, PARENT_VARIABLE, read_record
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        StreamRLError: a rank of this host failed; of its kind, with its sentence.
-    """
+    """Raise the error of a rank of this host that failed, with its sentence."""
     # The parser has put "--" before them.
     words = arguments.words[arguments.words[:1] == ["--"] :]
     parsed = torchrun.parse_args(words)

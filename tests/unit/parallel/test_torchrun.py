@@ -15,13 +15,13 @@ from streamrl.cli.processes.torchrun import main
 from streamrl.config.learner import LearnerSettings
 from streamrl.errors import (
     ERROR_FILE_VARIABLE,
+    PARENT_VARIABLE,
     ConfigError,
     DivergedError,
     ErrorPipe,
     StreamRLError,
     TransportError,
 )
-from streamrl.process_environment import PARENT_VARIABLE
 
 RANK = """
 import os, sys, time

@@ -44,10 +44,7 @@ LostError = ray.exceptions.RayActorError
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """
-    Raises:
-        ConfigError: no cluster is there, or one of another version.
-    """
+    """Raise ConfigError if no cluster is there, or one of another version."""
     _require_listener(address)
     try:
         # Nothing of the nodes' workers is printed here: what they run has logs of its own.

@@ -40,8 +40,8 @@ from streamrl.errors import (
 )
 from streamrl.placement.hosts import this_machine
 from streamrl.placement.plan import without_chosen
-from streamrl.process_environment import processes_with
 from streamrl.run_folder import held_run, move_aside
+from streamrl.service import processes_with
 
 MARK = "STREAMRL_PROCESS"
 NUM_PORTS = 3
