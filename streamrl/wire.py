@@ -21,8 +21,6 @@ from streamrl.errors import CorruptMessageError, MessageTooLargeError, SchemaVer
 from streamrl.types.packed import THREE_BYTES, widened
 
 SCHEMA_VERSION = 12
-_READ_VERSIONS = (11, SCHEMA_VERSION)
-"""What 11 wrote has no narrow arrays."""
 MAX_MESSAGE_BYTES = 256 * 2**20
 
 _ARRAY_CODES: dict[np.dtype[Any], int] = {
@@ -77,10 +75,10 @@ def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYT
         envelope = _envelope_decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise CorruptMessageError(f"not a StreamRL message: {error}") from error
-    if envelope.schema_version not in _READ_VERSIONS:
+    if envelope.schema_version != SCHEMA_VERSION:
         raise SchemaVersionError(
             f"message of schema version {envelope.schema_version}; this process reads "
-            f"{' and '.join(map(str, _READ_VERSIONS))}: bring both ends to one StreamRL release"
+            f"{SCHEMA_VERSION}: bring both ends to one StreamRL release"
         )
     body = memoryview(envelope.body)
     if xxhash.xxh3_64_intdigest(body) != envelope.checksum:

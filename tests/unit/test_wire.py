@@ -28,14 +28,12 @@ from streamrl.types import (
     PackedGroup,
     SharedEndpoint,
     TensorSpec,
-    TokenSets,
-    TopLogprobs,
     TrajectoryGroup,
     WeightUpdate,
     pack,
 )
 from streamrl.types.packed import narrowed, widened
-from tests.records import damaged, groups, make_group, with_candidates
+from tests.records import damaged, groups, make_group
 from tests.unit.episodes.environments import SubAgent, Summarizing
 from tests.unit.test_generator import Run
 
@@ -186,21 +184,8 @@ def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
 
 
 def test_another_schema_version_is_named():
-    with pytest.raises(SchemaVersionError, match="version 999; this process reads 11 and 12"):
+    with pytest.raises(SchemaVersionError, match="version 999; this process reads 12"):
         wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
-
-
-def test_a_group_of_the_schema_before_is_read_whose_numbers_are_all_of_four_bytes():
-    group = with_candidates(make_group(0), 3, 4)
-    fields = list(pack(group))
-    for name, kind in (("sampling_mask", TokenSets), ("top_logprobs", TopLogprobs)):
-        sets = [getattr(t, name) for t in group.trajectories]
-        place = PackedGroup.__struct_fields__.index(name)
-        fields[place] = kind.joined(sets, [t.num_tokens for t in group.trajectories])
-    body = wire._encoder.encode(fields)
-    old = envelope(body, version=11)
-    assert len(old) > len(wire.encode(pack(group)))
-    assert_same(group, wire.decode(old, PackedGroup).group())
 
 
 NUMBERS = {
