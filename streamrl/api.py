@@ -135,7 +135,9 @@ class Run:
         self._reader.join()
         # The latter before the launch has begun to listen to signals.
         if code not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
-            raise error_of(code, self._sentence(code))
+            if self._failure is None:
+                self._failure = f"launch: {sentence_of(code, self._pipe.read())}"
+            raise error_of(code, self._failure)
         return self
 
     def stop(self, timeout_s: float | None = None) -> "Run":
@@ -153,11 +155,6 @@ class Run:
     def _has_begun(self) -> bool:
         """Whether the folder is this run's, and no longer that of the one which it replaces."""
         return self._replaced is None or _stamp(self.path) != self._replaced
-
-    def _sentence(self, code: int) -> str:
-        if self._failure is None:
-            self._failure = f"launch: {sentence_of(code, self._pipe.read())}"
-        return self._failure
 
     def _read_output(self, show: bool) -> None:
         """Until the launch has closed it; waits for the next line."""

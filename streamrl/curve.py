@@ -26,11 +26,7 @@ LOST_S = 10
 
 
 def make_keys(folder: Path) -> None:
-    """Make both pairs, readable by the owner only.
-
-    Raises:
-        ConfigError: keys are there already.
-    """
+    """Make both pairs, readable by the owner only. Raises ConfigError if keys are there already."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for owner in ("server", "client"):
         public, secret = zmq.curve_keypair()

@@ -16,11 +16,7 @@ from pathlib import Path
 
 def write_file(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
     """Write the file whole and durably: a crash or a full disk leaves what was there before. A
-    private one can be read by its owner alone.
-
-    Raises:
-        OSError: it is not written.
-    """
+    private one can be read by its owner alone. Raises OSError if it is not written."""
     # Several daemons of a run may write the same file, in containers with one id of process.
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
     try:

@@ -1,11 +1,10 @@
 """Every error StreamRL raises on purpose, and the sentence a person reads.
 
 Invariant: an error names the field or the peer, what it was, and what is allowed. Each family has
-an exit code, by which a supervisor decides: `ConfigError` is for a person, `RolloutError` is data
-until every group fails, `TransportError` is retried under a deadline, `DivergedError` ends the run,
-all else crashes. Why a process failed is handed to the process that started it: the parent names a
-file in the environment, and what fails writes one record there, since libraries print after a log's
-last line, at exit. Only a direct child of the process that made the file writes to it.
+an exit code, by which a supervisor decides. Why a process failed is handed to the process that
+started it: the parent names a file in the environment, and what fails writes one record there,
+since libraries print after a log's last line, at exit. Only a direct child of the process that made
+the file writes to it.
 """
 
 import contextlib
@@ -252,11 +251,8 @@ def prefixed(setting: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path, setting: str = "") -> Iterator[None]:
-    """Around what reads a file that a person has named, by this setting.
-
-    Raises:
-        ConfigError: it cannot be read, or is no text.
-    """
+    """Around what reads a file that a person has named, by this setting. Raises ConfigError if it
+    cannot be read, or is no text."""
     owner = f"{setting}: " if setting else ""
     try:
         yield

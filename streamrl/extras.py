@@ -80,10 +80,6 @@ def not_installed(needs: str, module: str, reason: str = "") -> ConfigError:
 
 
 def require(needs: str, module: str) -> None:
-    """Imports nothing.
-
-    Raises:
-        ConfigError: the module is not installed.
-    """
+    """Imports nothing. Raises ConfigError if the module is not installed."""
     if not is_installed(module):
         raise not_installed(needs, module)

@@ -43,10 +43,7 @@ class StoreFolder:
 
     def put(self, file: Path, name: str, *, is_read: bool = False) -> None:
         """Under a name that nobody has been told of; one that `is_read` is exchanged as a whole.
-
-        Raises:
-            FileNotFoundError: there is no such file here.
-        """
+        Raises FileNotFoundError if there is no such file here."""
         file.stat()
         self._write(name, file, is_read=is_read)
 
@@ -99,11 +96,7 @@ class StoreFolder:
             self._do(partial(self._fs.mv, self._place(name), f"{target}/{name}"))
 
     def require_writable(self) -> None:
-        """Write a small object, and remove it again.
-
-        Raises:
-            ConfigError: that cannot be.
-        """
+        """Write a small object, and remove it again. Raises ConfigError if that cannot be."""
         try:
             self.replace(".writable", b"")
             self.remove(".writable")

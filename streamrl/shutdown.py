@@ -3,8 +3,8 @@
     the first SIGTERM or SIGINT   `requested` is set: the daemon saves, gives back what it holds,
                                   and ends; where it holds nothing yet it ends there
     the second one                the process ends at once
-    SIGHUP                        the first one, unless nohup has it ignored; never the second, as a
-                                  terminal that closes sends it twice, nor is one SIGTERM after it
+    SIGHUP                        the first one, unless nohup has it ignored; never the second
+                                  (see `Orders`)
     `force_s` after the first, or EXIT_S after the work is over
                                   the process ends, whatever its threads wait for
 

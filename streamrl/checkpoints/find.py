@@ -77,11 +77,8 @@ def version_of(path: Path) -> int:
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Every folder of a checkpoint in the run, oldest first, damaged or not.
-
-    Raises:
-        UnreadableCheckpointError: their folder is there and cannot be read.
-    """
+    """Every folder of a checkpoint in the run, oldest first, damaged or not. Raises
+    UnreadableCheckpointError if their folder is there and cannot be read."""
     folder = checkpoints_of(run)
     try:
         paths = list(folder.iterdir())

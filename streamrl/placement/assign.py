@@ -29,11 +29,8 @@ _RANKS = 2
 
 
 def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
-    """The configuration with addresses that all of the seats can use.
-
-    Raises:
-        ConfigError: the seats are on several hosts, and only one of them reaches Redis.
-    """
+    """The configuration with addresses that all of the seats can use. Raises ConfigError if the
+    seats are on several hosts, and only one of them reaches Redis."""
     if len({seat.host.name for seat in seats}) == 1:
         return config
     _require_reachable_redis(config)

@@ -114,11 +114,8 @@ class ModelShape:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any], num_parameters: int = 0) -> "ModelShape":
-        """Of the content of config.json; the parameters are counted by it where they are 0.
-
-        Raises:
-            KeyError: a size is missing.
-        """
+        """Of the content of config.json; the parameters are counted by it where they are 0. Raises
+        KeyError if a size is missing."""
         hidden = _size(facts, "hidden_size", "n_embd")
         heads = _size(facts, "num_attention_heads", "n_head")
         key_value_heads = facts.get("num_key_value_heads") or heads

@@ -200,11 +200,8 @@ def engine_seat(
     hosts: Sequence[Host],
     taken: "Taken",
 ) -> Seat:
-    """The best place that is left for one engine.
-
-    Raises:
-        ConfigError: no host has as many GPUs as it needs.
-    """
+    """The best place that is left for one engine. Raises ConfigError if no host has as many GPUs as
+    it needs."""
     kind, _, number = generator.device.partition(":")
     size = devices_per_engine(generator)
     if kind not in ("auto", "cuda") or size == 0:
@@ -286,11 +283,8 @@ class Taken:
 
 
 def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
-    """All processes of the run, in the order in which they start.
-
-    Raises:
-        ConfigError: one of them has no place.
-    """
+    """All processes of the run, in the order in which they start. Raises ConfigError if one of them
+    has no place."""
     wanted = allowed_for("buffer", hosts)
     if config.buffer.binds_url:
         wanted = at_address("buffer.url", config.buffer.url, wanted, hosts)

@@ -121,11 +121,8 @@ class Trackers:
         self._call_for_table(show)
 
     def flush(self) -> None:
-        """Wait until every line of `metrics.jsonl` is on disk.
-
-        Raises:
-            OSError: it is full, for example.
-        """
+        """Wait until every line of `metrics.jsonl` is on disk. Raises OSError if it is full, for
+        example."""
         self._file.flush()
 
     def close(self, wait_s: float = CLOSE_S) -> None:

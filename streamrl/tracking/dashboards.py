@@ -193,11 +193,10 @@ class WandbTracker(TableTracker):
 
 class TrackioTracker(TableTracker):
     """One Trackio run per run folder, in Trackio's own folder (TRACKIO_DIR); nothing is sent
-    elsewhere, unless Trackio's own variables name a Space or a server. `trackio show --project
-    streamrl` shows it on this machine.
+    elsewhere, unless Trackio's own variables name a Space or a server.
 
-    A resumed run continues in the same charts. Trackio removes nothing, so the steps that are made
-    again keep what was logged first, as at W&B. `run.folder`/trackio-step has the last one.
+    Trackio removes nothing, so the steps that a resumed run makes again keep what was logged first,
+    as at W&B. `run.path`/trackio-step has the last one.
     """
 
     def __init__(self, config: RunConfig) -> None:

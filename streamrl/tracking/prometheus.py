@@ -325,11 +325,8 @@ def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> 
 
 @contextmanager
 def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported]:
-    """What the daemon exports is read at its endpoint until the block ends.
-
-    Raises:
-        ConfigError: `tracking.prometheus.host` is no address of this machine.
-    """
+    """What the daemon exports is read at its endpoint until the block ends. Raises ConfigError if
+    `tracking.prometheus.host` is no address of this machine."""
     settings = config.tracking.prometheus
     left_out = ("buffer_",) if role == "learner" else ()
     exported = Exported(is_on=settings.enabled, left_out=left_out)

@@ -1,21 +1,17 @@
 """`streamrl launch FILE --slurm`: a run within a job of Slurm or an allocation, on its nodes, by
 steps that this process starts and watches.
 
-ask the nodes; plan; write the plan's configuration; make the model if it has a recipe; run
-the steps until the learner ends or a signal comes; evaluate; report
-
     SIGUSR1  Slurm's warning before the time limit: stop in order, save, and wait in the queue again
     SIGINT   stop in order and save
     SIGTERM  Slurm ends the job, and has told every step
 
-srun ends its step without grace when it is signaled itself, and forwards nothing, so signals go
-through Slurm to the step (scancel). When Slurm ends the whole job (scancel, preemption, the time
-limit, a requeue), every step gets SIGTERM from Slurm; a second signal would end the daemons at
-once, so none is sent then.
+srun ends its step without grace when it is signaled itself, so signals go through Slurm to the step
+(scancel). When Slurm ends the whole job, every step gets SIGTERM from Slurm; a second signal would
+end the daemons at once, so none is sent then.
 
 Invariant: nothing outlives the job; what runs in it are steps. A step is one process of the plan;
 what it prints goes to logs/NAME.log in the run's folder, written on its node. Every node is asked
-on the node, within a step as those of the run, so its GPUs are those that a step sees.
+within a step as those of the run, so its GPUs are those that a step sees.
 """
 
 import argparse
@@ -82,11 +78,8 @@ class _Requeue:
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Exit code of the run; with `--dry-run`, of making the plan.
-
-    Raises:
-        ConfigError: this is no job of Slurm.
-    """
+    """Exit code of the run; with `--dry-run`, of making the plan. Raises ConfigError if this is no
+    job of Slurm."""
     job = _job()
     if job is None:
         raise ConfigError(
@@ -96,20 +89,24 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     console = Console()
     requeue = _Requeue()
     hosts = hosts_of_job()
+    keys = config.run.path / "keys"
     has_own_keys = config.buffer.curve is None and len(hosts) > 1
     if has_own_keys:
-        config = config.with_values(buffer={"curve": config.run.path / "keys"})
+        config = config.with_values(buffer={"curve": keys})
     if arguments.dry_run:
         require_steps_to_launch(config, resume=arguments.resume, new=arguments.new)
-        _print(make_plan(config, hosts, resume=arguments.resume))
+        for process in make_plan(config, hosts, resume=arguments.resume).processes:
+            log = config.run.path / "logs" / f"{process.name}.log"
+            place = (process.name, process.host, process.command, process.environment, log)
+            print(shlex.join(step_command(*place)))
         return 0
     try:
         with launching(config, arguments, console, are_rows_checked=True, wait_s=_LOST_LOCK_S) as (
             config,
             _,
         ):
-            if has_own_keys and not (config.run.path / "keys").exists():
-                make_keys(config.run.path / "keys")
+            if has_own_keys and not keys.exists():
+                make_keys(keys)
             plan = make_plan(config, hosts, resume=arguments.resume)
             write_file(plan.config_file, to_yaml(plan.config))
             _run(plan, arguments, console, job)
@@ -160,19 +157,6 @@ def _children(plan: Plan, view: ProgressView, job: str) -> "list[StepChild]":
         return {"node": process.host, "job": job, "may_be_lost": process.host in may_be_lost}
 
     return make_children(StepChild, plan, view.print, own)
-
-
-def _print(plan: Plan) -> None:
-    logs = plan.config.run.path / "logs"
-    for process in plan.processes:
-        words = step_command(
-            process.name,
-            process.host,
-            process.command,
-            process.environment,
-            logs / f"{process.name}.log",
-        )
-        print(shlex.join(words))
 
 
 # All cores, memory and GPUs of the node that the job has, shared by its steps.

@@ -134,11 +134,7 @@ def on_orders(react: Callable[[signal.Signals], object]) -> Iterator[None]:
 
 
 async def unless_signaled(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result.
-
-    Raises:
-        Interrupted: a signal came first, which cancels it.
-    """
+    """The work's result. Raises Interrupted if a signal came first, which cancels it."""
     task = asyncio.ensure_future(work)
     signaled: list[signal.Signals] = []
 

@@ -1,8 +1,7 @@
 """Commands of this machine as forks of one process that has imported what they need.
 
-To import torch and transformers takes most of the start of a daemon, and all of them import the
-same. The server imports while the launch checks and plans; a daemon forked from it begins at once
-and shares its memory.
+The server imports torch and transformers while the launch checks and plans; a daemon forked from
+it begins at once and shares its memory.
 
 Invariant: a forked command is what an executed one would be: a child of the launcher, with its
 arguments, environment, output, session and exit code. Where there is no server, or it has failed,

@@ -3,19 +3,18 @@
     MIRROR/NAME/    as runs/NAME, but for what is of one machine: weights/, keys/, the buffer's
                     journal, and what is hidden
 
-Brought up to date with each complete checkpoint and at the end: history and records first, then the
-checkpoints, the newest first and each manifest last, then all else; then checkpoints go that the
-folder has no more. A thread does it, from the disk, so no step waits; what fails is said and tried
-again, and never ends the run.
+A thread brings it up to date with each complete checkpoint and at the end: history and records
+first, then the checkpoints, the newest first and each manifest last, then all else; then
+checkpoints go that the folder has no more. What fails is said and tried again, and never ends the
+run.
 
 Invariant: a checkpoint with a manifest there is complete, the lines of the steps up to it are
 there, and so is a history that contains it; whatever breaks off an upload costs the newest
-checkpoint at most, and a store that is slower than checkpoints come has one that is as old as a
-copy takes. `Mirror.take` comes before a launch reads the folder: it fetches what that
+checkpoint at most. `Mirror.take` comes before a launch reads the folder: it fetches what that
 lacks, and refuses two that have gone on apart, since one of them would be lost.
 
-The journal is not there: what waited in the buffer is lost with the machine. A learner that
-attaches with the books of its checkpoint opens those prompts again, and each is trained once.
+Without the journal what waited in the buffer is lost with the machine: a learner that attaches with
+the books of its checkpoint opens those prompts again.
 """
 
 import argparse
@@ -152,7 +151,7 @@ class Mirror:
         self._say(f"fetching the run at step {theirs.policy_version} from {self.url}")
         try:
             with new_folder(self._folder) as part:
-                for name in sorted(filter(_is_fetched(names), names)):
+                for name in _fetched(names):
                     (part / name).parent.mkdir(parents=True, exist_ok=True)
                     self._store.get(name, part / name)
                 if self._folder.exists():
@@ -389,18 +388,16 @@ def complete_checkpoints(names: Collection[str]) -> set[str]:
     return {path[1] for path in paths if len(path) == 3 and path[0] == _CHECKPOINTS}
 
 
-def _is_fetched(names: set[str]) -> Callable[[str], bool]:
+def _fetched(names: set[str]) -> Iterator[str]:
     """All but checkpoints that are not complete, or abandoned."""
     complete = complete_checkpoints(names)
-
-    def decide(name: str) -> bool:
+    for name in sorted(names):
         parts = name.split("/")
-        if parts[0] in _OF_A_MACHINE or any(part.startswith(".") for part in parts):
-            return False
         step = next((part for part in parts if part.startswith(PREFIX)), None)
-        return step is None or (parts[0] == _CHECKPOINTS and step in complete)
-
-    return decide
+        is_whole = step is None or (parts[0] == _CHECKPOINTS and step in complete)
+        is_hidden = any(part.startswith(".") for part in parts)
+        if is_whole and not is_hidden and parts[0] not in _OF_A_MACHINE:
+            yield name
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:

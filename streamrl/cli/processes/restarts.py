@@ -7,13 +7,11 @@
     else                             up to `max_restarts` times within `restart_window_s`, and as
                                      often without a new step, after a back-off
 
-A budget of restarts per time is that of systemd (StartLimitBurst in StartLimitIntervalSec) and of
-Erlang's supervisors (intensity in period). A start may take longer than the window divided by the
-restarts, so restarts that brought no step stay counted.
+A start may take longer than the window divided by the restarts, so restarts that brought no step
+stay counted. Steps that are trained again after a restart are not new ones.
 
 Invariant: no child outlives the launcher (each watches its parent, see `streamrl.service`), and a
-failure that a restart cannot change ends the launch with the child's own sentence. Steps that are
-trained again after a restart are not new ones.
+failure that a restart cannot change ends the launch with the child's own sentence.
 """
 
 import asyncio
@@ -107,12 +105,11 @@ class RestartBudget:
 
 @dataclass
 class Child:
-    """One daemon of the launch; its commands are those of the plan, `streamrl ROLE ...`.
+    """One daemon of the launch; commands and environment are those of the plan.
 
-    `read_step` returns the newest step of the run, `notify` gets a sentence for each restart;
-    `environment` is what the plan gives it. The run goes on without a child that `is_optional`.
-    A failure of one that `is_strict` is raised, whatever a restart might change. `log_format` is
-    that of the run. With a `fork_server` the process is forked from it.
+    `read_step` returns the newest step of the run, `notify` gets a sentence for each restart. The
+    run goes on without a child that `is_optional`; a failure of one that `is_strict` is raised,
+    whatever a restart might change. With a `fork_server` the process is forked from it.
     """
 
     role: str
@@ -223,7 +220,7 @@ class Child:
 
 
 def launcher_line(role: str, sentence: str, log_format: str) -> str:
-    """A line that whoever starts a process adds to its log."""
+    """A line for the log of a process, by whoever starts it."""
     if log_format == "json":
         return json_line(role, "error", "launcher", sentence, time_s=time.time())
     return f"{time.strftime('%Y-%m-%d %H:%M:%S')} launcher: {role} {sentence}"

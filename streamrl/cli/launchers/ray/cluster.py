@@ -107,11 +107,7 @@ class Place:
     async def run(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_format: str
     ) -> tuple[int, ErrorRecord | None]:
-        """See `Supervisor.run`.
-
-        Raises:
-            LostError: the node or the supervisor is gone.
-        """
+        """See `Supervisor.run`. Raises LostError if the node or the supervisor is gone."""
         answer: tuple[int, ErrorRecord | None] = await self.actor.run.remote(
             name, tuple(command), dict(environment), log_format
         )
@@ -202,11 +198,8 @@ class Nodes:
         place.found = {**found, "num_cores": max(1, int(cores) // sharing)}
 
     async def hold_ports(self, place: Place, config: RunConfig) -> int:
-        """The first of the ports for the addresses of the plan, which are free on this node.
-
-        Raises:
-            ConfigError: one that a setting names is taken.
-        """
+        """The first of the ports for the addresses of the plan, which are free on this node. Raises
+        ConfigError if one that a setting names is taken."""
         urls = {"weights.address": config.weights.address}
         if config.buffer.binds_url:
             urls["buffer.url"] = config.buffer.url
@@ -222,11 +215,7 @@ class Nodes:
 
     async def fetch(self, place: Place, environment: Mapping[str, str]) -> None:
         """Have the node take the run from its mirror, unless it sees the run's folder. Waits
-        `cluster.start_s` for a store that does not answer it.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        `cluster.start_s` for a store that does not answer it. Raises ConfigError if it cannot."""
         assert self.plan is not None, "the learner's nodes are there first"
         if place.found["shares_folder"]:
             return
@@ -239,11 +228,8 @@ class Nodes:
         self._is_fetched = True
 
     async def prepare(self, place: Place) -> None:
-        """Send what the node does not see.
-
-        Raises:
-            ConfigError: the node lacks a file, or is to have too much.
-        """
+        """Send what the node does not see. Raises ConfigError if the node lacks a file, or is to
+        have too much."""
         assert self.plan is not None, "the learner's nodes are there first"
         if not (place.found["shares_folder"] and place.found["shares_directory"]):
             config, host = self.plan.config, place.bundle.name
@@ -260,11 +246,7 @@ class Nodes:
         place.is_ready = True
 
     async def require(self, group: Group, within_s: float) -> None:
-        """`reach`, within so many seconds.
-
-        Raises:
-            ConfigError: the cluster has no room for it.
-        """
+        """`reach`, within so many seconds. Raises ConfigError if the cluster has no room for it."""
         try:
             async with asyncio.timeout(within_s):
                 while True:

@@ -38,11 +38,8 @@ def with_keys(config: RunConfig) -> RunConfig:
 
 
 def write_secrets(given: RunConfig) -> None:
-    """Fill the folder of `with_keys`: with what the configuration names, or new keys.
-
-    Raises:
-        ConfigError: a file that it names cannot be read.
-    """
+    """Fill the folder of `with_keys`: with what the configuration names, or new keys. Raises
+    ConfigError if a file that it names cannot be read."""
     folder, curve = given.run.path / _KEYS, given.buffer.curve
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     password = given.buffer.password_file
@@ -77,11 +74,8 @@ def required(config: RunConfig) -> tuple[str, ...]:
 
 
 def archive(config: RunConfig) -> bytes:
-    """A tar archive of the files below the working folder that settings name.
-
-    Raises:
-        ConfigError: they are larger than MAX_BYTES.
-    """
+    """A tar archive of the files below the working folder that settings name. Raises ConfigError if
+    they are larger than MAX_BYTES."""
     files = sorted({f for p in _named(config.model_dump()) if _is_sent(p) for f in _files(p)})
     size = sum(file.stat().st_size for file in files)
     if size > MAX_BYTES:

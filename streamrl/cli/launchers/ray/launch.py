@@ -1,14 +1,8 @@
 """`streamrl launch FILE --ray`: the driver of a run on a Ray cluster.
 
-connect; make the model if it has a recipe; prepare the run's folder here; wait for the learner's
-nodes; plan; start, watch and stop the plan's processes through the supervisors of their bundles;
-begin anew from the checkpoint where the learner's node is lost; evaluate where the learner was;
-report
-
-Invariant: the driver needs no GPU and nothing of the run goes through it. A process that fails is
-started again by the budget of every child. A generator whose node is lost, or is not there yet,
-waits for one, however long; without the learner's or the buffer's node all end, for a new beginning
-from the checkpoint.
+Invariant: the driver needs no GPU and nothing of the run goes through it. A generator whose node is
+lost, or is not there yet, waits for one, however long; without the learner's or the buffer's node
+all end, for a new beginning from the checkpoint.
 """
 
 import argparse
@@ -138,11 +132,8 @@ class _Run:
         return make_plan(self._config, hosts, resume=self._resume)
 
     async def _begin(self) -> Plan:
-        """The plan, once the learner's nodes are there and have what they need.
-
-        Raises:
-            ConfigError: they are not, within `cluster.start_s`, or cannot be used.
-        """
+        """The plan, once the learner's nodes are there and have what they need. Raises ConfigError
+        if they are not, within `cluster.start_s`, or cannot be used."""
         await self._nodes.require(self._learner, self._config.cluster.start_s)
         first = await self._nodes.hold_ports(self._learner.places[0], self._config)
         self._config = self._config.with_values(cluster={"first_port": first})
@@ -219,7 +210,7 @@ class _Run:
 
         def own(process: PlannedProcess) -> Mapping[str, Any]:
             may_wait = process.role not in ("buffer", "learner")
-            all_have = {"nodes": self._nodes, "may_wait": may_wait, "planned": self._planned}
+            all_have = {"nodes": self._nodes, "may_wait": may_wait, "plan": self.plan}
             return {**all_have, **homes[process.host]}
 
         children = make_children(RayChild, plan, self._view.print, own, handed_on(plan.config))
@@ -227,15 +218,9 @@ class _Run:
             child.family = children
         return children
 
-    def _planned(self, name: str) -> PlannedProcess:
-        return next(process for process in self.plan().processes if process.name == name)
-
     async def _require_generators(self, children: Sequence[Child]) -> None:
-        """Waits `cluster.start_s`.
-
-        Raises:
-            ConfigError: fewer generators than the run needs have had a node by then.
-        """
+        """Waits `cluster.start_s`. Raises ConfigError if fewer generators than the run needs have
+        had a node by then."""
         within_s, least = self._config.cluster.start_s, self._config.generator.min_count
         await asyncio.sleep(within_s)
         reached = [c for c in children if isinstance(c, RayChild) and c.was_reached]
@@ -275,14 +260,14 @@ class LearnerLostError(StreamRLError):
 
 @dataclass(kw_only=True)
 class RayChild(PlannedChild):
-    """`place` is its bundle, of `group`; `family` are all children of the run; `planned` is its
-    process by what is known of its node now."""
+    """`place` is its bundle, of `group`; `family` are all children of the run; `plan` makes the
+    plan by what is known of the nodes now."""
 
     nodes: Nodes
     group: Group
     place: Place
     may_wait: bool
-    planned: Callable[[str], PlannedProcess]
+    plan: Callable[[], Plan]
     family: "list[RayChild]" = field(default_factory=list)
     was_reached: bool = False
 
@@ -304,7 +289,7 @@ class RayChild(PlannedChild):
         """Exit code and record of a process that is started on a node, as often as one is lost.
         Waits for its end, or for a node; `stop` unblocks both."""
         while await self._is_reached():
-            process = self.planned(self.role)
+            process = next(p for p in self.plan().processes if p.name == self.role)
             command = process.restart_command if self.num_restarts else process.command
             # The devices are those that Ray has given to the bundle.
             environment = {**self.environment, **process.environment}
