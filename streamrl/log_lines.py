@@ -9,9 +9,9 @@
     exception  the traceback, where there is one
 
 Invariant: what Python code of the process logs, prints, warns of or raises without catching it
-becomes such objects. Lines that native code writes, or a child process of a library, stay as they
-are. `streamrl.service` begins it, and `streamrl.cli` for a daemon whose launcher asks for it, so
-that errors of the imports are covered. Imports nothing of StreamRL.
+becomes such objects. Lines of native code, or of a child process of a library, stay as they are.
+`streamrl.cli` begins it for a daemon whose launcher asks for it, so that errors of the imports are
+covered, and `streamrl.service`. Imports nothing of StreamRL.
 """
 
 import atexit

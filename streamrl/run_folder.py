@@ -97,10 +97,8 @@ def prepare(
     are read, and with `validation.every` where a validator starts by default, so that the learner
     waits for it; written into the run's folder.
 
-    Without `binds` buffer and learner are on other machines: the ports are a plan's, and a
-    validator has a place or none.
-
     Args:
+        binds: buffer and learner are on this machine; elsewhere the ports are a plan's.
         are_rows_checked: whether this launch has; the run's generators then need not.
         next_prompt_index: the first prompt that the run in a folder has not asked for yet.
 
@@ -127,7 +125,11 @@ def prepare(
             file=sys.stderr,
         )
     config = config.with_values(data={"first_prompt_index": rows[-1].first_prompt_index})
-    resolved = _with_ports(_with_validator(config)) if binds else config
+    resolved = config
+    if binds:
+        if config.is_validated and config.validation.every is None:
+            resolved = config.with_values(validation={"every": "auto"})
+        resolved = _with_ports(resolved)
     try:
         # Daemons that were killed are still named there.
         for target in config.run.folder.glob(f"{_TARGETS}/{config.run.name}@*.json"):
@@ -471,12 +473,6 @@ def read_books(folder: Path) -> Books | None:
     """The books that the last buffer of the run has written; None before one has ended, and for
     what another release wrote."""
     return _record(folder / BOOKS_FILE, Books)
-
-
-def _with_validator(config: RunConfig) -> RunConfig:
-    if not config.is_validated or config.validation.every is not None:
-        return config
-    return config.with_values(validation={"every": "auto"})
 
 
 def _with_ports(config: RunConfig) -> RunConfig:

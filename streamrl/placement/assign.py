@@ -2,10 +2,8 @@
 
 Invariant: the same configuration, hosts and model give the same plan; nothing is read but the
 model's config.json and the headers of its files. A plan that exists can start, as far as settings
-and sizes tell. A command is what a person would type in the working folder of the host; the
-environment holds only what follows from the plan. On several hosts `buffer.url` and
-`weights.address` are addresses of hosts, with ports that are known before anything starts, and keys
-protect them.
+and sizes tell. On several hosts `buffer.url` and `weights.address` are addresses of hosts, with
+ports that are known before anything starts.
 """
 
 from collections import Counter
@@ -33,11 +31,15 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
     seats are on several hosts, and only one of them reaches Redis."""
     if len({seat.host.name for seat in seats}) == 1:
         return config
-    _require_reachable_redis(config)
     address = _address(config, config.weights.address, "learner", seats)
     url = config.buffer.url
     if config.buffer.binds_url:
         url = _address(config, url, "buffer", seats)
+    elif any(is_loopback(f"redis://{url_host(host)}:0") for host, _ in places_of(url)):
+        raise ConfigError(
+            f"buffer.url: was {url!r}, which is another machine on each host of the run: name the "
+            "one that Redis runs on"
+        )
     return config.with_values(weights={"address": address}, buffer={"url": url})
 
 
@@ -50,17 +52,6 @@ def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat])
     if is_loopback(url) or is_any(url):
         host = url_host(next(seat.host.address for seat in seats if seat.role == role))
     return f"{scheme}://{host}:{port_of(url) or config.cluster.first_port + _PORTS[role]}"
-
-
-def _require_reachable_redis(config: RunConfig) -> None:
-    if config.buffer.binds_url:
-        return
-    for host, _ in places_of(config.buffer.url):
-        if is_loopback(f"redis://{url_host(host)}:0"):
-            raise ConfigError(
-                f"buffer.url: was {config.buffer.url!r}, which is another machine on each host of "
-                "the run: name the one that Redis runs on"
-            )
 
 
 _RENDEZVOUS_S = 900

@@ -113,12 +113,11 @@ def without_chosen(planned: Mapping[str, str], environment: Mapping[str, str]) -
 class PlannedProcess:
     """One command on one host.
 
-    `name` is the process's own: buffer, learner (one per host: it starts the ranks there, with
-    torchrun where the ranks are on several hosts; the second host's is learner-host-1),
-    generator-0, validator. `devices` are indices on the host; `environment` is what the process
-    gets besides that of its host (CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, NCCL_SOCKET_IFNAME, ...);
-    `restart_command` is run after a failure; `memory` is about what it needs on each device, None
-    where it has none or the model is not known.
+    `name` is the process's own: buffer, generator-0, validator, learner (one per host, which starts
+    the ranks there; the second host's is learner-host-1). `devices` are indices on the host;
+    `environment` is what the process gets besides that of its host; `restart_command` is run after
+    a failure; `memory` is about what it needs on each device, None where it has none or the model
+    is not known.
     """
 
     name: str
@@ -137,9 +136,8 @@ class PlannedProcess:
 class Plan:
     """All processes of a run, in the order in which they start.
 
-    `config` has the addresses and sizes of the plan (`buffer.url`, `weights.address`, the engines'
-    memory) and is the file that every process gets. `notes` are warnings for the person who
-    starts it: GPUs that nothing uses, memory that may not be enough.
+    `config` has the addresses and sizes of the plan and is the file that every process gets.
+    `notes` are warnings for the person who starts it.
     """
 
     config: RunConfig

@@ -124,22 +124,19 @@ def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
         raise _no_device("learner", learner.device, allowed)
     block = learner.mesh.sequence * learner.mesh.tensor
     learner.require_ranks(learner.num_ranks)
-    if kind in ("auto", "cuda") and with_gpus:
+    has_gpus = kind in ("auto", "cuda") and bool(with_gpus)
+    if has_gpus:
         _require_room(config, with_gpus, block)
         shares = _fill(learner.num_ranks, block, [len(host.devices) for host in with_gpus])
-        return _seats(with_gpus, shares, has_gpus=True)
-    shares = spread(learner.num_ranks, block, len(allowed))
-    return _seats(allowed, shares, has_gpus=False)
-
-
-def _seats(hosts: Sequence[Host], shares: Sequence[int], *, has_gpus: bool) -> tuple[Seat, ...]:
-    found: tuple[Seat, ...] = ()
-    for host, count in zip(hosts, shares, strict=True):
+    else:
+        shares = spread(learner.num_ranks, block, len(allowed))
+    found: list[Seat] = []
+    for host, count in zip(with_gpus if has_gpus else allowed, shares, strict=True):
         name = f"learner-host-{len(found)}" if found else "learner"
         devices = tuple(range(count if has_gpus else 0))
         if count:
-            found = (*found, Seat(name, "learner", host, devices, num_ranks=count))
-    return found
+            found.append(Seat(name, "learner", host, devices, num_ranks=count))
+    return tuple(found)
 
 
 def _with_device(role: HostRole, device: str, hosts: Sequence[Host]) -> Sequence[Host]:

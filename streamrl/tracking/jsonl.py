@@ -1,12 +1,9 @@
 """`metrics.jsonl`: one JSON object a step, written whole, in order, each step once.
 
-`trained.jsonl` is written the same way: the prompts that each step trained. While the disk is full
-lines wait in memory, in their order; `flush` says whether all are on disk, which a checkpoint waits
-for. Invariant: the file ends with a whole line, unless its writer was killed while it wrote one;
-readers leave out a line that was cut off, and the next writer removes it.
-
-`validation.jsonl` has a line for each validation; `best_of` says which of them is the best.
-`FollowedMetrics` reads a file that grows, for the live view.
+`trained.jsonl` is written the same way: the prompts that each step trained; `validation.jsonl` has
+a line for each validation. While the disk is full lines wait in memory, in their order. Invariant:
+the file ends with a whole line, unless its writer was killed while it wrote one; readers leave out
+a line that was cut off, and the next writer removes it.
 """
 
 import json
