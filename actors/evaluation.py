@@ -48,14 +48,14 @@ def newest_model(config: RunConfig) -> Path:
             none is complete.
     """
     found = newest(config.run.path)
-    for damage in found.damaged:
-        log.warning("%s; an older one is taken", damage.sentence)
-    if found.checkpoint is None:
+    if found is None:
         raise ConfigError(
             f"{config.run.path} has no checkpoint yet; --checkpoint {config.model.path} scores the "
             "model that it starts from"
         )
-    return _model_in(found.checkpoint)
+    for damage in found.damaged:
+        log.warning("%s; an older one is taken", damage.sentence)
+    return _model_in(found)
 
 
 def named_model(path: Path) -> Path:

@@ -93,7 +93,7 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The newest complete one."""
-        found = newest(self.path).checkpoint if self._has_begun else None
+        found = newest(self.path) if self._has_begun else None
         return None if found is None else found.path
 
     @property

@@ -135,11 +135,11 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 def _newest(run: Path) -> Checkpoint:
     found = newest(run)
-    if found.checkpoint is None:
+    if found is None:
         raise ConfigError(f"{run} has no checkpoint yet")
     for damage in found.damaged:
         print(f"{damage.sentence}; an older one is taken")
-    return found.checkpoint
+    return found
 
 
 def _of_step(run: Path, step: int) -> Checkpoint:

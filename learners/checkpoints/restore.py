@@ -105,21 +105,20 @@ def for_loading(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
 
 def _newest(run: Path) -> LearnerStart:
     found, current = newest(run), read_history(checkpoints_of(run))
-    if found.checkpoint is None:
+    if found is None:
         return LearnerStart(None, new_history(), "the run had no checkpoint", run)
-    path, version = found.checkpoint.path, found.checkpoint.policy_version
     for damage in found.damaged:
         log.warning(
             "%s; going on from %s: the steps %d to %d, and any after them, are trained again",
             damage.sentence,
-            path,
-            version + 1,
+            found.path,
+            found.policy_version + 1,
             damage.policy_version,
         )
     reason = (
         "; ".join(damage.sentence for damage in found.damaged) or "another learner had saved it"
     )
-    return _after(found.checkpoint, run, "" if current is None else current.resume, reason)
+    return _after(found, run, "" if current is None else current.resume, reason)
 
 
 def _named(run: Path, path: Path) -> LearnerStart:

@@ -10,9 +10,9 @@ and so abandon all of that run's steps, is refused (`require_new_run`) before an
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,31 +36,23 @@ FORMAT = 4
 """Of state.json; a checkpoint of another format is refused."""
 
 
+class Damage(NamedTuple):
+    """A checkpoint that was passed over; `sentence` says what is wrong with which file."""
+
+    policy_version: int
+    sentence: str
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one; `record` is all of its state.json."""
+    """A complete one; `record` is all of its state.json, `damaged` are newer ones of the run that
+    `newest` has passed over, newest first."""
 
     path: Path
     policy_version: int
     books: Books
     history: History
     record: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A checkpoint that was passed over; `sentence` says what is wrong with which file."""
-
-    path: Path
-    policy_version: int
-    sentence: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """`checkpoint` is None for a run that has none yet; `damaged` are newer ones, newest first."""
-
-    checkpoint: Checkpoint | None
     damaged: tuple[Damage, ...] = ()
 
 
@@ -90,8 +82,8 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted((p for p in named if p.name.removeprefix(PREFIX).isdigit()), key=version_of)
 
 
-def newest(run: Path, *, contents: bool = True) -> Found:
-    """The checkpoint that the run in this folder continues from.
+def newest(run: Path, *, contents: bool = True) -> Checkpoint | None:
+    """The checkpoint that the run in this folder continues from; None for one that has none yet.
 
     That is the newest complete one of its history. One that it started from counts, wherever it is.
     One that cannot be read is not passed over: its steps would be abandoned.
@@ -107,16 +99,16 @@ def newest(run: Path, *, contents: bool = True) -> Found:
         if history is not None and _belongs(path, history) is False:
             continue
         try:
-            return Found(read_checkpoint(path, contents=contents), damaged)
+            return replace(read_checkpoint(path, contents=contents), damaged=damaged)
         except DamagedCheckpointError as error:
-            damaged = (*damaged, Damage(path, version, str(error)))
+            damaged = (*damaged, Damage(version, str(error)))
     if damaged:
         sentences = "; ".join(damage.sentence for damage in damaged)
         raise ConfigError(
             f"run.resume: no checkpoint of {run} is complete: {sentences}; name another checkpoint "
             "to go on from, or start the run anew with --new"
         )
-    return Found(None)
+    return None
 
 
 def _candidates(run: Path, history: History | None) -> Iterator[tuple[int, Path]]:
@@ -256,7 +248,7 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Ch
         case Path() as named if not (resume and is_taken(config.run.path, named)):
             checkpoint: Checkpoint | None = read_checkpoint(named, contents=False)
         case setting if resume or (setting == "auto" and not new):
-            checkpoint = newest(config.run.path, contents=False).checkpoint
+            checkpoint = newest(config.run.path, contents=False)
         case _:
             checkpoint = None
     if checkpoint is not None:
@@ -285,7 +277,7 @@ def require_new_run(config: RunConfig, learner_term: int, version: int) -> None:
 def _from(config: RunConfig) -> str:
     """Where `--resume` goes on."""
     try:
-        checkpoint = newest(config.run.path, contents=False).checkpoint
+        checkpoint = newest(config.run.path, contents=False)
     except ConfigError:
         return "from the checkpoint that run.resume has to name, since none is complete"
     except UnreadableCheckpointError as error:

@@ -13,7 +13,7 @@ follow from config.json as transformers has it for decoders like Llama's.
                                 in arXiv 2205.05198, section 4.1, for RMS norms, a gated MLP, and
                                 attention that keeps no scores
 
-`EngineMemory`: of an engine; one of HF takes a second copy of the weights for updates.
+`engine_need`: of an engine; one of HF takes a second copy of the weights for updates.
 
     weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
     KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180,
@@ -47,6 +47,7 @@ from streamrl.placement.seats import (
     DEVICE_SETTINGS,
     Seat,
     pipeline_parallel_size,
+    size_setting,
     tensor_parallel_size,
 )
 
@@ -347,43 +348,26 @@ def adapter_size(shape: ModelShape, lora: LoraSettings) -> int:
     return lora.rank * shape.num_layers * sum(widths.get(name, h + h) for name in chosen)
 
 
-@dataclass(frozen=True)
-class EngineMemory:
-    """Of the engine of a generator, or of the validator with its own settings."""
-
-    config: RunConfig
-    generator: GeneratorSettings
-    shape: ModelShape
-
-    def need(self) -> Need:
-        return Need.of(self._parts(), self._remedies())
-
-    def _parts(self) -> Iterator[MemoryPart]:
-        generator, size = self.generator, _SIZES[self.generator.dtype]
-        tensor, layers = tensor_parallel_size(generator), pipeline_parallel_size(generator)
-        weights = self.shape.num_parameters * size // (tensor * layers)
-        if generator.engine == "hf":
-            yield MemoryPart("weights, twice", 2 * weights)
-        else:
-            yield MemoryPart("weights", weights)
-        if generator.engine == "vllm" and (given := generator.vllm.kv_cache_memory_bytes):
-            yield MemoryPart("KV cache", given)
-        else:
-            longest = generator.max_model_len or self.config.max_model_len
-            one = self.shape.kv_bytes_per_token(size, tensor) // layers * longest
-            yield MemoryPart("KV cache of one sequence", one)
-            more = generator.max_num_seqs - 1
-            yield MemoryPart(f"KV cache of {more} more", more * one, is_certain=False)
-        yield _DRIVER
-
-    def _remedies(self) -> Iterator[str]:
-        if self.generator.dtype == "float32":
-            yield "generator.dtype bfloat16"
-        if self.generator.engine == "vllm":
-            yield "more generator.vllm.tensor_parallel_size"
-        if self.generator.engine == "sglang":
-            yield "more generator.sglang.tp_size"
-        yield "a smaller generator.max_model_len"
+def engine_need(generator: GeneratorSettings, shape: ModelShape, max_model_len: int) -> Need:
+    """Of the engine of a generator, or of the validator with its own settings; `max_model_len` is
+    the run's."""
+    engine, size = generator.engine, _SIZES[generator.dtype]
+    tensor, layers = tensor_parallel_size(generator), pipeline_parallel_size(generator)
+    weights = shape.num_parameters * size // (tensor * layers)
+    parts = [MemoryPart("weights", weights)]
+    if engine == "hf":
+        parts = [MemoryPart("weights, twice", 2 * weights)]
+    if engine == "vllm" and (given := generator.vllm.kv_cache_memory_bytes):
+        parts.append(MemoryPart("KV cache", given))
+    else:
+        longest, more = generator.max_model_len or max_model_len, generator.max_num_seqs - 1
+        one = shape.kv_bytes_per_token(size, tensor) // layers * longest
+        parts.append(MemoryPart("KV cache of one sequence", one))
+        parts.append(MemoryPart(f"KV cache of {more} more", more * one, is_certain=False))
+    remedies = ["generator.dtype bfloat16"] if generator.dtype == "float32" else []
+    if engine in ("vllm", "sglang"):
+        remedies.append(f"more {size_setting(generator)}")
+    return Need.of((*parts, _DRIVER), (*remedies, "a smaller generator.max_model_len"))
 
 
 def fraction_of(generator: GeneratorSettings) -> tuple[str, float | None]:
@@ -469,7 +453,7 @@ class Fit:
             sends = seat == self._learners[0] and position == 0
             num_ranks = sum(other.num_ranks for other in self._learners)
             return LearnerMemory(self.config, self.shape, num_ranks, sends, self.critic).need()
-        return EngineMemory(self.config, self._generator(seat), self.shape).need()
+        return engine_need(self._generator(seat), self.shape, self.config.max_model_len)
 
     def overrides(self, seat: Seat) -> Mapping[str, str]:
         """The fraction of each GPU that the engine of a seat takes, if it shares one and no person

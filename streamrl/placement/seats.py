@@ -212,11 +212,15 @@ def engine_seat(
         host = min(fitting, key=lambda host: taken.least_loaded(host, size)[0])
         return Seat(name, role, host, taken.least_loaded(host, size)[1])
     if with_gpus:
-        field = "sglang.tp_size" if generator.engine == "sglang" else "vllm.tensor_parallel_size"
-        raise ConfigError(f"generator.{field}: was {size}, and {counted(hosts)}")
+        raise ConfigError(f"{size_setting(generator)}: was {size}, and {counted(hosts)}")
     if kind == "cuda" and all(host.is_counted for host in hosts):
         raise _no_device(role, generator.device, hosts)
     return Seat(name, role, taken.idlest(hosts))
+
+
+def size_setting(generator: GeneratorSettings) -> str:
+    field = "sglang.tp_size" if generator.engine == "sglang" else "vllm.tensor_parallel_size"
+    return f"generator.{field}"
 
 
 def devices_per_engine(generator: GeneratorSettings) -> int:

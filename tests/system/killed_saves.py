@@ -87,12 +87,12 @@ def main(run: Path, model: Path) -> None:
 def check(config: RunConfig, trainers: Mapping[int, Trainer]) -> int:
     """The version that the run goes on from, which has the parameters of its trainer."""
     found = newest(config.run.path)
-    assert found.checkpoint is not None
+    assert found is not None
     assert found.damaged == ()
-    saved = whole_tensors(found.checkpoint.path, "")
-    for name, tensor in tensors_of(trainers[found.checkpoint.policy_version], CONTENTS).items():
+    saved = whole_tensors(found.path, "")
+    for name, tensor in tensors_of(trainers[found.policy_version], CONTENTS).items():
         assert torch.equal(tensor, saved[name]), name
-    return found.checkpoint.policy_version
+    return found.policy_version
 
 
 if __name__ == "__main__":

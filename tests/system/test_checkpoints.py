@@ -132,10 +132,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, model: Path)
         folder = folder_of(tmp_path, f"{num_ranks}-{first}")
         run_ranks(train, num_ranks, folder, tmp_path, model, first, last)
         found = newest(tmp_path / "run")
-        assert found.checkpoint is not None
-        shards = list((found.checkpoint.path / "shards").iterdir())
+        assert found is not None
+        shards = list((found.path / "shards").iterdir())
         assert len(shards) == num_ranks
-        saved.append(whole_tensors(found.checkpoint.path, ""))
+        saved.append(whole_tensors(found.path, ""))
     assert_equal(saved[3], saved[2])
     assert_equal(saved[2], whole_tensors(path_of(tmp_path / "alone" / "run", 3), ""), 1e-5)
 

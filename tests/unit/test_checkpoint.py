@@ -145,7 +145,7 @@ def names(config: RunConfig) -> list[str]:
 
 def test_the_newest_are_kept_and_half_written_ones_are_not_seen(tmp_path):
     config = make_run(tmp_path, resume="auto")
-    assert newest(config.run.path).checkpoint is None
+    assert newest(config.run.path) is None
     trainer = make_trainer(config)
     for version in (1, 2, 10):
         path = save(config, trainer, LearnerState(version))
@@ -168,8 +168,8 @@ def test_a_checkpoint_is_kept_although_an_abandoned_one_has_a_higher_number(tmp_
         assert f"step-{version:08d}" in names(config)
     assert names(config) == [f"step-{n:08d}" for n in (15, 20, 25, 30)]
     found = newest(config.run.path)
-    assert found.checkpoint is not None
-    assert found.checkpoint.policy_version == 25
+    assert found is not None
+    assert found.policy_version == 25
 
 
 def test_a_learner_whose_history_does_not_survive_saves_and_deletes_nothing(tmp_path):
@@ -238,7 +238,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_as_they_are
     assert names(config) == ["step-00000001", "step-00000002"]
     left = {path.name for path in (config.run.path / "checkpoints").iterdir()}
     assert left == {"step-00000001", "step-00000002"}
-    assert newest(config.run.path).damaged == ()
+    found = newest(config.run.path)
+    assert found is not None
+    assert (found.policy_version, found.damaged) == (2, ())
     save(config, trainer, LearnerState(3))
     assert names(config) == ["step-00000002", "step-00000003"]
 
@@ -575,7 +577,7 @@ def test_what_a_kill_has_left_behind_is_removed_by_the_next_learner(tmp_path):
         shutil.copytree(path, path.with_name(f".{path.name}.{history.learner_id}.{kind}"))
     begin(tmp_path, history, 1, "", ())
     assert {p.name for p in path.parent.iterdir()} == {path.name, "history.json"}
-    assert newest(tmp_path).checkpoint is not None
+    assert newest(tmp_path) is not None
 
 
 def test_an_adapter_goes_on_with_the_scale_that_it_was_trained_with(tmp_path):

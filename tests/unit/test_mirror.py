@@ -76,7 +76,7 @@ class Machine:
 
     @property
     def step(self) -> int:
-        found = newest(self.folder).checkpoint
+        found = newest(self.folder)
         return 0 if found is None else found.policy_version
 
 
@@ -216,7 +216,7 @@ def test_wherever_an_upload_breaks_off_a_whole_checkpoint_with_its_lines_is_left
     other.mirror.take(resume=True, new=False)
     assert other.step in (3, 4, 5)
     content = path_of(other.folder, other.step) / "model.safetensors"
-    is_second = newest(other.folder).checkpoint.history == SECOND
+    is_second = newest(other.folder).history == SECOND
     assert content.read_text() == ("other" if is_second else "weights")
     steps = [json.loads(line)["step"] for line in (other.folder / "trained.jsonl").open()]
     assert steps[: other.step] == list(range(1, other.step + 1))
@@ -228,7 +228,7 @@ def test_wherever_an_upload_breaks_off_a_whole_checkpoint_with_its_lines_is_left
     last = machine("last")
     last.mirror.take(resume=True, new=False)
     assert last.step == 5
-    assert newest(last.folder).checkpoint.history == SECOND
+    assert newest(last.folder).history == SECOND
 
 
 def test_the_folder_that_has_more_is_kept_and_one_that_has_less_is_set_aside(machine):
@@ -245,7 +245,7 @@ def test_the_folder_that_has_more_is_kept_and_one_that_has_less_is_set_aside(mac
     one.mirror.take(resume=True, new=False)
     assert one.step == 5
     (aside,) = one.folder.parent.glob("run.*")
-    assert newest(aside).checkpoint.policy_version == 3
+    assert newest(aside).policy_version == 3
 
 
 def go_on_apart(one, other) -> None:

@@ -185,14 +185,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def test_what_the_buffer_has_acknowledged_is_in_the_checkpoint(tmp_path, history, fault):
     run = make_run(tmp_path, TRAINED, BOOKS).run.path
     steps = dict(enumerate(TRAINED, 1))
-    checkpoint = newest(run).checkpoint
+    checkpoint = newest(run)
     found = list(event_faults(audit_events(events(*history)), steps, checkpoint, has_ended=False))
     assert [fault in sentence for sentence in found] == [True] * bool(fault)
 
 
 def test_what_the_buffer_would_lend_again_after_the_end_is_named(tmp_path):
     run = make_run(tmp_path, TRAINED, BOOKS).run.path
-    steps, checkpoint = dict(enumerate(TRAINED, 1)), newest(run).checkpoint
+    steps, checkpoint = dict(enumerate(TRAINED, 1)), newest(run)
     found = audit_events(events("0 a LBTR", "2 b LB", "3 c Le", "5 d L"))
     assert list(event_faults(found, steps, checkpoint, has_ended=True)) == [
         "finished in the newest checkpoint, and the buffer would lend them again: [2, 3]"
@@ -278,9 +278,10 @@ def test_what_is_removed_is_the_newest_complete_checkpoint_or_all(tmp_path):
     assert remove_newest(run) == "SIGKILL, and step-00000004, step-00000006 removed"
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002"]
     found = newest(run, contents=False)
-    assert (found.checkpoint and found.checkpoint.policy_version, found.damaged) == (2, ())
+    assert found is not None
+    assert (found.policy_version, found.damaged) == (2, ())
     assert remove_all(run) == "SIGKILL, and step-00000002 removed"
-    assert newest(run).checkpoint is None
+    assert newest(run) is None
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ class HistoryMachine(RuleBasedStateMachine):
     @invariant()
     def the_checkpoints_are_those_of_the_surviving_history(self) -> None:
         assert len(list_checkpoints(self.run)) <= KEEP
-        checkpoint = newest(self.run).checkpoint
+        checkpoint = newest(self.run)
         assert checkpoint is None or checkpoint.policy_version <= self.learner.version
 
 
@@ -436,7 +436,7 @@ def test_a_run_may_start_from_a_checkpoint_of_another_run(tmp_path, has_lines):
     assert sorted(i for line in lines[-13:] for i in line["prompt_indices"]) == [*range(20, 46)]
     run = tmp_path / "run"
     assert check_folder(run, audit(events), None, GROUPS_PER_STEP).faults == ()
-    found = newest(run).checkpoint
+    found = newest(run)
     steps = {line["step"]: line["prompt_indices"] for line in lines}
     assert list(event_faults(audit(events), steps, found, has_ended=True)) == []
 

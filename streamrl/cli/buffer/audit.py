@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 from buffers.audit import EventAudit, audit_journal, audit_redis, findings
 from buffers.journal.sqlite import journal_path
 from streamrl.checkpoints.abandoned import read_abandoned
-from streamrl.checkpoints.find import Checkpoint, Found, list_checkpoints, newest
+from streamrl.checkpoints.find import Checkpoint, list_checkpoints, newest
 from streamrl.checkpoints.history import finished
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, UnreadableCheckpointError
@@ -124,10 +124,9 @@ def check_folder(
 
     `groups_per_step` is given if all its steps had the same.
     """
-    found, faults = _newest(folder)
+    checkpoint, faults = _newest(folder)
     trained = read_metrics(folder / TRAINED_FILE)
     metrics = read_metrics(folder / METRICS_FILE, {"buffer/books_balanced"})
-    checkpoint = found.checkpoint
     first = 1 if checkpoint is None else checkpoint.history.first_step
     version = 0 if checkpoint is None else checkpoint.policy_version
     for name, lines in ((METRICS_FILE, metrics), (TRAINED_FILE, trained)):
@@ -153,12 +152,12 @@ def check_folder(
     return RunAudit(tuple(sums), tuple(faults))
 
 
-def _newest(folder: Path) -> tuple[Found, list[str]]:
+def _newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     try:
         found = newest(folder, contents=False)
     except (ConfigError, UnreadableCheckpointError) as error:
-        return Found(None), [str(error)]
-    return found, [damage.sentence for damage in found.damaged]
+        return None, [str(error)]
+    return found, [damage.sentence for damage in found.damaged] if found else []
 
 
 def _step_faults(name: str, lines: Sequence[Line], first: int, last: int) -> Iterator[str]:

@@ -254,7 +254,7 @@ def summary_rows(config: RunConfig, lines: Lines) -> list[tuple[str, str]]:
 def unsaved_rows(folder: Path, step: int) -> list[tuple[str, str]]:
     """Of a run that has ended at this step: which steps are in no checkpoint."""
     try:
-        checkpoint = newest(folder, contents=False).checkpoint
+        checkpoint = newest(folder, contents=False)
     except StreamRLError:
         # Going on says what is wrong with it.
         return []

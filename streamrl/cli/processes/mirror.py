@@ -376,7 +376,7 @@ def mirrored(mirror: Mirror | None) -> Iterator[None]:
 
 def _tip_of(folder: Path) -> _Tip | None:
     try:
-        checkpoint = newest(folder, contents=False).checkpoint
+        checkpoint = newest(folder, contents=False)
     except ConfigError:
         return None
     return None if checkpoint is None else _Tip(checkpoint.history, checkpoint.policy_version)

@@ -144,7 +144,7 @@ def launching(
 
 def _next_prompt_index(folder: Path) -> int:
     """The first prompt that nobody has been lent, by all that is known here of the run's books."""
-    checkpoint = newest(folder, contents=False).checkpoint
+    checkpoint = newest(folder, contents=False)
     books = (read_books(folder), None if checkpoint is None else checkpoint.books)
     known = [of.next_prompt_index for of in books if of is not None]
     for line in read_lines(folder / TRAINED_FILE):
@@ -174,7 +174,7 @@ def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> 
 def take_validated_score(config: RunConfig) -> bool:
     """Write to `evaluation.json` what the validator has found for the final checkpoint; False where
     it has not, or has sampled otherwise than `streamrl evaluate` does."""
-    checkpoint = newest(config.run.path, contents=False).checkpoint
+    checkpoint = newest(config.run.path, contents=False)
     if checkpoint is None or not config.final_is_validated:
         return False
     found = read_validations(config.run.path).get(checkpoint.policy_version)

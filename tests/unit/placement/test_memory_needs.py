@@ -19,11 +19,11 @@ from streamrl.findings import MEMORY, Severity
 from streamrl.model_folder import ModelFolder
 from streamrl.placement.assign import make_plan
 from streamrl.placement.memory import (
-    EngineMemory,
     LearnerMemory,
     ModelShape,
     activation_bytes,
     adapter_size,
+    engine_need,
 )
 from streamrl.placement.plan import Plan, PlannedProcess
 from tests.training import make_batch
@@ -228,8 +228,8 @@ def test_layers_are_divided_by_the_pipeline(folder):
     )
     shape = ModelShape.of_facts(EIGHT_B)
     for of_four, of_one in zip(
-        EngineMemory(four, four.generator, shape).need().parts[:2],
-        EngineMemory(one, one.generator, shape).need().parts[:2],
+        engine_need(four.generator, shape, four.max_model_len).parts[:2],
+        engine_need(one.generator, shape, one.max_model_len).parts[:2],
         strict=True,
     ):
         assert of_four.num_bytes == of_one.num_bytes // 4
