@@ -41,7 +41,7 @@ from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.sources import dump
 from streamrl.data_files import as_json_values
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, ErrorPipe, error_of, sentence_of
+from streamrl.errors import ConfigError, ErrorPipe, ErrorRecord, error_of, sentence_of
 from streamrl.extras import missing
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import METRICS_FILE, read_after, read_metrics
@@ -70,7 +70,7 @@ class Run:
             env={**os.environ, **self._pipe.environment},
             pass_fds=(self._pipe.descriptor,),
         )
-        self._failure: str | None = None
+        self._record: ErrorRecord | None = None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read_output, args=(show,), daemon=True)
         self._reader.start()
@@ -135,9 +135,7 @@ class Run:
         self._reader.join()
         # The latter before the launch has begun to listen to signals.
         if code not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
-            if self._failure is None:
-                self._failure = f"launch: {sentence_of(code, self._pipe.read())}"
-            raise error_of(code, self._failure)
+            raise error_of(code, f"launch: {sentence_of(code, self._record)}")
         return self
 
     def stop(self, timeout_s: float | None = None) -> "Run":
@@ -159,10 +157,12 @@ class Run:
     def _read_output(self, show: bool) -> None:
         """Until the launch has closed it; waits for the next line."""
         assert self._process.stdout is not None, "it is a pipe"
-        for line in self._process.stdout:
-            self._lines.append(line)
-            if show:
-                sys.stdout.write(line)
+        with self._pipe, self._process.stdout as output:
+            for line in output:
+                self._lines.append(line)
+                if show:
+                    sys.stdout.write(line)
+            self._record = self._pipe.read()
 
 
 def _stamp(folder: Path) -> int | None:

@@ -88,8 +88,12 @@ def test_what_is_wrong_is_raised_as_the_command_line_says_it(config, tmp_path, m
     for bad, sentence in ((Path("x"), r"run\.max_steps: was 'x'"), (object(), "config: holds")):
         with pytest.raises(ConfigError, match=sentence):
             streamrl.train({**config, "run": {"max_steps": bad}}, dataset=ROWS)
-    with pytest.raises(ConfigError, match=r"launch: .*data\.reward.*exact_match"):
-        streamrl.train(config, dataset=ROWS, reward="exact_mtach", show=False)
+    before = os.listdir("/proc/self/fd")
+    run = streamrl.train(config, dataset=ROWS, reward="exact_mtach", show=False, wait=False)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"launch: .*data\.reward.*exact_match"):
+            run.wait()
+    assert os.listdir("/proc/self/fd") == before
     assert list(temporary.iterdir()) == []
 
 
