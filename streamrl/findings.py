@@ -53,15 +53,18 @@ class Area(StrEnum):
     RUN = "run"
 
     def ok(self, sentence: str, *, cause: str = "") -> Finding:
-        return Finding(self, Severity.OK, cause or _setting(sentence), sentence)
+        return self._finding(Severity.OK, sentence, "", cause)
 
     def warning(self, sentence: str, remedy: str = "", *, cause: str = "") -> Finding:
-        name = cause or _setting(sentence)
-        return Finding(self, Severity.WARNING, name, sentence, remedy=remedy)
+        return self._finding(Severity.WARNING, sentence, remedy, cause)
 
     def problem(self, sentence: str, remedy: str = "", *, cause: str = "") -> Finding:
-        name = cause or _setting(sentence)
-        return Finding(self, Severity.PROBLEM, name, sentence, remedy=remedy)
+        return self._finding(Severity.PROBLEM, sentence, remedy, cause)
+
+    def _finding(self, severity: Severity, sentence: str, remedy: str, cause: str) -> Finding:
+        setting = SETTING.match(sentence)
+        name = cause or (setting[0] if setting else "")
+        return Finding(self, severity, name, sentence, remedy=remedy)
 
     def refusal(self, look_up: Callable[..., object], *arguments: object) -> Iterator[Finding]:
         """The problem for which a daemon's own look-up refuses; none if it succeeds."""
@@ -76,16 +79,6 @@ class Area(StrEnum):
             yield from findings
         except ConfigError as error:
             yield self.problem(str(error))
-
-
-def _setting(sentence: str) -> str:
-    """The setting that the sentence begins with; "" if it begins with none.
-
-    >>> _setting("run.folder: cannot write to /proc"), _setting("8 cores")
-    ('run.folder', '')
-    """
-    found = SETTING.match(sentence)
-    return found[0] if found else ""
 
 
 CONFIGURATION, DATA, MACHINE, MEMORY, MODEL = (

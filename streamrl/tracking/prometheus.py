@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import streamrl
 from streamrl.config import RunConfig
-from streamrl.config.addresses import is_loopback
+from streamrl.config.addresses import is_loopback, url_host
 from streamrl.config.tracking import PrometheusSettings
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
@@ -313,10 +313,12 @@ def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> 
     """The file for Prometheus; None where it cannot be written, which ends no daemon."""
     path = target_file(folder, labels["run"], labels["id"])
     reached_at = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
-    place = f"[{reached_at}]:{port}" if ":" in reached_at else f"{reached_at}:{port}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps([{"targets": [place], "labels": labels}]) + "\n")
+        write_file(
+            path,
+            json.dumps([{"targets": [f"{url_host(reached_at)}:{port}"], "labels": labels}]) + "\n",
+        )
     except OSError as error:
         log.warning("metrics: cannot write %s: %s", path, error)
         return None

@@ -203,14 +203,11 @@ class Nodes:
         urls = {"weights.address": config.weights.address}
         if config.buffer.binds_url:
             urls["buffer.url"] = config.buffer.url
-        for setting, url in urls.items():
-            port, address = port_of(url), place.found["address"]
-            if port and (why := await place.actor.hold_port.remote(address, port)):
-                raise ConfigError(
-                    f"{setting}: port {port} of node {address} is taken: {why}; is another run "
-                    "using it? Port 0 picks a free one"
-                )
-        first: int = await place.actor.hold_ports.remote(place.found["address"])
+        named = {setting: port for setting, url in urls.items() if (port := port_of(url))}
+        first: int
+        first, why = await place.actor.hold_ports.remote(place.found["address"], named)
+        if why:
+            raise ConfigError(f"{why}; is another run using it? Port 0 picks a free one")
         return first
 
     async def fetch(self, place: Place, environment: Mapping[str, str]) -> None:

@@ -93,23 +93,22 @@ class Supervisor:
             "shares_directory": shares_directory,
         }
 
-    async def hold_port(self, host: str, port: int) -> str:
-        """Keep the port for a process here; why that cannot be, or ""."""
-        try:
-            self._held.append(bound_socket(host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
-    async def hold_ports(self, host: str) -> int:
-        """The first of NUM_PORTS free ports, which are kept for the processes here."""
+    async def hold_ports(self, host: str, named: Mapping[str, int]) -> tuple[int, str]:
+        """Keep for the processes here the ports that settings name, and NUM_PORTS free ones: the
+        first of these, and why one that a setting names cannot be had, or ""."""
+        for setting, port in named.items():
+            try:
+                self._held.append(bound_socket(host, port))
+            except OSError as error:
+                why = error.strerror or error
+                return 0, f"{setting}: port {port} of node {host} is taken: {why}"
         for _ in range(_TRIES):
             held = [bound_socket(host)]
             first = int(held[0].getsockname()[1])
             with contextlib.suppress(OSError):
                 held += [bound_socket(host, first + index) for index in range(1, NUM_PORTS)]
                 self._held += held
-                return first
+                return first, ""
             for one in held:
                 one.close()
         raise OSError(f"{host} has no {NUM_PORTS} free ports side by side")
