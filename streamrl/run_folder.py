@@ -125,11 +125,7 @@ def prepare(
             file=sys.stderr,
         )
     config = config.with_values(data={"first_prompt_index": rows[-1].first_prompt_index})
-    resolved = config
-    if binds:
-        if config.is_validated and config.validation.every is None:
-            resolved = config.with_values(validation={"every": "auto"})
-        resolved = _with_ports(resolved)
+    resolved = _bound_here(config) if binds else config
     try:
         # Daemons that were killed are still named there.
         for target in config.run.folder.glob(f"{_TARGETS}/{config.run.name}@*.json"):
@@ -475,8 +471,11 @@ def read_books(folder: Path) -> Books | None:
     return _record(folder / BOOKS_FILE, Books)
 
 
-def _with_ports(config: RunConfig) -> RunConfig:
+def _bound_here(config: RunConfig) -> RunConfig:
+    """With free ports of this machine, and validated where a validator starts by default."""
     buffer, weights = config.buffer, config.weights
+    if config.is_validated and config.validation.every is None:
+        config = config.with_values(validation={"every": "auto"})
     # Both are held until both are known, or the second could get the port of the first.
     with ExitStack() as held:
         url = _bound("buffer.url", buffer.url, held) if buffer.binds_url else buffer.url
