@@ -28,7 +28,7 @@ from functools import lru_cache
 from importlib import resources
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import streamrl
 from streamrl.config import RunConfig
@@ -71,16 +71,6 @@ Kind: TypeAlias = Literal["gauge", "counter", "sum", "histogram"]
 """`counter`: a running total already; `sum`: of a step, added up; `histogram`: so by bucket."""
 
 
-class MetricRow(NamedTuple):
-    """`pattern` matches a metric's whole name; its named groups are labels, `{}` in `family` is its
-    one group without a name."""
-
-    pattern: str
-    kind: Kind
-    family: str
-    text: str
-
-
 class Family(NamedTuple):
     """What a metric is to Prometheus; `name` lacks the prefix and, of a counter, `_total`."""
 
@@ -91,8 +81,10 @@ class Family(NamedTuple):
 
 
 _TEXT = (resources.files("streamrl.tracking") / "families.csv").read_text(encoding="utf-8")
-ROWS = tuple(MetricRow(**row) for row in csv.DictReader(_TEXT.splitlines()))  # type: ignore[arg-type]
-_PATTERNS = tuple((re.compile(row.pattern), row) for row in ROWS)
+ROWS = tuple(csv.DictReader(_TEXT.splitlines()))
+"""A row's pattern matches a metric's whole name; its named groups are labels, `{}` in the family is
+its one group without a name."""
+_PATTERNS = tuple((re.compile(row["pattern"]), row) for row in ROWS)
 _UNITS = (
     ("_per_s", "_per_second"),
     ("_s", "_seconds"),
@@ -106,10 +98,11 @@ def family_of(metric: str) -> Family:
     """Of a metric of metrics.jsonl, or of a reading of this module."""
     for pattern, row in _PATTERNS:
         if found := pattern.fullmatch(metric):
-            unnamed = set(range(1, pattern.groups + 1)) - set(pattern.groupindex.values())
-            name = row.family.format(*(found.group(number) for number in sorted(unnamed)))
+            named = pattern.groupindex.values()
+            words = (found[n] for n in range(1, pattern.groups + 1) if n not in named)
             labels = tuple(sorted(found.groupdict().items()))
-            return Family(_name(name), row.kind, row.text, labels)
+            name = _name(row["family"].format(*words))
+            return Family(name, cast(Kind, row["kind"]), row["text"], labels)
     known = find(metric)
     text = f"{metric} of metrics.jsonl, of the last step." if known is OWN else known.meaning
     return Family(_name(metric), "gauge", text)

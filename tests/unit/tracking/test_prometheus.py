@@ -196,9 +196,9 @@ def test_what_each_daemon_reports(tmp_path):
 
 def test_every_row_is_a_name_of_prometheus_and_a_rule_gives_the_others_their_units():
     for row in ROWS:
-        assert re.compile(row.pattern)
-        assert re.fullmatch(r"[a-z_{}]+", row.family)
-        assert not row.family.endswith(("_total", "_count", "_sum", "_bucket"))
+        assert re.compile(row["pattern"])
+        assert re.fullmatch(r"[a-z_{}]+", row["family"])
+        assert not row["family"].endswith(("_total", "_count", "_sum", "_bucket"))
     for metric, name in {
         "learner/grad_norm": "learner_grad_norm",
         "learner/tokens_per_s": "learner_tokens_per_second",
