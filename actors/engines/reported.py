@@ -8,7 +8,7 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,14 +64,17 @@ def most_asked(config: RunConfig) -> int:
 
 
 def sets_of(
-    found: Sequence[Candidates], sampling: SamplingParams
+    found: Iterable[Candidates], sampling: SamplingParams
 ) -> tuple[TokenSets | None, TopLogprobs | None]:
-    """The mask and the likeliest tokens [N sets], each if the request asks for it.
+    """The mask and the likeliest tokens [N sets], each if the request asks for it; `found` is not
+    read if it asks for none.
 
     Log-probabilities of the distribution that is sampled from are minus infinity outside of what
     top-k and top-p left, so the candidates with another one are the sampling mask, as long as all
     of them are asked for: `num_asked`.
     """
+    if not num_asked(sampling):
+        return None, None
     possible = [_possible(ids, logprobs) for ids, logprobs in found]
     mask = TokenSets.of([_kept(*one) for one in possible]) if keeps_mask(sampling) else None
     top = top_of(possible, sampling.num_top_logprobs) if sampling.num_top_logprobs else None
@@ -113,12 +116,11 @@ def recorded(
     prompt: Sequence[int],
     completion: Sequence[int],
     library: str,
-    *,
-    is_aborted: bool = False,
+    reason: str | None,
 ) -> RoutedExperts | None:
     """The experts that the tokens of prompt and completion were given to, from what was reported
     [P + N - 1, L, K], or less of a request that was ended; None if nothing was sampled, or a
-    request that was aborted has none.
+    request that was aborted (`reason`) has none.
 
     Both vLLM 0.32 and SGLang 0.5.23 give the rows of all tokens but the last, which no layer has
     seen; of every decoder layer, those without experts included; and logical ids, whatever the
@@ -127,9 +129,9 @@ def recorded(
     Raises:
         RolloutError: there are none, or they are not of these tokens.
     """
-    if rows is None and (is_aborted or not completion):
-        return None
     if rows is None:
+        if reason == "abort" or not completion:
+            return None
         raise RolloutError(
             f"the answer has no experts of its tokens, which algorithm.router_replay records: "
             f"start {library} with --enable-return-routed-experts"

@@ -20,18 +20,45 @@ from streamrl.vision.families import empty_model, load_pretrained
 from streamrl.weights import lora
 
 
-class WholeModel:
-    """The model at `path`: completes updates of LoRA's factors, in host memory from the first such
-    update on, and says how its files hold the parameters."""
+class StagedWeights:
+    """A complete update of the model at `path` in host memory, until the engine's pause: copies,
+    pinned if a GPU reads them.
 
-    def __init__(self, path: str, *, trust_remote_code: bool) -> None:
+    They have the names and parts of the model's files, which inference libraries load: transformers
+    renames modules, and keeps the experts of a layer in one tensor. Memory is reused from one
+    update to the next, but that of what the files have in other parts.
+    """
+
+    def __init__(self, path: str, *, trust_remote_code: bool, is_pinned: bool = False) -> None:
         self._path = path
         self._trust_remote_code = trust_remote_code
+        self._is_pinned = is_pinned
+        self._host: dict[str, torch.Tensor] = {}
+        self._in_files: lora.Tensors = ()
 
-    def tensors(
+    def fill(self, manifest: Iterable[TensorSpec], received: lora.Tensors) -> None:
+        """Copies the tensors, each of which has to be valid only until the next is requested."""
+        self._in_files = ()  # Its memory is free before the next one is made.
+        names = set()
+        for name, tensor in self._completed(manifest, received):
+            kept = self._host.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty_like(tensor, device="cpu", pin_memory=self._is_pinned)
+                self._host[name] = kept
+            kept.copy_(tensor)
+            names.add(name)
+        for name in self._host.keys() - names:
+            del self._host[name]
+        in_files: dict[str, torch.Tensor] = revert_weight_conversion(self._empty, dict(self._host))
+        self._in_files = in_files.items()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._in_files)
+
+    def _completed(
         self, manifest: Iterable[TensorSpec], received: lora.Tensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of the model, in the precision of its folder; others as they arrived."""
+        """With LoRA's factors, every parameter of the model, in the precision of its folder."""
         if not lora.is_of_factors(manifest):
             yield from received
             return
@@ -39,13 +66,6 @@ class WholeModel:
         for name, tensor in lora.merged(received, self._base.__getitem__):
             yield name, tensor.to(others.pop(name).dtype)
         yield from others.items()
-
-    def as_in_files(self, tensors: Mapping[str, torch.Tensor]) -> lora.Tensors:
-        """All tensors of the model, by the names and in the parts that its files have, which are
-        those that inference libraries load: transformers renames modules, and keeps the experts of
-        a layer in one tensor."""
-        by_name: dict[str, torch.Tensor] = revert_weight_conversion(self._empty, dict(tensors))
-        return by_name.items()
 
     @cached_property
     def _empty(self) -> Any:
@@ -56,36 +76,6 @@ class WholeModel:
         trust = self._trust_remote_code
         model = load_pretrained(self._path, dtype="auto", trust_remote_code=trust)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-class StagedWeights:
-    """A complete update of the model in host memory, until the engine's pause: copies, pinned if a
-    GPU reads them, by the names and in the parts of the model's files. Memory is reused from one
-    update to the next, but that of what the files have in other parts."""
-
-    def __init__(self, model: WholeModel, *, is_pinned: bool = False) -> None:
-        self._model = model
-        self._is_pinned = is_pinned
-        self._host: dict[str, torch.Tensor] = {}
-        self._in_files: lora.Tensors = ()
-
-    def fill(self, manifest: Iterable[TensorSpec], received: lora.Tensors) -> None:
-        """Copies the tensors, each of which has to be valid only until the next is requested."""
-        self._in_files = ()  # Its memory is free before the next one is made.
-        names = set()
-        for name, tensor in self._model.tensors(manifest, received):
-            kept = self._host.get(name)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty_like(tensor, device="cpu", pin_memory=self._is_pinned)
-                self._host[name] = kept
-            kept.copy_(tensor)
-            names.add(name)
-        for name in self._host.keys() - names:
-            del self._host[name]
-        self._in_files = self._model.as_in_files(self._host)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._in_files)
 
 
 class UpdatableEngine(ABC):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.engines.requests import InFlightRequests, answered
-from actors.engines.updates import UpdatableEngine, WholeModel
+from actors.engines.updates import StagedWeights, UpdatableEngine
 from streamrl.errors import RolloutError, WeightTransferError
 from streamrl.types import (
     Completion,
@@ -77,8 +77,10 @@ async def test_a_manifest_of_another_model_is_refused():
 def test_inference_libraries_are_given_the_tensors_of_the_models_files(family: str, tmp_path):
     source = make_model(family)
     source.save_pretrained(tmp_path)
-    parameters = [(name, p.detach()) for name, p in source.named_parameters()]
-    found = dict(WholeModel(str(tmp_path), trust_remote_code=False).as_in_files(dict(parameters)))
+    parameters = {name: p.detach() for name, p in source.named_parameters()}
+    staged = StagedWeights(str(tmp_path), trust_remote_code=False)
+    staged.fill(manifest_of(parameters), parameters.items())
+    found = dict(staged)
     expected = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

@@ -32,7 +32,7 @@ from actors.engines.sglang.messages import (
     PauseGenerationReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
-from actors.engines.updates import StagedWeights, WholeModel
+from actors.engines.updates import StagedWeights
 from streamrl.config.generator import SglangSettings
 from streamrl.errors import StreamRLError, WeightTransferError
 from streamrl.types import WeightUpdate
@@ -59,7 +59,7 @@ class Relay:
         self,
         http: Http,
         settings: SglangSettings,
-        model: WholeModel,
+        staged: StagedWeights,
         *,
         host: str,
         bucket_bytes: int,
@@ -70,7 +70,7 @@ class Relay:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._transfer = TransferReceiver()
-        self._staged = StagedWeights(model)
+        self._staged = staged
         self._store = groups.OpenStore(host, timeout_s)
         self._membership: RelayGroup | None = None
 

@@ -57,7 +57,7 @@ from actors.engines.sglang.messages import (
     UpdateWeightVersionReqInput,
 )
 from actors.engines.sglang.relay import Relay
-from actors.engines.updates import WholeModel
+from actors.engines.updates import StagedWeights
 from streamrl.config import RunConfig
 from streamrl.config.addresses import address_towards, bound_socket, host_of
 from streamrl.config.generator import SglangSettings
@@ -273,9 +273,8 @@ def _experts(
     if meta.routed_experts is not None:
         rows = from_int32(meta.routed_experts, *request.expert_shape)
         rows = rows[: len(request.prompt_token_ids) + len(token_ids) - 1]
-    is_aborted = meta.finish_reason.type == "abort"
-    prompt = request.prompt_token_ids
-    return recorded(rows, prompt, token_ids, "SGLang", is_aborted=is_aborted)
+    prompt, reason = request.prompt_token_ids, meta.finish_reason.type
+    return recorded(rows, prompt, token_ids, "SGLang", reason)
 
 
 def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
@@ -378,7 +377,7 @@ class SglangServer(Server):
         return Relay(
             self.http,
             self._settings,
-            WholeModel(model.path, trust_remote_code=model.trust_remote_code),
+            StagedWeights(model.path, trust_remote_code=model.trust_remote_code),
             host=self._settings.reach_host or address_towards(host_of(self.http.url)),
             bucket_bytes=weights.bucket_bytes,
             timeout_s=weights.deadline_s / 4,

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import VllmConfig
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.inputs import TokensPrompt, tokens_input
@@ -44,7 +43,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from actors.engines import require_torchvision
 from actors.engines.model import ModelFacts, fitted, require_all_sent
-from actors.engines.reported import candidates, completion, num_asked, recorded, sets_of
+from actors.engines.reported import candidates, completion, recorded, sets_of
 from actors.engines.requests import (
     InFlightRequests,
     aborted_on,
@@ -60,7 +59,6 @@ from actors.engines.vllm.plugin import ERROR_LOG_VARIABLE
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
 from streamrl.config.generator import VllmSettings
-from streamrl.config.model import ModelSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.hosts import visible_alone
@@ -75,11 +73,8 @@ class Gauges(StatLoggerBase):
     step, in the event loop."""
 
     def __init__(self) -> None:
-        self.num_active = 0
-        self.num_waiting = 0
-        self.kv_usage = 0.0
-        self.num_tokens = 0
-        self.num_preemptions = 0
+        names = ("num_active", "num_waiting", "kv_usage", "num_tokens", "num_preemptions")
+        self.readings: dict[str, float] = dict.fromkeys(names, 0)
 
     def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> "Gauges":
         """vLLM expects a factory; there is one engine, so one object."""
@@ -93,14 +88,13 @@ class Gauges(StatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         if scheduler_stats is not None:
-            self.num_active = scheduler_stats.num_running_reqs
-            self.num_waiting = (
-                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-            )
-            self.kv_usage = scheduler_stats.kv_cache_usage
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.readings["num_active"] = scheduler_stats.num_running_reqs
+            self.readings["num_waiting"] = waiting
+            self.readings["kv_usage"] = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
-            self.num_tokens += iteration_stats.num_generation_tokens
-            self.num_preemptions += iteration_stats.num_preempted_reqs
+            self.readings["num_tokens"] += iteration_stats.num_generation_tokens
+            self.readings["num_preemptions"] += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
         """Nothing: the generator's log names the engine."""
@@ -141,15 +135,10 @@ class VllmProcesses:
         """The error for vLLM's end. Waits for the end of its processes, `_END_S` at most."""
         for process in self._processes:
             process.join(_END_S)
-        return death("vLLM", _exit_code(self._processes), self._log_file)
-
-
-def _exit_code(processes: tuple[BaseProcess, ...]) -> int | None:
-    """That of the process which failed first, as far as it can be known: vLLM ends the others by
-    SIGTERM or SIGKILL."""
-    codes = [process.exitcode for process in processes if process.exitcode]
-    is_own = [code for code in codes if code not in (-signal.SIGTERM, -signal.SIGKILL)]
-    return next(iter([*is_own, *codes]), None)
+        codes = [process.exitcode for process in self._processes if process.exitcode]
+        # The process that failed first, as far as it can be known: vLLM ends the others itself.
+        own = [code for code in codes if code not in (-signal.SIGTERM, -signal.SIGKILL)]
+        return death("vLLM", next(iter([*own, *codes]), None), self._log_file)
 
 
 @dataclass(frozen=True)
@@ -161,6 +150,28 @@ class VllmPrompt:
     collapsed: list[int] = field(default_factory=list)
     images: tuple[Any, ...] = ()
     media_ids: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: list[int],
+        media: Sequence[Media],
+        reader: PatchReader,
+        placeholders: Placeholders,
+    ) -> "VllmPrompt":
+        """
+        Raises:
+            RolloutError: a medium is malformed, has no place, or is a video.
+        """
+        if any(medium.kind == "video" for medium in media):
+            raise RolloutError(
+                "a prompt has a video, which vLLM would cut into frames of its own: use "
+                "generator.engine hf"
+            )
+        sizes = [reader.size(medium) for medium in media]
+        images = tuple(decode(medium.parts[0], "a medium") for medium in media)
+        ids = tuple(medium.id for medium in media)
+        return cls(token_ids, placeholders.collapse(token_ids, sizes), images, ids)
 
     def salted(self, cache_salt: str) -> Any:
         """What vLLM's `generate` takes; only prompts of one salt share prefixes, and what the model
@@ -186,42 +197,6 @@ class VllmPrompt:
             )
 
 
-@dataclass(frozen=True)
-class VllmVision:
-    """Of a model that sees images."""
-
-    reader: PatchReader
-    placeholders: Placeholders
-
-    @classmethod
-    def of(cls, model: ModelSettings, facts: ModelFacts) -> "VllmVision | None":
-        """
-        Raises:
-            ConfigError: torchvision, which vLLM's processors need, is not installed.
-        """
-        if facts.placeholders is None:
-            return None
-        require_torchvision(model.path)
-        reader = PatchReader.of(model.path, trust_remote_code=model.trust_remote_code)
-        assert reader is not None, "the facts say that it sees images"
-        return cls(reader, facts.placeholders)
-
-    def prompt(self, token_ids: list[int], media: Sequence[Media]) -> VllmPrompt:
-        """
-        Raises:
-            RolloutError: a medium is malformed, has no place, or is a video.
-        """
-        if any(medium.kind == "video" for medium in media):
-            raise RolloutError(
-                "a prompt has a video, which vLLM would cut into frames of its own: use "
-                "generator.engine hf"
-            )
-        sizes = [self.reader.size(medium) for medium in media]
-        images = tuple(decode(medium.parts[0], "a medium") for medium in media)
-        ids = tuple(medium.id for medium in media)
-        return VllmPrompt(token_ids, self.placeholders.collapse(token_ids, sizes), images, ids)
-
-
 _AGAIN_S = 0.05
 # After it vLLM's processes are killed; they hold no state.
 _SHUTDOWN_S = 1.0
@@ -236,17 +211,19 @@ class VllmEngine(UpdatableEngine):
         settings: VllmSettings,
         facts: ModelFacts,
         processes: VllmProcesses,
-        vision: VllmVision | None = None,
+        reader: PatchReader | None = None,
     ) -> None:
         super().__init__(facts.shapes)
         self._gauges = Gauges()
         self._processes = processes
         self._llm = _start(arguments, self._gauges, processes)
         num_workers = self._llm.vllm_config.parallel_config.world_size_across_dp
-        verbs = InProcessVerbs(self._llm, processes)
-        self._loader = WeightLoader(verbs, settings, num_workers=num_workers)
+        self._loader = WeightLoader(
+            self._llm, self._require_alive, settings, num_workers=num_workers
+        )
         self._eos = facts.eos
-        self._vision = vision
+        self._reader = reader
+        self._placeholders = facts.placeholders
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
         # Only requests of one salt share prefixes.
@@ -266,10 +243,13 @@ class VllmEngine(UpdatableEngine):
         facts = ModelFacts.of(config.model)
         require_all_sent(config.generator, facts)
         processes = VllmProcesses(config.run.path / "logs")
-        vision = VllmVision.of(config.model, facts)
+        path, trust = config.model.path, config.model.trust_remote_code
+        if facts.placeholders is not None:
+            require_torchvision(path)
+        reader = PatchReader.of(path, trust_remote_code=trust)
         arguments = engine_arguments(config, facts, seed=seed)
         with _finding(config.generator.device):
-            return cls(arguments, config.generator.vllm, facts, processes, vision)
+            return cls(arguments, config.generator.vllm, facts, processes, reader)
 
     async def generate(
         self,
@@ -296,14 +276,7 @@ class VllmEngine(UpdatableEngine):
 
     def gauges(self) -> Mapping[str, float]:
         """Beside those of the interface: `kv_usage` (fraction) and the total `num_preemptions`."""
-        return {
-            "num_active": self._gauges.num_active,
-            "num_waiting": self._gauges.num_waiting,
-            "num_tokens": self._gauges.num_tokens,
-            "pause_s": self._pause_s,
-            "kv_usage": self._gauges.kv_usage,
-            "num_preemptions": self._gauges.num_preemptions,
-        }
+        return {**self._gauges.readings, "pause_s": self._pause_s}
 
     async def close(self) -> None:
         if self.is_closed:
@@ -333,9 +306,10 @@ class VllmEngine(UpdatableEngine):
         """Waits for a thread that decodes the media."""
         if not media:
             return VllmPrompt(token_ids)
-        if self._vision is None:
+        reader, placeholders = self._reader, self._placeholders
+        if reader is None or placeholders is None:
             raise RolloutError("a prompt has images, and the model of model.path sees none")
-        return await asyncio.to_thread(self._vision.prompt, token_ids, media)
+        return await asyncio.to_thread(VllmPrompt.of, token_ids, media, reader, placeholders)
 
     async def _sample(
         self, prompt: VllmPrompt, params: VllmSamplingParams, handle: CompletionHandle
@@ -366,36 +340,13 @@ class VllmEngine(UpdatableEngine):
         prompt.require_same(answer.prompt_token_ids)
         return outputs
 
+    async def _require_alive(self) -> None:
+        if self._llm.errored:
+            raise await asyncio.to_thread(self._processes.death)
+
     def _raise_if_closed(self) -> None:
         if self.is_closed:
             raise RolloutError("the engine is closed")
-
-
-class InProcessVerbs:
-    """Implements `actors.engines.vllm.weights.WeightVerbs` by vLLM's own methods."""
-
-    def __init__(self, llm: AsyncLLM, processes: VllmProcesses) -> None:
-        self._llm = llm
-        self._processes = processes
-
-    async def start(self) -> None:
-        await self._llm.start_weight_update()
-
-    async def update(self, info: dict[str, Any]) -> None:
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-
-    async def finish(self, label: str | None) -> None:
-        await self._llm.finish_weight_update(weight_version=label)
-
-    async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
-
-    async def resume(self) -> None:
-        await self._llm.resume_generation()
-
-    async def require_alive(self) -> None:
-        if self._llm.errored:
-            raise await asyncio.to_thread(self._processes.death)
 
 
 @contextmanager
@@ -436,17 +387,17 @@ def _completion(
     versions = np.full(len(token_ids), -1, dtype=np.int32)
     for span in last.weight_versions:
         versions[span.start : span.end] = 0 if span.version == UNLABELED else int(span.version)
-    mask = top = experts = None
-    if num_asked(sampling):
-        each = [
+    mask, top = sets_of(
+        (
             candidates(some.token_ids[start:end], some.logprobs[start:end])
             for some in found
             for start, end in zip(some.start_indices, some.end_indices, strict=True)
-        ]
-        mask, top = sets_of(each, sampling)
+        ),
+        sampling,
+    )
+    experts = None
     if sampling.keep_routed_experts:
-        is_aborted = last.finish_reason == "abort"
-        experts = recorded(last.routed_experts, prompt, token_ids, "vLLM", is_aborted=is_aborted)
+        experts = recorded(last.routed_experts, prompt, token_ids, "vLLM", last.finish_reason)
     return completion(
         token_ids,
         [some.logprobs[i] for some in found for i in some.start_indices],

@@ -1,10 +1,10 @@
-"""Bodies of vLLM's route for tokens in, tokens out: the fields that we set or read.
+"""Bodies of vLLM's routes: the fields that we set or read.
 
 Invariant: every class and field has vLLM's own name; `tests/vllm/test_served_messages.py` compares
 them with vLLM's classes. `VllmSampling` is the record of a request in this process, too.
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from msgspec import Meta, Struct
 
@@ -77,6 +77,12 @@ class GenerateTokensChoice(Struct, frozen=True):
 
 class GenerateTokensResponse(Struct, frozen=True):
     choices: Annotated[list[GenerateTokensChoice], Meta(min_length=1)]
+
+
+class WeightTransferUpdateRequest(Struct, frozen=True):
+    """vLLM takes ours in place of its own, in this process, too."""
+
+    update_info: dict[str, Any]
 
 
 class WorldSize(Struct, frozen=True):

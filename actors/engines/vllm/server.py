@@ -9,7 +9,6 @@ Invariant: a server that was not started as `serve_command` says is refused, wit
 
 import shlex
 from functools import cached_property, partial
-from typing import Any
 
 from actors.engines.model import ModelFacts
 from actors.engines.reported import (
@@ -39,6 +38,7 @@ from actors.engines.vllm.messages import (
     GenerateTokensChoice,
     GenerateTokensResponse,
     VllmSampling,
+    WeightTransferUpdateRequest,
     WorldSize,
 )
 from actors.engines.vllm.weights import WeightLoader
@@ -61,23 +61,19 @@ def wire_request(request: ServedRequest) -> GenerateRequest:
 def completion_of(
     choice: GenerateTokensChoice, labels: Labels, request: ServedRequest
 ) -> Completion:
-    sampled, mask, top = choice.logprobs.content, None, None
-    if num_asked(request.sampling):
-        each = [
+    sampling, sampled = request.sampling, choice.logprobs.content
+    mask, top = sets_of(
+        (
             candidates([c.token_id for c in found], [c.logprob for c in found])
             for found in (token.top_logprobs for token in sampled)
-        ]
-        mask, top = sets_of(each, request.sampling)
+        ),
+        sampling,
+    )
     experts = None
-    if request.sampling.keep_routed_experts:
+    if sampling.keep_routed_experts:
         rows = None if choice.routed_experts is None else from_npy(choice.routed_experts)
-        experts = recorded(
-            rows,
-            request.prompt_token_ids,
-            choice.token_ids,
-            "vLLM",
-            is_aborted=choice.finish_reason == "abort",
-        )
+        prompt, reason = request.prompt_token_ids, choice.finish_reason
+        experts = recorded(rows, prompt, choice.token_ids, "vLLM", reason)
     return completion(
         choice.token_ids,
         [token.logprob for token in sampled],
@@ -100,39 +96,37 @@ GAUGES: Names = {
 }
 
 
-class HttpVerbs:
-    """Implements `actors.engines.vllm.weights.WeightVerbs` by vLLM's routes for training."""
+class UpdateRoutes:
+    """Implements `actors.engines.vllm.weights.UpdateCalls` by vLLM's routes for training."""
 
     def __init__(self, http: Http, request_timeout_s: float) -> None:
         self._http = http
         self._request_timeout_s = request_timeout_s
 
-    async def start(self) -> None:
+    async def start_weight_update(self) -> None:
         """After discarding the update that a generator has left unfinished, if one has."""
         try:
             await self._http.send("/start_weight_update", {})
         except RefusedError:
             # vLLM may close the connection after such an answer.
-            await retry_lost(lambda: self.update({"attempt": 0}), _RETRY_S)
-            await self.finish(None)
+            discard = WeightTransferUpdateRequest({"attempt": 0})
+            await retry_lost(lambda: self.update_weights(discard), _RETRY_S)
+            await self.finish_weight_update()
             await self._http.send("/start_weight_update", {})
 
-    async def update(self, info: dict[str, Any]) -> None:
-        await self._http.send("/update_weights", {"update_info": info})
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        await self._http.send("/update_weights", request)
 
-    async def finish(self, label: str | None) -> None:
-        await self._http.send("/finish_weight_update", {"weight_version": label})
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        await self._http.send("/finish_weight_update", {"weight_version": weight_version})
 
-    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
         # With mode wait, every request in flight ends first.
         await self._http.send(path, {}, timeout_s=self._request_timeout_s)
 
-    async def resume(self) -> None:
+    async def resume_generation(self) -> None:
         await self._http.send("/resume", {})
-
-    async def require_alive(self) -> None:
-        await self._http.text("/health")
 
 
 def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> Engine:
@@ -194,7 +188,8 @@ class VllmServer(Server):
     @cached_property
     def updates(self) -> WeightLoader:
         return WeightLoader(
-            HttpVerbs(self.http, self._request_timeout_s),
+            UpdateRoutes(self.http, self._request_timeout_s),
+            partial(self.http.text, "/health"),
             self._config.generator.vllm,
             num_workers=self._config.generator.num_ranks,
             address=address_towards(host_of(self.http.url)),

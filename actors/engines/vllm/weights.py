@@ -6,13 +6,14 @@ gives each sampled token is that of the version whose forward pass sampled it. T
 """
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from actors.engines.vllm.messages import WeightTransferUpdateRequest
 from streamrl.config.generator import VllmSettings
 from streamrl.curve import serve_with_new_key
 from streamrl.errors import WeightTransferError
@@ -28,33 +29,31 @@ class WorkerReport(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class WeightVerbs(Protocol):
-    """vLLM's own calls for a weight update, in this process or over HTTP."""
+class UpdateCalls(Protocol):
+    """What an update needs of vLLM's `AsyncLLM`, which is one of these; or the same by HTTP."""
 
-    async def start(self) -> None: ...
+    async def start_weight_update(self) -> None: ...
 
-    async def update(self, info: dict[str, Any]) -> None: ...
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None: ...
 
-    async def finish(self, label: str | None) -> None: ...
+    async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
-    async def pause(self, mode: str, *, clear_cache: bool) -> None: ...
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
 
-    async def resume(self) -> None: ...
-
-    async def require_alive(self) -> None:
-        """Raises if vLLM has ended."""
-        ...
+    async def resume_generation(self) -> None: ...
 
 
 class WeightLoader:
     """Receives and loads one update at a time.
 
-    `address` is the one at which vLLM's workers reach this machine, for their reports.
+    `require_alive` raises if vLLM has ended; `address` is the one at which its workers reach this
+    machine, for their reports.
     """
 
     def __init__(
         self,
-        vllm: WeightVerbs,
+        vllm: UpdateCalls,
+        require_alive: Callable[[], Awaitable[object]],
         settings: VllmSettings,
         *,
         num_workers: int,
@@ -62,6 +61,7 @@ class WeightLoader:
         deadline_s: float | None = None,
     ) -> None:
         self._vllm = vllm
+        self._require_alive = require_alive
         self._num_workers = num_workers
         self.settings = settings
         """Say how to pause."""
@@ -80,14 +80,14 @@ class WeightLoader:
             WeightTransferError: a worker did not get all of it; the weights are unchanged.
         """
         self._attempt += 1
-        await self._vllm.start()
+        await self._vllm.start_weight_update()
         encoded = msgspec.json.encode(update).decode()
         await self._update(update=encoded, report_to=self._report_to, report_key=self._report_key)
         until_s = time.monotonic() + self._deadline_s if self._deadline_s else None
         errors = [error for _ in range(self._num_workers) if (error := await self._report(until_s))]
         if errors:
             await self._update()
-            await self._vllm.finish(None)
+            await self._vllm.finish_weight_update()
             raise WeightTransferError(errors[0])
 
     async def load_in_pause(
@@ -104,21 +104,23 @@ class WeightLoader:
         """
         start = time.perf_counter()
         mode = self.settings.pause_mode
-        await self._vllm.pause(mode, clear_cache=not self.settings.keeps_old_kv)
+        clear_cache = not self.settings.keeps_old_kv
+        await self._vllm.pause_generation(mode=mode, clear_cache=clear_cache)
         if mode == "wait":
             start = time.perf_counter()
         require_current()
-        await self._vllm.finish(label)
+        await self._vllm.finish_weight_update(label)
         require_current()
         on_loaded()
-        await self._vllm.resume()
+        await self._vllm.resume_generation()
         return time.perf_counter() - start
 
     async def close(self) -> None:
         self._reports.close(linger=0)
 
     async def _update(self, **update: str) -> None:
-        await self._vllm.update({"attempt": self._attempt, **update})
+        info = {"attempt": self._attempt, **update}
+        await self._vllm.update_weights(WeightTransferUpdateRequest(info))
 
     async def _report(self, until_s: float | None) -> str:
         """The next worker's error. Waits for its report, for vLLM's end or the deadline."""
@@ -134,7 +136,7 @@ class WeightLoader:
                     f"learner, and this generator at {self._report_to}"
                 )
             # A busy server answers late; the report may have come meanwhile.
-            await self._vllm.require_alive()
+            await self._require_alive()
 
 
 def _report_in(message: bytes) -> WorkerReport | None:

@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.engines.updates import StagedWeights, WholeModel
+from actors.engines.updates import StagedWeights
 from actors.engines.vllm.weights import WorkerReport
 from streamrl.curve import use_key
 from streamrl.errors import WeightTransferError
@@ -149,9 +149,11 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _stage(self, update: WeightUpdate) -> None:
         if self._transfer is None:
             self._transfer = TransferReceiver(self.device)
-            served = self.model_config
-            model = WholeModel(served.model, trust_remote_code=served.trust_remote_code)
-            self._staged = StagedWeights(model, is_pinned=self.device.type == "cuda")
+            self._staged = StagedWeights(
+                self.model_config.model,
+                trust_remote_code=self.model_config.trust_remote_code,
+                is_pinned=self.device.type == "cuda",
+            )
         received = self._transfer.tensors(self._as_this_worker(update))
         self._staged.fill(update.manifest, received)
 
