@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from actors.engines.served.http import Http, RefusedError
+from actors.engines.served.http import RefusedError, decoded
 from actors.engines.served.server import Labels, ServedRequest, require_sound
 from actors.engines.sglang import messages as sglang
 from actors.engines.sglang.server import completion_of as of_sglang
@@ -27,15 +27,14 @@ REQUEST = ServedRequest(
     stops=frozenset([1]),
     cache_salt="",
 )
-HTTP = Http("http://nowhere")
 
 
 def read(kind: str, content: bytes) -> Completion:
     if kind == "vllm":
-        choice = HTTP._decoded("/generate", content, vllm.GenerateTokensResponse).choices[0]
+        choice = decoded("/generate", content, vllm.GenerateTokensResponse).choices[0]
         answer = of_choice(choice, LABELS, REQUEST)
     else:
-        response = HTTP._decoded("/generate", content, sglang.GenerateResponse)
+        response = decoded("/generate", content, sglang.GenerateResponse)
         answer = of_sglang(response, REQUEST, LABELS)
     require_sound(answer, REQUEST, vocab_size=VOCAB_SIZE, newest_version=NEWEST_VERSION)
     return answer

@@ -5,7 +5,6 @@ result does not depend on the other requests (up to floating-point rounding). No
 the engine's thread uses it. Shapes: n running rows, P distinct prompts, V vocabulary.
 """
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from actors.engines.hf.cache import Compaction, ModelCache, SlotCache, cache_argument, why_not_slots
+from actors.engines.hf.cache import Compaction, SlotCache, cache_of
 from actors.engines.hf.records import Experts, ExpertWatch, Records
 from actors.engines.hf.sampling import sample
 from actors.engines.requests import stops_of
@@ -23,8 +22,6 @@ from streamrl.interfaces import CompletionHandle
 from streamrl.placement.limits import facts_of, require_decoding
 from streamrl.types import Completion, FinishReason, Media, SamplingParams
 from streamrl.vision.tower import VisionTower
-
-log = logging.getLogger(__name__)
 
 _PREFILL_TOKENS = 16384
 
@@ -78,7 +75,7 @@ class RunningBatch:
         self._stops = StopSets(eos_token_ids, config.vocab_size)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         require_decoding(facts_of(config), max_model_len)
-        self._cache = _cache_of(model, num_slots, self._device)
+        self._cache = cache_of(model, num_slots, self._device)
         self._records = Records(num_slots)
         self._watch = ExpertWatch(model) if watches_experts else None
         self._rows: list[HfRequest] = []
@@ -118,8 +115,9 @@ class RunningBatch:
     @torch.inference_mode()
     def step(self, policy_version: int) -> None:
         """Samples one more token for every row."""
-        positions = torch.from_numpy(self._records.positions).to(self._device)
-        embedded = torch.from_numpy(self._records.embedded_positions).to(self._device)
+        rows, offsets = self._records.positions, self._records.columns["offset"]
+        positions = torch.from_numpy(rows).to(self._device)
+        embedded = torch.from_numpy(rows + offsets).to(self._device)
         last = torch.from_numpy(self._records.last_token_ids).to(self._device)
         output = self._model(
             input_ids=last[:, None],
@@ -135,9 +133,9 @@ class RunningBatch:
     @torch.inference_mode()
     def leave(self) -> list[tuple[HfRequest, Completion]]:
         """Removes the rows that are done, stopped or canceled."""
-        records = self._records
-        is_stop = self._stops.contains(records.columns["stop_set"], records.last_token_ids)
-        is_full = records.is_full
+        records, columns = self._records, self._records.columns
+        is_stop = self._stops.contains(columns["stop_set"], records.last_token_ids)
+        is_full = columns["count"] >= columns["limit"]
         is_over = np.array([r.is_canceled or r.is_stopped for r in self._rows], dtype=np.bool_)
         leaves = is_stop | is_full | is_over
         left = []
@@ -260,19 +258,3 @@ class StopSets:
         """-inf at the stops of these rows, in place."""
         stops = torch.from_numpy(self._table[sets] & rows[:, None]).to(logits.device)
         return logits.masked_fill_(stops, -torch.inf)
-
-
-def _cache_of(
-    model: PreTrainedModel, num_slots: int, device: torch.device
-) -> SlotCache | ModelCache:
-    argument = cache_argument(model)
-    reason = why_not_slots(model)
-    if reason is None:
-        num_layers = model.config.get_text_config().num_hidden_layers
-        return SlotCache(num_layers, num_slots, argument, device)
-    log.warning(
-        "generator.engine hf decodes %s through transformers' own cache, slower: it has %s",
-        model.config.model_type,
-        reason,
-    )
-    return ModelCache(model, argument, device)

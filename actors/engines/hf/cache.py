@@ -6,6 +6,7 @@ width.
 
 import copy
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from transformers.masking_utils import sdpa_mask
 
 from streamrl.errors import ConfigError
 from streamrl.vision.tower import set_attention
+
+log = logging.getLogger(__name__)
 
 
 class Compaction(NamedTuple):
@@ -60,29 +63,6 @@ class Prefill(NamedTuple):
     last: torch.Tensor
 
 
-def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Prefill:
-    """Padding on the right, where causal attention does not read it."""
-    longest = max(map(len, prompts))
-    rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-    ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    kept, last = torch.unique(ends, return_inverse=True)
-    token_ids = torch.tensor(rows, device=device)
-    return Prefill({"input_ids": token_ids, "logits_to_keep": kept}, last)
-
-
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Prefill:
-    """Padding on the left, under a mask; prompts of one length have neither."""
-    longest = max(map(len, prompts))
-    rows = [[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts]
-    inputs: dict[str, Any] = {"input_ids": torch.tensor(rows, device=device)}
-    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    if padding.any():
-        positions = torch.arange(longest, device=device) - padding[:, None]
-        inputs["attention_mask"] = (positions >= 0).long()
-        inputs["position_ids"] = positions.clamp_min(0)
-    return Prefill(inputs, torch.full((len(prompts),), -1, device=device))
-
-
 # Short slots are read faster, and copying all of them every so many positions costs less than one
 # step's attention.
 _GROWTH = 32
@@ -100,11 +80,11 @@ class SlotLayer(CacheLayerMixin):
         self._keys = self._values = torch.empty(0)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        _, heads, _, width = key_states.shape
-        owner = self._owner
-        self._keys = key_states.new_zeros(owner.num_slots, heads, owner.capacity, width)
-        _, heads, _, width = value_states.shape
-        self._values = value_states.new_zeros(owner.num_slots, heads, owner.capacity, width)
+        slots, capacity = self._owner.num_slots, self._owner.capacity
+        self._keys, self._values = (
+            states.new_zeros(slots, states.shape[1], capacity, states.shape[3])
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def grow(self, capacity: int) -> None:
@@ -203,18 +183,21 @@ class SlotCache(Cache):
                 layer.grow(self.capacity)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        """What a forward pass takes of these prompts, together with a cache that it fills."""
-        inputs, last = right_padded(prompts, self._device)
-        return Prefill({**inputs, self._argument: DynamicCache()}, last)
+        """What a forward pass takes of these prompts, together with a cache that it fills. Padding
+        is on the right, where causal attention does not read it."""
+        longest = max(map(len, prompts))
+        rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
+        kept, last = torch.unique(ends, return_inverse=True)
+        token_ids = torch.tensor(rows, device=self._device)
+        inputs = {"input_ids": token_ids, "logits_to_keep": kept, self._argument: DynamicCache()}
+        return Prefill(inputs, last)
 
     def join(self, first: int, inputs: dict[str, Any], of: torch.Tensor) -> None:
         """Slots first, first + 1, ... continue the rows `of` [k] of what a prefill has filled."""
         prefilled = inputs[self._argument]
         self.reserve(prefilled.get_seq_length())
         for slot, layer in zip(self._slots, prefilled.layers, strict=True):
-            assert isinstance(layer, DynamicLayer), "full attention has no other layers"
-            assert layer.keys is not None, "a prefill fills every layer"
-            assert layer.values is not None, "a prefill fills every layer"
             slot.join(first, layer.keys, layer.values, of)
 
     def compact(self, moves: Compaction, length: int) -> None:
@@ -253,8 +236,17 @@ class ModelCache:
         self.clear()
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        inputs, last = left_padded(prompts, self._device)
-        return Prefill({**inputs, self._argument: DynamicCache(config=self._config)}, last)
+        """Padding is on the left, under a mask; prompts of one length have neither."""
+        longest, device = max(map(len, prompts)), self._device
+        rows = [[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts]
+        inputs: dict[str, Any] = {"input_ids": torch.tensor(rows, device=device)}
+        padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        if padding.any():
+            positions = torch.arange(longest, device=device) - padding[:, None]
+            inputs["attention_mask"] = (positions >= 0).long()
+            inputs["position_ids"] = positions.clamp_min(0)
+        inputs[self._argument] = DynamicCache(config=self._config)
+        return Prefill(inputs, torch.full((len(prompts),), -1, device=device))
 
     def join(self, first: int, inputs: dict[str, Any], of: torch.Tensor) -> None:
         """Rows first, first + 1, ... continue the rows `of` [k] of what a prefill has filled."""
@@ -302,32 +294,28 @@ def _joined(parts: list[tuple[Any, torch.Tensor]], length: int) -> Any:
     layer = copy.copy(parts[0][0])
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
-            states = [getattr(part, name) for part, _ in parts]
-            setattr(layer, name, {i: _rows_of(states, i, parts) for i in states[0]})
+            states = [(getattr(part, name), rows) for part, rows in parts]
+            held = {
+                i: None if first is None else torch.cat([state[i][rows] for state, rows in states])
+                for i, first in states[0][0].items()
+            }
+            setattr(layer, name, held)
     if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
         width = length
         if isinstance(layer, DynamicSlidingWindowLayer):
             width = min(length, layer.sliding_window - 1)
             layer.cumulative_length = length
-        layer.keys = torch.cat([_fit(part.keys[rows], width, 2) for part, rows in parts])
-        layer.values = torch.cat([_fit(part.values[rows], width, 2) for part, rows in parts])
+        layer.keys = torch.cat([_fit(part.keys[rows], width) for part, rows in parts])
+        layer.values = torch.cat([_fit(part.values[rows], width) for part, rows in parts])
     return layer
 
 
-def _rows_of(
-    states: list[dict[int, Any]], i: int, parts: list[tuple[Any, torch.Tensor]]
-) -> torch.Tensor | None:
-    if states[0][i] is None:
-        return None
-    return torch.cat([state[i][rows] for state, (_, rows) in zip(states, parts, strict=True)])
-
-
-def _fit(held: torch.Tensor, length: int, axis: int) -> torch.Tensor:
-    """The last `length` positions of the axis, filled up with zeros in front."""
-    num_held = held.shape[axis]
+def _fit(held: torch.Tensor, length: int) -> torch.Tensor:
+    """The last `length` positions [P, H, L, D], filled up with zeros in front."""
+    num_held = held.shape[2]
     if num_held >= length:
-        return held.narrow(axis, num_held - length, length)
-    return pad(held, (0, 0) * (held.ndim - 1 - axis) + (length - num_held, 0))
+        return held[:, :, num_held - length :]
+    return pad(held, (0, 0, length - num_held, 0))
 
 
 NAME = "streamrl_slots"
@@ -354,33 +342,16 @@ def slot_attention(
         )
     scale = scaling or width**-0.5
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
-    attend = _fused if query.device.type == "cpu" and query.dtype != torch.float32 else _products
-    return attend(grouped, key, value, attention_mask, scale).view(rows, 1, heads, -1), None
-
-
-def _fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
-    """On CPUs in half precision, where a matrix product copies the views that it reads."""
-    return scaled_dot_product_attention(query, key, value, mask, scale=scale)
-
-
-def _products(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
-    scores = torch.matmul(query * scale, key.transpose(2, 3))
-    if mask is not None:
-        scores = scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    return torch.matmul(weights, value)
+    if query.device.type == "cpu" and query.dtype != torch.float32:
+        # A matrix product would copy the views that it reads.
+        attended = scaled_dot_product_attention(grouped, key, value, attention_mask, scale=scale)
+    else:
+        scores = torch.matmul(grouped * scale, key.transpose(2, 3))
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        attended = torch.matmul(weights, value)
+    return attended.view(rows, 1, heads, -1), None
 
 
 AttentionInterface.register(NAME, slot_attention)
@@ -427,8 +398,10 @@ def cache_argument(model: PreTrainedModel) -> str:
     )
 
 
-def why_not_slots(model: PreTrainedModel) -> str | None:
-    """What of the model slots do not compute, or None; sets the attention it decodes with.
+def cache_of(
+    model: PreTrainedModel, num_slots: int, device: torch.device
+) -> SlotCache | ModelCache:
+    """Slots, unless the model has what they do not compute; sets the attention it decodes with.
 
     A forward pass of one token shows what the model asks of its attention; the layers of the cache
     that transformers makes for it show what it keeps.
@@ -436,6 +409,7 @@ def why_not_slots(model: PreTrainedModel) -> str | None:
     Raises:
         ConfigError: it keeps what cannot be arranged anew as its requests join and leave.
     """
+    config, argument = model.config.get_text_config(), cache_argument(model)
     layers = DynamicCache(config=model.config).layers
     kinds = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
     if unknown := kinds - _LAYERS.keys():
@@ -443,16 +417,20 @@ def why_not_slots(model: PreTrainedModel) -> str | None:
             f"generator.engine: hf cannot decode {model.config.model_type}, which has layers of "
             f"its own in its cache ({', '.join(sorted(unknown))}): use vllm"
         )
-    own = model.config.get_text_config()._attn_implementation
+    own = config._attn_implementation
     num_calls, asked = _arguments(model)
-    is_plain = num_calls == len(layers) == model.config.get_text_config().num_hidden_layers
-    if not kinds and not asked and is_plain:
+    if not kinds and not asked and num_calls == len(layers) == config.num_hidden_layers:
         set_attention(model, NAME)
-        return None
+        return SlotCache(config.num_hidden_layers, num_slots, argument, device)
     # transformers' sdpa leaves out what it does not know; eager attention is a family's own.
     set_attention(model, "eager" if asked - _IN_THE_MASK or not num_calls else own or "sdpa")
     words = {_WORDS.get(name, name) for name in kinds | asked}
-    return ", ".join(sorted(words)) or "an attention of its own"
+    log.warning(
+        "generator.engine hf decodes %s through transformers' own cache, slower: it has %s",
+        model.config.model_type,
+        ", ".join(sorted(words)) or "an attention of its own",
+    )
+    return ModelCache(model, argument, device)
 
 
 def _arguments(model: PreTrainedModel) -> tuple[int, frozenset[str]]:

@@ -156,8 +156,7 @@ def load_model(config: RunConfig) -> PreTrainedModel:
 def _use_float32_head(model: PreTrainedModel) -> None:
     """Logits in float32, from the weights that there are (MiniMax-M1, arXiv 2506.13585, 3.2)."""
     head: Any = model.get_output_embeddings()
-    is_linear = type(head) is torch.nn.Linear
-    if not is_linear:
+    if type(head) is not torch.nn.Linear:
         raise ConfigError(
             f"generator.lm_head_dtype: was 'float32', and {model.config.model_type} has no linear "
             "LM head to compute in it; leave it out"
@@ -257,7 +256,11 @@ class HfEngine(UpdatableEngine):
             tuple(prompt_token_ids), sampling, handle or CompletionHandle(), media=tuple(media)
         )
         if media:
-            request.offset = await asyncio.to_thread(self._see, request)
+            if self._tower is None:
+                raise RolloutError("a prompt has images, and the model of model.path sees none")
+            # It decodes the media, ahead of the prefill that needs them.
+            offset_of = self._tower.offset
+            request.offset = await asyncio.to_thread(offset_of, request.prompt, request.media)
         request.handle.num_tokens = 0
         future: Future = self._loop.create_future()
         self._raise_if_dead()
@@ -281,13 +284,6 @@ class HfEngine(UpdatableEngine):
                 self._wake.notify()
                 return
         _reject([future for _, future in arrived], error)
-
-    def _see(self, request: HfRequest) -> int:
-        """Decodes the request's media, ahead of the prefill that needs them; returns the offset of
-        the positions behind its prompt."""
-        if self._tower is None:
-            raise RolloutError("a prompt has images, and the model of model.path sees none")
-        return self._tower.offset(request.prompt, request.media)
 
     def gauges(self) -> Mapping[str, float]:
         return {

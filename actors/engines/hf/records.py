@@ -3,12 +3,8 @@
 Invariant: row i of every column belongs to the i-th running request. Shapes: n running rows, M
 tokens of the longest completion so far (columns grow), L decoder layers, K experts of a token.
 
-So it is with the record of the tokens that they might have had instead, what truncation left and
-the likeliest ones; rows that ask for nothing have none.
-
-`ExpertWatch`: which experts the running rows' tokens were given to, as the model's routers say in
-each pass. A token keeps the experts of the pass that its log-probability, or that of the token
-behind it, is of; passes that only fill a cache again record nothing.
+A token keeps the experts of the pass that its log-probability, or that of the token behind it, is
+of; passes that only fill a cache again record nothing.
 """
 
 from collections.abc import Sequence
@@ -105,9 +101,11 @@ class Records:
         self._columns["count"][rows] += 1
         if sampled.kept is not None:
             owners, kept_ids = sampled.kept.cpu().numpy().T
-            for i, ids in enumerate(_by_owner(owners, kept_ids, len(token_ids))):
-                if self._rows[first + i].keeps_mask:
-                    self._rows[first + i].kept.append(ids)
+            ends = np.searchsorted(owners, np.arange(1, len(token_ids)))
+            kept = np.split(kept_ids.astype(np.int32), ends)
+            for row, ids in zip(self._rows[first:], kept, strict=True):
+                if row.keeps_mask:
+                    row.kept.append(ids)
         if sampled.top is not None:
             logprobs, top_ids = (column.cpu().numpy() for column in sampled.top)
             for row, values, ids in zip(self._rows[first:], logprobs, top_ids, strict=True):
@@ -152,17 +150,6 @@ class Records:
         lengths: NDArray[np.int64] = self.columns["prompt_length"] + self.columns["count"]
         return lengths - 1
 
-    @property
-    def embedded_positions(self) -> NDArray[np.int64]:
-        """The same in the position embedding [n]."""
-        embedded: NDArray[np.int64] = self.positions + self.columns["offset"]
-        return embedded
-
-    @property
-    def is_full(self) -> NDArray[np.bool_]:
-        full: NDArray[np.bool_] = self.columns["count"] >= self.columns["limit"]
-        return full
-
     def token_ids(self, row: int) -> NDArray[np.int32]:
         sampled: NDArray[np.int32] = self._tokens["id"][row, : self._columns["count"][row]]
         return sampled
@@ -196,15 +183,8 @@ class Records:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, capacity)))
 
 
-def _by_owner(
-    owners: NDArray[np.int64], token_ids: NDArray[np.int64], num_rows: int
-) -> list[NDArray[np.int32]]:
-    ends = np.searchsorted(owners, np.arange(1, num_rows))
-    return np.split(token_ids.astype(np.int32), ends)
-
-
 class ExpertWatch:
-    """Of one model, whose routers tell it what they take."""
+    """Which experts the tokens of the last pass were given to, as the model's routers say."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """

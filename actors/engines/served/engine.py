@@ -1,18 +1,16 @@
 """An engine whose model another process serves over HTTP.
 
-The server labels each token with the version whose weights sampled it; what of the KV cache is of
-the same version, each kind of server documents (`actors.engines.vllm.engine` for vLLM,
-`actors.engines.sglang.server` for SGLang).
+The server labels each token with the version whose weights sampled it; `actors.engines.vllm.engine`
+and `actors.engines.sglang.server` say which version the KV cache is of.
 
 Invariant: every request gets one answer: a completion that the model can have sampled, a
 RolloutError of its own, whatever the server answers, or, once no connection is made for
 `retry_timeout_s`, the TransportError that ends the generator. A server whose weights are not those
 that this engine loaded (`Labels`) ends the generator as well.
-
-Prompts of two engines share no prefixes.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -124,10 +122,13 @@ class ServerWeights:
             WeightTransferError: it did not arrive, or the server does not hold it.
         """
         try:
-            if isinstance(update.endpoint, HeldEndpoint):
-                await self._require_held(update)
-            else:
+            if not isinstance(update.endpoint, HeldEndpoint):
                 await self._updates.receive(update)
+            elif (label := await self._server.label()) != self._server.labels.label_of(update):
+                raise WeightTransferError(
+                    f"{self._server.name} has weights called {label[:100]!r}, not version "
+                    f"{update.policy_version}"
+                )
         except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
             raise WeightTransferError(
                 f"{self._server.name} did not take an update: {error}"
@@ -167,7 +168,9 @@ class ServerWeights:
         of the server."""
         newest = int(answer.policy_versions.max(initial=-1))
         if newest > self.newest_version and self.is_shared:
-            self._note_newest(max(self.newest_version, await self._version_there()))
+            with contextlib.suppress(ForeignWeightsError):
+                there = self._server.labels.version(await self._server.label())
+                self._note_newest(max(self.newest_version, there))
         if self.policy_version < newest <= self.newest_version:
             self.on_version(newest)
 
@@ -189,21 +192,6 @@ class ServerWeights:
         if not self._server.labels.is_own(label):
             name = found or f"{self._server.name} has weights called {label[:100]!r}"
             raise TransportError(f"{name}: {_STOLEN}") from found
-
-    async def _version_there(self) -> int:
-        """-1 if the server has no weights of its owner."""
-        try:
-            return self._server.labels.version(await self._server.label())
-        except ForeignWeightsError:
-            return -1
-
-    async def _require_held(self, update: WeightUpdate) -> None:
-        label = await self._server.label()
-        if label != self._server.labels.label_of(update):
-            raise WeightTransferError(
-                f"{self._server.name} has weights called {label[:100]!r}, not version "
-                f"{update.policy_version}"
-            )
 
 
 log = logging.getLogger(__name__)
@@ -251,8 +239,8 @@ class ServedEngine(UpdatableEngine):
         self.is_readable = True
         """Whether the server has told its gauges when it was asked last."""
         self._num_failed = 0
-        self._failure: TransportError | None = None
-        self._has_failed = asyncio.Event()
+        self.failed: asyncio.Future[TransportError] = asyncio.get_running_loop().create_future()
+        """What every request fails with, once it is known."""
         self.is_closed = False
         self._watch_task = asyncio.create_task(self._watch())
 
@@ -293,14 +281,8 @@ class ServedEngine(UpdatableEngine):
 
     def fail(self, error: TransportError) -> None:
         """From now on every request fails with this error."""
-        self._failure = self._failure or error
-        self._has_failed.set()
-
-    async def failure(self) -> TransportError:
-        """What every request fails with. Waits until it is known."""
-        await self._has_failed.wait()
-        assert self._failure is not None, "fail() has set it"
-        return self._failure
+        if not self.failed.done():
+            self.failed.set_result(error)
 
     async def close(self) -> None:
         if self.is_closed:
@@ -347,8 +329,8 @@ class ServedEngine(UpdatableEngine):
                 self._num_sent -= has_slot
 
     async def _pause(self) -> None:
-        """Waits, longer after each failure in a row: a server that fails every request at once
-        would use the prompts up, each of which is dropped."""
+        """Longer after each failure in a row: else a server that fails every request at once would
+        use the prompts up."""
         pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._num_failed, 10)
         self._num_failed += 1
         await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
@@ -404,12 +386,8 @@ class ServedEngine(UpdatableEngine):
             log.debug("request %s was not aborted: %s", request_id, error)
 
     async def _watch(self) -> None:
-        """Reads the server's gauges, waiting a moment between two; ends when the server is gone.
-
-        What cannot be read is 0, and said once; the requests tell whether the server works. Ends,
-        too, when a server that generators share has other weights: none is loading into it, or
-        the next request would find out.
-        """
+        """Reads the server's gauges, waiting a moment between two; what cannot be read is 0. Ends
+        when the server is gone, or one that generators share has other weights."""
         for number in itertools.count():
             try:
                 readings = await retry_lost(self._read, self._retry_timeout_s)
@@ -425,8 +403,7 @@ class ServedEngine(UpdatableEngine):
             await asyncio.sleep(_READINGS_S)
 
     def _on_readings(self, readings: Mapping[str, float], error: str = "") -> None:
-        """The last gauges; `error` is why there are none. The total of tokens never falls, and that
-        gauges cannot be read is logged once."""
+        """`error` is why there are none, which is logged once; the total of tokens never falls."""
         if self.is_readable and error:
             log.warning("%s's gauges cannot be read: %s", self._server.name, error)
         elif not (self.is_readable or error):
@@ -440,7 +417,7 @@ class ServedEngine(UpdatableEngine):
         return await self._server.readings()
 
     def _raise_if_over(self) -> None:
-        if self._failure is not None:
-            raise TransportError(str(self._failure)) from self._failure
+        if self.failed.done():
+            raise TransportError(str(self.failed.result())) from self.failed.result()
         if self.is_closed:
             raise RolloutError("the engine is closed")

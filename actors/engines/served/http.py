@@ -5,17 +5,14 @@ Invariant: every call ends by its deadline, which counts from the first byte sen
 read, and reads no more than its limit; nothing of an answer is decompressed, followed or kept.
 Calls that may be repeated go through `retry_lost`.
 
-`readings`: the gauges of a server's Prometheus page, whose names are each server's own. A page has
-one `name{label="value",...} number` per line; comments begin with #.
-
-A reading is finite and not negative, whatever the page holds.
+`readings` are the gauges of a server's Prometheus page, finite and not negative whatever it holds.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import httpx2
 import msgspec
@@ -72,7 +69,14 @@ class Http:
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._client = _client()
+        self._client = httpx2.AsyncClient(
+            # The engine limits the number of requests, so none waits for a free connection.
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S
+            ),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            trust_env=False,
+        )
 
     async def post(
         self,
@@ -90,7 +94,7 @@ class Http:
             ConnectionLostError, SlowAnswerError: the server may or may not have done it.
         """
         content = await self._request("POST", path, body, timeout_s, max_bytes)
-        return cast(T, self._decoded(path, content, answer))
+        return decoded(path, content, answer)
 
     async def send(self, path: str, body: Any, *, timeout_s: float | None = None) -> None:
         """As `post`; the answer is ignored unless it is an error."""
@@ -99,7 +103,7 @@ class Http:
     async def get(self, path: str, answer: type[T], *, timeout_s: float = _GET_S) -> T:
         """The decoded answer; raises as `post` does."""
         content = await self._request("GET", path, timeout_s=timeout_s)
-        return cast(T, self._decoded(path, content, answer))
+        return decoded(path, content, answer)
 
     async def text(self, path: str) -> str:
         """The text of an answer; raises as `post` does."""
@@ -117,12 +121,10 @@ class Http:
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
         where, timeout_s = self.url + path, timeout_s or self._timeout_s
+        content = b"" if body is None else msgspec.json.encode(body)
+        timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_S)
         request = self._client.stream(
-            method,
-            where,
-            content=b"" if body is None else msgspec.json.encode(body),
-            headers=self._headers,
-            timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S),
+            method, where, content=content, headers=self._headers, timeout=timeout
         )
         try:
             async with asyncio.timeout(timeout_s), request as response:
@@ -136,13 +138,14 @@ class Http:
         _require_success(path, response, content)
         return content
 
-    def _decoded(self, path: str, content: bytes, answer: Any) -> Any:
-        try:
-            return msgspec.json.decode(content, type=answer)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            begins = _shown(content[:60].decode(errors="replace"))
-            message = f"unexpected answer: {error} (it begins with {begins!r})"
-            raise RefusedError(path, 200, message) from error
+
+def decoded(path: str, content: bytes, answer: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        begins = _shown(content[:60].decode(errors="replace"))
+        message = f"unexpected answer: {error} (it begins with {begins!r})"
+        raise RefusedError(path, 200, message) from error
 
 
 async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -> T:
@@ -174,28 +177,17 @@ async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-def _client() -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(
-        # The engine limits the number of requests, so none waits for a free connection.
-        limits=httpx2.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S
-        ),
-        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-        trust_env=False,
-    )
-
-
 async def _read(path: str, response: httpx2.Response, max_bytes: int) -> bytes:
     """The body as it was sent. Waits for its end, or for more than `max_bytes`."""
-    headers, too_long = response.headers, f"a body of more than {max_bytes} bytes"
-    if (encoding := headers.get("content-encoding", "identity")) != "identity":
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         message = f"a body that is compressed ({_shown(encoding)}), which was not asked for"
         raise RefusedError(path, response.status_code, message)
     content = bytearray()
     async for part in response.aiter_raw():
         content += part
         if len(content) > max_bytes:
-            raise RefusedError(path, response.status_code, too_long)
+            message = f"a body of more than {max_bytes} bytes"
+            raise RefusedError(path, response.status_code, message)
     return bytes(content)
 
 

@@ -1,9 +1,7 @@
-"""How an engine starts on inference servers that are up, or come up in time.
+"""How an engine starts on inference servers that are up, or come up in time. This blocks: a
+generator has nothing else to do before its engine is up.
 
-First it is asked whether it is up, and fits: this blocks, since a generator has nothing else to do
-before its engine is up. Invariant: a server is attached before it gets a request.
-
-`attach`: whose a server is, its label of its weights says.
+Whose a server is, its label of its weights says:
 
     the label of           a generator of the run       an engine by itself
     this run               uses the server as it is     -
@@ -14,8 +12,8 @@ before its engine is up. Invariant: a server is attached before it gets a reques
 The learner sends the weights to a generator that takes a server, before it leases. Generators look
 at the label again and again, so a server whose looks are counted up is in use.
 
-Invariant: a server with the label of this run is not touched, since a generator may be loading
-weights there.
+Invariant: a server is attached before it gets a request, and one with the label of this run is not
+touched, since a generator may be loading weights there.
 """
 
 import asyncio
@@ -24,6 +22,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -38,7 +37,7 @@ from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import AnyLabels, Labels, ServedRequest, Server, is_of_a_run
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
-from streamrl.errors import ConfigError, RolloutError, TransportError
+from streamrl.errors import ConfigError, RolloutError, StreamRLError, TransportError
 from streamrl.shutdown import in_thread
 from streamrl.types import Completion, SamplingParams
 
@@ -88,25 +87,23 @@ async def wait_until_up(
     until_s = time.monotonic() + timeout_s
     while True:
         require_alive()
-        up, errors = [], list[str]()
-        refused: list[tuple[str, RefusedError]] = []
+        up, errors = [], dict[str, StreamRLError]()
         for server in servers:
             try:
                 await server.require_up()
                 up.append(server)
             except (RefusedError, TransportError) as error:
-                if isinstance(error, RefusedError) and error.status in (401, 403):
-                    refused.append((server.http.url, error))
-                errors.append(f"{server.http.url} in {timeout_s:g} s: {error}")
+                errors[server.http.url] = error
         if up:
             return up
-        if refused:
-            url, reason = refused[0]
-            raise ConfigError(
-                f"generator: {url} wants another key (api_key_env): {reason}"
-            ) from reason
+        for url, error in errors.items():
+            if isinstance(error, RefusedError) and error.status in (401, 403):
+                raise ConfigError(
+                    f"generator: {url} wants another key (api_key_env): {error}"
+                ) from error
         if time.monotonic() > until_s:
-            raise ConfigError(f"no inference server at {errors[0]}")
+            url, error = next(iter(errors.items()))
+            raise ConfigError(f"no inference server at {url} in {timeout_s:g} s: {error}")
         await asyncio.sleep(_CHECK_S)
 
 
@@ -131,8 +128,6 @@ async def probe(
     keeps_experts: bool = False,
 ) -> None:
     """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
-    A server that does not give as many candidates of a token as the run asks for, or no experts,
-    refuses it.
 
     Raises:
         ConfigError: the server reports log-probabilities of another distribution.
@@ -199,13 +194,12 @@ async def attach(config: RunConfig, server: Server) -> None:
             request.
         TransportError: a request failed.
     """
+    keeps_experts = config.algorithm.records_experts
     try:
         if await _takes_over(server):
-            num_candidates = most_asked(config)
-            keeps_experts = config.algorithm.records_experts
             # A server that was just taken has no version.
             server.labels = AnyLabels(server.labels.owner)
-            await probe(server.sample, num_candidates, keeps_experts=keeps_experts)
+            await probe(server.sample, most_asked(config), keeps_experts=keeps_experts)
     except RefusedError as error:
         raise server.refusal(error) from error
 
@@ -241,7 +235,7 @@ def _is_ours(server: Server, label: str) -> bool:
 
 
 async def _is_in_use(server: Server) -> bool:
-    """Whether others look at the server's label all the time. Waits for as long as it takes."""
+    """Whether others look at the server's label all the time."""
     for _ in range(_NUM_WINDOWS):
         before = await server.num_looks()
         await asyncio.sleep(_WINDOW_S)
@@ -299,17 +293,12 @@ def open_urls(
     servers = [make(url, labels) for url in settings.urls]
     model = _wait_for(_attached(config, servers, settings.start_timeout_s))
 
-    def opener(url: str) -> Callable[[], Awaitable[ServedEngine]]:
-        """Raises at once if the server is not up, or does not fit."""
-
-        async def open_once() -> ServedEngine:
-            _require_one_model(url, await _attached(config, [make(url, labels)]), model)
-            return engine_on(config, make(url, labels), facts, retry_timeout_s=_RETRY_S)
-
-        return open_once
+    async def open_once(url: str) -> ServedEngine:
+        _require_one_model(url, await _attached(config, [make(url, labels)]), model)
+        return engine_on(config, make(url, labels), facts, retry_timeout_s=_RETRY_S)
 
     return ReplicatedEngine(
-        [Replica(url, opener(url)) for url in settings.urls],
+        [Replica(url, partial(open_once, url)) for url in settings.urls],
         retry_timeout_s=settings.retry_timeout_s,
     )
 

@@ -18,12 +18,7 @@ from weakref import WeakKeyDictionary
 
 from actors.engines.requests import nothing_sampled
 from actors.engines.served.engine import ServedEngine
-from streamrl.errors import (
-    RolloutError,
-    StreamRLError,
-    TransportError,
-    WeightTransferError,
-)
+from streamrl.errors import RolloutError, StreamRLError, TransportError, WeightTransferError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, LoadReport, Media, SamplingParams, WeightUpdate
 from streamrl.weights.protocol import NO_LEARNER
@@ -43,6 +38,7 @@ class Replica:
         self._open_engine = open_engine
         self._engine: ServedEngine | None = None
         self._has_newest = self._has_any = False
+        # Totals of engines that have ended.
         self._ended: Mapping[str, float] = {"num_tokens": 0.0, "pause_s": 0.0}
         self.num_requests = 0
 
@@ -69,7 +65,6 @@ class Replica:
         return Holding.KEPT if self._has_any else Holding.LOST
 
     def gauges(self) -> Mapping[str, float]:
-        """Totals include those of engines that have ended."""
         gauges = self._engine.gauges() if self._engine else {}
         return {**gauges, **{n: v + gauges.get(n, 0.0) for n, v in self._ended.items()}}
 
@@ -88,16 +83,13 @@ class Replica:
                 continue
             log.info("the server at %s is up and gets the newest weights", self.url)
             said = ""
-            log.warning("the server at %s is left out: %s", self.url, await self._engine.failure())
+            error = await asyncio.shield(self._engine.failed)
+            log.warning("the server at %s is left out: %s", self.url, error)
             await self.close()
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
     ) -> Completion:
-        """
-        Raises:
-            TransportError: the server is gone, and the request can be sent to another one.
-        """
         if self._engine is None:
             raise TransportError(f"the server at {self.url} is gone")
         self.num_requests += 1
@@ -175,7 +167,7 @@ class ReplicatedEngine:
         handle: CompletionHandle | None = None,
         media: Sequence[Media] = (),
     ) -> Completion:
-        """As `ServedEngine.generate`; on another server again if one is gone meanwhile."""
+        """On another server again if one is gone meanwhile."""
         if media:
             raise RolloutError("inference servers sample from token ids alone")
         handle = handle or CompletionHandle()
@@ -192,11 +184,9 @@ class ReplicatedEngine:
         return nothing_sampled()
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
-        """For a caller that knows of one server only."""
         raise WeightTransferError("each of several servers receives by itself")
 
     def gauges(self) -> Mapping[str, float]:
-        """Sums over the servers, and how many requests were sampled again elsewhere."""
         all_gauges = [replica.gauges() for replica in self.replicas]
         names = ("num_active", "num_waiting", "num_tokens", "pause_s")
         sums = {name: sum(gauges.get(name, 0.0) for gauges in all_gauges) for name in names}
@@ -248,13 +238,11 @@ async def _load_while_up(engine: ServedEngine, update: WeightUpdate) -> LoadRepo
     """Waits for the load, or for the engine's failure: a load has no end once its sockets are
     closed."""
     loading = asyncio.create_task(engine.load_weights(update))
-    failing = asyncio.create_task(engine.failure())
     try:
-        await asyncio.wait((loading, failing), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((loading, engine.failed), return_when=asyncio.FIRST_COMPLETED)
     finally:
         loading.cancel()
-        failing.cancel()
-        await asyncio.wait((loading, failing))
+        await asyncio.wait([loading])
     if loading.cancelled():
-        raise WeightTransferError(f"the server has failed in the load: {failing.result()}")
+        raise WeightTransferError(f"the server has failed in the load: {engine.failed.result()}")
     return loading.result()

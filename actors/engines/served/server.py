@@ -16,7 +16,6 @@ from msgspec import Meta, Struct
 
 from actors.engines.served.http import Http, Names, RefusedError, readings
 from streamrl.config import RunConfig
-from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, Int32Array, SamplingParams, WeightUpdate
 
@@ -175,16 +174,13 @@ class ServerUpdates(Protocol):
 
 
 class Labeled(Struct, frozen=True):
-    """What of an answer is the server's label of its weights."""
-
     weight_version: str
 
 
 class Server(ABC):
-    """One server, from its start on, which `actors.engines.served.open` drives.
-
-    Once it is attached it holds the weights of the model's folder, or, with `labels.is_shared`,
-    what it has got from this generator or another one of the run.
+    """One server, of a run with `config`. Once `actors.engines.served.open` has attached it, it
+    holds the weights of the model's folder, or, with `labels.is_shared`, what it has got from this
+    generator or another one of the run.
     """
 
     library: ClassVar[str]
@@ -195,15 +191,12 @@ class Server(ABC):
     """The gauge, as in `Names`, that counts requests for the label."""
 
     def __init__(self, config: RunConfig, url: str, labels: Labels) -> None:
-        """
-        Args:
-            config: of the run that is to use it.
-        """
         self.http = Http(url, api_key=config.generator.served.api_key)
         self.name = f"{self.library} at {self.http.url}"
         self.labels = labels
         self._config = config
-        self._request_timeout_s = request_timeout_s(config.generator)
+        # An episode's deadline ends its request before, unless the server does not answer.
+        self._request_timeout_s = config.generator.group_deadline_s + _ANSWER_S
 
     # The start. All of it may raise RefusedError or TransportError, for a request that fails.
 
@@ -273,12 +266,6 @@ class Server(ABC):
         await self.http.close()
 
 
-def request_timeout_s(generator: GeneratorSettings) -> float:
-    """Longest wait for one completion, which fails then; its episode's deadline ends it before,
-    unless the server does not answer."""
-    return generator.group_deadline_s + _ANSWER_S
-
-
 def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -> Int32Array:
     """The version that sampled each token [num_tokens].
 
@@ -308,20 +295,18 @@ def require_sound(
         RolloutError: it has tokens that the model does not know, more than were asked for, or of a
             version that was not sent yet.
     """
-    num_tokens = len(answer.token_ids)
-    for sets in (answer.sampling_mask, answer.top_logprobs):
-        if sets is not None and len(sets.token_ids) and sets.token_ids.max() >= vocab_size:
-            raise RolloutError(
-                f"the answer has candidate {sets.token_ids.max()}; the model's vocabulary has "
-                f"{vocab_size}"
-            )
-    if num_tokens > (most := request.sampling.max_new_tokens):
+    num_tokens, most = len(answer.token_ids), request.sampling.max_new_tokens
+    if num_tokens > most:
         raise RolloutError(f"the answer has {num_tokens} tokens, and at most {most} were asked for")
-    if num_tokens and (highest := int(answer.token_ids.max())) >= vocab_size:
-        raise RolloutError(
-            f"the answer has token id {highest}; the model's vocabulary has {vocab_size}"
-        )
-    if num_tokens and (newest := int(answer.policy_versions.max())) > newest_version:
+    sets = [one for one in (answer.sampling_mask, answer.top_logprobs) if one is not None]
+    named = [("token id", answer.token_ids), *(("candidate", one.token_ids) for one in sets)]
+    for name, ids in named:
+        if len(ids) and (highest := ids.max()) >= vocab_size:
+            raise RolloutError(
+                f"the answer has {name} {highest}; the model's vocabulary has {vocab_size}"
+            )
+    newest = int(answer.policy_versions.max(initial=-1))
+    if newest > newest_version:
         raise RolloutError(
             f"the answer names version {newest}, and {newest_version} is the newest that was sent"
         )

@@ -52,8 +52,8 @@ class RelayGroup(Struct, frozen=True):
 
 
 class Relay:
-    """Receives and loads one update at a time. `host` is the address at which SGLang's ranks reach
-    this machine."""
+    """Implements `actors.engines.served.server.ServerUpdates`. `host` is the address at which
+    SGLang's ranks reach this machine."""
 
     def __init__(
         self,
@@ -75,20 +75,15 @@ class Relay:
         self._membership: RelayGroup | None = None
 
     async def receive(self, update: WeightUpdate) -> None:
-        """Into this process's memory. Waits for the learner; the timeouts of the transfer
-        unblock."""
+        """Waits for the learner; the timeouts of the transfer unblock."""
         await asyncio.to_thread(self._stage, update)
 
     async def load_in_pause(
         self, label: str, on_loaded: Callable[[], None], require_current: Callable[[], None]
     ) -> float:
-        """Sends on what was received; returns the seconds in which nothing was sampled.
-        `require_current` is called before each step that changes the weights, and before sampling
-        goes on.
-
+        """
         Raises:
             WeightTransferError: no group was formed; sampling goes on with the old weights.
-            RefusedError, TransportError: SGLang's weights may be partly old, partly new.
         """
         start = time.perf_counter()
         await self._http.send("/pause_generation", PauseGenerationReqInput(mode=self._mode()))

@@ -44,7 +44,7 @@ class UpdateCalls(Protocol):
 
 
 class WeightLoader:
-    """Receives and loads one update at a time.
+    """Implements `actors.engines.served.server.ServerUpdates`.
 
     `require_alive` raises if vLLM has ended; `address` is the one at which its workers reach this
     machine, for their reports.
@@ -74,11 +74,7 @@ class WeightLoader:
 
     async def receive(self, update: WeightUpdate) -> None:
         """Into the workers' host memory. Waits for each worker's report, which the timeouts of the
-        transfer bound, or for the deadline.
-
-        Raises:
-            WeightTransferError: a worker did not get all of it; the weights are unchanged.
-        """
+        transfer bound, or for the deadline."""
         self._attempt += 1
         await self._vllm.start_weight_update()
         encoded = msgspec.json.encode(update).decode()
@@ -96,12 +92,6 @@ class WeightLoader:
         on_loaded: Callable[[], None],
         require_current: Callable[[], None] = lambda: None,
     ) -> float:
-        """Loads what was received; returns the seconds in which nothing was sampled.
-
-        `on_loaded` is called while vLLM is paused, `require_current` before the weights change and
-        before sampling goes on. After an error vLLM stays paused: its weights may be partly old,
-        partly new.
-        """
         start = time.perf_counter()
         mode = self.settings.pause_mode
         clear_cache = not self.settings.keeps_old_kv
