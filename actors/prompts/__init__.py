@@ -1,17 +1,10 @@
 """The prompts of a run in one stream: of all its environments, and of all sources of each.
 
-    open_stream           that of training; which environment plays a prompt is a mixture
-    open_held_out_stream  the held-out prompts of one environment after those of another
-    open_prompts          those of one environment: sets one after the other, or mixed by weight
-    open_held_out         the first prompts of each of its sources, numbered from 0
-    _open                 one source: a finite set of prompts (`PromptRows`), or a stream
-
 Invariant: which environment plays a prompt, and which of its own prompts it reads, is a pure
 function of (seed, prompt index).
 
-The prompt stream is cut into batches of `learner.groups_per_step` prompts. In each an entry plays
-at most `max_groups` prompts, and the prompts that it plays are numbered 0, 1, 2, ... without a gap,
-so that it reads every row of its own data.
+The stream is cut into batches of `learner.groups_per_step` prompts. In each an environment plays at
+most `max_groups` of them; its own are numbered without a gap, so it reads every row of its data.
 
 A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """
@@ -95,11 +88,7 @@ class HeldOutStream(Stream):
 def open_stream(
     config: RunConfig, renderer: "ChatRenderer", *, are_checked: bool = False
 ) -> Stream:
-    """That of training.
-
-    Args:
-        renderer: measures the prompts where `data.truncation` is `filter`.
-        are_checked: as in `open_prompts`.
+    """That of training; `renderer` measures the prompts where `data.truncation` is `filter`.
 
     Raises:
         ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
@@ -204,13 +193,14 @@ def _joined(
     """One source, or the sets of several one after the other."""
     if len(parts) == 1:
         return parts[0]
-    sets = [part for part in parts if isinstance(part, PromptRows)]
+    sets = []
     for source, part in zip(sources, parts, strict=True):
         if not isinstance(part, PromptRows):
             raise ConfigError(
                 f"data.source: {source.path} has no end, so nothing can follow it; give the "
                 "sources weights"
             )
+        sets.append(part)
     return ConcatenatedPrompts(sets)
 
 
@@ -225,8 +215,9 @@ def _stream(
     """A set in epochs; a stream as it is."""
     if not isinstance(part, PromptRows):
         return part
-    is_filtered = fitting is not None and data.truncation == "filter"
-    kept = fitting(part, number) if fitting is not None and is_filtered else None
+    kept = None
+    if fitting is not None and data.truncation == "filter":
+        kept = fitting(part, number)
     return Epochs(part, seed if data.shuffle else None, data.curriculum, kept, first)
 
 

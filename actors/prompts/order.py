@@ -1,24 +1,7 @@
-"""The order of a stream of prompts.
+"""The order of a stream of prompts: a set in epochs, and several parts mixed by weight.
 
-`Epochs`: a finite set of prompts as a stream without an end. The order is a pure function of (seed,
-prompt index): each epoch is a permutation of its own, so no prompt comes twice within an epoch and
-a resumed run goes on where it stopped. Where it goes on with other rows, an epoch of them begins; a
-prompt before it that is still open reads them, too, in an order of its own. With a curriculum the
-first epochs go by difficulty.
-
-`Mixture`: which of several parts has an index of a stream, by weight: of the sources of a run, or
-of its environments.
-
-    index -> block, place    a block is so many indices; of an environment it is a batch
-    block -> the part at each place    as many of each as are due, in a seeded order
-    part, its own indices so far -> its own index
-
-Which part has an index, and which of its own indices that is, is a pure function of (key, index).
-A part's own indices have no gap, so each source goes through its own epochs.
-
-What is due by a block is counted in two ways. Sources are within one prompt of their weights after
-every block. An environment has its share rounded up or down in each single batch, since a batch has
-no more of it than its limit; its weight is met over NUM_BATCHES.
+Invariant: the order is a pure function of (seed, prompt index), so that a resumed run goes on where
+it stopped, and no prompt comes twice within an epoch.
 """
 
 import itertools
@@ -50,7 +33,11 @@ _OF_SOURCES = 2**32 - 1
 
 
 class Epochs:
-    """The prompts of a set, or those of `kept`, in the order of each epoch.
+    """A finite set of prompts, or those of `kept`, as a stream without an end.
+
+    Each epoch is a permutation of its own; with a curriculum the first ones go by difficulty. Where
+    a run goes on with other rows, an epoch of them begins; a prompt before it that is still open
+    reads them, too, in an order of its own.
 
     Args:
         seed: of the order, in one or several parts; None keeps that of the set.
@@ -120,7 +107,13 @@ def _difficulty(prompt: Prompt, key: str) -> float:
 
 
 class Mixture:
-    """
+    """Which of several parts, the sources of a run or its environments, has an index of a stream,
+    and which of the part's own indices that is; these have no gap.
+
+    A block of so many indices has as many of each part as are due, in a seeded order. Sources are
+    within one prompt of their weights after every block. Of an environment a block is a batch, and
+    has its share rounded up or down, no more than its limit; its weight is met over NUM_BATCHES.
+
     Args:
         due: what each part has in so many blocks; together always their size.
         key: of the order in the blocks.
@@ -152,19 +145,15 @@ class Mixture:
     def of_environments(
         cls, weights: Sequence[float], limits: Sequence[int | None], batch_size: int, seed: int
     ) -> "Mixture":
-        """
-        Args:
-            limits: of each entry the most prompts that it plays in a batch; None: no limit.
-        """
+        """`limits`: of each entry the most prompts that it plays in a batch; None: no limit."""
         quotas = _quotas(np.array(weights, np.float64), limits, batch_size)
         counts = _counts(quotas, batch_size)
         before = np.vstack([np.zeros_like(counts[:1]), counts.cumsum(axis=0)])
 
         def due(num_batches: int) -> Sequence[int]:
             cycle, number = divmod(num_batches, NUM_BATCHES)
-            return [
-                cycle * int(a) + int(b) for a, b in zip(before[-1], before[number], strict=True)
-            ]
+            counted: list[int] = (cycle * before[-1] + before[number]).tolist()
+            return counted
 
         return cls(batch_size, due, (seed,))
 

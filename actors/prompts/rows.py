@@ -1,18 +1,13 @@
 """From rows to prompts: which columns hold the prompt, its answer and its media, and what a
 template makes; rows of files, and what a user's own PATH.py:NAME returns.
 
-Invariant: every row that is read is checked when its source is opened, or by the launch of the run,
-so none ends a run that has begun; its images and videos are read when it is sampled. What a user's
+Invariant: every row of a file is checked when its source is opened, or by the launch of the run, so
+none ends a run that has begun. Its images and videos are read when it is sampled, and what a user's
 own returns is checked as it is read.
 
 A row has images and videos in the content parts of its messages, or in columns (`data.image_key`,
 `data.video_key`) with a marker <image> or <video> in the text where each stands; without markers
 they stand before the text of the first user message.
-
-PATH.py:NAME is called once with the arguments of the source, and with the seed if it takes one.
-What it returns is a stream, whose `__getitem__` is a pure function of the prompt index, or, with a
-`__len__` as well, such as a `torch.utils.data.Dataset`, a data set: its rows are read like those of
-a file. A row is a mapping, or a `Prompt`.
 """
 
 import inspect
@@ -102,11 +97,6 @@ class MediaColumns:
         given = {kind: key for kind, key in keys.items() if key is not None}
         return cls(given, Path(source.path).parent, data.system_prompt)
 
-    @property
-    def settings(self) -> Mapping[str, str]:
-        """The columns by the settings of `data` that name them."""
-        return {f"{kind}_key": key for kind, key in self.keys.items()}
-
     def fill(self, prompt: Prompt) -> Prompt:
         """The prompt of a row with the media of these columns in its messages.
 
@@ -191,14 +181,14 @@ class RowColumns:
         Raises:
             ConfigError: the first row lacks a column that all must have.
         """
-        keys = {"prompt_key": None if self.template else self.prompt_key}
-        for name, key in {**keys, "answer_key": self.answer_key, **self.media.settings}.items():
+        keys = {"prompt": None if self.template else self.prompt_key, "answer": self.answer_key}
+        for name, key in {**keys, **self.media.keys}.items():
             if key is not None and _value(row.fields, key) is _MISSING:
                 hint = did_you_mean(key, row.fields)
                 known = "reward_model.ground_truth"
-                if name == "answer_key" and _value(row.fields, known) is not _MISSING:
+                if name == "answer" and _value(row.fields, known) is not _MISSING:
                     hint = f"did you mean {known!r}?"
-                raise ConfigError(f"data.{name}: {path} has no column {key!r}; {hint}")
+                raise ConfigError(f"data.{name}_key: {path} has no column {key!r}; {hint}")
 
     def prompt(self, row: Row) -> Prompt:
         """
@@ -235,9 +225,9 @@ class RowColumns:
         try:
             if isinstance(self.template, str):
                 return _render(self.template, row.fields)
-            assert self.template is not None, "asked by the caller"
             return tuple(
-                {"role": m.role, "content": _render(m.content, row.fields)} for m in self.template
+                {"role": m.role, "content": _render(m.content, row.fields)}
+                for m in self.template or ()
             )
         except ValueError as error:
             raise ConfigError(
@@ -386,7 +376,9 @@ class ConcatenatedPrompts(PromptRows):
 def open_user_source(
     field: str, entry: str, kwargs: Mapping[str, Any], seed: int, columns: RowColumns
 ) -> UserPrompts | UserDataSet:
-    """What PATH.py:NAME makes.
+    """What PATH.py:NAME makes, which is called with the arguments of the source, and with the seed
+    if it takes one: a stream, whose `__getitem__` is a pure function of the prompt index, or, with
+    a `__len__` as well, a data set, whose rows are read like those of a file.
 
     Args:
         field: the setting that names it; errors begin with it.
@@ -519,28 +511,28 @@ def with_columns(
     Raises:
         ConfigError: a message has more or fewer markers than there are media.
     """
-    counts = {kind: _count(messages, marker) for marker, kind in _MARKERS.items()}
+    texts = [m["content"] for m in messages if isinstance(m["content"], str)]
+    counts = {k: sum(text.count(marker) for text in texts) for marker, k in _MARKERS.items()}
     for kind, values in columns.items():
         if counts[kind] not in (0, len(values)):
             raise ConfigError(
                 f"{place} has {counts[kind]} markers <{kind}> and {len(values)} of data.{kind}_key"
             )
     queues = {kind: iter(values) for kind, values in columns.items()}
+    marked = [_with_markers(message, queues) for message in messages]
     unmarked = [
         {"type": kind, kind: value}
         for kind, values in columns.items()
         if not counts[kind]
         for value in values
     ]
-    marked = [_with_markers(message, queues) for message in messages]
-    users = (i for i, m in enumerate(marked) if m.get("role") == "user")
-    first = next(users, len(marked) - 1)
-    return tuple(_led(m, unmarked) if i == first else m for i, m in enumerate(marked))
-
-
-def _count(messages: Sequence[Message], marker: str) -> int:
-    contents = (message["content"] for message in messages)
-    return sum(content.count(marker) for content in contents if isinstance(content, str))
+    if unmarked:
+        users = (i for i, m in enumerate(marked) if m.get("role") == "user")
+        first = next(users, len(marked) - 1)
+        content = marked[first]["content"]
+        rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        marked[first] = {**marked[first], "content": [*unmarked, *rest]}
+    return tuple(marked)
 
 
 def _with_markers(message: Message, queues: Mapping[str, Iterator[Any]]) -> Message:
@@ -556,14 +548,6 @@ def _part(piece: str, queues: Mapping[str, Iterator[Any]]) -> Mapping[str, Any]:
     if kind is None or kind not in queues:
         return {"type": "text", "text": piece}
     return {"type": kind, kind: next(queues[kind])}
-
-
-def _led(message: Message, parts: Sequence[Mapping[str, Any]]) -> Message:
-    if not parts:
-        return message
-    content = message["content"]
-    rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {**message, "content": [*parts, *rest]}
 
 
 def _text(part: Any) -> str | None:

@@ -1,13 +1,9 @@
 """Prompts that are made up, and their seeds: procedural tasks with exact answers, for laptops and
-tests; data sets of the reasoning-gym package (extra: tasks), each with its own scorer; levels of
-environments.
+tests; data sets of the reasoning-gym package (extra: tasks); levels of environments.
 
 Invariant: a prompt is a pure function of (seed, prompt index), one that is held out of its index
 alone, and none that is held out is trained, whatever `run.seed` is. A new task is a function and a
 line in `TASKS`.
-
-`ReasoningGymPrompts`: most data sets draw entry i from their seed + i, so that seeds side by side
-share all entries but one. So the stream is made of blocks, no two of which share such a sum.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,35 +33,28 @@ def addition(rng: np.random.Generator, *, num_digits: int = 2) -> tuple[str, str
     return f"{a:0{num_digits}}+{b:0{num_digits}}=", f"{a + b:0{num_digits + 1}}"
 
 
-def reverse(
-    rng: np.random.Generator, *, min_length: int = 3, max_length: int = 8, tail: float = 0.0
-) -> tuple[str, str]:
-    """A digit string backwards."""
-    digits = _digits(rng, min_length, max_length, tail)
-    return f"r{digits}=", digits[::-1]
+def of_digits(letter: str, answer: Callable[[str], str]) -> Task:
+    """A digit string of uniform length, or, with `tail` > 0, of log-normal length of that sigma."""
 
+    def task(
+        rng: np.random.Generator, *, min_length: int = 3, max_length: int = 8, tail: float = 0.0
+    ) -> tuple[str, str]:
+        if tail > 0:
+            drawn = min_length * rng.lognormal(0.0, tail)
+            length = int(np.clip(drawn, min_length, max_length))
+        else:
+            length = int(rng.integers(min_length, max_length + 1))
+        digits = "".join(str(digit) for digit in rng.integers(0, 10, length))
+        return f"{letter}{digits}=", answer(digits)
 
-def copy(
-    rng: np.random.Generator, *, min_length: int = 3, max_length: int = 8, tail: float = 0.0
-) -> tuple[str, str]:
-    """A digit string again."""
-    digits = _digits(rng, min_length, max_length, tail)
-    return f"c{digits}=", digits
-
-
-def sort(
-    rng: np.random.Generator, *, min_length: int = 3, max_length: int = 8, tail: float = 0.0
-) -> tuple[str, str]:
-    """The digits of a string in order."""
-    digits = _digits(rng, min_length, max_length, tail)
-    return f"s{digits}=", "".join(sorted(digits))
+    return task
 
 
 TASKS: dict[str, Task] = {
     "addition": addition,
-    "copy": copy,
-    "reverse": reverse,
-    "sort": sort,
+    "copy": of_digits("c", str),
+    "reverse": of_digits("r", lambda digits: digits[::-1]),
+    "sort": of_digits("s", lambda digits: "".join(sorted(digits))),
 }
 
 
@@ -127,15 +116,6 @@ def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tu
     return draw
 
 
-def _digits(rng: np.random.Generator, shortest: int, longest: int, tail: float) -> str:
-    """A digit string of uniform length, or, with `tail` > 0, of log-normal length of that sigma."""
-    if tail > 0:
-        length = int(np.clip(shortest * rng.lognormal(0.0, tail), shortest, longest))
-    else:
-        length = int(rng.integers(shortest, longest + 1))
-    return "".join(str(digit) for digit in rng.integers(0, 10, length))
-
-
 class LevelPrompts:
     """Empty prompts whose rows have a seed; `run_seed` None: the held-out ones."""
 
@@ -158,6 +138,9 @@ UNEARNED: Mapping[str, str] = {
 
 class ReasoningGymPrompts:
     """The data set `name`; its rows carry the entry that the reward `task` scores against.
+
+    Most data sets draw entry i from their seed + i, so that seeds side by side share all entries
+    but one. So the stream is made of blocks, no two of which share such a sum.
 
     Args:
         run_seed: None: the held-out prompts.

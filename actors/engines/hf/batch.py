@@ -115,9 +115,9 @@ class RunningBatch:
     @torch.inference_mode()
     def step(self, policy_version: int) -> None:
         """Samples one more token for every row."""
-        rows, offsets = self._records.positions, self._records.columns["offset"]
-        positions = torch.from_numpy(rows).to(self._device)
-        embedded = torch.from_numpy(rows + offsets).to(self._device)
+        places, offsets = self._records.positions, self._records.columns["offset"]
+        positions = torch.from_numpy(places).to(self._device)
+        embedded = torch.from_numpy(places + offsets).to(self._device)
         last = torch.from_numpy(self._records.last_token_ids).to(self._device)
         output = self._model(
             input_ids=last[:, None],

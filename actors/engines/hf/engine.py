@@ -156,7 +156,8 @@ def load_model(config: RunConfig) -> PreTrainedModel:
 def _use_float32_head(model: PreTrainedModel) -> None:
     """Logits in float32, from the weights that there are (MiniMax-M1, arXiv 2506.13585, 3.2)."""
     head: Any = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:
+    is_linear = type(head) is torch.nn.Linear
+    if not is_linear:
         raise ConfigError(
             f"generator.lm_head_dtype: was 'float32', and {model.config.model_type} has no linear "
             "LM head to compute in it; leave it out"

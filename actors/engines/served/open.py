@@ -96,14 +96,14 @@ async def wait_until_up(
                 errors[server.http.url] = error
         if up:
             return up
-        for url, error in errors.items():
-            if isinstance(error, RefusedError) and error.status in (401, 403):
+        for url, reason in errors.items():
+            if isinstance(reason, RefusedError) and reason.status in (401, 403):
                 raise ConfigError(
-                    f"generator: {url} wants another key (api_key_env): {error}"
-                ) from error
+                    f"generator: {url} wants another key (api_key_env): {reason}"
+                ) from reason
         if time.monotonic() > until_s:
-            url, error = next(iter(errors.items()))
-            raise ConfigError(f"no inference server at {url} in {timeout_s:g} s: {error}")
+            url, reason = next(iter(errors.items()))
+            raise ConfigError(f"no inference server at {url} in {timeout_s:g} s: {reason}")
         await asyncio.sleep(_CHECK_S)
 
 

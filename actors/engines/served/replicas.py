@@ -83,8 +83,8 @@ class Replica:
                 continue
             log.info("the server at %s is up and gets the newest weights", self.url)
             said = ""
-            error = await asyncio.shield(self._engine.failed)
-            log.warning("the server at %s is left out: %s", self.url, error)
+            failure = await asyncio.shield(self._engine.failed)
+            log.warning("the server at %s is left out: %s", self.url, failure)
             await self.close()
 
     async def generate(
