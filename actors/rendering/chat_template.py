@@ -1,22 +1,18 @@
 """A chat template, and what it does with messages, found out by rendering short conversations.
 
 Templates leave things out without a word: the schemas of tools, a tool's result that stands behind
-no call, a content that is a string. Each is probed once, when it is first asked for; what is found
-decides how conversations are rendered and what is refused.
+no call, a content that is a string. Each is probed once, when it is first asked for.
 
-A reply is what a template puts between a completion and the next one. It renders a short
-conversation whose assistant's turn is a mark, with the new messages behind it; what follows the
-mark is the reply. The completion is not part of it, so it is never tokenized again. Where a
-template renders a tool's result behind a call alone, the mark is the argument of one.
-
-The reply does not depend on what was said before. A template that renders a message differently
-once others follow it (Qwen3 leaves out earlier thinking) renders a conversation otherwise than it
-was sampled; a reply follows the tokens as they were sampled.
+A reply is what a template puts between a completion and the next one: what follows a mark, where
+the template renders a short conversation whose assistant's turn is the mark, or, if it renders a
+tool's result behind a call alone, the argument of one. So no completion is tokenized again, and
+what was said before changes nothing: Qwen3's template leaves out earlier thinking.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, takewhile
@@ -158,31 +154,23 @@ class ChatTemplate:
     @cached_property
     def describes_tools(self) -> bool:
         """Whether the policy reads the name of a tool that it may call."""
-        try:
+        with suppress(ConfigError):
             return "streamrltool" in self.render([_ASKED], [PROBED_TOOL])
-        except ConfigError:
-            return False
+        return False
 
     @cached_property
     def generation_prompt(self) -> str:
         """What stands in front of a completion; "" where it cannot be told."""
-        try:
+        with suppress(ConfigError):
             return self.render([_ASKED]).removeprefix(self.render([_ASKED], is_open=False))
-        except ConfigError:
-            return ""
-
-    @property
-    def prefill(self) -> str:
-        """See `Renderer.prefill`."""
-        return opened_thinking(self.generation_prompt)
+        return ""
 
     @cached_property
     def end_of_turn(self) -> str:
         """What stands behind an assistant's content; "" where it cannot be told."""
-        try:
+        with suppress(ConfigError):
             return self._behind_mark([_ASKED, _ANSWERED], [PROBED_TOOL], is_open=False)
-        except ConfigError:
-            return ""
+        return ""
 
     @cached_property
     def rendered_calls(self) -> RenderedCalls | None:
@@ -210,7 +198,8 @@ class ChatTemplate:
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether it leaves out a content that is a string, and not one that is a list of parts."""
-        return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+        asked = {"role": "user", "content": _PROBE}
+        return _PROBE not in self._probed(asked) and _PROBE in self._probed(*_in_parts([asked]))
 
     @cached_property
     def _wants_json(self) -> bool:
@@ -218,22 +207,16 @@ class ChatTemplate:
         at all or as Python writes them; not where it would write that text as Python does."""
         arguments = {"text": _PROBE}
         made = _calling_with(arguments)
-        text, (in_json,) = self._with_call(made), _with_json_arguments([made])
-        given = self._with_call(in_json)
+        text = self._probed(_ASKED, made, tools=[PROBED_TOOL])
+        given = self._probed(_ASKED, *_with_json_arguments([made]), tools=[PROBED_TOOL])
         is_lost = _PROBE not in text or str(arguments) in text
         return is_lost and _PROBE in given and repr(json.dumps(arguments)) not in given
 
-    def _with_call(self, made: Message) -> str:
-        try:
-            return self._rendered([_ASKED, made], tools=[PROBED_TOOL])
-        except ValueError:
-            return ""
-
-    def _shows(self, content: Any) -> bool:
-        try:
-            return _PROBE in self._rendered([{"role": "user", "content": content}])
-        except ValueError:
-            return False
+    def _probed(self, *messages: Message, **options: Any) -> str:
+        """As they are; "" where it cannot render them."""
+        with suppress(ValueError):
+            return self._rendered(messages, **options)
+        return ""
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
         return rendered(self._tokenizer, messages, chat_template=self._source, **options)
@@ -255,7 +238,9 @@ class ChatTemplate:
     def _reply(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, is_behind_call: bool
     ) -> Reply:
-        turn = _calling(messages) if is_behind_call else _ANSWERED
+        results = [message for message in messages if message.get("role") == "tool"]
+        marked = ((r["tool_call_id"], r.get("name") or "tool", {"text": _MARK}) for r in results)
+        turn = _calling(marked) if is_behind_call else _ANSWERED
         text = self._behind_mark([_ASKED, turn, *messages], tools)
         alone = self._behind_mark([_ASKED, turn], tools, is_open=False)
         return Reply(text, text[: num_shared(text, alone)], is_behind_call)
@@ -293,25 +278,18 @@ def opened_thinking(opening: str) -> str:
     return tag + behind if tag else ""
 
 
-def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
+def _calling(calls: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Message:
+    """An assistant's turn with these calls: the id, the name of the tool and the arguments."""
+    made = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, name, arguments in calls
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
 
 
 def _calling_with(*arguments: Mapping[str, Any]) -> Message:
     """An assistant's turn that calls the probed tool with each of these."""
-    calls = [_call(f"call{i:05}", "streamrltool", given) for i, given in enumerate(arguments)]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _calling(results: Sequence[Message]) -> Message:
-    """The assistant's turn whose calls have these results; each has the mark."""
-    calls = [
-        _call(result["tool_call_id"], result.get("name") or "tool", {"text": _MARK})
-        for result in results
-        if result.get("role") == "tool"
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+    return _calling((f"call{i:05}", "streamrltool", given) for i, given in enumerate(arguments))
 
 
 def _with_ids(messages: Sequence[Message]) -> list[Message]:
@@ -326,18 +304,17 @@ def _with_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_json_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def in_json(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
     return [
-        {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [*map(in_json, message["tool_calls"])]}
         if message.get("tool_calls")
         else dict(message)
         for message in messages
     ]
-
-
-def _with_json(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function, arguments = call["function"], call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:

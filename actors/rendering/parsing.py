@@ -25,6 +25,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -94,17 +95,13 @@ def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str
 
 def _tags(text: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
     """An argument for each tag: JSON where the tag says that it is no string, else its text."""
-    found = re.finditer(args["tag_pattern"], text, re.DOTALL)
-    return {tag["key"]: _value(tag.groupdict()) for tag in found}
-
-
-def _value(tag: Mapping[str, str | None]) -> Any:
-    if tag.get("is_text") != "false":
-        return tag["value"]
-    try:
-        return json.loads(tag["value"] or "")
-    except (ValueError, RecursionError):
-        return tag["value"]
+    arguments = {}
+    for tag in re.finditer(args["tag_pattern"], text, re.DOTALL):
+        arguments[tag["key"]] = tag["value"]
+        if tag.groupdict().get("is_text") == "false":
+            with suppress(ValueError, RecursionError):
+                arguments[tag["key"]] = json.loads(tag["value"])
+    return arguments
 
 
 def _gemma(text: str, args: dict[str, Any]) -> Any:
@@ -151,11 +148,10 @@ def _escaped(part: re.Match[str]) -> str:
         return part["name"] + "_"
     if part["quote"] is None:
         raise ValueError("a string in the calls has no end")
-    return f"'{_PYTHON_CHARACTER.sub(_escape, part['body'])}'"
-
-
-def _escape(character: re.Match[str]) -> str:
-    return character[0] if len(character[0]) > 1 else f"\\x{ord(character[0]):02x}"
+    escaped = _PYTHON_CHARACTER.sub(
+        lambda found: found[0] if len(found[0]) > 1 else f"\\x{ord(found[0]):02x}", part["body"]
+    )
+    return f"'{escaped}'"
 
 
 def _python_call(tree: ast.expr) -> Mapping[str, Any]:
@@ -261,10 +257,10 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 class MessageParser:
-    """The parser of one tokenizer and chat template.
+    """The parser of one tokenizer and chat template; `choice` is `data.tool_parser`.
 
     Raises:
-        ConfigError: `data.tool_parser` names nothing, or a file that is no response template.
+        ConfigError: it names nothing, or a file that is no response template.
     """
 
     def __init__(
@@ -349,7 +345,6 @@ class MessageParser:
         return tuple(token_ids[:length])
 
     def _decoded(self, token_ids: tuple[int, ...]) -> str:
-        """With special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 

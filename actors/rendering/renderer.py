@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, num_shared
+from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, num_shared, opened_thinking
 from actors.rendering.messages import is_prefill
 from actors.rendering.parsing import MessageParser
 from streamrl.config import RunConfig
@@ -30,7 +30,7 @@ from streamrl.vision.places import Placeholders
 
 @dataclass(frozen=True)
 class PromptVision:
-    """What of a model that sees images a renderer knows."""
+    """Of a model that sees images."""
 
     reader: PatchReader
     placeholders: Placeholders
@@ -56,11 +56,7 @@ class PromptVision:
     def expand(
         self, token_ids: Sequence[int], media: Sequence[Media], place: str
     ) -> tuple[int, ...]:
-        """Token ids as the model reads them, from those of a rendered template.
-
-        Raises:
-            RolloutError: a medium is malformed, or a text contains a placeholder token.
-        """
+        """Token ids as the model reads them, from those of a rendered template."""
         sizes = [self.reader.size(medium, place) for medium in media]
         return self.placeholders.expand(token_ids, sizes, place)
 
@@ -78,8 +74,7 @@ def load_media(prompt: Prompt) -> Prompt:
     """
     if isinstance(prompt.content, str):
         return prompt
-    place = prompt.origin or "a prompt"
-    return replace(prompt, content=loaded(prompt.content, place, prompt.folder))
+    return replace(prompt, content=loaded(prompt.content, _place(prompt), prompt.folder))
 
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
@@ -192,8 +187,7 @@ class ChatRenderer:
     def encode_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...]:
-        """Token ids of a conversation up to the place where the policy's next turn begins.
-
+        """
         Raises:
             ConfigError: there is no template, or it cannot render them.
         """
@@ -217,11 +211,10 @@ class ChatRenderer:
         completion_token_ids: Sequence[int],
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        """Token ids between the end of a completion and the place where the next one begins.
-
-        A completion that ended with a token which ends a turn in the template, or with the one that
-        opens the reply, is followed by what the template puts behind it; any other one is ended
-        first. Behind such a token may be the end of sequence, which not every template writes.
+        """A completion that ended with a token which ends a turn in the template, or with the one
+        that opens the reply, is followed by what the template puts behind it; any other one is
+        ended first. Behind such a token may be the end of sequence, which not every template
+        writes.
 
         Raises:
             ConfigError: there is no template, or it cannot render them.
@@ -275,14 +268,9 @@ class ChatRenderer:
 
     @property
     def prefill(self) -> str:
-        return "" if self._template is None else self._template.prefill
+        return "" if self._template is None else opened_thinking(self._template.generation_prompt)
 
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
-        """The images and videos of a conversation, in order.
-
-        Raises:
-            RolloutError: one is malformed, or a path.
-        """
         return media_of(messages, "a conversation")
 
     def media_of(self, prompt: Prompt) -> tuple[Media, ...]:
@@ -324,7 +312,6 @@ class ChatRenderer:
         return self._template
 
     def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:
-        """Token ids of a rendered conversation as the model reads them, its images included."""
         token_ids, media = self.encode_text(text), media_of(messages, place)
         if self._vision is not None:
             return self._vision.expand(token_ids, media, place)
