@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from msgspec import structs
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.model import ModelSettings
@@ -55,12 +55,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_same_parameters(manifest: tuple[TensorSpec, ...], own: Shapes) -> None:
-    """Refuses a manifest of another model; `own` is the engine's shapes by name. One of LoRA's
-    factors names some of the matrices only.
-
+    """
     Raises:
-        WeightTransferError: naming the first parameter that only one end has, or whose shapes
-            differ.
+        WeightTransferError: the manifest is of another model than these shapes.
     """
     if lora.is_of_factors(manifest):
         lora.require_fitting_factors(manifest, own)
@@ -102,11 +99,13 @@ class ModelFacts:
         empty = empty_model(model.path, trust_remote_code=model.trust_remote_code)
         config = empty.config
         text_config = config.get_text_config()
+        width = getattr(text_config, "head_dim", None)
+        num_heads = getattr(text_config, "num_attention_heads", None)
         return cls(
             shapes={name: tuple(p.shape) for name, p in empty.named_parameters()},
             eos=eos_token_ids(model),
             vocab_size=text_config.vocab_size,
-            head_width=_head_width(text_config),
+            head_width=width or (text_config.hidden_size // num_heads if num_heads else None),
             placeholders=Placeholders.of(config) if has_vision(config) else None,
             expert_shape=(
                 text_config.num_hidden_layers,
@@ -153,9 +152,3 @@ def eos_token_ids(model: ModelSettings) -> frozenset[int]:
         )
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _head_width(config: PreTrainedConfig) -> int | None:
-    width: int | None = getattr(config, "head_dim", None)
-    num_heads: int | None = getattr(config, "num_attention_heads", None)
-    return width or (config.hidden_size // num_heads if num_heads else None)

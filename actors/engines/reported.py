@@ -75,7 +75,10 @@ def sets_of(
     """
     if not num_asked(sampling):
         return None, None
-    possible = [_possible(ids, logprobs) for ids, logprobs in found]
+    possible = []
+    for ids, logprobs in found:
+        is_possible = logprobs > _LOWEST
+        possible.append((ids[is_possible], logprobs[is_possible]))
     mask = TokenSets.of([_kept(*one) for one in possible]) if keeps_mask(sampling) else None
     top = top_of(possible, sampling.num_top_logprobs) if sampling.num_top_logprobs else None
     return mask, top
@@ -94,11 +97,6 @@ def candidates(ids: Sequence[int], logprobs: Sequence[float]) -> Candidates:
     """Of a server's answer, in which the sampled token may stand twice."""
     unique, first = np.unique(np.array(ids, np.int32), return_index=True)
     return unique, np.array(logprobs, np.float32)[first]
-
-
-def _possible(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Candidates:
-    is_possible = logprobs > _LOWEST
-    return ids[is_possible], logprobs[is_possible]
 
 
 def _kept(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> NDArray[Any]:

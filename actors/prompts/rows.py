@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jinja2 import StrictUndefined, Template
+from jinja2 import StrictUndefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.rendering.messages import normalized, template_errors
@@ -390,16 +390,13 @@ def open_user_source(
     name = f"{field}: {entry}"
     make = load_user_code(field, entry)
     with attributed_to(name):
-        arguments = {"seed": seed, **kwargs} if _takes_seed(make) else kwargs
+        parameters = inspect.signature(make).parameters.values()
+        takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
+        arguments = {"seed": seed, **kwargs} if takes_seed else kwargs
         source = make(**arguments)
     if isinstance(source, Sized):
         return UserDataSet(name, source, columns)
     return UserPrompts(name, source)
-
-
-def _takes_seed(make: Any) -> bool:
-    parameters = inspect.signature(make).parameters.values()
-    return any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def column(prompt: Prompt, key: str) -> Any:
@@ -417,9 +414,7 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
         return _compiled(template).render(values)
 
 
-@cache
-def _compiled(template: str) -> Template:
-    return _JINJA.from_string(template)
+_compiled = cache(_JINJA.from_string)
 
 
 _MISSING = object()
@@ -468,12 +463,6 @@ def _asked_in_sharegpt(value: Any) -> int | None:
     return next((i for i, name in enumerate(speakers) if name in ("human", "user")), 0)
 
 
-def _is_call(turn: Mapping[str, Any]) -> bool:
-    """Calls of tools need no text beside them."""
-    calls = turn.get("tool_calls")
-    return turn.get("content") is None and isinstance(calls, list) and any(calls)
-
-
 def _written(answer: Any) -> str:
     """A number without an exponent, as people write it."""
     is_usual = isinstance(answer, float) and 1e-20 < abs(answer) < 1e20
@@ -481,11 +470,11 @@ def _written(answer: Any) -> str:
 
 
 def _is_message(turn: Any) -> bool:
-    return (
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and (is_content(turn.get("content")) or _is_call(turn))
-    )
+    if not (isinstance(turn, dict) and isinstance(turn.get("role"), str)):
+        return False
+    content, calls = turn.get("content"), turn.get("tool_calls")
+    # Calls of tools need no text beside them.
+    return is_content(content) or (content is None and isinstance(calls, list) and any(calls))
 
 
 def is_content(value: Any) -> bool:

@@ -56,11 +56,9 @@ def config_for(server: HostileServer, model: Path) -> RunConfig:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(server: HostileServer, model: Path) -> AsyncIterator[ServedEngine]:
     """One for all: it serves on, whatever it was answered before."""
-    with pytest.MonkeyPatch.context() as patch:
-        where = "actors.engines.served.server.request_timeout_s"
-        patch.setattr(where, lambda config: REQUEST_TIMEOUT_S)
-        opened = make_engine(config_for(server, model), seed=0)
+    opened = make_engine(config_for(server, model), seed=0)
     assert isinstance(opened, ServedEngine)
+    opened._server._request_timeout_s = REQUEST_TIMEOUT_S
     yield opened
     await opened.close()
 

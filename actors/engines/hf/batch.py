@@ -147,7 +147,10 @@ class RunningBatch:
             left.append((request, records.completion(row, reason)))
             self._seeded.pop(request, None)
         if left:
-            self._compact(Compaction.of(leaves))
+            moves = Compaction.of(leaves)
+            self._cache.compact(moves, int(records.positions[moves.sources].max(initial=0)))
+            records.compact(moves)
+            moves.apply(self._rows)
         for row, request in enumerate(self._rows):
             if request.handle.is_asked:
                 request.handle.sampled = records.completion(row, FinishReason.ABORT)
@@ -162,12 +165,6 @@ class RunningBatch:
         self._rows.append(request)
         if sampling.seed is not None:
             self._seeded[request] = torch.Generator().manual_seed(sampling.seed)
-
-    def _compact(self, moves: Compaction) -> None:
-        longest = int(self._records.positions[moves.sources].max(initial=0))
-        self._cache.compact(moves, longest)
-        self._records.compact(moves)
-        moves.apply(self._rows)
 
     def _prefill(
         self, first: int, contents: list[Content], *, is_recorded: bool = True

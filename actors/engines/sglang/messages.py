@@ -76,8 +76,11 @@ class AbortReq(Struct, frozen=True, kw_only=True):
     rid: str
 
 
-class PauseGenerationReqInput(Struct, frozen=True, kw_only=True):
-    mode: Literal["abort", "retract", "in_place"]
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class PauseGenerationReqInput(Struct, frozen=True):
+    mode: PauseMode
 
 
 class InitWeightsUpdateGroupReqInput(Struct, frozen=True, kw_only=True):

@@ -1,11 +1,8 @@
 """A weight update in SGLang: received in this process while it samples, sent on in its pause.
 
 SGLang receives inside its scheduler: it samples nothing meanwhile, and loads bucket by bucket into
-the weights in use. So it does not join the learner's group. This process receives as every engine
-does and broadcasts a complete update once more, over a group of this process (rank 0) and SGLang's
-ranks.
-
-    pause, begin | one broadcast per bucket | end, continue
+the weights in use. So this process receives as every engine does, and broadcasts a complete update
+once more, over a group of this process (rank 0) and SGLang's ranks.
 
 SGLang gives a broadcast up at once when this process has ended; while the group is formed it would
 wait half an hour (torch's default, which SGLang does not let us change) and answer nobody. So the
@@ -20,7 +17,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
 
 import torch
 from msgspec import Struct
@@ -30,6 +26,7 @@ from actors.engines.sglang.messages import (
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
+    PauseMode,
     UpdateWeightsFromDistributedReqInput,
 )
 from actors.engines.updates import StagedWeights
@@ -40,7 +37,6 @@ from streamrl.weights.layout import dtype_name
 from streamrl.weights.transports import groups
 from streamrl.weights.transports.receive import TransferReceiver
 
-PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -86,7 +82,10 @@ class Relay:
             WeightTransferError: no group was formed; sampling goes on with the old weights.
         """
         start = time.perf_counter()
-        await self._http.send("/pause_generation", PauseGenerationReqInput(mode=self._mode()))
+        mode: PauseMode = "in_place" if self._settings.keeps_old_kv else "retract"
+        if self._settings.pause_mode == "abort":
+            mode = "abort"
+        await self._http.send("/pause_generation", PauseGenerationReqInput(mode))
         try:
             self._membership = self._membership or await self._form()
         except (RefusedError, WeightTransferError) as error:
@@ -123,11 +122,6 @@ class Relay:
 
     def _stage(self, update: WeightUpdate) -> None:
         self._staged.fill(update.manifest, self._transfer.tensors(update))
-
-    def _mode(self) -> PauseMode:
-        if self._settings.pause_mode == "abort":
-            return "abort"
-        return "in_place" if self._settings.keeps_old_kv else "retract"
 
     async def _form(self) -> RelayGroup:
         """Joins a group at both ends. Waits for all ranks; the timeout or a refusal unblocks."""

@@ -18,7 +18,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -64,7 +64,7 @@ from streamrl.config.generator import SglangSettings
 from streamrl.errors import ConfigError, RolloutError
 from streamrl.interfaces import Engine
 from streamrl.placement.hosts import visible_alone
-from streamrl.types import Completion, RoutedExperts, SamplingParams, TokenSets, TopLogprobs
+from streamrl.types import Completion, SamplingParams, TokenSets, TopLogprobs
 
 
 def is_truncated(request: ServedRequest) -> bool:
@@ -87,8 +87,13 @@ def sets_of(
     sampling = request.sampling
     masks = (meta.output_token_sampling_mask or [])[:num_tokens]
     found = (meta.output_top_logprobs or [])[:num_tokens]
-    _require(masks, "sampling mask", num_tokens, is_asked=is_truncated(request))
-    _require(found, "top log-probabilities", num_tokens, is_asked=sampling.num_top_logprobs > 0)
+    for name, parts, is_asked in (
+        ("sampling mask", masks, is_truncated(request)),
+        ("top log-probabilities", found, sampling.num_top_logprobs > 0),
+    ):
+        if is_asked and len(parts) != num_tokens:
+            missing = num_tokens - len(parts)
+            raise RolloutError(f"the answer has no {name} for {missing} of its tokens")
     mask = None
     if keeps_mask(sampling):
         mask = TokenSets.of([candidates(ids, [0.0] * len(ids))[0] for ids in masks])
@@ -113,11 +118,6 @@ def _top(
             raise RolloutError("the answer is inconsistent: a log-probability is not finite")
         each.append(candidates([token_id for token_id, _ in pairs], logprobs))
     return top_of(each, sampling.num_top_logprobs)
-
-
-def _require(found: Sequence[object], name: str, num_tokens: int, *, is_asked: bool) -> None:
-    if is_asked and len(found) != num_tokens:
-        raise RolloutError(f"the answer has no {name} for {num_tokens - len(found)} of its tokens")
 
 
 # SGLang leaves two positions of its context unused, and takes no prompt within six of its end.
@@ -245,13 +245,23 @@ def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labe
     if not np.isfinite(logprobs).all():
         raise RolloutError("the answer is inconsistent: a log-probability is not finite")
     versions = versions_of(meta.weight_versions, len(token_ids), labels)
-    first_stop = _first_stop(token_ids, request) if request.sampling.ignore_eos else None
-    if first_stop is not None:
-        end, reason = first_stop + 1, "stop"
-        token_ids, logprobs, versions = token_ids[:end], logprobs[:end], versions[:end]
+    if request.sampling.ignore_eos:
+        positions = range(request.sampling.min_new_tokens, len(token_ids))
+        end = next((i + 1 for i in positions if token_ids[i] in request.stops), None)
+        if end is not None:
+            token_ids, logprobs, versions = token_ids[:end], logprobs[:end], versions[:end]
+            reason = "stop"
     mask = top = None
     if request.sampling.keep_sampling_mask or request.sampling.num_top_logprobs:
         mask, top = sets_of(meta, request, len(token_ids))
+    experts = None
+    if math.prod(request.expert_shape):
+        prompt, rows = request.prompt_token_ids, None
+        if meta.routed_experts is not None:
+            rows = from_int32(meta.routed_experts, *request.expert_shape)
+            # Those behind a stop leave with their tokens.
+            rows = rows[: len(prompt) + len(token_ids) - 1]
+        experts = recorded(rows, prompt, token_ids, "SGLang", meta.finish_reason.type)
     return completion(
         token_ids,
         logprobs,
@@ -259,27 +269,8 @@ def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labe
         reason,
         sampling_mask=mask,
         top_logprobs=top,
-        routed_experts=_experts(meta, request, token_ids),
+        routed_experts=experts,
     )
-
-
-def _experts(
-    meta: GenerateMetaInfo, request: ServedRequest, token_ids: list[int]
-) -> RoutedExperts | None:
-    """Those of the prompt and of the tokens that are kept."""
-    if not math.prod(request.expert_shape):
-        return None
-    rows = None
-    if meta.routed_experts is not None:
-        rows = from_int32(meta.routed_experts, *request.expert_shape)
-        rows = rows[: len(request.prompt_token_ids) + len(token_ids) - 1]
-    prompt, reason = request.prompt_token_ids, meta.finish_reason.type
-    return recorded(rows, prompt, token_ids, "SGLang", reason)
-
-
-def _first_stop(token_ids: list[int], request: ServedRequest) -> int | None:
-    positions = range(request.sampling.min_new_tokens, len(token_ids))
-    return next((i for i in positions if token_ids[i] in request.stops), None)
 
 
 def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:

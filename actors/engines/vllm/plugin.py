@@ -28,7 +28,9 @@ def register() -> None:
     )
     request_amx()
     if multiprocessing.parent_process() and (log_file := os.environ.get(ERROR_LOG_VARIABLE)):
-        _log_errors(log_file)
+        handler = logging.FileHandler(log_file, delay=True)
+        handler.setLevel(logging.ERROR)
+        logging.getLogger("vllm").addHandler(handler)
         threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
 
 
@@ -41,13 +43,6 @@ def request_amx() -> bool:
     import torch
 
     return not torch.cpu._is_amx_tile_supported() or torch.cpu._init_amx()
-
-
-def _log_errors(log_file: str) -> None:
-    """Writes vLLM's errors to the file, too."""
-    handler = logging.FileHandler(log_file, delay=True)
-    handler.setLevel(logging.ERROR)
-    logging.getLogger("vllm").addHandler(handler)
 
 
 def _end_with_parent() -> None:

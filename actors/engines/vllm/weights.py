@@ -7,6 +7,7 @@ gives each sampled token is that of the version whose forward pass sampled it. T
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -116,9 +117,11 @@ class WeightLoader:
         """The next worker's error. Waits for its report, for vLLM's end or the deadline."""
         while True:
             if await self._reports.poll(_CHECK_S * 1000):
-                report = _report_in(await self._reports.recv())
-                if report is not None and report.attempt == self._attempt:
-                    return report.error
+                # Anybody may send to the port.
+                with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                    report = msgspec.json.decode(await self._reports.recv(), type=WorkerReport)
+                    if report.attempt == self._attempt:
+                        return report.error
                 continue
             if until_s is not None and time.monotonic() > until_s:
                 return (
@@ -127,11 +130,3 @@ class WeightLoader:
                 )
             # A busy server answers late; the report may have come meanwhile.
             await self._require_alive()
-
-
-def _report_in(message: bytes) -> WorkerReport | None:
-    """None for what is no report: anybody may send to the port."""
-    try:
-        return msgspec.json.decode(message, type=WorkerReport)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
