@@ -65,11 +65,7 @@ def _require_installed(library: str) -> None:
 
 
 def require_torchvision(path: str) -> None:
-    """What vLLM's own processors of images need.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """What vLLM's own processors of images need."""
     if find_spec("torchvision") is None:
         raise ConfigError(
             f"generator.engine: vllm needs torchvision for the images that {path} sees, and it is "

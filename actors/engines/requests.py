@@ -1,9 +1,4 @@
-"""Requests in flight, each a task, so that closing an engine ends all of them; how one of them is
-stopped early, and why one has ended.
-
-Invariant: `run` returns the request's result, raises its error or, after `cancel_all`, the error of
-`raise_if_over`.
-"""
+"""Requests in flight, how one of them is stopped early, and why one has ended."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -28,7 +23,8 @@ _REASONS = {
 
 
 class InFlightRequests(Generic[T]):
-    """`raise_if_over` raises what a request of an engine that has ended fails with."""
+    """Each is a task, so that closing an engine ends all of them. `run` returns the request's
+    result, raises its error or, after `cancel_all`, that of `raise_if_over`."""
 
     def __init__(self, raise_if_over: Callable[[], None]) -> None:
         self._raise_if_over = raise_if_over
@@ -38,7 +34,7 @@ class InFlightRequests(Generic[T]):
         return len(self._tasks)
 
     async def run(self, request: Coroutine[Any, Any, T]) -> T:
-        """The request's result. Waits for it; canceling the caller cancels the request."""
+        """Canceling the caller cancels the request."""
         task = asyncio.create_task(request)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

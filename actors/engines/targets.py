@@ -1,7 +1,5 @@
 """Which parts of an engine receive weights, each by itself: the engine, or each of its servers.
-
-Called by `actors.generator`, which runs a receiver for each. Where a part receives decides
-by which route its weights come: not always in this process, and not always on the GPU that samples.
+`actors.generator` runs a receiver for each.
 """
 
 from collections.abc import Callable, Sequence

@@ -232,7 +232,7 @@ def _open(
     path, kwargs = source.path, source.kwargs
     siblings = data.sources if setting == "data.source" else data.eval_sources
     default_name = _default_name(path) if len(siblings) > 1 else ""
-    columns = RowColumns.of(data, setting, source, default_name)
+    columns = RowColumns(data, setting, source, default_name)
     if _has_rows(path):
         rows = open_rows(setting, path, subset=source.subset, split=source.split)
         num_checked = 0 if are_checked else data.num_eval_prompts if run_seed is None else None

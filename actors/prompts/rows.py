@@ -18,7 +18,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from jinja2 import StrictUndefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.rendering.messages import normalized, template_errors
-from streamrl.config.data import DataSettings, MessageTemplate, SourceSettings
+from streamrl.config.data import DataSettings, SourceSettings
 from streamrl.data_files import Row, RowSource, as_json_values, shown
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Message, Prompt
@@ -82,20 +82,14 @@ class PromptRows(Protocol):
         return map(self.__getitem__, range(len(self)))
 
 
-@dataclass(frozen=True)
 class MediaColumns:
-    """The columns of a file in `folder` that hold media, by their kind."""
+    """The columns of a file that hold media, by their kind."""
 
-    keys: Mapping[str, str]
-    folder: Path
-    system_prompt: str | None
-    """Put before the user message that a string prompt with media becomes."""
-
-    @classmethod
-    def of(cls, data: DataSettings, source: SourceSettings) -> "MediaColumns":
+    def __init__(self, data: DataSettings, source: SourceSettings) -> None:
         keys = {"image": data.image_key, "video": data.video_key}
-        given = {kind: key for kind, key in keys.items() if key is not None}
-        return cls(given, Path(source.path).parent, data.system_prompt)
+        self.keys = {kind: key for kind, key in keys.items() if key is not None}
+        self._folder = Path(source.path).parent
+        self._system_prompt = data.system_prompt
 
     def fill(self, prompt: Prompt) -> Prompt:
         """The prompt of a row with the media of these columns in its messages.
@@ -106,13 +100,22 @@ class MediaColumns:
         """
         columns = {kind: self._values(prompt, kind, key) for kind, key in self.keys.items()}
         if any(columns.values()):
-            messages = self._messages(prompt.content)
+            messages, system = prompt.content, self._system_prompt
+            if isinstance(messages, str):
+                opening = [{"role": "system", "content": system}] if system else []
+                messages = (*opening, {"role": "user", "content": messages})
             content = with_columns(messages, columns, prompt.origin)
             prompt = replace(prompt, content=content)
         if isinstance(prompt.content, str) or not has_media(prompt.content):
             return prompt
-        self._require_files(prompt)
-        return replace(prompt, folder=self.folder)
+        try:
+            for name in paths_in(prompt.content, prompt.origin):
+                # Of a name that is too long, such as base64 without its data: URL, pathlib raises.
+                if not os.path.isfile(path := str(self._folder / name)):
+                    raise ConfigError(f"{prompt.origin}: there is no file {path[:200]}")
+        except RolloutError as error:
+            raise ConfigError(str(error)) from error
+        return replace(prompt, folder=self._folder)
 
     def _values(self, prompt: Prompt, kind: str, key: str) -> Sequence[Any]:
         value = prompt.row.get(key)
@@ -124,57 +127,26 @@ class MediaColumns:
             raise ConfigError(f"{prompt.origin}: {key} was {shown(value)}; it must be a list")
         return (value,)
 
-    def _messages(self, content: str | Sequence[Message]) -> Sequence[Message]:
-        if not isinstance(content, str):
-            return content
-        user: Message = {"role": "user", "content": content}
-        if not self.system_prompt:
-            return (user,)
-        return ({"role": "system", "content": self.system_prompt}, user)
 
-    def _require_files(self, prompt: Prompt) -> None:
-        assert not isinstance(prompt.content, str), "asked of messages"
-        try:
-            for name in paths_in(prompt.content, prompt.origin):
-                # Of a name that is too long, such as base64 without its data: URL, pathlib raises.
-                if not os.path.isfile(path := str(self.folder / name)):
-                    raise ConfigError(f"{prompt.origin}: there is no file {path[:200]}")
-        except RolloutError as error:
-            raise ConfigError(str(error)) from error
-
-
-@dataclass(frozen=True)
 class RowColumns:
-    """How the rows of one source become prompts."""
+    """How the rows of one source become prompts; what it leaves open is as in `data`.
 
-    setting: str
-    """The one that names the source; errors begin with it."""
-    prompt_key: str
-    answer_key: str | None
-    template: str | tuple[MessageTemplate, ...] | None
-    data_source_key: str
-    name: str
-    """Replaces `data_source_key` of each row."""
-    default_name: str
-    """Stands for it where a row has none."""
-    media: MediaColumns
+    Args:
+        setting: the one that names the source; errors begin with it.
+        default_name: of the source, for rows that name none.
+    """
 
-    @classmethod
-    def of(
-        cls, data: DataSettings, setting: str, source: SourceSettings, default_name: str
-    ) -> "RowColumns":
-        """Of one source; what it leaves open is as in `data`."""
+    def __init__(
+        self, data: DataSettings, setting: str, source: SourceSettings, default_name: str
+    ) -> None:
+        self.setting = setting
+        self.prompt_key = source.prompt_key or data.prompt_key
+        self.answer_key = source.answer_key or data.answer_key
         template = source.prompt_template
-        return cls(
-            setting,
-            source.prompt_key or data.prompt_key,
-            source.answer_key or data.answer_key,
-            data.prompt_template if template is None else template,
-            data.data_source_key,
-            source.name,
-            default_name,
-            MediaColumns.of(data, source),
-        )
+        self.template = data.prompt_template if template is None else template
+        self.data_source_key = data.data_source_key
+        self.name, self.default_name = source.name, default_name
+        self.media = MediaColumns(data, source)
 
     def check(self, row: Row, path: str) -> None:
         """
@@ -294,11 +266,7 @@ class RowPrompts:
 
 
 class UserPrompts:
-    """The stream of PATH.py:NAME; what it raises and what it returns is checked.
-
-    Raises:
-        ConfigError: its first prompt is not a `Prompt`.
-    """
+    """The stream of PATH.py:NAME; what it raises and what it returns is checked."""
 
     def __init__(self, name: str, source: Any) -> None:
         self._name, self._source = name, source
@@ -316,11 +284,7 @@ class UserPrompts:
 
 
 class UserDataSet(PromptRows):
-    """The data set of PATH.py:NAME, whose rows are checked as they are read.
-
-    Raises:
-        ConfigError: it has no rows, or its first row has no prompt or no answer.
-    """
+    """The data set of PATH.py:NAME, whose rows are checked as they are read."""
 
     def __init__(self, name: str, source: Any, columns: RowColumns) -> None:
         self._name, self._source, self._columns = name, source, columns
@@ -406,10 +370,6 @@ def column(prompt: Prompt, key: str) -> Any:
 
 
 def _render(template: str, values: Mapping[str, Any]) -> str:
-    """
-    Raises:
-        ValueError: it cannot be rendered.
-    """
     with template_errors():
         return _compiled(template).render(values)
 

@@ -59,11 +59,7 @@ TASKS: dict[str, Task] = {
 
 
 class HeldOutTaskPrompts:
-    """The held-out prompts of one task.
-
-    Raises:
-        ConfigError: the task does not take the arguments.
-    """
+    """The held-out prompts of one task."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
         self._draw = _bound(name, kwargs)
@@ -73,11 +69,7 @@ class HeldOutTaskPrompts:
 
 
 class TaskPrompts:
-    """The training stream of one task, without the first `num_held_out` of each of `held_out`.
-
-    Raises:
-        ConfigError: the task does not take the arguments.
-    """
+    """The training stream of one task, without the first `num_held_out` of each of `held_out`."""
 
     def __init__(
         self,
@@ -104,7 +96,11 @@ class TaskPrompts:
 
 
 def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[str, str]]:
-    """Draws a prompt of the task and its answer from a seed of several parts."""
+    """Draws a prompt of the task and its answer from a seed of several parts.
+
+    Raises:
+        ConfigError: the task does not take the arguments.
+    """
     task, own = TASKS[name], dict(kwargs)
     check_kwargs("data.source_kwargs", name, task, own, num_given=1)
 
@@ -175,10 +171,9 @@ class ReasoningGymPrompts:
 
 
 def check_scorer(name: str) -> None:
-    """Whether the reward `task` can be had for this data set.
-
+    """
     Raises:
-        ConfigError: its scorer pays for answers that are wrong.
+        ConfigError: the scorer of this data set, the reward `task`, pays for wrong answers.
     """
     if name in UNEARNED:
         raise ConfigError(

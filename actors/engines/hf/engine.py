@@ -55,14 +55,13 @@ class _Copy:
 
 
 class SpareWeights:
-    """A second set of parameters, filled while the first one samples, swapped in between two
-    tokens; those the learner does not send keep their values.
+    """A second set of parameters, filled while the first one samples; those the learner does not
+    send keep their values.
 
-    An update never writes to a parameter in use; `swap` exchanges storage pointers, so sampling
-    pauses for microseconds however large the model is. Each set has memory of its own with the
-    layout of the update's bytes, so an update in the engine's precision is received in place. Of
-    LoRA's factors, which are merged on arrival, each set holds the matrices that have some, and
-    their base is kept beside them.
+    `swap` exchanges storage pointers, so sampling pauses for microseconds however large the model
+    is. Each set has the layout of the update's bytes, so an update in the engine's precision is
+    received in place. Of LoRA's factors, which are merged on arrival, each set holds the matrices
+    that have some, and their base is kept beside them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -74,9 +73,8 @@ class SpareWeights:
         }
 
     def landing(self, manifest: tuple[TensorSpec, ...]) -> torch.Tensor | None:
-        """The memory to receive the update in place, None if it is in another precision.
-
-        Called before `stage`, once for each update.
+        """The memory to receive the update in place, None if it is in another precision. Called
+        once for each update, before `stage`.
 
         Raises:
             WeightTransferError: it is of LoRA's factors, after one of a whole model.
@@ -224,12 +222,7 @@ class HfEngine(UpdatableEngine):
 
     @classmethod
     def from_config(cls, config: RunConfig, *, seed: int, is_shared: bool = False) -> Self:
-        """The engine a run's configuration describes, with the weights of `model.path`; no other
-        generator shares it.
-
-        Raises:
-            ConfigError: there is no such model, or it cannot be made with `engine_kwargs`.
-        """
+        """With the weights of `model.path`; raises as `load_model` does."""
         generator = config.generator
         path, trust = config.model.path, config.model.trust_remote_code
         model: Any = load_model(config)
@@ -370,10 +363,8 @@ class HfEngine(UpdatableEngine):
         return bool(self._is_closed or self._commands or self._waiting or len(self._batch))
 
     def _admit(self) -> list[HfRequest]:
-        """The requests that join: all that wait, or as many as have slots once enough are free.
-
-        A prefill delays the running requests by about one step, so slots are filled many at a time.
-        """
+        """All that wait, or as many as have slots once enough are free: a prefill delays the
+        running requests by about one step, so slots are filled many at a time."""
         self._answer_stopped()
         free = self._batch.num_slots - len(self._batch)
         if free < min(len(self._waiting), max(1, self._batch.num_slots // 8)):

@@ -190,8 +190,7 @@ async def attach(config: RunConfig, server: Server) -> None:
     """Returns once the server may be used under its labels, or with its first weights.
 
     Raises:
-        ConfigError: it is in use by others, does not report what the run asks for, or refuses a
-            request.
+        ConfigError: it is in use by others, does not fit, or refuses a request.
         TransportError: a request failed.
     """
     keeps_experts = config.algorithm.records_experts
@@ -258,12 +257,11 @@ def open_served(
     *,
     is_shared: bool = False,
 ) -> ServedEngine:
-    """An engine on the server at `url`, checked. Generators of a run share it if `is_shared`, and
-    get their first weights from the learner; else it has the model folder's. `process` is the
-    server's if this engine started it; it ends with the engine, or here if the start fails.
+    """An engine on the server at `url`, checked; raises as `open_urls` does.
 
-    Raises:
-        ConfigError: the server is not up in time, or does not fit the configuration.
+    Args:
+        process: the server's if this engine started it; it ends here if the start fails.
+        is_shared: whether generators share it, and get their first weights from the learner.
     """
     labels = labels_of_run(config) if is_shared else Labels.new()
     timeout_s = config.generator.served.start_timeout_s

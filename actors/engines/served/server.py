@@ -42,11 +42,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 class Labels(Struct, frozen=True):
     """The server's labels of its weights: OWNER/LEARNER/VERSION, where the owner is a run, whose
-    generators share the server, or one engine object. OWNER/ is the label of a server that the
-    owner has taken and not yet loaded weights into.
-
-    Weights that a server started with, or got from somebody else, have another owner.
-    """
+    generators share the server, or one engine object; OWNER/ of a server that the owner has taken
+    and not yet loaded weights into."""
 
     owner: str
 
@@ -289,11 +286,9 @@ def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -
 def require_sound(
     answer: Completion, request: ServedRequest, *, vocab_size: int, newest_version: int
 ) -> None:
-    """Refuses an answer to another question than `request`.
-
+    """
     Raises:
-        RolloutError: it has tokens that the model does not know, more than were asked for, or of a
-            version that was not sent yet.
+        RolloutError: it is no answer to this request.
     """
     num_tokens, most = len(answer.token_ids), request.sampling.max_new_tokens
     if num_tokens > most:

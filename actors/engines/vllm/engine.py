@@ -104,11 +104,9 @@ _END_S = 2.0
 
 
 class VllmProcesses:
-    """Why vLLM's processes ended, of which its own exceptions only name a stack trace elsewhere.
-
-    They also write their errors to a file in `folder` (`actors.engines.vllm.plugin`), whose last
-    line goes into our error. A process killed by a signal writes nothing; its exit code names it.
-    """
+    """Why vLLM's processes ended, of which its own exceptions only name a stack trace elsewhere:
+    the last line of the file in `folder` to which `actors.engines.vllm.plugin` writes their errors,
+    and, since one that is killed by a signal writes nothing, the exit code."""
 
     def __init__(self, folder: Path) -> None:
         self._log_file = folder.absolute() / f"vllm-{os.getpid()}.log"
@@ -116,11 +114,7 @@ class VllmProcesses:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Around the call that starts vLLM's processes.
-
-        Raises:
-            TransportError: vLLM did not start, with the last line of its errors.
-        """
+        """Around the call that starts vLLM's processes."""
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log_file.write_text("")
         os.environ[ERROR_LOG_VARIABLE] = str(self._log_file)
@@ -238,8 +232,7 @@ class VllmEngine(UpdatableEngine):
 
     @classmethod
     def from_config(cls, config: RunConfig, *, seed: int, is_shared: bool = False) -> "VllmEngine":
-        """The engine a run's configuration describes, with the weights of `model.path`; no other
-        generator shares it."""
+        """With the weights of `model.path`."""
         facts = ModelFacts.of(config.model)
         require_all_sent(config.generator, facts)
         processes = VllmProcesses(config.run.path / "logs")

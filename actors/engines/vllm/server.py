@@ -131,11 +131,7 @@ class UpdateRoutes:
 
 def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> Engine:
     """An engine on the servers of `generator.vllm.url`, which have their own seed; raises as
-    `open_urls` does.
-
-    Raises:
-        ConfigError: the server runs on this machine's CPU, which cannot serve the model.
-    """
+    `open_urls` does."""
     settings = config.generator.vllm
     # A vLLM on this machine runs on its CPU if there is no GPU; of others nothing is known.
     if any(is_loopback(url) for url in settings.urls) and not has_gpu():
