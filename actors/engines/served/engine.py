@@ -90,9 +90,6 @@ async def standstill(longest_s: float = _LONGEST_S) -> AsyncIterator[Callable[[]
         ticking.cancel()
 
 
-_STOLEN = "the server was started again, or serves somebody else, too"
-
-
 class ServerWeights:
     """What an engine knows of its server's weights; it loads them, or another generator does.
 
@@ -191,7 +188,9 @@ class ServerWeights:
         label = await self._server.label()
         if not self._server.labels.is_own(label):
             name = found or f"{self._server.name} has weights called {label[:100]!r}"
-            raise TransportError(f"{name}: {_STOLEN}") from found
+            raise TransportError(
+                f"{name}: the server was started again, or serves somebody else, too"
+            ) from found
 
 
 log = logging.getLogger(__name__)
@@ -316,12 +315,9 @@ class ServedEngine(UpdatableEngine):
                 if not has_slot:
                     return nothing_sampled()
                 return await answered(send, request.sampling, stop)
-            except RolloutError:
+            except (RolloutError, RefusedError, BrokenAnswerError, SlowAnswerError) as error:
                 await self._pause()
-                raise
-            except (RefusedError, BrokenAnswerError, SlowAnswerError) as error:
-                await self._pause()
-                raise RolloutError(f"{self._server.name} failed a request: {error}") from error
+                raise RolloutError(f"{self._server.name}: {error}") from error
             except TransportError as error:
                 self.fail(error)
                 raise
@@ -353,9 +349,7 @@ class ServedEngine(UpdatableEngine):
             )
         except ForeignWeightsError as error:
             await self._weights.require_own(error)
-            raise RolloutError(f"{self._server.name}: {error}") from error
-        except RolloutError as error:
-            raise RolloutError(f"{self._server.name}: {error}") from error
+            raise
         except BusyError:
             # So vLLM 0.33 answers what arrives in a pause that requests in flight do not outlast.
             await self._weights.is_loaded.wait()
@@ -367,11 +361,10 @@ class ServedEngine(UpdatableEngine):
             raise
         is_aborted = answer.finish_reason is FinishReason.ABORT and not stop.is_set()
         if is_aborted and self._weights.num_loads_begun == num_loads:
-            message = f"{self._server.name} gave a request up without an update"
             if self._weights.is_shared:
                 # For an update that another generator loads.
-                raise BusyError("a request", 503, message, 0.0)
-            raise RolloutError(message)
+                raise BusyError("a request", 503, "given up without an update", 0.0)
+            raise RolloutError("it gave a request up without an update")
         if self._keeps_old_kv and version not in answer.policy_versions[:1]:
             # It started after an update, with prefixes that the version before had computed.
             if len(answer.policy_versions) and version == self._weights.policy_version:

@@ -47,17 +47,10 @@ class Replica:
         return self._engine is not None
 
     @property
-    def is_ready(self) -> bool:
-        """Whether requests may go there."""
-        return self._engine is not None and self._has_newest and self._engine.is_readable
-
-    @property
-    def policy_version(self) -> int:
-        return self._engine.policy_version if self._engine else 0
-
-    @property
-    def learner_id(self) -> str:
-        return self._engine.learner_id if self._engine else ""
+    def ready(self) -> ServedEngine | None:
+        """That of a server to which requests may go."""
+        engine = self._engine
+        return engine if engine and self._has_newest and engine.is_readable else None
 
     def holding(self) -> Holding:
         if self._engine is None:
@@ -142,22 +135,26 @@ class ReplicatedEngine:
         self._is_closed = False
 
     @property
+    def _ready(self) -> list[ServedEngine]:
+        return [replica.ready for replica in self.replicas if replica.ready]
+
+    @property
     def has_weights(self) -> bool:
-        return any(replica.is_ready for replica in self.replicas)
+        return bool(self._ready)
 
     @property
     def policy_version(self) -> int:
         """The oldest of those that servers sample with; without one, the last known."""
-        ready = [replica.policy_version for replica in self.replicas if replica.is_ready]
-        self._policy_version = min(ready, default=self._policy_version)
+        versions = [engine.policy_version for engine in self._ready]
+        self._policy_version = min(versions, default=self._policy_version)
         return self._policy_version
 
     @property
     def learner_id(self) -> str:
         """The one of all servers that requests go to; NO_LEARNER while they have different ones."""
-        ready = {replica.learner_id for replica in self.replicas if replica.is_ready}
-        if ready:
-            self._learner_id = ready.pop() if len(ready) == 1 else NO_LEARNER
+        learners = {engine.learner_id for engine in self._ready}
+        if learners:
+            self._learner_id = learners.pop() if len(learners) == 1 else NO_LEARNER
         return self._learner_id
 
     async def generate(
@@ -209,7 +206,7 @@ class ReplicatedEngine:
             TransportError: none has been up for `retry_timeout_s`.
         """
         self._raise_if_over()
-        ready = [replica for replica in self.replicas if replica.is_ready]
+        ready = [replica for replica in self.replicas if replica.ready]
         if not ready:
             return None
         last = self._replica_of.get(handle.stop)

@@ -27,6 +27,7 @@ from streamrl.types import SamplingParams
 _CPU_KV_CACHE_BYTES = 512 * 2**20
 # Each report wakes a task of the event loop.
 _REPORT_EVERY_TOKENS = 32
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 # By its name `uni` vLLM replaces it on CPUs, where it would have to bind threads to cores.
 IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _FIXED: dict[str, Any] = {
@@ -51,8 +52,10 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
         require_servable(config, facts)
         chosen = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True} | chosen
         _prepare_cpu(config.generator.num_threads, chosen["enforce_eager"])
-        if chosen["tensor_parallel_size"] == 1:
-            chosen = _one_process() | chosen
+        if chosen["tensor_parallel_size"] == 1 and os.environ[_BIND] == "nobind":
+            # In a process of its own, scheduler or worker spins while it waits for the other's
+            # step, and on a machine of few cores nothing else runs for seconds.
+            chosen = {"distributed_executor_backend": IN_ONE_PROCESS} | chosen
     try:
         return AsyncEngineArgs(
             **chosen,
@@ -99,17 +102,10 @@ def _typed(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _one_process() -> dict[str, str]:
-    """Scheduler and worker in one process, as on a GPU. In two, each spins while it waits for the
-    other's step, and on a machine of few cores nothing else runs for seconds."""
-    is_bound = os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "nobind"
-    return {} if is_bound else {"distributed_executor_backend": IN_ONE_PROCESS}
-
-
 def _prepare_cpu(num_threads: int, is_eager: bool) -> None:
     """vLLM's workers read these when they start. Binding threads to cores would pin every
     generator of a machine to the same ones."""
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault(_BIND, "nobind")
     if is_eager:
         # Else vLLM compiles its samplers' small functions at the first request, for half a minute.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
