@@ -83,17 +83,9 @@ class UpdatableEngine(ABC):
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
-        self._policy_version = 0
-        self._learner_id = ""
+        self.policy_version = 0
+        self.learner_id = ""
         self._pause_s = 0.0
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
-    @property
-    def learner_id(self) -> str:
-        return self._learner_id
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         """Receives the update while sampling goes on, then loads it between two steps.
@@ -125,4 +117,4 @@ class UpdatableEngine(ABC):
         on. Returns the seconds in which nothing was sampled."""
 
     def _on_loaded(self, update: WeightUpdate) -> None:
-        self._policy_version, self._learner_id = update.policy_version, update.learner_id
+        self.policy_version, self.learner_id = update.policy_version, update.learner_id

@@ -38,10 +38,7 @@ _CHUNKS_A_WORKER = 8
 def fitting_rows(
     config: RunConfig, renderer: ChatRenderer, prompts: PromptRows, number: int
 ) -> NDArray[np.int64]:
-    """The numbers of the prompts that fit, ascending.
-
-    Args:
-        number: of the set among the sources.
+    """The numbers of the prompts that fit, ascending; `number` is the set's among the sources.
 
     Raises:
         ConfigError: none fits.

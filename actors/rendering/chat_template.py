@@ -130,10 +130,6 @@ class ChatTemplate:
         return self._reply(messages, tools, is_behind_call=is_behind_call)
 
     def require_replies(self) -> None:
-        """
-        Raises:
-            ConfigError: a user's message behind a completion is not rendered.
-        """
         if _PROBE not in self.reply([{"role": "user", "content": _PROBE}]).text:
             raise ConfigError(
                 f"{_REFUSED} does not render a user's message behind an assistant's, so an "
@@ -141,10 +137,6 @@ class ChatTemplate:
             )
 
     def require_tool_results(self) -> None:
-        """
-        Raises:
-            ConfigError: a tool's result is rendered neither behind a call nor without one.
-        """
         if self._place_of_results == "nowhere":
             raise ConfigError(
                 f"{_REFUSED} does not render messages of the role tool, so the policy would not "

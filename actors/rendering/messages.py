@@ -1,7 +1,5 @@
-"""Messages of a conversation as chat templates take them, whoever wrote them: rows of data files,
-clients of the gateway, users' code.
-
-Invariant: the same conversation has the same form, whatever file or API it came from.
+"""Messages of a conversation as chat templates take them. Invariant: the same conversation has the
+same form, whatever file or API it came from.
 
 Parquet and Arrow give each record the keys of all others, with null where it has none, and a
 template that asks whether a key is there finds it: nulls are left out, at every depth. Arguments of
@@ -45,12 +43,7 @@ def is_prefill(message: Message) -> bool:
 
 @contextlib.contextmanager
 def template_errors() -> Iterator[None]:
-    """Around the rendering of a template, which calls methods of text, and they raise what they
-    like.
-
-    Raises:
-        ValueError: whatever was raised.
-    """
+    """Makes a ValueError of what the rendering of a template raises, which may be anything."""
     try:
         yield
     except Exception as error:

@@ -49,7 +49,7 @@ _THINKING = {
     "join": "\n",
 }
 _DSML = "\N{FULLWIDTH VERTICAL LINE}DSML\N{FULLWIDTH VERTICAL LINE}"
-_JSON_NAMES = {"true": True, "false": False, "null": None}
+_JSON_NAMES = {"true": "True", "false": "False", "null": "None"}
 _REST = {"repeats": True, "join": "", "content_args": {"strip": False}}
 
 
@@ -130,7 +130,7 @@ def _python_calls(text: str, _: Any) -> list[Mapping[str, Any]]:
 
 _PYTHON_PART = re.compile(
     r"""(?P<quote>['"])(?P<body>(?:\\.|[^\\])*?)(?P=quote)(?=\s*[],)}:])"""
-    r"""|(?P<name>\b\w+)(?=\s*=)|['"]""",
+    r"""|(?P<name>\b\w+)(?=\s*=)|\b(?P<json>true|false|null)\b|['"]""",
     re.DOTALL,
 )
 _PYTHON_CHARACTER = re.compile(
@@ -139,13 +139,16 @@ _PYTHON_CHARACTER = re.compile(
 
 
 def _escaped(part: re.Match[str]) -> str:
-    """A string without bare quotes, newlines and backslashes; a name that is no keyword.
+    """A string without bare quotes, newlines and backslashes; a name that is no keyword; a value of
+    JSON as Python writes it.
 
     Raises:
         ValueError: a string has no end.
     """
     if part["name"]:
         return part["name"] + "_"
+    if part["json"]:
+        return _JSON_NAMES[part["json"]]
     if part["quote"] is None:
         raise ValueError("a string in the calls has no end")
     escaped = _PYTHON_CHARACTER.sub(
@@ -157,15 +160,9 @@ def _escaped(part: re.Match[str]) -> str:
 def _python_call(tree: ast.expr) -> Mapping[str, Any]:
     if not isinstance(tree, ast.Call) or tree.args or None in [k.arg for k in tree.keywords]:
         raise ValueError("a tool call has the form NAME(KEY=VALUE)")
-    literals = {str(k.arg)[:-1]: _WithoutJsonNames().visit(k.value) for k in tree.keywords}
-    arguments = {name: ast.literal_eval(literal) for name, literal in literals.items()}
+    arguments = {str(k.arg)[:-1]: ast.literal_eval(k.value) for k in tree.keywords}
     # As JSON has them: lists for tuples, and no sets or bytes.
     return {"name": ast.unparse(tree.func), "arguments": json.loads(json.dumps(arguments))}
-
-
-class _WithoutJsonNames(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 _OWN_PARSERS: Mapping[str, Any] = {"python-calls": _python_calls, "tags": _tags, "gemma": _gemma}

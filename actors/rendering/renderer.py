@@ -151,8 +151,8 @@ class ChatRenderer:
                 )
 
     def fits(self, prompt: Prompt) -> bool:
-        """Whether the prompt has at most `data.max_prompt_length` tokens. One whose images cannot
-        be read does: it fails when it is sampled, and is counted."""
+        """Within `data.max_prompt_length`. A prompt whose images cannot be read fits: it fails when
+        it is sampled, and is counted."""
         try:
             return len(self.token_ids_of(load_media(prompt))) <= self._data.max_prompt_length
         except RolloutError:
@@ -235,10 +235,6 @@ class ChatRenderer:
         return ids[ending[-1] if ending else num_ending :]
 
     def require_replies(self) -> None:
-        """
-        Raises:
-            ConfigError: there is a template, and it cannot render a reply to a completion.
-        """
         if self._template is not None:
             self._template.require_replies()
 

@@ -72,7 +72,7 @@ class ReloadedEngine(HfEngine):
         self._weights.landing(manifest_of(weights))
         self._weights.stage(weights.items())
         self._weights.swap()
-        self._policy_version = policy_version
+        self.policy_version = policy_version
 
 
 class LaggedRun:

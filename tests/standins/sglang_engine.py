@@ -77,7 +77,7 @@ class StandInEngine(HfEngine):
 
     def label(self, label: str) -> None:
         self.labels.append(label)
-        self._policy_version = len(self.labels) - 1
+        self.policy_version = len(self.labels) - 1
 
     async def end(self) -> None:
         self.resume()

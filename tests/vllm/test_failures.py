@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from actors.engines import make_engine
 from actors.engines.vllm import arguments
 from actors.engines.vllm.cpu import HEAD_WIDTHS
-from actors.engines.vllm.engine import _exit_code
+from actors.engines.vllm.engine import VllmProcesses
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, TransportError
 from streamrl.interfaces import Engine
@@ -65,8 +65,18 @@ async def test_the_signal_that_ended_vllm_is_in_the_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("codes", "first"),
-    [((-9,), -9), ((None, -9), -9), ((-15, -4, -9), -4), ((0, -15), -15), ((0, None), None)],
+    ("codes", "ended"),
+    [
+        ((-9,), "ended with SIGKILL"),
+        ((None, -9), "ended with SIGKILL"),
+        ((-15, -4, -9), "ended with SIGILL"),
+        ((0, -15), "ended with SIGTERM"),
+        ((0, None), "ended"),
+    ],
 )
-def test_what_vllm_ends_itself_did_not_fail_first(codes, first):
-    assert _exit_code(tuple(SimpleNamespace(exitcode=code) for code in codes)) == first
+def test_what_vllm_ends_itself_did_not_fail_first(codes, ended, tmp_path):
+    processes = VllmProcesses(tmp_path)
+    processes._processes = tuple(
+        SimpleNamespace(exitcode=code, join=lambda _: None) for code in codes
+    )
+    assert str(processes.death()).startswith(f"vLLM {ended}: ")

@@ -354,9 +354,9 @@ class HfEngine(UpdatableEngine):
             for command in commands:
                 command()
             if joining:
-                self._batch.join(joining, self._policy_version)
+                self._batch.join(joining, self.policy_version)
             elif len(self._batch):
-                self._batch.step(self._policy_version)
+                self._batch.step(self.policy_version)
             self._answer(self._batch.leave())
 
     def _has_work(self) -> bool:

@@ -41,8 +41,7 @@ def sample(
     Args:
         columns: temperature, top_k and top_p [n].
         seeded: rows with a generator of their own.
-        keeps_mask: whether a row asks for what truncation left.
-        num_top: the most likeliest tokens that a row asks for.
+        keeps_mask, num_top: what a row asks for, see `Sampled`.
     """
 
     def column(values: NDArray[Any]) -> torch.Tensor:

@@ -1,9 +1,4 @@
-"""A server process that its engine starts; it ends with the engine (see `process_guard`).
-
-What an inference server that is started on this machine may run on.
-
-Read by the engines that start one, before anything of the inference library is imported.
-"""
+"""A server process that its engine starts; it ends with the engine (see `process_guard`)."""
 
 import contextlib
 import os

@@ -95,7 +95,12 @@ class Relay:
                 f"generator.sglang.reach_host): {error}"
             ) from error
         try:
-            await self._begin()
+            try:
+                await self._http.send("/begin_weight_update", {})
+            except RefusedError:
+                # A generator has left an update unfinished.
+                await self._http.send("/end_weight_update", {})
+                await self._http.send("/begin_weight_update", {})
             await self._broadcast(self._membership, label, require_current)
             require_current()
             await self._http.send("/end_weight_update", {})
@@ -106,14 +111,6 @@ class Relay:
         on_loaded()
         await self._http.send("/continue_generation", {})
         return time.perf_counter() - start
-
-    async def _begin(self) -> None:
-        """After ending the update that a generator has left unfinished, if one has."""
-        try:
-            await self._http.send("/begin_weight_update", {})
-        except RefusedError:
-            await self._http.send("/end_weight_update", {})
-            await self._http.send("/begin_weight_update", {})
 
     async def close(self) -> None:
         """Waits until SGLang has left the group, or does not answer."""

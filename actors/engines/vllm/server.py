@@ -1,8 +1,8 @@
 """A vLLM that runs elsewhere (`generator.vllm.url`): token ids in and out, weights by our plug-in.
 
-Its workers receive from the learner themselves, so StreamRL is installed beside that vLLM: its
-entry point brings the weight-transfer backend `streamrl` (`actors.engines.vllm.plugin`). For what a
-recorded version means, and for requests in flight at an update, see `actors.engines.vllm.engine`.
+Its workers receive from the learner themselves, so StreamRL is installed beside that vLLM, for
+`actors.engines.vllm.plugin`. For what a recorded version means, and for requests in flight at an
+update, see `actors.engines.vllm.engine`.
 
 Invariant: a server that was not started as `serve_command` says is refused, with that command.
 """

@@ -1,13 +1,5 @@
-"""The receiving end of weights inside a vLLM worker: StreamRL's backend of vLLM's weight transfer.
-
-vLLM's life-cycle of an update, as `actors.engines.vllm.weights` drives it:
-
-    start_weight_update   begin
-    update_weights        a thread receives into host memory; the call returns at once
-    (report)              the thread sends the result to the engine's process
-    pause                 vLLM stops between two steps
-    finish_weight_update  loads what was received, if it is complete
-    resume
+"""The receiving end of weights inside a vLLM worker: StreamRL's backend of vLLM's weight transfer,
+as `actors.engines.vllm.weights` drives it.
 
 Invariant: the model's weights change only in `finish_weight_update`, and only if every tensor of
 the update has arrived. Sampling goes on while the update arrives.
@@ -84,7 +76,7 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives in the background, or discards what was received."""
+        """Receives in a thread, which reports the result, or discards what was received."""
         self.drain_pending()
         self._is_complete, self._is_discarded = False, not update_info.update
         if update_info.update:
