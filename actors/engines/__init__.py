@@ -44,7 +44,7 @@ def find_engine(generator: GeneratorSettings) -> str:
             return "actors.engines.vllm.server:open_vllm"
         case "vllm":
             _require_installed("vllm")
-            return "actors.engines.vllm.engine:VllmEngine.from_config"
+            return "actors.engines.vllm.engine:VllmEngine"
         case name:
             allowed = ["hf", "sglang", "vllm"]
             raise ConfigError(f"generator.engine: was {name!r}; {did_you_mean(name, allowed)}")

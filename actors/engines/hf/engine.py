@@ -169,8 +169,6 @@ def _use_float32_head(model: PreTrainedModel) -> None:
 
 
 log = logging.getLogger(__name__)
-
-
 Future = asyncio.Future[Completion]
 CLOSE_S = 4.0
 
@@ -270,13 +268,11 @@ class HfEngine(UpdatableEngine):
         """Hands on together what has arrived in one turn of the event loop: one prefill."""
         arrived, self._arrived = self._arrived, []
         with self._wake:
-            error = self._failure
-            if error is None and self._is_closed:
-                error = RolloutError("the engine is closed")
-            if error is None:
+            if self._failure is None and not self._is_closed:
                 self._waiting.extend(arrived)
                 self._wake.notify()
                 return
+        error = self._failure or RolloutError("the engine is closed")
         _reject([future for _, future in arrived], error)
 
     def gauges(self) -> Mapping[str, float]:

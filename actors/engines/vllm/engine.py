@@ -58,7 +58,6 @@ from actors.engines.vllm.arguments import engine_arguments, vllm_sampling
 from actors.engines.vllm.plugin import ERROR_LOG_VARIABLE
 from actors.engines.vllm.weights import WeightLoader
 from streamrl.config import RunConfig
-from streamrl.config.generator import VllmSettings
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.hosts import visible_alone
@@ -199,25 +198,26 @@ _SHUTDOWN_S = 1.0
 class VllmEngine(UpdatableEngine):
     """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it."""
 
-    def __init__(
-        self,
-        arguments: AsyncEngineArgs,
-        settings: VllmSettings,
-        facts: ModelFacts,
-        processes: VllmProcesses,
-        reader: PatchReader | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, *, seed: int, is_shared: bool = False) -> None:
+        """With the weights of `model.path`."""
+        facts = ModelFacts.of(config.model)
         super().__init__(facts.shapes)
+        require_all_sent(config.generator, facts)
+        path, trust = config.model.path, config.model.trust_remote_code
+        if facts.placeholders is not None:
+            require_torchvision(path)
+        self._reader = PatchReader.of(path, trust_remote_code=trust)
+        self._placeholders = facts.placeholders
+        self._eos = facts.eos
         self._gauges = Gauges()
-        self._processes = processes
-        self._llm = _start(arguments, self._gauges, processes)
+        self._processes = VllmProcesses(config.run.path / "logs")
+        arguments = engine_arguments(config, facts, seed=seed)
+        with _finding(config.generator.device):
+            self._llm = _start(arguments, self._gauges, self._processes)
         num_workers = self._llm.vllm_config.parallel_config.world_size_across_dp
         self._loader = WeightLoader(
-            self._llm, self._require_alive, settings, num_workers=num_workers
+            self._llm, self._require_alive, config.generator.vllm, num_workers=num_workers
         )
-        self._eos = facts.eos
-        self._reader = reader
-        self._placeholders = facts.placeholders
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
         # Only requests of one salt share prefixes.
@@ -230,20 +230,6 @@ class VllmEngine(UpdatableEngine):
         self._requests = InFlightRequests[list[CompletionOutput]](self._raise_if_closed)
         self.is_closed = False
 
-    @classmethod
-    def from_config(cls, config: RunConfig, *, seed: int, is_shared: bool = False) -> "VllmEngine":
-        """With the weights of `model.path`."""
-        facts = ModelFacts.of(config.model)
-        require_all_sent(config.generator, facts)
-        processes = VllmProcesses(config.run.path / "logs")
-        path, trust = config.model.path, config.model.trust_remote_code
-        if facts.placeholders is not None:
-            require_torchvision(path)
-        reader = PatchReader.of(path, trust_remote_code=trust)
-        arguments = engine_arguments(config, facts, seed=seed)
-        with _finding(config.generator.device):
-            return cls(arguments, config.generator.vllm, facts, processes, reader)
-
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
@@ -254,7 +240,13 @@ class VllmEngine(UpdatableEngine):
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle."""
         handle = handle or CompletionHandle()
         sampling = fitted(sampling, prompt_token_ids, self._max_model_len, self._vocab_size)
-        prompt = await self._prompt(list(prompt_token_ids), media)
+        prompt = VllmPrompt(list(prompt_token_ids))
+        if media:
+            reader, places = self._reader, self._placeholders
+            if reader is None or places is None:
+                raise RolloutError("a prompt has images, and the model of model.path sees none")
+            token_ids = prompt.token_ids
+            prompt = await asyncio.to_thread(VllmPrompt.of, token_ids, media, reader, places)
         params = vllm_sampling(sampling, stops_of(sampling, self._eos))
 
         async def send() -> Completion:
@@ -294,15 +286,6 @@ class VllmEngine(UpdatableEngine):
     def _on_loaded(self, update: WeightUpdate) -> None:
         super()._on_loaded(update)
         self._cache_salt = f"{update.learner_id}/{update.policy_version}"
-
-    async def _prompt(self, token_ids: list[int], media: Sequence[Media]) -> VllmPrompt:
-        """Waits for a thread that decodes the media."""
-        if not media:
-            return VllmPrompt(token_ids)
-        reader, placeholders = self._reader, self._placeholders
-        if reader is None or placeholders is None:
-            raise RolloutError("a prompt has images, and the model of model.path sees none")
-        return await asyncio.to_thread(VllmPrompt.of, token_ids, media, reader, placeholders)
 
     async def _sample(
         self, prompt: VllmPrompt, params: VllmSamplingParams, handle: CompletionHandle
