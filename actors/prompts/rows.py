@@ -118,7 +118,7 @@ class MediaColumns:
         return replace(prompt, folder=self._folder)
 
     def _values(self, prompt: Prompt, kind: str, key: str) -> Sequence[Any]:
-        value = prompt.row.get(key)
+        value = column(prompt, key)
         if value is None:
             return ()
         if isinstance(value, list):

@@ -23,7 +23,8 @@ DATA, OTHER = png(16, 16), png(40, 24, 1)
 
 
 def settings(source: Path, **overrides: object) -> DataSettings:
-    return DataSettings(source=str(source), shuffle=False, image_key="images", **overrides)
+    given = {"image_key": "images", **overrides}
+    return DataSettings(source=str(source), shuffle=False, **given)
 
 
 def renderer(**overrides: object) -> ChatRenderer:
@@ -71,6 +72,13 @@ def test_images_of_a_column_stand_at_their_markers_or_before_the_text(tmp_path):
     first = own.media_of(load_media(prompts[0]))
     assert first == (Media.image(DATA), Media.image(OTHER))
     assert prompts[5].content == prompts[6].content == "ab?"
+
+
+def test_a_dot_reaches_into_the_column_of_the_images(tmp_path):
+    (tmp_path / "a.png").write_bytes(DATA)
+    path = jsonl(tmp_path, {"prompt": "ab<image>", "extra": {"images": ["a.png"]}})
+    prompt = load_media(open_prompts(settings(path, image_key="extra.images"), 0)[0])
+    assert renderer().media_of(prompt) == (Media.image(DATA),)
 
 
 def test_parts_of_parquet_rows_are_read_as_datasets_writes_them(tmp_path):
