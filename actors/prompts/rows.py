@@ -35,8 +35,6 @@ from streamrl.interfaces import Message, Prompt
 from streamrl.user_code import attributed_to, load_user_code
 from streamrl.vision.parts import has_media, is_medium, paths_in
 
-_PROMPT = "it must be text, or a list of messages that have a role and a content"
-_SHAREGPT = "; with ShareGPT's from and value set data.prompt_template: '{{{{ {}[{}].value }}}}'"
 _MARKERS = {"<image>": "image", "<video>": "video"}
 _SPLIT = re.compile("(<image>|<video>)")
 _JINJA = ImmutableSandboxedEnvironment(
@@ -176,10 +174,11 @@ class RowColumns:
         value = self._required(row, self.prompt_key)
         content = _content(value)
         if not content or (isinstance(content, str) and not content.strip()):
-            place = f"{self.setting}: {row.place}: {self.prompt_key}"
-            asked = _asked_in_sharegpt(value)
-            hint = "" if asked is None else _SHAREGPT.format(self.prompt_key, asked)
-            raise ConfigError(f"{place} was {shown(value)}; {_PROMPT}{hint}")
+            raise ConfigError(
+                f"{self.setting}: {row.place}: {self.prompt_key} was {shown(value)}; it must be "
+                "text, or a list of messages that have a role and a content; else set "
+                "data.prompt_template"
+            )
         return content
 
     def _require_unicode(self, content: str | tuple[Message, ...], row: Row) -> None:
@@ -412,15 +411,6 @@ def _of_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _asked_in_sharegpt(value: Any) -> int | None:
-    """Which of ShareGPT's turns is the first question; None of other values."""
-    turns = value if isinstance(value, list) else []
-    if not any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
-        return None
-    speakers = [turn.get("from") if isinstance(turn, dict) else None for turn in turns]
-    return next((i for i, name in enumerate(speakers) if name in ("human", "user")), 0)
 
 
 def _written(answer: Any) -> str:

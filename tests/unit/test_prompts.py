@@ -99,7 +99,10 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path, text, sentence):
 
 
 GOOD = {"prompt": "q", "answer": "a"}
-TEXT = "it must be text, or a list of messages that have a role and a content"
+TEXT = (
+    "it must be text, or a list of messages that have a role and a content; else set "
+    "data.prompt_template"
+)
 BAD_ROWS = [
     ({"answer": "a"}, "lacks 'prompt'; it has answer"),
     ({"prompt": "q"}, "lacks 'answer'; it has prompt"),
@@ -111,14 +114,7 @@ BAD_ROWS = [
     ({**GOOD, "prompt": [{"role": "user"}]}, f"prompt was [{{'role': 'user'}}]; {TEXT}"),
     ({**GOOD, "prompt": [{"role": "user", "content": ["x"]}]}, TEXT),
     ({**GOOD, "answer": None}, "answer was None; it must have a value"),
-    (
-        {**GOOD, "prompt": [{"from": "human", "value": "q"}]},
-        "set data.prompt_template: '{{ prompt[0].value }}'",
-    ),
-    (
-        {**GOOD, "prompt": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}]},
-        "set data.prompt_template: '{{ prompt[1].value }}'",
-    ),
+    ({**GOOD, "prompt": [{"from": "human", "value": "q"}]}, TEXT),
 ]
 
 
