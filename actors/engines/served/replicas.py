@@ -80,17 +80,6 @@ class Replica:
             log.warning("the server at %s is left out: %s", self.url, failure)
             await self.close()
 
-    async def generate(
-        self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
-    ) -> Completion:
-        if self._engine is None:
-            raise TransportError(f"the server at {self.url} is gone")
-        self.num_requests += 1
-        try:
-            return await self._engine.generate(prompt, sampling, handle)
-        finally:
-            self.num_requests -= 1
-
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         """
         Raises:
@@ -165,19 +154,20 @@ class ReplicatedEngine:
         media: Sequence[Media] = (),
     ) -> Completion:
         """On another server again if one is gone meanwhile."""
-        if media:
-            raise RolloutError("inference servers sample from token ids alone")
         handle = handle or CompletionHandle()
         while not handle.stop.is_set():
             replica = self._choose(handle)
-            if replica is None:
+            if replica is None or (engine := replica.ready) is None:
                 await asyncio.sleep(_READY_S)
                 continue
+            replica.num_requests += 1
             try:
-                return await replica.generate(prompt_token_ids, sampling, handle)
+                return await engine.generate(prompt_token_ids, sampling, handle, media)
             except TransportError as error:
                 self._num_resampled += 1
                 log.info("a request is sampled again elsewhere: %s", error)
+            finally:
+                replica.num_requests -= 1
         return nothing_sampled()
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
