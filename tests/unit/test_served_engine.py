@@ -183,7 +183,7 @@ async def test_what_a_server_does_not_take_while_it_loads_is_asked_again_after_i
     update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
     loading = asyncio.create_task(engine.load_weights(update))
     async with asyncio.timeout(10):
-        while not engine._weights.num_loads_begun:
+        while not engine._num_loads_begun:
             await asyncio.sleep(0)
         running = asyncio.create_task(engine.generate([5], ONE))
         await asyncio.sleep(0.2)

@@ -91,7 +91,7 @@ async def standstill(longest_s: float = _LONGEST_S) -> AsyncIterator[Callable[[]
 
 
 class ServerWeights:
-    """What an engine knows of its server's weights; it loads them, or another generator does.
+    """What an engine knows of its server's weights, which it loads, or another generator.
 
     With labels of a run, other generators use the server, too. The learner has one of them load
     each version; the others learn of it by a `HeldEndpoint`, or earlier from an answer, whose
@@ -105,60 +105,8 @@ class ServerWeights:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._updates = server.updates
         self.is_shared = server.labels.is_shared
-        self.policy_version = self.newest_version = self.highest_version = 0
-        self.num_changes = self.num_loads_begun = self.num_loads_ended = 0
-        self.is_loaded = asyncio.Event()
-        """Not set while this engine loads an update."""
-        self.is_loaded.set()
-
-    async def receive(self, update: WeightUpdate) -> None:
-        """
-        Raises:
-            WeightTransferError: it did not arrive, or the server does not hold it.
-        """
-        try:
-            if not isinstance(update.endpoint, HeldEndpoint):
-                await self._updates.receive(update)
-            elif (label := await self._server.label()) != self._server.labels.label_of(update):
-                raise WeightTransferError(
-                    f"{self._server.name} has weights called {label[:100]!r}, not version "
-                    f"{update.policy_version}"
-                )
-        except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
-            raise WeightTransferError(
-                f"{self._server.name} did not take an update: {error}"
-            ) from error
-
-    async def apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Has the server load what was received, or notes that it has; returns the seconds in which
-        nothing was sampled.
-
-        Also if the server's label is that version's: whoever loaded it may have been killed before
-        sampling went on.
-        """
-        self._note_newest(update.policy_version)
-
-        def loaded() -> None:
-            self.on_version(update.policy_version)
-            on_loaded()
-
-        if isinstance(update.endpoint, HeldEndpoint):
-            loaded()
-            return 0.0
-        self.num_loads_begun += 1
-        self.is_loaded.clear()
-        try:
-            async with standstill() as require_none:
-                check = require_none if self.is_shared else lambda: None
-                label = self._server.labels.label_of(update)
-                return await self._updates.load_in_pause(label, loaded, check)
-        except RefusedError as error:
-            raise TransportError(f"{self._server.name} did not load an update: {error}") from error
-        finally:
-            self.num_loads_ended += 1
-            self.is_loaded.set()
+        self.policy_version = self.newest_version = self.highest_version = self.num_changes = 0
 
     async def learn(self, answer: Completion) -> None:
         """From an answer's versions and, if another generator may have loaded one, from the label
@@ -167,11 +115,11 @@ class ServerWeights:
         if newest > self.newest_version and self.is_shared:
             with contextlib.suppress(ForeignWeightsError):
                 there = self._server.labels.version(await self._server.label())
-                self._note_newest(max(self.newest_version, there))
+                self.note_newest(max(self.newest_version, there))
         if self.policy_version < newest <= self.newest_version:
             self.on_version(newest)
 
-    def _note_newest(self, policy_version: int) -> None:
+    def note_newest(self, policy_version: int) -> None:
         self.newest_version = policy_version
         self.highest_version = max(self.highest_version, policy_version)
 
@@ -230,6 +178,11 @@ class ServedEngine(UpdatableEngine):
         self._slots = asyncio.Semaphore(max_num_seqs if keeps_old_kv else 2 * max_num_seqs)
         self._num_sent = 0
         self._weights = ServerWeights(server)
+        self._updates = server.updates
+        self._num_loads_begun = self._num_loads_ended = 0
+        self._is_loaded = asyncio.Event()
+        """Not set while this engine loads an update."""
+        self._is_loaded.set()
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._requests = InFlightRequests[Completion](self._raise_if_over)
@@ -296,10 +249,43 @@ class ServedEngine(UpdatableEngine):
 
     async def _receive(self, update: WeightUpdate) -> None:
         self._raise_if_over()
-        await self._weights.receive(update)
+        server = self._server
+        try:
+            if not isinstance(update.endpoint, HeldEndpoint):
+                await self._updates.receive(update)
+            elif (label := await server.label()) != server.labels.label_of(update):
+                raise WeightTransferError(
+                    f"{server.name} has weights called {label[:100]!r}, not version "
+                    f"{update.policy_version}"
+                )
+        except (RefusedError, ConnectionLostError, SlowAnswerError) as error:
+            raise WeightTransferError(f"{server.name} did not take an update: {error}") from error
 
     async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        return await self._weights.apply(update, on_loaded)
+        """Loads also if the server's label is that version's: whoever loaded it may have been
+        killed before sampling went on."""
+        weights, server = self._weights, self._server
+        weights.note_newest(update.policy_version)
+
+        def loaded() -> None:
+            weights.on_version(update.policy_version)
+            on_loaded()
+
+        if isinstance(update.endpoint, HeldEndpoint):
+            loaded()
+            return 0.0
+        self._num_loads_begun += 1
+        self._is_loaded.clear()
+        try:
+            async with standstill() as require_none:
+                check = require_none if weights.is_shared else lambda: None
+                label = server.labels.label_of(update)
+                return await self._updates.load_in_pause(label, loaded, check)
+        except RefusedError as error:
+            raise TransportError(f"{server.name} did not load an update: {error}") from error
+        finally:
+            self._num_loads_ended += 1
+            self._is_loaded.set()
 
     async def _complete(self, request: ServedRequest, stop: asyncio.Event) -> Completion:
         """The answer, once there is a slot for the request."""
@@ -336,7 +322,7 @@ class ServedEngine(UpdatableEngine):
         salt = f"{self._name}-{self._weights.num_changes}"
         identified = structs.replace(request, id=request_id, cache_salt=salt)
         version = self._weights.policy_version
-        num_loads = self._weights.num_loads_ended
+        num_loads = self._num_loads_ended
         try:
             async with aborted_on(stop, lambda: self._abort(request_id)):
                 answer = await self._server.sample(identified)
@@ -352,7 +338,7 @@ class ServedEngine(UpdatableEngine):
             raise
         except BusyError:
             # So vLLM 0.33 answers what arrives in a pause that requests in flight do not outlast.
-            await self._weights.is_loaded.wait()
+            await self._is_loaded.wait()
             raise
         except (asyncio.CancelledError, ConnectionLostError, SlowAnswerError):
             aborting = asyncio.create_task(self._abort(request_id))
@@ -360,7 +346,7 @@ class ServedEngine(UpdatableEngine):
             aborting.add_done_callback(self._aborts.discard)
             raise
         is_aborted = answer.finish_reason is FinishReason.ABORT and not stop.is_set()
-        if is_aborted and self._weights.num_loads_begun == num_loads:
+        if is_aborted and self._num_loads_begun == num_loads:
             if self._weights.is_shared:
                 # For an update that another generator loads.
                 raise BusyError("a request", 503, "given up without an update", 0.0)
