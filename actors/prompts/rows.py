@@ -478,15 +478,13 @@ def _with_markers(message: Message, queues: Mapping[str, Iterator[Any]]) -> Mess
     content = message["content"]
     if not isinstance(content, str) or not _SPLIT.search(content):
         return message
-    pieces = [piece for piece in _SPLIT.split(content) if piece]
-    return {**message, "content": [_part(piece, queues) for piece in pieces]}
-
-
-def _part(piece: str, queues: Mapping[str, Iterator[Any]]) -> Mapping[str, Any]:
-    kind = _MARKERS.get(piece)
-    if kind is None or kind not in queues:
-        return {"type": "text", "text": piece}
-    return {"type": kind, kind: next(queues[kind])}
+    parts = []
+    for piece in filter(None, _SPLIT.split(content)):
+        # A marker of a kind without a column is text.
+        kind = _MARKERS.get(piece, "text")
+        kind, value = (kind, next(queues[kind])) if kind in queues else ("text", piece)
+        parts.append({"type": kind, kind: value})
+    return {**message, "content": parts}
 
 
 def _text(part: Any) -> str | None:
