@@ -20,7 +20,7 @@ from actors.engines.reported import (
     recorded,
     sets_of,
 )
-from actors.engines.served.http import Http, Names, RefusedError, retry_lost
+from actors.engines.served.http import Names, RefusedError, retry_lost
 from actors.engines.served.open import open_urls, require_length
 from actors.engines.served.process import has_gpu
 from actors.engines.served.server import (
@@ -96,39 +96,6 @@ GAUGES: Names = {
 }
 
 
-class UpdateRoutes:
-    """Implements `actors.engines.vllm.weights.UpdateCalls` by vLLM's routes for training."""
-
-    def __init__(self, http: Http, request_timeout_s: float) -> None:
-        self._http = http
-        self._request_timeout_s = request_timeout_s
-
-    async def start_weight_update(self) -> None:
-        """After discarding the update that a generator has left unfinished, if one has."""
-        try:
-            await self._http.send("/start_weight_update", {})
-        except RefusedError:
-            # vLLM may close the connection after such an answer.
-            discard = WeightTransferUpdateRequest({"attempt": 0})
-            await retry_lost(lambda: self.update_weights(discard), _RETRY_S)
-            await self.finish_weight_update()
-            await self._http.send("/start_weight_update", {})
-
-    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
-        await self._http.send("/update_weights", request)
-
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        await self._http.send("/finish_weight_update", {"weight_version": weight_version})
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
-        # With mode wait, every request in flight ends first.
-        await self._http.send(path, {}, timeout_s=self._request_timeout_s)
-
-    async def resume_generation(self) -> None:
-        await self._http.send("/resume", {})
-
-
 def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> Engine:
     """An engine on the servers of `generator.vllm.url`, which have their own seed; raises as
     `open_urls` does."""
@@ -140,7 +107,8 @@ def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> E
 
 
 class VllmServer(Server):
-    """By vLLM's routes for tokens in, tokens out, and for training."""
+    """By vLLM's routes for tokens in, tokens out, and for training, which are
+    `actors.engines.vllm.weights.UpdateCalls`."""
 
     library, label_path, gauges = "vLLM", "/weight_info", GAUGES
     looks = ("http_requests_total", 'handler="/weight_info"')
@@ -160,11 +128,11 @@ class VllmServer(Server):
             )
 
     async def take(self) -> None:
-        await self.http.send("/pause?mode=abort", {})
+        await self.pause_generation(mode="abort", clear_cache=True)
         await self._name_weights(self.labels.taken)
 
     async def restore(self) -> None:
-        await self.http.send("/pause?mode=abort", {})
+        await self.pause_generation(mode="abort", clear_cache=True)
         if await self.label() != UNLABELED:
             body = {"method": "reload_weights"}
             await self.http.send("/collective_rpc", body, timeout_s=LOAD_FOLDER_S)
@@ -173,7 +141,7 @@ class VllmServer(Server):
     async def _name_weights(self, label: str) -> None:
         """Before sampling goes on."""
         await self.http.send("/update_weight_version", {"new_version": label})
-        await self.http.send("/resume", {})
+        await self.resume_generation()
 
     def refusal(self, error: RefusedError) -> ConfigError:
         return ConfigError(
@@ -184,13 +152,38 @@ class VllmServer(Server):
     @cached_property
     def updates(self) -> WeightLoader:
         return WeightLoader(
-            UpdateRoutes(self.http, self._request_timeout_s),
-            partial(self.http.text, "/health"),
+            self,
+            self.require_up,
             self._config.generator.vllm,
             num_workers=self._config.generator.num_ranks,
             address=address_towards(host_of(self.http.url)),
             deadline_s=self._config.weights.deadline_s,
         )
+
+    async def start_weight_update(self) -> None:
+        """After discarding the update that a generator has left unfinished, if one has."""
+        try:
+            await self.http.send("/start_weight_update", {})
+        except RefusedError:
+            # vLLM may close the connection after such an answer.
+            discard = WeightTransferUpdateRequest({"attempt": 0})
+            await retry_lost(lambda: self.update_weights(discard), _RETRY_S)
+            await self.finish_weight_update()
+            await self.http.send("/start_weight_update", {})
+
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        await self.http.send("/update_weights", request)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        await self.http.send("/finish_weight_update", {"weight_version": weight_version})
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
+        # With mode wait, every request in flight ends first.
+        await self.http.send(path, {}, timeout_s=self._request_timeout_s)
+
+    async def resume_generation(self) -> None:
+        await self.http.send("/resume", {})
 
     async def sample(self, request: ServedRequest) -> Completion:
         answer = await self.http.post(
