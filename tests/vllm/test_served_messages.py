@@ -1,10 +1,12 @@
 """Every name in a request to a vLLM elsewhere, compared with vLLM's own classes."""
 
+import dataclasses
 import json
 
 import msgspec
 import pytest
 from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.entrypoints.scale_out.token_in_token_out import protocol
 from vllm.outputs import WeightVersionSpan
 
@@ -44,6 +46,11 @@ def test_vllms_own_class_takes_our_request():
 def test_we_read_fields_that_vllm_writes(ours):
     theirs = getattr(protocol, ours.__name__)
     assert set(ours.__struct_fields__) <= set(theirs.model_fields)
+
+
+def test_an_update_has_vllms_fields():
+    theirs = {field.name for field in dataclasses.fields(WeightTransferUpdateRequest)}
+    assert set(messages.WeightTransferUpdateRequest.__struct_fields__) <= theirs
 
 
 def test_a_span_is_vllms():
