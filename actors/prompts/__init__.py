@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.prompts.order import (
-    NUM_BATCHES,
-    Epochs,
-    FirstPrompts,
-    MixedPrompts,
-    Mixture,
-    NamedPrompts,
-)
+from actors.prompts.order import NUM_BATCHES, Epochs, FirstPrompts, Mixture
 from actors.prompts.rows import (
     ConcatenatedPrompts,
     PromptRows,
@@ -36,11 +29,12 @@ from actors.prompts.rows import (
 from actors.prompts.tasks import (
     HELD_OUT_RUN_SEED,
     TASKS,
-    HeldOutTaskPrompts,
-    LevelPrompts,
-    ReasoningGymPrompts,
-    TaskPrompts,
+    MadePrompts,
     check_scorer,
+    held_out_task,
+    levels,
+    reasoning_gym_prompts,
+    trained_task,
 )
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings, SourceSettings
@@ -164,7 +158,14 @@ def open_prompts(
         _stream(data, part, (seed, i), fitting, i, own_first)
         for i, (part, own_first) in enumerate(zip(parts, mixture.num_before(first), strict=True))
     ]
-    return streams[0] if len(streams) == 1 else MixedPrompts(streams, mixture)
+    if len(streams) == 1:
+        return streams[0]
+
+    def mixed(prompt_index: int) -> Prompt:
+        stream, own_index = mixture.place(prompt_index)
+        return streams[stream][own_index]
+
+    return MadePrompts(mixed)
 
 
 def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
@@ -242,7 +243,12 @@ def _open(
         return open_user_source(setting, path, kwargs, seed, columns)
     name = source.name or default_name
     stream = _open_task(data, setting, source, run_seed, name)
-    return NamedPrompts(stream, data.data_source_key, name) if name else stream
+
+    def named(prompt_index: int) -> Prompt:
+        prompt = stream[prompt_index]
+        return replace(prompt, row={**prompt.row, data.data_source_key: name})
+
+    return MadePrompts(named) if name else stream
 
 
 def _open_task(
@@ -250,13 +256,13 @@ def _open_task(
 ) -> PromptSource:
     path, kwargs = source.path, source.kwargs
     if path == "environment":
-        return LevelPrompts(run_seed)
+        return levels(run_seed)
     kind, _, own_name = path.partition(":")
     if kind == "reasoning_gym":
         rewards = (r for r in data.all_rewards if not r.data_source or name in r.data_source)
         if any(reward.reward == "task" for reward in rewards):
             check_scorer(own_name)
-        return ReasoningGymPrompts(own_name, kwargs, run_seed)
+        return reasoning_gym_prompts(own_name, kwargs, run_seed)
     if path == "colors":
         raise ConfigError(
             f"{setting}: was 'colors'; it is in its recipe: `streamrl new FOLDER --recipe colors`"
@@ -269,11 +275,11 @@ def _open_task(
             f"{did_you_mean(path, TASKS)}"
         )
     if run_seed is None:
-        return HeldOutTaskPrompts(path, kwargs)
+        return held_out_task(path, kwargs)
     siblings = (s.kwargs for s in (*data.sources, *data.eval_sources) if s.path == path)
     others = [own for own in siblings if own != kwargs]
-    held_out = [HeldOutTaskPrompts(path, own) for own in (kwargs, *others)]
-    return TaskPrompts(path, kwargs, run_seed, held_out, data.num_eval_prompts)
+    held_out = [held_out_task(path, own) for own in (kwargs, *others)]
+    return trained_task(path, kwargs, run_seed, held_out, data.num_eval_prompts)
 
 
 def _default_name(path: str) -> str:

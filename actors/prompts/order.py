@@ -7,7 +7,6 @@ it stopped, and no prompt comes twice within an epoch.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TypeAlias
@@ -212,17 +211,6 @@ def _counts(quotas: NDArray[np.float64], batch_size: int) -> NDArray[np.int64]:
     return np.diff(np.hstack([first, below, last]), axis=1)
 
 
-class NamedPrompts:
-    """A stream whose rows say which source they are of."""
-
-    def __init__(self, prompts: PromptSource, key: str, name: str) -> None:
-        self._prompts, self._named = prompts, {key: name}
-
-    def __getitem__(self, prompt_index: int) -> Prompt:
-        prompt = self._prompts[prompt_index]
-        return replace(prompt, row={**prompt.row, **self._named})
-
-
 class FirstPrompts(PromptRows):
     """The first prompts of a stream, as a set."""
 
@@ -234,15 +222,3 @@ class FirstPrompts(PromptRows):
 
     def __getitem__(self, number: int) -> Prompt:
         return self._prompts[number]
-
-
-class MixedPrompts:
-    """Several streams mixed by weight."""
-
-    def __init__(self, streams: Sequence[PromptSource], mixture: Mixture) -> None:
-        self._streams = streams
-        self._mixture = mixture
-
-    def __getitem__(self, prompt_index: int) -> Prompt:
-        stream, own_index = self._mixture.place(prompt_index)
-        return self._streams[stream][own_index]

@@ -58,41 +58,43 @@ TASKS: dict[str, Task] = {
 }
 
 
-class HeldOutTaskPrompts:
-    """The held-out prompts of one task."""
+class MadePrompts:
+    """A stream without an end, of what `make` makes of a prompt index."""
 
-    def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
-        self._draw = _bound(name, kwargs)
-
-    def __getitem__(self, number: int) -> Prompt:
-        return Prompt(*self._draw([0, FIRST_HELD_OUT + number, 0]))
-
-
-class TaskPrompts:
-    """The training stream of one task, without the first `num_held_out` of each of `held_out`."""
-
-    def __init__(
-        self,
-        name: str,
-        kwargs: Mapping[str, Any],
-        seed: int,
-        held_out: Sequence[HeldOutTaskPrompts],
-        num_held_out: int,
-    ) -> None:
-        self._draw = _bound(name, kwargs)
-        self._kwargs, self._seed = dict(kwargs), seed
-        numbers = range(num_held_out)
-        self._kept_out = frozenset(own[i].content for own in held_out for i in numbers)
+    def __init__(self, make: Callable[[int], Prompt]) -> None:
+        self._make = make
 
     def __getitem__(self, prompt_index: int) -> Prompt:
+        return self._make(prompt_index)
+
+
+def held_out_task(name: str, kwargs: Mapping[str, Any]) -> MadePrompts:
+    draw = _bound(name, kwargs)
+    return MadePrompts(lambda number: Prompt(*draw([0, FIRST_HELD_OUT + number, 0])))
+
+
+def trained_task(
+    name: str,
+    kwargs: Mapping[str, Any],
+    seed: int,
+    held_out: Sequence[MadePrompts],
+    num_held_out: int,
+) -> MadePrompts:
+    """Without the first `num_held_out` of each of `held_out`."""
+    draw = _bound(name, kwargs)
+    kept_out = frozenset(own[i].content for own in held_out for i in range(num_held_out))
+
+    def make(prompt_index: int) -> Prompt:
         for attempt in range(_MAX_DRAWS):
-            content, answer = self._draw([self._seed, prompt_index, attempt])
-            if content not in self._kept_out:
+            content, answer = draw([seed, prompt_index, attempt])
+            if content not in kept_out:
                 return Prompt(content, answer)
         raise ConfigError(
-            f"data.num_eval_prompts: {len(self._kept_out)} prompts held out leave hardly any to "
-            f"train on: data.source_kwargs {self._kwargs} make too few different ones"
+            f"data.num_eval_prompts: {len(kept_out)} prompts held out leave hardly any to train "
+            f"on: data.source_kwargs {dict(kwargs)} make too few different ones"
         )
+
+    return MadePrompts(make)
 
 
 def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[str, str]]:
@@ -112,15 +114,9 @@ def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tu
     return draw
 
 
-class LevelPrompts:
+def levels(run_seed: int | None) -> MadePrompts:
     """Empty prompts whose rows have a seed; `run_seed` None: the held-out ones."""
-
-    def __init__(self, run_seed: int | None) -> None:
-        self._run_seed = run_seed
-
-    def __getitem__(self, prompt_index: int) -> Prompt:
-        seed = seed_of(self._run_seed, prompt_index)
-        return Prompt("", "", {"seed": seed}, f"level {prompt_index}")
+    return MadePrompts(lambda i: Prompt("", "", {"seed": seed_of(run_seed, i)}, f"level {i}"))
 
 
 _BLOCK = 4096
@@ -132,7 +128,9 @@ UNEARNED: Mapping[str, str] = {
 """For what the scorers of these data sets pay in full, as of reasoning-gym 0.1.25."""
 
 
-class ReasoningGymPrompts:
+def reasoning_gym_prompts(
+    name: str, kwargs: Mapping[str, Any], run_seed: int | None
+) -> MadePrompts:
     """The data set `name`; its rows carry the entry that the reward `task` scores against.
 
     Most data sets draw entry i from their seed + i, so that seeds side by side share all entries
@@ -144,30 +142,29 @@ class ReasoningGymPrompts:
     Raises:
         ConfigError: there is no such data set, or it does not take the arguments.
     """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise missing(f"data.source: reasoning_gym:{name}", error) from error
+    if name not in DATASETS:
+        hint = did_you_mean(name, DATASETS)
+        raise ConfigError(f"data.source: reasoning_gym has no {name!r}; {hint}")
 
-    def __init__(self, name: str, kwargs: Mapping[str, Any], run_seed: int | None) -> None:
-        try:
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
-        except ImportError as error:
-            raise missing(f"data.source: reasoning_gym:{name}", error) from error
-        if name not in DATASETS:
-            hint = did_you_mean(name, DATASETS)
-            raise ConfigError(f"data.source: reasoning_gym has no {name!r}; {hint}")
+    @lru_cache(maxsize=2)
+    def block(number: int) -> Any:
+        seed = block_seed(run_seed, number, _BLOCK)
+        with attributed_to(f"data.source_kwargs: {name}"):
+            return reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **kwargs)
 
-        def block(number: int) -> Any:
-            seed = block_seed(run_seed, number, _BLOCK)
-            with attributed_to(f"data.source_kwargs: {name}"):
-                return reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **kwargs)
-
-        self._block = lru_cache(maxsize=2)(block)
-        self._block(0)
-
-    def __getitem__(self, prompt_index: int) -> Prompt:
+    def make(prompt_index: int) -> Prompt:
         number, place = divmod(prompt_index, _BLOCK)
-        dataset = self._block(number)
+        dataset = block(number)
         entry = dataset[place]
         return Prompt(entry["question"], str(entry["answer"]), {"dataset": dataset, "entry": entry})
+
+    block(0)
+    return MadePrompts(make)
 
 
 def check_scorer(name: str) -> None:
