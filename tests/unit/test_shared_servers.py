@@ -320,6 +320,16 @@ async def test_a_server_without_the_newest_weights_gets_no_request():
     await asyncio.gather(waiting, return_exceptions=True)
 
 
+async def test_an_engine_that_has_failed_gets_no_request_before_it_is_closed():
+    """Which would fail at once, again and again."""
+    fleet = Fleet(1)
+    await fleet.load(1, 0)
+    (replica,) = fleet.engine.replicas
+    replica.ready.fail(TransportError("gone"))
+    assert (replica.is_up, replica.ready) == (True, None)
+    await fleet.engine.close()
+
+
 async def test_a_server_that_is_busy_when_it_comes_back_is_asked_again(monkeypatch):
     monkeypatch.setattr(replicas, "_REOPEN_S", 0.01)
     fleet = Fleet(2)

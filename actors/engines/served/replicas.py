@@ -48,9 +48,12 @@ class Replica:
 
     @property
     def ready(self) -> ServedEngine | None:
-        """That of a server to which requests may go."""
+        """That of a server to which requests may go: not to one that has failed, until it is
+        opened again."""
         engine = self._engine
-        return engine if engine and self._has_newest and engine.is_readable else None
+        if engine is None or engine.failed.done():
+            return None
+        return engine if self._has_newest and engine.is_readable else None
 
     def holding(self) -> Holding:
         if self._engine is None:
