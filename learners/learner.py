@@ -3,7 +3,8 @@
 Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
 a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
 no version: what interrupts the batch discards the gradient. Every step is saved before the loop
-ends, whether by `stop` or since the buffer does not answer.
+ends, whether by `stop` or since the buffer does not answer; the buffer hears of it at the next
+attach.
 Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for the
 buffer's answers: unblocked by them, by the client's deadline, or GOODBYE_S after `stop`. Waits for
 a disk that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. What
@@ -81,7 +82,8 @@ class Learner:
         self._saver = CheckpointSaver(every, session, reporter, self._save)
 
     def stop(self) -> None:
-        """Finish the step at hand if its gradient is there in time, save, and return."""
+        """Finish the step at hand if its batch is complete and its gradient there in time, save,
+        and return."""
         self._stopping.set()
 
     async def run(self) -> None:

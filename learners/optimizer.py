@@ -68,8 +68,8 @@ def update(
 ) -> dict[str, float]:
     """Clip the gradient, step, clear it; metrics under `prefix`.
 
-    With `is_frozen` no gradient changes anything. The gradient is that of a loss which was
-    multiplied by `loss_scale`.
+    A gradient that is not finite changes nothing and is counted. With `is_frozen` no gradient
+    changes anything. The gradient is that of a loss which was multiplied by `loss_scale`.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group[LR_RATIO]
@@ -141,7 +141,8 @@ class SkippedUpdates:
         self._num = 0
 
     def count(self, metrics: Mapping[str, float], policy_version: int) -> None:
-        """One more update of this version, with the metrics of `update`, of one or two networks."""
+        """One more update of this version, with the metrics of `update`, of one or two networks;
+        DivergedError if more than the limit were skipped in a row."""
         if not was_skipped(metrics):
             self._num = 0
             return

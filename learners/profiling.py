@@ -113,7 +113,7 @@ counts. From the vendors' data sheets; float32 without tensor cores."""
 
 
 def peak_flops(device: torch.device, dtype: str, given_tflops: float | None) -> float | None:
-    """Of one device, as given or as known by its name; None if neither."""
+    """Operations per second of one device, as given or as known by its name; None if neither."""
     if given_tflops is not None:
         return 1e12 * given_tflops
     if device.type != "cuda":
@@ -127,14 +127,14 @@ def peak_flops(device: torch.device, dtype: str, given_tflops: float | None) -> 
 
 @dataclass(frozen=True)
 class NetworkFlops:
-    """The model's own count of what a pass costs.
+    """The model's own count of the floating-point operations of a pass.
 
     A forward pass costs two operations per token for each weight of a matrix product, and attention
-    four per pair of tokens for each of its channels. A backward pass costs twice as much, half of
-    it only for weights that are trained. The LM head counts for the response tokens alone; of
-    experts those that a token is routed to. A token that several trajectories share counts once,
-    except in attention. What is recomputed to save memory does not count, nor do element-wise
-    operations and the state of recurrent layers.
+    four per pair of tokens for each of its channels, where a token sees itself and earlier ones. A
+    backward pass costs twice as much, half of it only for weights that are trained. The LM head
+    counts for the response tokens alone; of experts those that a token is routed to. A token that
+    several trajectories share counts once, except in attention. What is recomputed to save memory
+    does not count, nor do element-wise operations and the state of recurrent layers.
     """
 
     num_weights: float
@@ -230,8 +230,8 @@ class Tracer:
     """Traces of chosen steps of one rank, or marks of them for Nsight Systems. `begin` and `end`
     stand around the steps; what cannot be written is logged.
 
-    <run>/profiler/step3-rank0.json.gz        chrome://tracing, Perfetto, HTA
-    <run>/profiler/step3-rank0.pickle         pytorch.org/memory_viz
+        <run>/profiler/step3-rank0.json.gz        chrome://tracing, Perfetto, HTA
+        <run>/profiler/step3-rank0.pickle         pytorch.org/memory_viz
     """
 
     def __init__(

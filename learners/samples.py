@@ -1,7 +1,7 @@
 """Samples of what each step has trained on, for people to read: `samples.jsonl` and tables.
 
-Invariant: no step waits for it: texts are decoded and written in a thread of its own, and where
-that is behind, or the disk is full, a step has no samples.
+Invariant: neither a step nor a checkpoint waits for it: texts are decoded and written in a thread
+of its own, and where that is behind, or the disk is full, a step has no samples.
 """
 
 import logging

@@ -253,7 +253,8 @@ async def unless_set(event: asyncio.Event, coroutine: Coroutine[Any, Any, Result
 async def ends_in_time(
     call: asyncio.Future[Any], event: asyncio.Event, grace_s: float = 0.0
 ) -> bool:
-    """Whether the call ends before the event is set, or no later than `grace_s` after that."""
+    """Whether the call ends before the event is set, or no later than `grace_s` after that; it is
+    not cancelled."""
     is_set = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({call, is_set}, return_when=asyncio.FIRST_COMPLETED)

@@ -65,6 +65,7 @@ class StatusReporter:
 
     @property
     def num_stalls(self) -> int:
+        """Activities that lasted `run.stall_s` or longer."""
         return self._status.num_stalls
 
     @property

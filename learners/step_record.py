@@ -6,8 +6,8 @@ A file is one zstd frame with a checksum, around one message of `streamrl.wire`.
 
     RUN/record/settings-00000012.yaml   of step 12 and those after it
 
-A learner that records writes its configuration where it begins, unless the steps before were made
-by the same.
+A learner that records writes its configuration where it begins, before the record of its first
+step, unless the steps before were made by the same.
 
 Invariant: a file that has its name is whole; a step is recorded if each rank's file is there. A
 checkpoint is saved only once the records of its steps are on disk. A learner forgets the steps that
@@ -157,7 +157,7 @@ _COMPUTES_NOTHING = (
 
 
 def keep_settings(config: RunConfig, first_step: int) -> None:
-    """Write the configuration of this step and those after it."""
+    """Write the configuration of this step and those after it; OSError if it cannot be written."""
     run, text = config.run.path, to_yaml(config)
     before = _file_of(run, first_step)
     if before is None or before.read_text() != text:
@@ -234,7 +234,8 @@ def _rate(config: RunConfig, step: int) -> float:
 
 
 def forget(run: Path, first_step: int) -> None:
-    """Remove what is recorded of this step and later ones, by whatever rank, and their settings."""
+    """Remove what is recorded of this step and later ones, by whatever rank, and their settings;
+    OSError if a file cannot be removed."""
     for unfinished in (run / RECORD_FOLDER).glob(".*.unfinished"):
         unfinished.unlink()
     steps = [(step, path) for step, _, path in files_of(run)]

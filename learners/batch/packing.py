@@ -44,6 +44,9 @@ def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> lis
     Args:
         lengths: [S] tokens of every rank's trajectories.
         owners: [S] the rank of each.
+
+    Raises:
+        ConfigError: there is no trajectory at all.
     """
     if not len(lengths):
         raise ConfigError("a batch without trajectories cannot be packed")

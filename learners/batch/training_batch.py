@@ -292,7 +292,8 @@ class TrainingBatch:
 
     @property
     def greedy_rewards(self) -> torch.Tensor:
-        """[S] reward of a greedy completion of the same prompt."""
+        """[S] reward of a greedy completion of the same prompt; ConfigError if a generator did not
+        record it."""
         if bool(self.given_greedy_rewards.isnan().any()):
             raise ConfigError(
                 "algorithm.advantage remax needs the reward of a greedy completion, and a group "
@@ -367,8 +368,8 @@ class TrainingBatch:
         shares_prompts: bool = True,
     ) -> list[MicroBatch]:
         """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen, see
-        `learners.batch.packing`. `shares_prompts`: the network computes once what trajectories of a
-        micro-batch begin with, and it counts once."""
+        `learners.batch.packing`: as many for each rank, some without any. `shares_prompts`: the
+        network computes once what trajectories of a micro-batch begin with, and it counts once."""
         indices = list(range(len(self)) if chosen is None else chosen)
         lengths, owners = np.array(self.lengths)[indices], np.array(self.owners)[indices]
         packed = pack(lengths, owners, self.rank, max_tokens)

@@ -105,7 +105,13 @@ def export(
     dtype: torch.dtype,
     max_shard_size: str,
 ) -> None:
-    """Write the policy of a checkpoint; `model` is the run's, the base of an adapter."""
+    """Write the policy of a checkpoint whose files have been compared with its manifest; `model` is
+    the run's, the base of an adapter.
+
+    Raises:
+        ConfigError: the folder exists already, or cannot be written; the model that an adapter
+            belongs to is not there.
+    """
     trust = model.trust_remote_code
     exported = ModelSettings(path=str(checkpoint), trust_remote_code=trust)
     described = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)

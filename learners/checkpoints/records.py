@@ -171,8 +171,10 @@ class RunRecords:
             self._opened.trackers.log_samples(samples, step)
 
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
-        """The checkpoint of this state, after the lines of its steps."""
+        """The checkpoint of this state, after the lines of its steps, written in a thread; returns
+        once the state is copied. See `CheckpointWriter.save` for what the future raises."""
         saved, count = self._saving or (None, 0)
+        self._saving = None
         # A checkpoint that could not be written leaves its values of `best_by` to the next.
         if saved is not None and saved.exception() is None:
             self._values = self._values[count:]
@@ -201,7 +203,8 @@ class RunRecords:
             raise OSError(f"the records of its steps cannot be written: {error}") from error
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Wait for the save under way, and for the trackers, `wait_s` at most."""
+        """Wait for the save under way, and for the trackers, `wait_s` at most; lines of steps that
+        are in no checkpoint may be lost."""
         self._writer.close()
         if self._opened is not None:
             for file in (self._opened.trained, self._opened.validations):

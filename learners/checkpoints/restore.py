@@ -155,6 +155,9 @@ def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
 def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> LearnerState:
     """Load what `learner.checkpoint.load_contents` names into the trainer; each rank by itself.
 
+    Returns:
+        The version and the books, which are in every checkpoint.
+
     Raises:
         ConfigError: the checkpoint is of another model or adapter, or does not hold that.
     """

@@ -73,7 +73,11 @@ class WritingRanks:
         self.rank = 0 if is_alone else dist.get_rank()
 
     def run(self, work: Callable[[], Result]) -> list[Result]:
-        """The result of each rank, in order."""
+        """The result of each rank, in order.
+
+        Raises:
+            OSError, SafetensorError, StreamRLError: a rank's work has raised it.
+        """
         mine: tuple[Result | None, Exception | None]
         try:
             mine = (work(), None)

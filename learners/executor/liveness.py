@@ -28,7 +28,10 @@ BEAT_S, GRACE_S = 0.5, 5.0
 _PARTED = "parted"
 _OF_COLLECTIVES = (
     RuntimeError,
-    *(dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError),
+    dist.DistError,
+    dist.DistBackendError,
+    dist.DistNetworkError,
+    dist.DistStoreError,
 )
 
 

@@ -122,7 +122,8 @@ class LearnerRank:
         parts, self._parts = self._parts, []
         batch, _, groups = parts[0]
         if self.record is not None:
-            self.record(batch.policy_version + 1, [part[1:] for part in parts])
+            trained = [(headers, fetched) for _, headers, fetched in parts]
+            self.record(batch.policy_version + 1, trained)
         if self.show is None:
             return
         numbers = ((i, j) for i, group in enumerate(groups) for j in range(len(group.trajectories)))

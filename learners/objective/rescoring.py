@@ -3,10 +3,13 @@
 They tell engine mismatch from policy lag (`split` of `streamrl.algorithms.rollout_is.rejection`),
 at the cost of a pass without gradient for each version that sampled tokens of the chosen groups,
 and of a copy of the trained weights, in the memory of the host, for each version that a group may
-be behind. A token of another version is not scored.
+be behind. A token is not scored if its group was not chosen, or if the weights of its version are
+gone: it is older than `buffer.max_staleness`, or older or newer than the checkpoint that this
+process began from.
 
-Invariant: a token's number depends neither on how the batch is cut nor on how it is divided among
-ranks, which call all of this together. Between the calls the policy has its newest weights.
+Invariant: which groups are chosen depends on their places in the prompt stream alone, and a token's
+number neither on how the batch is cut nor on how it is divided among ranks, which call all of this
+together. Between the calls the policy has its newest weights.
 """
 
 from collections.abc import Iterator, Mapping

@@ -58,7 +58,8 @@ def correct(
     """The correction of these tokens [R] by `algorithm.rollout_is`.
 
     Rejection and veto act under every `algorithm.proximal`; other weights than 0 and 1 do not where
-    the ratio of the loss is the importance ratio itself.
+    the ratio of the loss is the importance ratio itself. What tokens that are taken out count for
+    in the denominators is said by `normalize_by` alone.
 
     Args:
         logprobs: under the policy at the start of the batch for proximal `recompute`, else under
@@ -86,7 +87,8 @@ def correct(
 
 class PolicyPasses:
     """The policy's forward passes: `TargetCollector` asks for log-probabilities, `Gradient` for
-    what the loss needs.
+    what the loss needs. A micro-batch has the same numbers in every pass, and at most one graph
+    exists.
 
     Where both ask, the pass over the first micro-batch comes last and keeps its graph, which the
     gradient then begins with: what fits into one micro-batch is computed once. A sharded network
@@ -123,7 +125,8 @@ class PolicyPasses:
         return logprobs
 
     def training(self, micro_batch: MicroBatch, taught: Candidates | None = None) -> NetworkOutput:
-        """The pass that the loss is computed from; `taught` are the candidates of a teacher."""
+        """The pass that the loss is computed from; `taught` are the candidates of a teacher.
+        ConfigError if a generator did not record the likeliest tokens."""
         kept, self._kept = self._kept, None
         if kept is not None and kept[0] is micro_batch:
             return kept[1]

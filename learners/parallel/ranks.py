@@ -91,7 +91,8 @@ class Ranks:
 
 @contextmanager
 def in_time() -> Iterator[None]:
-    """Around a collective operation, which fails where another rank has ended or is late."""
+    """Around a collective operation; TransportError if another rank has ended, or does not take
+    part within the deadline."""
     try:
         yield
     except RuntimeError as error:

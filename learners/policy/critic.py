@@ -76,7 +76,7 @@ class Critic:
         return self.network.cut(within_vocabulary(self.network, batch), limit, chosen)
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """[R] float32, with gradient."""
+        """[R] expected return before each response token, float32, with gradient."""
         values: torch.Tensor = self.network(micro_batch, with_logprobs=False).values
         return values
 

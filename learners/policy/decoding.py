@@ -7,7 +7,8 @@ length are rows of one call of the model's own code, or of equal length where pa
 it.
 
 Invariant: a token's hidden state depends on its own trajectory alone, whatever shares its call.
-Ranks that share a model's parameters make the same number of calls.
+Padding follows a trajectory's tokens, where a causal model does not look. Ranks that share a
+model's parameters make the same number of calls.
 Shapes: N tokens, H hidden size, B trajectories of a call, L their longest.
 """
 

@@ -58,7 +58,8 @@ def compiles(network: Network, config: RunConfig) -> bool:
 
 
 def compile_layers(network: Network) -> None:
-    """In place; the first passes of a run compile, which takes a minute or so."""
+    """In place, before anything is put around the layers; the first passes of a run compile, which
+    takes a minute or so."""
     attend: Any = torch.compiler.disable(attention.attend)
     AttentionInterface.register(attention.NAME, attend)
     for layer in layers(network):

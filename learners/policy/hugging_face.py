@@ -38,7 +38,8 @@ PROCESSOR_FILES = (
 
 
 def copy_files(model: str, folder: Path, names: Iterable[str]) -> None:
-    """Those that the folder or hub name `model` has, byte by byte."""
+    """Those that the folder or hub name `model` has, byte by byte; OSError if one cannot be
+    written."""
     for name in names:
         found = cached_file(
             model,

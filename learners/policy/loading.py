@@ -65,8 +65,10 @@ def distribute(
     router_replay: RouterReplay = "off",
 ) -> None:
     """In place, as `settings` say; without a mesh, on one rank. What it computes stays the same.
+    Every rank calls it before an optimizer takes the parameters.
 
-    matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers -> shards
+        matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers
+            -> shards
 
     Raises:
         ConfigError: the model cannot be divided so, or what is to be offloaded is on the CPU

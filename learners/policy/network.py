@@ -183,6 +183,9 @@ class Network(torch.nn.Module):
             num_likeliest: K, 0 for none.
             reference: the output of the policy that `kl` is taken to.
             with_records: the routers follow, or are compared with, what was recorded.
+
+        Raises:
+            ConfigError: a trajectory came without a record of its experts.
         """
         shared = self.shared_prompts(micro_batch)
         records = self.router_records if with_records else None

@@ -92,7 +92,8 @@ class Policy:
         return self._sent(full)
 
     def layout(self, settings: WeightSettings) -> Layout:
-        """That of `weights` as the settings have them sent; no other rank is needed."""
+        """That of `weights` as the settings have them sent, what is `kept_in_float32` so; no other
+        rank is needed."""
         dtype = getattr(torch, settings.dtype) if settings.dtype else None
         loaded_in = torch.bfloat16 if dtype == float8.DTYPE else dtype
         exact = kept_in_float32(self.model, loaded_in) if loaded_in else ()

@@ -96,7 +96,8 @@ class RouterRecords:
     """Of one network whose decoder layers are its own."""
 
     def __init__(self, model: PreTrainedModel, setting: RouterReplay) -> None:
-        """Puts itself around the model's layers and routers, before what computes layers twice."""
+        """Puts itself around the model's layers and routers, before what computes layers twice;
+        ConfigError if it has no experts, or routers that are not known."""
         self._setting = f"algorithm.router_replay: was {setting}"
         found: dict[str, Any] = routers(model, self._setting)
         chosen = {layer_of(name): router for name, router in found.items()}
@@ -117,7 +118,8 @@ class RouterRecords:
             self._layers.append(layer)
 
     def of(self, micro_batch: MicroBatch) -> torch.Tensor | None:
-        """[N, L, K] on the micro-batch's device; None if that accompanies one of another rank."""
+        """[N, L, K] on the micro-batch's device; None if that accompanies one of another rank.
+        ConfigError if a trajectory came without, or they are of another model."""
         if micro_batch.is_empty:
             return None
         experts = micro_batch.routed_experts

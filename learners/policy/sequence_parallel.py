@@ -8,8 +8,9 @@ results, and each rank passes back the gradient of its own rows alone.
 
 `HeadExchange`: before an attention call an all-to-all gives each rank all tokens with 1/S of the
 heads; after it another one turns the output back. Key-value heads that S does not divide are
-repeated until it does. What a head computes is what one rank alone computes. Every rank of the
-block makes the same calls in the same order.
+repeated until it does. A query head meets the key-value head that the model pairs it with, so what
+it computes is what one rank alone computes. Every rank of the block makes the same calls in the
+same order.
 Shapes: N tokens of the micro-batch, n = ceil(N / S) of a rank, the last of which may be padding, R
 response tokens, r of them predicted by this rank's tokens, Q query heads, D head width.
 """
@@ -115,7 +116,8 @@ def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def sequence_block(model: PreTrainedModel, mesh: Mesh, *, is_packed: bool = True) -> Ranks | None:
-    """The block of this rank; None if it has the tokens for itself."""
+    """The block of this rank; None if it has the tokens for itself. ConfigError if the ranks cannot
+    share the tokens of this model."""
     size = mesh.size("sequence")
     if size == 1:
         return None
