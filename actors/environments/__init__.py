@@ -137,7 +137,11 @@ def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":
 
 
 class UserEnvironment:
-    """A user's own, whose errors become those of its rollout."""
+    """A user's own, whose errors become those of its rollout.
+
+    Raises:
+        ConfigError: it cannot be made with the entry's arguments, or lacks a method.
+    """
 
     def __init__(self, entry: EnvironmentEntry) -> None:
         self._name = entry.environment
@@ -163,20 +167,21 @@ class UserEnvironment:
         return transition
 
     async def snapshot(self) -> Any:
-        return await self._call("snapshot")
+        """None if the user's own makes none."""
+        if getattr(self._environment, "snapshot", None):
+            return await self._call("snapshot")
+        return None
 
     async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
         await self._call("restore", context, snapshot)
 
     async def close(self) -> None:
-        await self._call("close")
+        if getattr(self._environment, "close", None):
+            await self._call("close")
 
     async def _call(self, name: str, *arguments: object) -> Any:
-        """What the user's own method returns; None if it has no such one, as it need not."""
-        if method := getattr(self._environment, name, None):
-            with attributed_to(f"environment {self._name}", RolloutError):
-                return await method(*arguments)
-        return None
+        with attributed_to(f"environment {self._name}", RolloutError):
+            return await getattr(self._environment, name)(*arguments)
 
 
 def _check_method(owner: str, environment: object, name: str, *arguments: object) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.environments import BUILT_IN, BY_ID, make_environment
+from actors.environments import BUILT_IN, BY_ID, UserEnvironment, make_environment
 from actors.make_model import make_tokenizer
 from actors.rendering.renderer import ChatRenderer
 from actors.tools.toolset import ToolEnvironment, Toolset, make_sources
@@ -169,3 +169,12 @@ def test_a_user_s_own_has_both_methods_or_neither(
     file.write_text(OWN.format(methods=methods))
     with pytest.raises(ConfigError, match=refusal):
         make_environment(entry(f"{file}:Own"))
+
+
+async def test_a_user_s_own_that_has_lost_its_methods_is_not_taken_for_restored(tmp_path: Path):
+    file = tmp_path / "edited_since.py"
+    file.write_text(OWN.format(methods=""))
+    environment = UserEnvironment(entry(f"{file}:Own"))
+    assert await environment.snapshot() is None
+    with pytest.raises(RolloutError, match="has no attribute 'restore'"):
+        await environment.restore(context_of("single_turn"), {})
