@@ -38,9 +38,10 @@ async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) ->
     try:
         while len(finished) < count:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            finished += [task for task in tasks if task in done]
-            for task in done:
+            ended = [task for task in tasks if task in done]
+            for task in ended:
                 task.result()
+            finished += ended
     finally:
         for task in tasks:
             task.cancel()
@@ -50,7 +51,8 @@ async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) ->
 
 
 async def first_result(*waits: Coroutine[Any, Any, T]) -> T:
-    """That of the one that ends first; the others are canceled."""
+    """The result or the error of the one that ends first, of several at once the first that is
+    named; the others are canceled."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

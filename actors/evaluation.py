@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from msgspec import structs
 
-from actors.concurrency import first_result
+from actors.concurrency import DeadlineError, deadline, first_result
 from actors.daemon import prepare
 from actors.engines import make_engine
 from actors.engines.targets import weight_locality
@@ -178,9 +178,9 @@ async def _send_weights(config: RunConfig, engine: Engine) -> None:
         sender.publish()
         limit_s = _NUM_ATTEMPTS * weights.deadline_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with deadline(limit_s):
                 await first_result(is_loaded.wait(), sender.run(), receiver.run())
-        except TimeoutError as error:
+        except DeadlineError as error:
             raise WeightTransferError(
                 f"generator.{config.generator.engine}.url: {config.generator.url} has not loaded "
                 f"{config.model.path} within {limit_s:g} s"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.concurrency import first_result
 from actors.rewards.forms import BoundFunction
 from actors.rewards.weighted_sum import FunctionReward
 from streamrl.errors import RolloutError
@@ -159,3 +160,31 @@ async def test_a_load_that_is_canceled_from_inside_ends_the_generator():
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
+
+
+async def test_the_first_of_a_race_decides_it_and_the_others_are_canceled():
+    canceled = []
+
+    async def endless() -> str:
+        try:
+            await asyncio.Event().wait()
+            raise AssertionError
+        except asyncio.CancelledError:
+            canceled.append(endless)
+            raise
+
+    async def failing() -> str:
+        raise RolloutError("no luck")
+
+    async def ending() -> str:
+        return "the end"
+
+    assert await first_result(endless(), ending(), failing()) == "the end"
+    with pytest.raises(RolloutError, match="no luck"):
+        await first_result(endless(), failing(), ending())
+    race = asyncio.create_task(first_result(endless(), endless()))
+    await asyncio.sleep(0.01)
+    race.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await race
+    assert len(canceled) == 4
