@@ -56,7 +56,7 @@ class FunctionAgent:
         return AgentResult(None if returned is None else float(returned))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # The task has the episode's key.
 class _Call:
     """One call; `run` is for its thread, the rest for the event loop."""
 

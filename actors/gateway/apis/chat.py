@@ -89,11 +89,11 @@ class _Body(Body):
 
 def _read(body: Json, session: Session) -> ApiRequest:
     asked = converted(body, _Body, _NEUTRAL)
-    limits = (asked.max_completion_tokens, asked.max_tokens)
+    limit = asked.max_completion_tokens
     return asked.request(
         messages=[_message(message) for message in asked.messages],
         tools=[{"type": "function", "function": tool.function} for tool in asked.tools],
-        max_new_tokens=next((limit for limit in limits if limit is not None), None),
+        max_new_tokens=asked.max_tokens if limit is None else limit,
         with_logprobs=asked.logprobs,
         with_usage=asked.stream_options.include_usage,
     )

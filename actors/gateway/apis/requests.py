@@ -141,9 +141,10 @@ def converted(body: Json, form: type[Form], neutral: Mapping[str, Sequence[Any]]
     for name, allowed in neutral.items():
         if allowed and name in body and body[name] not in (*allowed, None):
             raise RequestError(f"{name}: was {body[name]!r}, which is not supported")
-    given = {name: value for name, value in body.items() if value is not None}
+    left = {name: value for name, value in body.items() if name not in neutral}
+    given = {name: value for name, value in left.items() if value is not None}
     try:
-        return msgspec.convert({n: given[n] for n in given if n not in neutral}, form)
+        return msgspec.convert(given, form)
     except msgspec.ValidationError as error:
         raise RequestError(f"{str(error).replace('$.', '')}") from error
 

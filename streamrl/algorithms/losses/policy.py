@@ -213,8 +213,9 @@ def kl_cov(batch: LossInput, config: settings.KlCovSettings) -> LossOutput:
 
     Its `ppo_kl` is the mean of |D|, as the original reports it.
     """
-    log_ratio, num_counted = batch.log_ratio, _num_counted(batch)
+    log_ratio = batch.log_ratio
     loss = -batch.advantages * unclamped_ratio(log_ratio)
+    num_counted = _num_counted(batch)
     if num_counted:
         top = _covariance(batch).topk(max(1, int(num_counted * config.kl_cov_ratio))).indices
         penalized = torch.zeros_like(loss).index_fill_(0, top, config.kl_cov_coef)
