@@ -162,8 +162,9 @@ class StarvedLeases:
     """Leases that wait for weights which have been published and do not arrive.
 
     A generator that updates leave out, or that is cut off from them, would hold such leases for
-    good, and the learner would wait for their prompts. So it gives back those whose groups have not
-    begun, and asks for none before it has caught up.
+    good, and the learner would wait for their prompts. So it gives them back, and asks for none
+    before it has caught up: only those whose groups have not begun, so that nothing sampled is lost
+    and no prompt is trained twice.
     """
 
     def __init__(self, gate: VersionGate) -> None:

@@ -188,7 +188,8 @@ class Validator:
         )
 
     async def run(self) -> None:
-        """Until cancelled: validate what the learner sends. Waits for versions without a limit."""
+        """Until cancelled: validate version 0, the model of `model.path`, and then what the learner
+        sends. Waits for versions without a limit."""
         self.on_status(self._status)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receiver.run())

@@ -111,7 +111,8 @@ class GameEnvironment:
         return {"answers": self._answers, "states": self._states.hexdigest()}
 
     async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
-        """Plays the game again."""
+        """Plays the game again. Raise RolloutError if it goes otherwise: it is no function of its
+        seed."""
         await self.start(context)
         for answer in snapshot["answers"]:
             await self._play(answer)

@@ -20,7 +20,7 @@ _RANDOM = threading.Lock()
 
 
 class TextArenaGame:
-    """A game that one player plays."""
+    """A game that one player plays. Raise ValueError if there is no such game."""
 
     instructions = ""
 

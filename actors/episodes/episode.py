@@ -336,8 +336,7 @@ class EpisodeRun:
 
     async def _restored(self, environment: Environment) -> Context | None:
         """What the policy reads before the turn that an earlier lease has left; None: it has left
-        none, or the first, which `start` begins again. Waits for the environment.
-        """
+        none, or the first, which `start` begins again. Waits for the environment."""
         left = self._left
         if left is None or left.open_turn is None or left.open_turn.environment is None:
             return None
