@@ -172,7 +172,8 @@ def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     w is the ratio of the whole trajectory, not bounded; g^2 the squared norm of the gradient of its
     log-probability. The paper measures g with a backward pass per trajectory; here it is that of
     the logits, from log-probabilities alone: the sum over tokens of (1 - p)^2, which is the entry
-    of the sampled token; the whole norm is at most twice that.
+    of the sampled token; the whole norm is at most twice that. With w = 1 it is the optimal
+    baseline on policy, of which OPO assumes that g^2 is the length.
     """
     groups, sequences = Groups.of(batch.groups), batch.sequences
     logprobs = _required(batch.logprobs, "logprobs", "opob").double()
