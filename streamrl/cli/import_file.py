@@ -32,6 +32,7 @@ from streamrl.config.loading.foreign_names.values import (
     arithmetic,
     default_of,
     has_other_default,
+    texts_with_a_rule,
     translate,
 )
 from streamrl.config.loading.load import with_setting
@@ -109,7 +110,8 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         write_file(output, found.text)
     said = [f"wrote {output}"] if output else []
-    said.append(f"keys without a counterpart, or with another form here: {len(found.left)}")
+    where = " (comments at its end)" if found.left else ""
+    said.append(f"keys without a counterpart, or with another form here: {len(found.left)}{where}")
     if found.unknown:
         said.append(f"keys that are not known: {', '.join(found.unknown)}")
     print("\n".join([*said, *found.to_do]), file=sys.stderr)
@@ -164,7 +166,8 @@ def imported(path: Path, system: str) -> Imported:
     head = [f"# From {path.name} of {system}; behind each setting, the name that it has there."]
     head += [f"# defaults: no file {name!r}; {system}'s own defaults stand" for name in missing]
     to_do = [f"data.reward: {line}" for line in _about_rewards(kept, of)]
-    to_do += [f"To be mended: {line}" for line in (*_variables(kept), *problem.splitlines())]
+    mended = (*_misspelt(found), *_variables(kept), *problem.splitlines())
+    to_do += [f"To be mended: {line}" for line in mended]
     head += [f"# {line}" for line in to_do]
     origins = {name: computed.get(name, of[name].origin) for name in kept}
     tail = [key.comment(reason) for key, reason in told]
@@ -297,6 +300,20 @@ def _reason(key: Key) -> str:
 def _meant(key: Key) -> str:
     name = nearest(key.key, (name for name in foreign_names(key.system) if "*" not in name))
     return f" (did you mean {name}?)" if name else ""
+
+
+_ALIKE = 0.8
+"""Less alike are values of the system that have no counterpart."""
+
+
+def _misspelt(found: list[Found]) -> Iterator[str]:
+    """Values that are nothing here, and nearly one that is."""
+    for key, own in found:
+        if own is not None or key.name is None or not isinstance(key.value, str):
+            continue
+        known = texts_with_a_rule(key.name)
+        if key.value not in known and (near := nearest(key.value, known, _ALIKE)):
+            yield f"{key.key}: was {key.value!r}, which is left out; did you mean {near!r}?"
 
 
 def _in_our_form(setting: str, value: Any) -> Any:

@@ -556,7 +556,8 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
     )
     imported(Path("trl.yaml"), "trl")
     assert capsys.readouterr().err == (
-        "wrote run.yaml\nkeys without a counterpart, or with another form here: 3\n"
+        "wrote run.yaml\nkeys without a counterpart, or with another form here: 3 (comments at its "
+        "end)\n"
         "keys that are not known: betta (did you mean beta?), qqqq\n"
     )
     assert main(["import", "trl.yaml", "--from", "trl"]) == 0
@@ -567,8 +568,8 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
     assert main(["import", "none.yaml", "--from", "trl", "--output", "other.yaml"]) == 0
     err = capsys.readouterr().err
     assert err.startswith(
-        "wrote other.yaml\nkeys without a counterpart, or with another form here: 1\n"
-        "keys that are not known: betta"
+        "wrote other.yaml\nkeys without a counterpart, or with another form here: 1 (comments at "
+        "its end)\nkeys that are not known: betta"
     )
     assert "\ndata.reward: exact_match, as no key names a reward\n" in err
     assert "\nTo be mended: model" in err
@@ -577,3 +578,20 @@ def test_the_command_says_what_it_wrote_and_which_keys_it_does_not_know(folder, 
     )
     assert main(["import", "twice.yaml", "--from", "trl"]) == 0
     assert "To be mended: data: two rewards are called 'same'" in capsys.readouterr().err
+
+
+def test_a_value_that_is_nearly_one_of_the_system_is_to_be_mended(folder, capsys):
+    Path("trl.yaml").write_text(
+        "dataset_name: rows/train.jsonl\nreward_funcs: accuracy_reward\nmodel_name_or_path: m\n"
+        "loss_type: dr_grpp\nlr_scheduler_type: cosine_with_restarts\n"
+    )
+    assert main(["import", "trl.yaml", "--from", "trl", "--output", "run.yaml"]) == 0
+    sentence = "To be mended: loss_type: was 'dr_grpp', which is left out; did you mean 'dr_grpo'?"
+    assert capsys.readouterr().err.splitlines()[2:] == [sentence]
+    assert f"# {sentence}" in Path("run.yaml").read_text()
+
+
+def test_a_value_that_is_known_and_something_else_here_is_no_misspelling(folder, capsys):
+    Path("verl.yaml").write_text("algorithm: {kl_penalty: full}\n")
+    assert main(["import", "verl.yaml", "--from", "verl", "--output", "run.yaml"]) == 0
+    assert "did you mean 'full'" not in capsys.readouterr().err

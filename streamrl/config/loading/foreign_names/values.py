@@ -86,7 +86,7 @@ def meant(setting: str, value: Any) -> str:
     """Of a value that our setting refuses: what it is here, if another system has it; else ""."""
     for system in SYSTEMS:
         for name in foreign_names(system).values():
-            is_part = setting in name.here.split(" and ") and value in _texts_with_a_rule(name)
+            is_part = setting in name.here.split(" and ") and value in texts_with_a_rule(name)
             is_asked = is_part or setting in (name.here, name.name)
             rule = _rule(name, value)
             is_same = "$" in (rule, rule.get(setting) if isinstance(rule, dict) else None)
@@ -96,7 +96,7 @@ def meant(setting: str, value: Any) -> str:
     return ""
 
 
-def _texts_with_a_rule(name: ForeignName) -> list[str]:
+def texts_with_a_rule(name: ForeignName) -> list[str]:
     """The texts, as values of the name, of which it is known what they are here."""
     return [theirs for theirs in _rules(name.values) if isinstance(theirs, str) and theirs != "_"]
 
