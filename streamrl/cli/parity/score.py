@@ -26,12 +26,12 @@ from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, reading
+from streamrl.errors import ConfigError, did_you_mean, reading
 from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
 from streamrl.types.ranges import TokenId
 
 
-class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Line(msgspec.Struct, frozen=True):
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     response_mask: list[bool | Literal[0, 1]]
 
@@ -46,6 +46,9 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "response_mask[0] is true; must be false, since no token before the first predicts "
                 "it"
             )
+
+
+_FIELDS = _Line.__struct_fields__
 
 
 def score_samples(config: RunConfig, files: Sequence[str], report: Path) -> None:
@@ -123,10 +126,12 @@ def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
     for number, line in enumerate([] if lines == [""] else lines, 1):
         where = f"{file}:{number}"
         try:
+            for name in msgspec.json.decode(line, type=dict[str, msgspec.Raw]):
+                if name not in _FIELDS:
+                    raise ConfigError(f"{where}: {name} is unknown; {did_you_mean(name, _FIELDS)}")
             given = msgspec.json.decode(line, type=_Line)
         except msgspec.ValidationError as error:
-            wanted = "a line has token_ids and response_mask"
-            raise ConfigError(f"{where}: {error}; {wanted}") from error
+            raise ConfigError(f"{where}: {error}; a line has {' and '.join(_FIELDS)}") from error
         except msgspec.DecodeError as error:
             raise ConfigError(f"{where}: is not JSON: {error}") from error
         if len(given.token_ids) > max_tokens:
