@@ -54,12 +54,15 @@ def main(arguments: argparse.Namespace) -> int:
     config = find_run(arguments.folder)
     try:
         path = write_page(config)
-    finally:
-        # That of somebody else's run, whose folder is read-only, needs no page.
+    except OSError:
+        # The summary of somebody else's run, whose folder is read-only, needs no page.
         if not arguments.html:
             Console().print(summary(config))
+        raise
     if arguments.html:
         print(path)
+    else:
+        Console().print(summary(config))
     return 0
 
 
@@ -432,15 +435,19 @@ _Record: TypeAlias = tuple[float, str, str]
 def read_events(run: Path) -> list[PageEvent]:
     """In the order of their times."""
     found = (event for log in sorted((run / "logs").glob("*.log")) for event in _events(log))
-    return sorted(heapq.nsmallest(NUM_EVENTS, found, lambda e: (_ORDER.index(e.kind), -e.time)))
+    kept = heapq.nsmallest(NUM_EVENTS, found, lambda e: (_ORDER.index(e.kind), -e.time))
+    return sorted(kept, key=lambda event: event.time)
 
 
 def _events(log: Path) -> Iterator[PageEvent]:
     with log.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             record = _of_json(line) if line.startswith("{") else _of_text(line)
-            if record is not None and (kind := _kind(*record[1:])):
-                yield PageEvent(record[0], log.stem, kind, printable(record[2][:_LONGEST_EVENT]))
+            if record is None:
+                continue
+            time_s, level, text = record
+            if kind := _kind(level, text):
+                yield PageEvent(time_s, log.stem, kind, printable(text[:_LONGEST_EVENT]))
 
 
 def _of_text(line: str) -> _Record | None:

@@ -222,6 +222,13 @@ def test_the_events_of_a_log_are_the_same_as_text_and_as_json(tmp_path):
     assert again[0].time == pytest.approx(events[0].time)
 
 
+def test_events_of_one_moment_stay_in_the_order_of_their_log(tmp_path):
+    (tmp_path / "logs").mkdir()
+    said = [f"2026-11-22 19:28:14 launcher: {text}\n" for text in ("z was killed", "a is started")]
+    (tmp_path / "logs" / "launch.log").write_text("".join(said))
+    assert [event.text for event in read_events(tmp_path)] == ["z was killed", "a is started"]
+
+
 def test_faults_are_kept_where_there_are_too_many_warnings(tmp_path):
     (tmp_path / "logs").mkdir()
     warning = "2026-11-22 19:28:12,000 learner W a: x\n"
