@@ -281,6 +281,19 @@ def test_the_page_and_the_live_view_show_what_was_read_and_no_markup(tmp_path):
     assert "<|im" not in said
 
 
+def test_the_view_shows_the_siblings_of_the_newest_step_in_turn(tmp_path, monkeypatch):
+    config = make_run(tmp_path)
+    file = SampleFile(config.run.path, 1, 10**6)
+    file.append([make_sample(1, text="older")])
+    file.append([make_sample(2, text=text) for text in ("first", "second")])
+    said = []
+    for now_s in (0.0, 4.0, 8.0):
+        monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
+        said.append(shown([newest_sample(config.run.path)]))
+    assert ["second" in text for text in said] == [True, False, True]
+    assert ["first" in text for text in said] == [False, True, False]
+
+
 def test_the_page_shows_different_prompts_of_the_newest_steps(tmp_path):
     config = make_run(tmp_path)
     file = SampleFile(config.run.path, 1, 10**6)

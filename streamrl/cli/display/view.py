@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ _LINE_S = 5.0
 _REPEAT_S = 60.0
 _PARTS = ("wait", "plan", "score", "forward", "backward", "update", "snapshot", "save")
 _NUMBER = re.compile(r"\d[\d,.]*")
+_SAMPLE_S = 4.0
+_NUM_SIBLINGS = 8
 _SAMPLE_CHARACTERS = 600
 
 
@@ -218,9 +221,14 @@ def step_parts(lines: Lines) -> str:
 
 
 def newest_sample(folder: Path) -> Panel | None:
-    """What was trained last; None before there are samples."""
-    newest = next(newest_first(folder), None)
-    return None if newest is None else rendered(newest, _SAMPLE_CHARACTERS)
+    """One of the siblings that the newest step with samples has trained, another one every
+    _SAMPLE_S; None before there are samples."""
+    newest = list(islice(newest_first(folder), _NUM_SIBLINGS))
+    siblings = [sample for sample in newest if sample.step == newest[0].step]
+    if not siblings:
+        return None
+    turn = int(time.monotonic() / _SAMPLE_S) % len(siblings)
+    return rendered(siblings[turn], _SAMPLE_CHARACTERS)
 
 
 def _role_cells(role: str, last: Mapping[str, Any], lines: Lines) -> tuple[str, str, str]:
