@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, convert
+from msgspec import Struct, ValidationError, convert
 from msgspec.structs import replace
 
 from streamrl.config import RunConfig
@@ -198,7 +198,7 @@ def ask_redis(config: RunConfig) -> RedisFacts | str:
 
     try:
         return asyncio.run(_ask(config.buffer.secret_url))
-    except (RedisError, OSError, TimeoutError, ConfigError) as error:
+    except (RedisError, OSError, TimeoutError, ConfigError, ValidationError) as error:
         return str(error) or type(error).__name__
 
 
@@ -260,8 +260,9 @@ async def _ask(url: str) -> RedisFacts:
 
     from buffers.redis.topology import RedisTopology
 
-    topology, fsync = RedisTopology(url), {}
+    topology = RedisTopology(url)
     client: Any = topology.client
+    fsync: dict[str, str] = {}
     try:
         async with asyncio.timeout(2 * REDIS_S):
             start_s = time.time()

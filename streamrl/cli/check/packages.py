@@ -163,6 +163,9 @@ def ask_torch(script: str = SCRIPT, answer_s: float = ANSWER_S) -> TorchFacts | 
         done = subprocess.run(command, capture_output=True, text=True, timeout=answer_s)
     except subprocess.TimeoutExpired:
         return f"it has not been imported within {answer_s:g} s"
+    except OSError as error:
+        # The machine may have no process or no memory left, which is what is looked for.
+        return str(error)
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchFacts)
     except (IndexError, msgspec.MsgspecError):

@@ -297,7 +297,7 @@ def test_gpus_that_work_are_named():
     assert "NCCL 2.29.7" in [finding.sentence for finding in found]
 
 
-def test_torch_is_asked_in_a_process_of_its_own_which_may_crash_or_hang():
+def test_torch_is_asked_in_a_process_of_its_own_which_may_crash_or_hang(monkeypatch):
     facts = ask_torch()
     assert isinstance(facts, TorchFacts)
     assert facts.gloo
@@ -309,6 +309,8 @@ def test_torch_is_asked_in_a_process_of_its_own_which_may_crash_or_hang():
     assert ask_torch("import nothing_of_this_name") == (
         "ModuleNotFoundError: No module named 'nothing_of_this_name'"
     )
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "No such file" in str(ask_torch()), "and need not begin"
 
 
 @pytest.mark.parametrize(
