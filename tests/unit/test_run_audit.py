@@ -79,6 +79,14 @@ def test_a_run_that_kept_its_promises_has_no_faults(tmp_path):
     assert "2 steps trained 4 prompts; of 6 granted 1 are open and 1 dropped" in finding
 
 
+def test_lines_without_versions_as_older_releases_wrote_them_are_no_faults(tmp_path):
+    config = make_run(tmp_path, TRAINED, BOOKS)
+    lines = [{"prompt_indices": prompt_indices} for prompt_indices in TRAINED]
+    write_lines(config.run.path / "trained.jsonl", lines)
+    result = audit(config)
+    assert (result.faults, len(result.findings)) == ((), 2)
+
+
 def test_what_an_abandoned_history_has_dropped_and_a_step_has_trained_since_is_not_dropped(
     tmp_path,
 ):

@@ -351,8 +351,9 @@ def test_a_run_without_a_learner_yet_is_not_waited_for(tmp_path, capsys, closed_
     (config.run.path / "learner.json").unlink()
     assert main(["generators", str(config.run.path)]) == 1
     assert "no learner has reported, and nothing listens" in capsys.readouterr().err
-    assert main(["generators", f"zmq://127.0.0.1:{closed_port}"]) == 5
-    assert f"nothing listens at zmq://127.0.0.1:{closed_port}" in capsys.readouterr().err
+    for url in (f"zmq://127.0.0.1:{closed_port}", "zmq://no..name:9", f"zmq://{'a' * 70}:9"):
+        assert main(["generators", url]) == 5
+        assert f"nothing listens at {url}" in capsys.readouterr().err
 
 
 READ = [

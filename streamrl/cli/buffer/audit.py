@@ -55,7 +55,9 @@ def event_faults(
     has_ended: bool,
 ) -> Iterator[str]:
     """`steps` are the prompts that each step of the surviving history has trained."""
-    contained, before, newest = set[int](), set[int](), "there is none"
+    contained: set[int] = set()
+    before: set[int] = set()
+    newest = "there is none"
     if checkpoint is not None:
         contained = set(members(finished(checkpoint.books)))
         before = set(members(checkpoint.history.finished_before))
@@ -133,7 +135,9 @@ def check_folder(
         faults += _step_faults(name, lines, first, version if last_step is None else last_step)
     faults += _balance_faults(metrics, read_json(folder / BOOKS_FILE))
     faults += _batch_faults(trained, groups_per_step)
-    faults += _staleness_faults(trained)
+    # The lines of older releases have no versions.
+    versioned = [line for line in trained if "newest_version" in line]
+    faults += _staleness_faults(versioned)
     if last_step is not None and version != last_step:
         of = "none" if checkpoint is None else version
         faults.append(f"the last checkpoint is of version {of}, not of {last_step}")
@@ -143,7 +147,7 @@ def check_folder(
         faults += _prompt_faults(steps, checkpoint, has_rewound=has_rewound)
     if events is not None:
         faults += event_faults(events, steps, checkpoint, has_ended=last_step is not None)
-    sums = [*_finding(steps, checkpoint), *_staleness_finding(trained), *_other_rows(folder)]
+    sums = [*_finding(steps, checkpoint), *_staleness_finding(versioned), *_other_rows(folder)]
     sums += (
         f"abandoned after step {one.policy_version}: the checkpoints at version "
         f"{', '.join(map(str, one.versions))}, kept in {one.folder} ({one.reason})"

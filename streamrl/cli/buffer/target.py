@@ -141,7 +141,8 @@ async def _is_listening(url: str) -> bool:
             _, writer = await asyncio.open_connection(*place)
     except TimeoutError:
         return True
-    except OSError:
+    except (OSError, UnicodeError):
+        # Of a name with an empty or a long label the resolver's codec says that it is none.
         return False
     writer.close()
     return True
