@@ -4,9 +4,9 @@ Invariant: a cause is reported only if the reading shows it. Those that come fir
 what a person can change.
 
 What is absent (buffer, learner, generators that may sample, a validator) comes by itself while a
-process starts or is restarted. An absence is late, and a finding, once it has lasted longer than a
-start takes (`Reading.start_s`), or the run stands still for it; before that it is pending, neither
-wrong nor healthy.
+process starts, is restarted, or a person has said so. An absence is late, and a finding, once it
+has lasted longer than a start takes (`Reading.start_s`), or the run stands still for it; before
+that it is pending, neither wrong nor healthy.
 
 Displays show two of them before they are findings: `lasting_wait` and `failed_groups`.
 """
@@ -131,7 +131,9 @@ SHOWN_AFTER_S = 1.0
 
 
 def lasting_wait(stats: BufferStats) -> str:
-    """The group that the next batch waits for, "" if it has not waited for SHOWN_AFTER_S."""
+    """The group that the next batch waits for although enough others are finished; "" if it has not
+    waited for SHOWN_AFTER_S. With `buffer.overdue: wait` such a wait belongs to the work, and is no
+    finding until `run.stall_s`."""
     return due_group(stats) if stats.awaited and stats.wait_due_s >= SHOWN_AFTER_S else ""
 
 
