@@ -288,14 +288,27 @@ def test_the_live_screens_show_no_escapes_of_a_reply(tmp_path):
         assert "\x1b]" not in text
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_live_view_fits_the_width_and_ends_with_a_sample(tmp_path, width):
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
+@pytest.mark.parametrize("num_processes", [1, 5, 18, 60])
+def test_the_live_view_fits_the_terminal_and_counts_the_rows_for_which_it_has_no_room(
+    tmp_path, width, height, num_processes
+):
     config = make_run(tmp_path, num_steps=60)
     SampleFile(config.run.path, 1, 10**6).append([make_sample(60, 1.0, "12", prompt="a " * 4000)])
     lines = read_metrics(config.run.path / "metrics.jsonl")
-    console = Console(width=width, height=24, force_terminal=True, color_system=None)
-    with console.capture() as capture:
-        console.print(render(config, lines, {"generator-0": "running"}))
-    shown_lines = capture.get().splitlines()
-    assert max(map(len, shown_lines)) <= width
-    assert [text[0] for text in shown_lines if text[0] in "╭╰"] == ["╭", "╰"]
+    view = render(config, lines, {f"generator-{i}": "running" for i in range(num_processes)})
+
+    def rows(console: Console) -> list[str]:
+        with console.capture() as capture:
+            console.print(view)
+        return capture.get().splitlines()
+
+    shown = rows(Console(width=width, height=height, force_terminal=True, color_system=None))
+    all_rows = rows(Console(width=width, force_terminal=False))
+    assert len(shown) < height
+    assert max(map(len, shown)) <= width
+    assert [row[0] for row in all_rows if row[0] in "╭╰"] == ["╭", "╰"]
+    if len(shown) < len(all_rows):
+        assert len(shown) == height - 1
+        assert shown.pop() == f"{len(all_rows) - len(shown)} more rows"
+    assert [row.rstrip() for row in shown] == [row.rstrip() for row in all_rows][: len(shown)]

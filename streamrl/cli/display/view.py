@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -185,8 +186,7 @@ def render(config: RunConfig, lines: Lines, states: Mapping[str, str]) -> Render
 def screen(
     said: Iterable[Text], config: RunConfig, lines: Lines, table: RenderableType
 ) -> RenderableType:
-    """The layout of every live view, most important first: rich cuts off what a terminal has no
-    room for."""
+    """The layout of every live view, most important first."""
     step, max_steps = lines[-1]["step"] if lines else 0, config.run.max_steps
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", max_width=16)
@@ -195,7 +195,23 @@ def screen(
     for name, value in _facts(config, lines):
         facts.add_row(name, Text(printable(value)))
     sample = newest_sample(config.run.path)
-    return Group(*said, facts, table, *([] if sample is None else [sample]))
+    return _Fitted(Group(*said, facts, table, *([] if sample is None else [sample])))
+
+
+class _Fitted(NamedTuple):
+    """Rows for which a terminal has no room are counted. Rich's own cut ends with the view, and the
+    last screen would have its first rows above the terminal."""
+
+    content: Group
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = console.render_lines(self.content, options, new_lines=True)
+        shown = rows
+        if console.is_terminal and len(rows) >= console.height:
+            shown = rows[: console.height - 2]
+        yield Segments([segment for row in shown for segment in row])
+        if hidden := len(rows) - len(shown):
+            yield Text(f"{hidden} more rows", style="dim")
 
 
 def _facts(config: RunConfig, lines: Lines) -> Iterator[tuple[str, str]]:
