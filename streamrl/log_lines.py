@@ -15,13 +15,13 @@ covered, and `streamrl.service`. Imports nothing of StreamRL.
 """
 
 import atexit
+import io
 import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, TextIO
@@ -64,9 +64,9 @@ class JsonFormatter(logging.Formatter):
         )
 
 
-class LineWriter:
-    """A standard stream of which each line that is printed becomes an object. All else is the
-    stream's own, such as its buffer: bytes stay as they are."""
+class LineWriter(io.TextIOBase):
+    """A standard stream of which each line that is printed becomes an object; to libraries it is no
+    terminal, and closing it does not close the stream."""
 
     def __init__(self, stream: TextIO, role: str, name: str) -> None:
         self.stream = stream
@@ -93,11 +93,23 @@ class LineWriter:
         """Print the line that has not ended, if there is one."""
         self.write("\n")
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
+    def flush(self) -> None:
+        self.stream.flush()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def buffer(self) -> Any:
+        """For bytes, which stay as they are."""
+        return self.stream.buffer
 
 
 def log_as_json(role: str) -> TextIO:

@@ -68,6 +68,17 @@ def test_a_long_text_without_a_line_end_stays_in_its_order():
     assert max(map(len, messages)) <= 2**16
 
 
+def test_a_library_finds_no_terminal_and_cannot_close_the_stream(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: True)
+    writer = LineWriter(written, "learner", "stdout")
+    assert isinstance(writer, io.TextIOBase)
+    assert not writer.isatty()
+    writer.close()
+    writer.write("more\n")
+    assert json.loads(written.getvalue())["message"] == "more"
+
+
 def test_all_that_a_daemon_writes_is_json(tmp_path):
     lines = run_daemon(tmp_path)
     assert all({"time", "level", "role", "pid", "logger", "message"} <= set(n) for n in lines)
