@@ -346,19 +346,13 @@ def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported
 
 def _registry(exported: Exported, run: Path, labels: Mapping[str, str]) -> "CollectorRegistry":
     """All families of a daemon, each sample with the daemon's labels."""
-    from prometheus_client import CollectorRegistry, Gauge, GCCollector, Info, ProcessCollector
+    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
     unlabeled = CollectorRegistry()
     unlabeled.register(exported)
     ProcessCollector(registry=unlabeled)
     GCCollector(registry=unlabeled)
-    text = "bytes of the disk that has the run's folder."
-    free = Gauge(f"{PREFIX}run_disk_free_bytes", f"Free {text}", registry=unlabeled)
-    free.set_function(lambda: shutil.disk_usage(run).free)
-    size = Gauge(f"{PREFIX}run_disk_size_bytes", f"Size {text}", registry=unlabeled)
-    size.set_function(lambda: shutil.disk_usage(run).total)
-    release = Info(PREFIX.rstrip("_"), "The release of StreamRL.", registry=unlabeled)
-    release.info({"version": streamrl.__version__})
+    unlabeled.register(_Machine(run))
     labeled = CollectorRegistry()
     labeled.register(_Labeled(unlabeled, labels))
     return labeled
@@ -375,3 +369,21 @@ class _Labeled:
                 s._replace(labels={**s.labels, **self._labels}) for s in metric.samples
             ]
             yield metric
+
+
+class _Machine:
+    """The disk that has the run's folder, and the release. A `Gauge` would keep its value in the
+    folder that PROMETHEUS_MULTIPROC_DIR names, which servers of vLLM and SGLang read."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def collect(self) -> Iterator["Metric"]:
+        from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
+
+        disk = shutil.disk_usage(self._run)
+        for name, value in (("free", disk.free), ("size", disk.total)):
+            text = f"{name.capitalize()} bytes of the disk that has the run's folder."
+            yield GaugeMetricFamily(f"{PREFIX}run_disk_{name}_bytes", text, value=value)
+        version = {"version": streamrl.__version__}
+        yield InfoMetricFamily(PREFIX.rstrip("_"), "The release of StreamRL.", value=version)

@@ -218,7 +218,9 @@ def test_an_endpoint_that_is_off_costs_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_daemon_is_found_by_a_file_and_read_with_its_labels(tmp_path):
+def test_a_daemon_is_found_by_a_file_and_read_with_its_labels(tmp_path, monkeypatch):
+    # Values of prometheus-client lie in the folder of PROMETHEUS_MULTIPROC_DIR, which is another's.
+    monkeypatch.setattr("prometheus_client.values.ValueClass", None)
     config = make_config(tmp_path)
     config.run.path.mkdir()
     target = target_of(config, "generator-0")
