@@ -72,7 +72,7 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
             log.info("stopped at the start: nothing is lost")
         except BaseException as error:
             code = _report(error)
-        else:
+        if code == 0:
             log.info("%s: done", role)
         watching.cancel()
         # Threads that never return are not waited for.

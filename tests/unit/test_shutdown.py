@@ -151,6 +151,7 @@ def test_a_daemon_that_holds_nothing_yet_ends_at_once(tmp_path, monkeypatch, mai
     code, log = end_of(tmp_path, main, monkeypatch)
     assert code == 0
     assert "nothing is lost" in log
+    assert ("test: done" in log) is ("stopped at the start" in log)
 
 
 def test_the_first_signal_after_the_launchers_end_is_the_first(tmp_path, monkeypatch):
