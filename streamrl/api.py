@@ -28,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             start_new_session=True,
             env={**os.environ, **self._pipe.environment},
             pass_fds=(self._pipe.descriptor,),
@@ -161,7 +162,9 @@ class Run:
             for line in output:
                 self._lines.append(line)
                 if show:
-                    sys.stdout.write(line)
+                    # One that is closed, or lacks a character, must not end the run.
+                    with suppress(OSError, ValueError):
+                        sys.stdout.write(line)
             self._record = self._pipe.read()
 
 

@@ -1,5 +1,6 @@
 """`streamrl.train`: the daemons of a launch from a script, and what is known of the run there."""
 
+import io
 import json
 import os
 import shutil
@@ -16,7 +17,8 @@ import pytest
 import yaml
 
 import streamrl
-from streamrl.errors import ConfigError
+from streamrl import api
+from streamrl.errors import ConfigError, TransportError
 from tests.documents import write_files
 from tests.system.conftest import DEADLINE_S
 
@@ -95,6 +97,21 @@ def test_what_is_wrong_is_raised_as_the_command_line_says_it(config, tmp_path, m
             run.wait()
     assert os.listdir("/proc/self/fd") == before
     assert list(temporary.iterdir()) == []
+
+
+def test_a_run_goes_on_where_its_lines_cannot_be_shown(config, tmp_path, monkeypatch):
+    """Its standard output is closed; the launch prints more than a pipe holds, and no UTF-8."""
+    launch = tmp_path / "launch"
+    launch.write_text("#!/bin/sh\nyes aaa | head -c 200000; printf '\\377\\n'; exit 5\n")
+    launch.chmod(0o755)
+    monkeypatch.setattr(api, "executable", lambda: str(launch))
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    run = streamrl.train(config, dataset=ROWS, wait=False)
+    with pytest.raises(TransportError, match="launch: ended with exit code 5"):
+        run.wait(DEADLINE_S)
+    assert run.output.endswith("aaa\n\N{REPLACEMENT CHARACTER}\n")
 
 
 @pytest.fixture
