@@ -123,7 +123,8 @@ class ModelShape:
         width = facts.get("head_dim") or hidden // heads
         vocab_size = _size(facts, "vocab_size")
         inner = facts.get("intermediate_size") or facts.get("n_inner") or 4 * hidden
-        expert = int(facts.get("moe_intermediate_size") or inner)
+        if num_experts(facts) > 1:
+            inner = _num_active(facts) * int(facts.get("moe_intermediate_size") or inner)
         is_tied = facts.get("tie_word_embeddings", True)
         num_layers = _size(facts, "num_hidden_layers", "n_layer")
         kinds = facts.get("layer_types") or num_layers * ["attention"]
@@ -133,7 +134,7 @@ class ModelShape:
         shape = cls(
             num_layers=num_layers,
             hidden_size=hidden,
-            intermediate_size=inner if num_experts(facts) == 1 else _num_active(facts) * expert,
+            intermediate_size=inner,
             query_width=heads * width,
             key_value_width=key_value_heads * width,
             num_key_value_heads=key_value_heads,

@@ -215,7 +215,7 @@ def test_layers_that_keep_less_than_keys_and_values_count_as_that():
     shape = ModelShape.of_facts({**EIGHT_B, **latent})
     assert shape.kv_bytes_per_token(2) == shape.kv_bytes_per_token(2, 4) == 27 * 576 * 2
     kinds = 8 * [*3 * ["linear_attention"], "full_attention"]
-    hybrid = ModelShape.of_facts({**EIGHT_B, "layer_types": kinds})
+    hybrid = ModelShape.of_facts({**EIGHT_B, "layer_types": kinds, "moe_intermediate_size": [8]})
     assert hybrid.kv_bytes_per_token(2) == 131_072 // 4
     assert not ModelShape.of_facts({**EIGHT_B, "model_type": "jamba"}).kv_bytes_per_token(2)
 
