@@ -4,9 +4,10 @@
     checkpoints/step-N/state.json  the history that led to version N
 
 Every learner process has an id of its own. One that starts from a checkpoint continues that
-checkpoint's history, to which nothing belongs that another learner has saved. Invariant:
-`history.json` is replaced as a whole, by the learner that the buffer has just attached; from then
-on a checkpoint belongs to the run if the history contains it, whatever lies beside it.
+checkpoint's history; what any other learner has saved, or this one's predecessor after that
+version, does not belong to it. Invariant: `history.json` is replaced as a whole, by the learner
+that the buffer has just attached; from then on a checkpoint belongs to the run if the history
+contains it, whatever lies beside it.
 """
 
 import json

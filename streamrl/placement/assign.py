@@ -2,8 +2,9 @@
 
 Invariant: the same configuration, hosts and model give the same plan; nothing is read but the
 model's config.json and the headers of its files. A plan that exists can start, as far as settings
-and sizes tell. On several hosts `buffer.url` and `weights.address` are addresses of hosts, with
-ports that are known before anything starts.
+and sizes tell. A command is what a person would type in the working folder of the host. On several
+hosts `buffer.url` and `weights.address` are addresses of hosts, with ports that are known before
+anything starts.
 """
 
 from collections import Counter

@@ -46,6 +46,7 @@ class Seat:
 
 
 def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """Every launcher has a host for each role but the validator's."""
     return tuple(host for host in hosts if role in host.roles)
 
 

@@ -56,8 +56,8 @@ class JsonlTracker:
                 log.warning("%s waits in memory: %s", self._path, error)
 
     def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if it is full, for example; what could
-        not be written stays in memory."""
+        """Wait until every line is on disk, as a checkpoint does. Raises OSError if it is full, for
+        example; what could not be written stays in memory."""
         self._write()
         try:
             os.fsync(self._file.fileno())

@@ -6,8 +6,8 @@ steps that this process starts and watches.
     SIGTERM  Slurm ends the job, and has told every step
 
 srun ends its step without grace when it is signaled itself, so signals go through Slurm to the step
-(scancel). When Slurm ends the whole job, every step gets SIGTERM from Slurm; a second signal would
-end the daemons at once, so none is sent then.
+(scancel). When Slurm ends the whole job (scancel, preemption, the time limit, a requeue), every
+step gets SIGTERM from Slurm; a second signal would end the daemons at once, so none is sent then.
 
 Invariant: nothing outlives the job; what runs in it are steps. A step is one process of the plan;
 what it prints goes to logs/NAME.log in the run's folder, written on its node. Every node is asked

@@ -3,10 +3,10 @@
     MIRROR/NAME/    as runs/NAME, but for what is of one machine: weights/, keys/, the buffer's
                     journal, and what is hidden
 
-A thread brings it up to date with each complete checkpoint and at the end: history and records
-first, then the checkpoints, the newest first and each manifest last, then all else; then
-checkpoints go that the folder has no more. What fails is said and tried again, and never ends the
-run.
+A thread brings it up to date with each complete checkpoint and at the end, so that no step waits:
+history and records first, then the checkpoints, the newest first and each manifest last, then all
+else; then checkpoints go that the folder has no more. What fails is said and tried again, and never
+ends the run.
 
 Invariant: a checkpoint with a manifest there is complete, the lines of the steps up to it are
 there, and so is a history that contains it; whatever breaks off an upload costs the newest
@@ -14,7 +14,7 @@ checkpoint at most. `Mirror.take` comes before a launch reads the folder: it fet
 lacks, and refuses two that have gone on apart, since one of them would be lost.
 
 Without the journal what waited in the buffer is lost with the machine: a learner that attaches with
-the books of its checkpoint opens those prompts again.
+the books of its checkpoint opens those prompts again, and each is trained once.
 """
 
 import argparse

@@ -6,8 +6,8 @@ placement groups and the actors are its job's. Bundles of one group come togethe
 
 Invariant of `Copies`: a copy has what its node has written by the last look, and a file that is
 rewritten is replaced as a whole. History and records come before the checkpoints that need them,
-each manifest after its files; the buffer's journal at the end. A checkpoint that the node deletes
-goes here, too.
+each manifest after its files; the buffer's journal, which is whole only when nobody writes it, at
+the end. A checkpoint that the node deletes goes here, too.
 """
 
 import asyncio
