@@ -264,8 +264,12 @@ class FollowedMetrics:
         self._newest: deque[dict[str, Any]] = deque()
 
     def _append(self, text: bytes) -> None:
-        """A damaged line is left out."""
-        if (line := _parsed(text)) is None:
+        """A damaged line is left out; a number that JSON has none of does not damage it."""
+        try:
+            line = json.loads(text)
+        except ValueError:
+            return
+        if not isinstance(line, dict) or "step" not in line:
             return
         self._newest.append(line)
         if len(self._newest) <= NUM_NEWEST:

@@ -22,8 +22,8 @@ def test_metrics_are_followed_at_the_cost_of_what_is_new(tmp_path: Path, monkeyp
     assert [line["step"] for line in followed.read()] == list(range(1, 31))
     with path.open("a") as file:
         file.write('{"step": 31, "rew')
-    parsed: list[bytes] = []
-    monkeypatch.setattr(module, "_parsed", parsed.append)
+    parsed: list[str] = []
+    monkeypatch.setattr(module.json, "loads", parsed.append)
     assert followed.read()[-1] == {"step": 30, "reward/mean": 3.0, "other": "x" * 20}
     assert parsed == []
 
