@@ -347,7 +347,7 @@ class BufferState(Generic[Payload]):
         self._resumes_until_s = self._due_since_s = None
         learner_term = self.ledger.attach(policy_version, books, learner_id)
         self.ledger.end_at(final_version)
-        self._orphan_lost()
+        self._orphan_lost(self.ledger.entries)
         latest = list(self._learner_terms.items())[1 - MAX_REPEATED :]
         self._learner_terms = {**dict(latest), call_id: learner_term}
         return learner_term
@@ -438,13 +438,16 @@ class BufferState(Generic[Payload]):
     def lose(self, keys: Iterable[PayloadKey]) -> None:
         """These payloads are gone from where they were kept: such groups are sampled again, those
         that are lent once their learner attaches again; such siblings with the rest of theirs."""
+        touched: dict[int, Entry] = {}
         for prompt_index, number in keys:
             if (entry := self.ledger.entries.get(prompt_index)) is not None:
+                touched[prompt_index] = entry
                 self.ledger.entries.discard(entry, number)
                 if number != GROUP:
                     entry.siblings = tuple(s for s in entry.siblings if s.number != number)
                     self.on_sibling(prompt_index)
-        self._orphan_lost()
+        # Not all entries: anybody may call what is not even here lost, time after time.
+        self._orphan_lost(touched.values())
 
     def snapshot(self) -> LedgerSnapshot:
         """All but the entries and their payloads."""
@@ -471,7 +474,7 @@ class BufferState(Generic[Payload]):
                 sizes[GROUP] = entry.header.num_bytes
             entry.payloads = {n: (payloads[index, n], size) for n, size in sizes.items()}
         self.ledger.restore(snapshot, held, free, now_s + self.lease_ttl_s)
-        self._orphan_lost()
+        self._orphan_lost(self.ledger.entries)
 
     def _share(self, generator_id: str, learner_id: str) -> int:
         """New leases that one call may be granted: this generator's share of what is admitted.
@@ -503,9 +506,9 @@ class BufferState(Generic[Payload]):
         """How long the batch at hand has waited for groups that are due, others being finished."""
         return 0.0 if self._due_since_s is None else now_s - self._due_since_s
 
-    def _orphan_lost(self) -> None:
-        """Drop the buffered groups whose payload is lost."""
-        buffered = (entry for entry in self.ledger.entries if entry.state is State.BUFFERED)
+    def _orphan_lost(self, entries: Iterable[Entry]) -> None:
+        """Of these, drop the buffered groups whose payload is lost."""
+        buffered = (entry for entry in entries if entry.state is State.BUFFERED)
         lost = sorted(entry.prompt_index for entry in buffered if GROUP not in entry.payloads)
         for prompt_index in lost:
             self.ledger.entries.drop(self.ledger.entries[prompt_index], DropReason.ORPHANED)
