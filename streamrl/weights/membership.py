@@ -52,6 +52,11 @@ class Peer(Struct, frozen=True):
     def name(self) -> str:
         return self.hello.receiver_id
 
+    @property
+    def num_failures(self) -> int:
+        """A deadline that it exceeded has cost the others more than a load that it failed at."""
+        return self.num_misses + FREE_MISSES * self.num_late
+
     def heard(self, address: bytes, hello: Hello, now_s: float) -> "Peer":
         """With its next Hello, which may say that it has loaded what it was too late with."""
         peer = structs.replace(self, address=address, hello=hello, seen_s=now_s)
@@ -227,7 +232,7 @@ class Membership:
         alone = [peer for peer in outdated if not peer.hello.server]
         sharing = sorted(
             (peer for peer in outdated if peer.hello.server and peer.hello.server not in busy),
-            key=lambda peer: (peer.hello.server, peer.num_misses, peer.name),
+            key=lambda peer: (peer.hello.server, peer.num_failures, peer.name),
         )
         first = {peer.hello.server: peer for peer in reversed(sharing)}
         sent = [peer for server, peer in first.items() if server not in held]

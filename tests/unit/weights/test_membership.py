@@ -306,6 +306,22 @@ def test_a_receiver_that_died_is_replaced_by_another_one_on_its_server():
     assert split(made) == (["b"], [])
 
 
+def test_of_the_receivers_on_a_server_the_one_that_failed_least_is_sent_the_version():
+    made, _, clock = membership()
+    for name in ("a", "b"):
+        on_server(made, name, "x:1")
+    made.fence([peer for peer in made.alive() if peer.name == "a"])
+    clock.now_s += module.HANDOVER_S + 0.1
+    for name in ("a", "b"):
+        on_server(made, name, "x:1")
+    assert split(made) == (["b"], []), "the deadline would be exceeded once more"
+    for _ in range(FREE_MISSES - 1):
+        made.on_failed("b")
+    assert split(made) == (["b"], [])
+    made.on_failed("b")
+    assert split(made) == (["a"], [])
+
+
 def test_a_server_that_lost_its_weights_is_sent_them_again():
     made, _, _ = membership()
     for name in ("a", "b"):
