@@ -125,7 +125,8 @@ class Event(Struct, frozen=True):
 
 class Columns:
     """How many entries each state has, which versions may sample the leased, and which have sampled
-    the buffered. An entry is added when it enters a state and removed before it leaves it."""
+    the buffered. An entry is added when it enters a state and removed before it leaves it.
+    `leased_versions` is for others to read."""
 
     def __init__(self) -> None:
         self._counts: Counter[State] = Counter()

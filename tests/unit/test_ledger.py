@@ -48,6 +48,18 @@ def train_one_step(ledger: Ledger, learner_term: int = 1) -> list[int]:
     return [group.prompt_index for group in taken]
 
 
+def test_nothing_is_granted_before_a_learner_attached_and_after_the_end_until_one_does_again():
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    assert ledger.lease("a", 0.0, 10.0) is None
+    ledger.attach(0)
+    assert grant(ledger, "a").prompt_index == 0
+    ledger.release("a", DropReason.RELEASED)
+    ledger.finish(1)
+    assert ledger.lease("b", 0.0, 10.0) is None
+    ledger.attach(0)
+    assert grant(ledger, "b").prompt_index == 0
+
+
 def test_admission_stops_near_the_end_of_the_run():
     ledger = make_ledger(groups_per_step=2, max_staleness=5, final_version=2)
     fill(ledger, *"abcd")
@@ -141,6 +153,19 @@ def test_a_renewal_costs_the_same_however_often_a_lease_was_renewed():
     assert ledger.live_leases() == ("s/0",)
     assert ledger.expire(298.9) == ()
     assert ledger.expire(299.0) == ("s/0",)
+
+
+def test_the_leases_of_a_session_are_those_that_are_live():
+    ledger = make_ledger(groups_per_step=4)
+    for lease_id in ("a/0", "b/0", "a/1", "a/2"):
+        grant(ledger, lease_id)
+    fill(ledger, "a/1")
+    leases_of = ledger.entries.columns.leases_of
+    assert leases_of("a") == ("a/0", "a/2")
+    ledger.release("a/0", DropReason.RELEASED)
+    assert (leases_of("a"), leases_of("b")) == (("a/2",), ("b/0",))
+    ledger.expire(10.0)
+    assert (leases_of("a"), leases_of("c")) == ((), ())
 
 
 @pytest.mark.parametrize("reason", DropReason)

@@ -271,6 +271,24 @@ def test_a_segment_that_no_row_names_is_deleted(tmp_path):
     journal.close()
 
 
+def test_a_segment_that_was_emptied_is_written_no_more(tmp_path):
+    state, journal = open_journal(tmp_path, groups_per_step=1)
+    state.attach(0, None)
+    put_large(state, "a")
+    journal.commit()
+    state.take(1, 0, 1, 0.0)
+    state.ledger.advance(1, 1)
+    state.ledger.acknowledge(1, 1)
+    journal.commit()
+    assert segments_of(tmp_path) == []
+    put_large(state, "b")
+    journal.commit()
+    journal.close()
+    state, journal = open_journal(tmp_path, groups_per_step=1)
+    assert state.fetch([1]) == (b"b" * SIZE,)
+    journal.close()
+
+
 def test_a_segment_that_cannot_be_read_now_is_no_loss(tmp_path, monkeypatch):
     state, journal = open_journal(tmp_path)
     state.attach(0, None)
