@@ -114,13 +114,20 @@ class BufferSettings(Section):
             require_places(url, needs_port=url.startswith("zmq://"))
         return url
 
+    @field_validator("lease_ttl_s")
+    @classmethod
+    def _outlasts_a_pause(cls, lease_ttl_s: float) -> float:
+        if lease_ttl_s < SHORTEST_LEASE_S:
+            raise ValueError(
+                f"was {lease_ttl_s:g}; it must be at least {SHORTEST_LEASE_S:g}: with a heartbeat "
+                f"every {lease_ttl_s / 4:g} s any pause of a generator ends its leases, and no "
+                "group would be finished"
+            )
+        return lease_ttl_s
+
     def contradictions(self) -> Iterator[str]:
         if self.binds_url and (why := lacks_keys("buffer.url", self.url, self.curve)):
             yield why
-        if self.lease_ttl_s < SHORTEST_LEASE_S:
-            yield f"""lease_ttl_s: was {self.lease_ttl_s:g}; it must be at least
-                {SHORTEST_LEASE_S:g}: with a heartbeat every {self.lease_ttl_s / 4:g} s any pause of
-                a generator ends its leases, and no group would be finished"""
 
     @property
     def is_steered(self) -> bool:

@@ -122,9 +122,10 @@ def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
             and $generator.top_k sets no bound to them: set top_k, such as 512, which top_p alone
             seldom exceeds"""
     if c.num_top_logprobs and algorithm.proximal != "behavior":
-        yield """$algorithm.loss_config.divergence_topk compares with the candidates that the
-            behavior policy recorded, and $algorithm.proximal has another policy: set it to
-            behavior"""
+        # A loss of the user's own may have it too, where it is no field.
+        yield f"""algorithm.loss_config.divergence_topk {c.num_top_logprobs} compares with the
+            candidates that the behavior policy recorded, and $algorithm.proximal has another
+            policy: set it to behavior"""
     if c.learner.compile is True and algorithm.records_experts:
         yield """learner.compile compiles the routers, and $algorithm.router_replay stands in for
             what they choose: set one of them off"""
@@ -314,8 +315,7 @@ def _of_critic(c: "RunConfig") -> Iterator[str]:
     algorithm, value = c.algorithm, c.algorithm.value
     own = value.model_dump(exclude_defaults=True)
     if own and not algorithm.needs_values:
-        name, given = next(iter(own.items()))
-        yield f"""algorithm.value.{name} {given} has no critic to act on: algorithm.advantage is
+        yield f"""$algorithm.value.{next(iter(own))} has no critic to act on: algorithm.advantage is
             {algorithm.advantage}; only gae has one"""
     if not algorithm.needs_values:
         return

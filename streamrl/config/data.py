@@ -185,7 +185,7 @@ class DataSettings(Section):
     @property
     def eval_sources(self) -> tuple[SourceSettings, ...]:
         """`eval_source` as a list."""
-        return self._listed(self.eval_source or ())
+        return () if self.eval_source is None else self._listed(self.eval_source)
 
     def _listed(self, sources: str | tuple[SourceSettings, ...]) -> tuple[SourceSettings, ...]:
         if isinstance(sources, str):

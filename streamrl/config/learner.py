@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from streamrl.config.section import (
     Decay,
@@ -71,10 +71,12 @@ class CheckpointSettings(Section):
             return self.load_contents
         return tuple(content for content in self.contents if content != "hf_model")
 
-    def contradictions(self) -> Iterator[str]:
-        for name in ("contents", "load_contents"):
-            if "model" not in (getattr(self, name) or ("model",)):
-                yield f"{name}: must contain model, without which no run goes on from a checkpoint"
+    @field_validator("contents", "load_contents")
+    @classmethod
+    def _has_the_model(cls, contents: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if contents is not None and "model" not in contents:
+            raise ValueError("must contain model, without which no run goes on from a checkpoint")
+        return contents
 
 
 class LoraSettings(Section):

@@ -233,7 +233,7 @@ def _end_to_end(parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[
 
 def require_column(name: str, array: Any, dtype: np.dtype[Any]) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
-        found = getattr(array, "dtype", None)
-        raise ValueError(
-            f"{name}: has dtype {found}; it must be a one-dimensional numpy array of {dtype}"
-        )
+        found = f"is a {type(array).__name__}"
+        if isinstance(array, np.ndarray):
+            found = f"has dtype {array.dtype} and shape {array.shape}"
+        raise ValueError(f"{name}: {found}; it must be a one-dimensional numpy array of {dtype}")

@@ -159,10 +159,11 @@ def test_only_a_controller_that_adapts_goes_on_with_the_coefficient_of_a_checkpo
     assert after._kl.value == coef
 
 
+@pytest.mark.parametrize("contents", [["optimizer"], []])
 @pytest.mark.parametrize("name", ["contents", "load_contents"])
-def test_contents_without_the_model_are_refused(tmp_path, name):
+def test_contents_without_the_model_are_refused(tmp_path, name, contents):
     with pytest.raises(ValueError, match="must contain model"):
-        make_run(tmp_path, checkpoint={name: ["optimizer"]})
+        make_run(tmp_path, checkpoint={name: contents})
 
 
 def test_an_evaluation_at_the_end_needs_the_model_in_the_last_checkpoint(tmp_path):

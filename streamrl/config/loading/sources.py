@@ -114,7 +114,7 @@ def _leaves(node: yaml.MappingNode, path: tuple[str, ...], file: Path) -> Iterat
     seen: set[str] = set()
     loader = Loader("")
     for key_node, value_node in node.value:
-        key = str(loader.construct_object(key_node))
+        key = str(loader.construct_object(key_node, deep=True))
         line = key_node.start_mark.line + 1
         here = (*path, key)
         if key == "<<":

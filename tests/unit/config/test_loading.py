@@ -251,6 +251,10 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
         ),
         (["generator.group_size=1"], ["algorithm.advantage opob", "generator.group_size"]),
         (
+            ["algorithm.loss=loss.py:own", "algorithm.loss_config={divergence_topk: 4}"],
+            ["algorithm.loss_config.divergence_topk 4", "algorithm.proximal recompute"],
+        ),
+        (
             ["generator.group_size=4090", "generator.oversample.num_siblings=7"],
             ["group_size 4090", "generator.oversample.num_siblings 7", "at most 4096"],
         ),
@@ -320,6 +324,12 @@ def test_a_range_of_staleness_is_read_from_one_value_or_from_its_parts(tmp_path)
     assert "would deadlock" in refusal(tmp_path, MINIMAL, *parts, "weights.publish_every=6")
 
 
+def test_faults_of_one_section_are_told_at_once(tmp_path):
+    told = refusal(tmp_path, MINIMAL, "buffer.lease_ttl_s=0.5", "buffer.url=http://host:1")
+    assert "buffer.lease_ttl_s: was 0.5" in told
+    assert "buffer.url: was 'http://host:1'" in told
+
+
 def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
     load(tmp_path, MINIMAL, "weights.publish_every=3", "buffer.max_staleness=2")
 
@@ -341,6 +351,7 @@ def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
         ("run: {name: 42}\n", "run.name: was 42; input should be a valid string; in quotes"),
         ("run: {<<: {seed: 1}}\n", "run.yaml:1: YAML 1.2 merges no mappings by <<: write"),
         ("data: &d {source_kwargs: *d}\n", "is not YAML: line 1: the alias stands inside of what"),
+        ("run: {name: {{ host }}}\n", """run.name: was {"{'host': None}": None}; input should"""),
         ("run: {name: !host x}\n", "is not YAML: line 1: could not determine a constructor for"),
         (
             "learner.optimizer.lr: 1e-6\n",
