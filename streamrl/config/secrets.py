@@ -81,7 +81,7 @@ def key_of(setting: str, variable: str | None) -> str | None:
         return None
     if key := os.environ.get(variable):
         return key
-    raise ConfigError(f"{setting}: there is no {variable} in the environment")
+    raise ConfigError(f"{setting}: there is no {variable} in the environment, or it is empty")
 
 
 def hand_down(arguments: argparse.Namespace, password: str) -> None:

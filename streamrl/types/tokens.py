@@ -120,7 +120,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class TokenSets(Struct, frozen=True, array_like=True):
-    """`counts` [N] are the sizes of the sets, `token_ids` [M] their members."""
+    """`counts` [N] are the sizes of the sets, `token_ids` [M] their members, end to end."""
 
     counts: Int32Array
     token_ids: Int32Array

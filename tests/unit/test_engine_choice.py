@@ -129,6 +129,9 @@ def test_a_key_comes_from_the_environment_alone(monkeypatch):
     monkeypatch.delenv("A_KEY", raising=False)
     with pytest.raises(ConfigError, match="there is no A_KEY in the environment"):
         engines.make_engine(server, seed=0)
+    monkeypatch.setenv("A_KEY", "")
+    with pytest.raises(ConfigError, match="or it is empty"):
+        engines.make_engine(server, seed=0)
     monkeypatch.setenv("A_KEY", "secret")
     assert server.generator.vllm.api_key == "secret"
     assert "secret" not in server.model_dump_json()

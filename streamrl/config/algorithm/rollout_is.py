@@ -176,7 +176,7 @@ ROLLOUT_IS_PRESETS = {
 
 
 def rollout_is_preset(value: object) -> object:
-    """The preset of that name; what is no name is a record."""
+    """The preset of that name, or ValueError; what is no name is a record."""
     if not isinstance(value, str):
         return value
     if value not in ROLLOUT_IS_PRESETS:

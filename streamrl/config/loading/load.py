@@ -327,7 +327,8 @@ def _beyond(value: Any, default: Any) -> Any:
 
 
 def configuration(arguments: argparse.Namespace) -> LoadedConfig:
-    """The one configuration that the command is given, as an argument or as an option."""
+    """The one configuration that the command is given, as an argument or as an option. Raise
+    ConfigError if none is given, or two, or it cannot be used."""
     loaded = load_config(config_file(arguments), arguments.overrides)
     hand_down(arguments, loaded.config.buffer.password_of_url)
     return loaded
