@@ -132,8 +132,8 @@ def refuse_unless(is_allowed: Callable[[Any], object], demand: str) -> AfterVali
 
 
 def unfolded(text: str) -> str:
-    """A sentence that code has broken into lines."""
-    return " ".join(text.split())
+    """A sentence that code has broken into lines; spaces within a value stay."""
+    return re.sub(r"\n\s+", " ", text)
 
 
 def shown(value: object) -> str:
