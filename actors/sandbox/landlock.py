@@ -31,7 +31,7 @@ def version() -> int:
 
 def restrict(readable: Iterable[Path], writable: Iterable[Path]) -> None:
     """Holds this process to these files and to what is below these folders; those that it cannot
-    see are passed over. Needs `no_new_privs`."""
+    see are passed over. Needs `no_new_privs`. An OSError if the kernel has no Landlock."""
     handled = _rights(version())
     attributes = struct.pack("=QQQ", handled, 0, _SCOPES if version() >= 6 else 0)
     ruleset = _call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)

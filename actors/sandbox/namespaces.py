@@ -42,7 +42,8 @@ def enter_files(
     folder: str, readable: Iterable[str], links: Mapping[str, str], folder_bytes: int
 ) -> None:
     """Makes a file system of these files, folders and links, with `folder` as an empty one that can
-    be written, and leaves the machine's; called in the new namespace of processes.
+    be written, and leaves the machine's; called in the new namespace of processes. An OSError if
+    the machine does not allow it.
 
     Args:
         readable: without links on the way to them; none is in another one.

@@ -72,6 +72,8 @@ class SandboxResult:
             return f"it was ended for using more than {limits.memory_bytes} bytes of memory"
         if self.exit_code is not None and self.exit_code < 0:
             return f"it was ended by {_signal_name(-self.exit_code)}"
+        if self.exit_code is None:
+            return "it was ended from outside"
         return f"it ended with exit code {self.exit_code}" if self.exit_code else ""
 
 
@@ -144,13 +146,16 @@ def why_not(kind: Isolation) -> str:
         return "the kernel has no Landlock, or the container forbids it"
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as outside:
         given = f"{server.getsockname()[1]} {os.getpid()} {outside.name}"
+        # Root's programs run as another user, whom its rights alone would hold.
+        os.fchmod(outside.fileno(), 0o644)
         try:
             result = asyncio.run(_program(kind, _PROBE, given, _PROBE_LIMITS))
         except OSError as error:
             return str(error)
     if result.stdout == "held\n":
         return ""
-    return result.stderr.strip()[-500:] or result.failure(_PROBE_LIMITS)
+    reason = result.stderr.strip()[-500:] or result.failure(_PROBE_LIMITS)
+    return reason or "a program did not end"
 
 
 @contextlib.contextmanager

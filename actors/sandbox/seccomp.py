@@ -118,7 +118,8 @@ def make_filter(*, is_apart: bool) -> bytes:
 
 
 def load(code: bytes) -> None:
-    """Holds this process and its children to a filter. Needs `no_new_privs`."""
+    """Holds this process and its children to a filter. Needs `no_new_privs`. An OSError if the
+    kernel takes none."""
     own, filter_ = os.getpid(), bytearray(code)
     for place in range(0, len(filter_), 8):
         operation, yes, no, operand = struct.unpack_from("=HBBI", filter_, place)

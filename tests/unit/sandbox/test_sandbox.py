@@ -137,6 +137,27 @@ class TestChoice:
         monkeypatch.setattr("tempfile.tempdir", str(folder))
         assert sandboxes.why_not.__wrapped__(isolation) == ""
 
+    def test_what_reads_files_of_the_machine_is_not_held(
+        self, isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        readable, links = isolations._files()
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)
+            monkeypatch.setattr("tempfile.tempdir", folder)
+            monkeypatch.setattr(isolations, "_files", lambda: ([*readable, folder], links))
+            said = sandboxes.why_not.__wrapped__(isolation)
+            assert said == "a program reaches files outside its folder"
+
+    @pytest.mark.parametrize("exit_code", [None, 0])
+    def test_what_does_not_say_that_it_is_held_is_not(
+        self, exit_code: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def end(*_: object) -> SandboxResult:
+            return SandboxResult("", "", exit_code)
+
+        monkeypatch.setattr(sandboxes, "_program", end)
+        assert sandboxes.why_not.__wrapped__("namespaces")
+
     def test_no_data_beside_python_is_read(
         self, isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
