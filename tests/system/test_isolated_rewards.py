@@ -15,7 +15,7 @@ from streamrl.errors import RewardError, RolloutError
 from tests.unit.rewards.episodes import episode, values
 from tests.waiting import block_until
 
-CODE = """
+CODE = r"""
 import os, sys, time
 
 def hangs_once(episode):
@@ -34,6 +34,9 @@ def floods(episode):
     for _ in range(4096):
         print("x" * 1023)
     return 1.0
+
+def garbles(episode):
+    os.write(int(sys.argv[1]), b"\x01\0\0\0\xc1")
 
 def spawns(episode):
     os.system("sleep 600 & echo $! > " + episode.response)
@@ -103,6 +106,13 @@ def is_zombie(pid: int) -> bool:
 async def test_a_function_that_ends_its_process_fails_its_group(reward, name, sentence):
     with pytest.raises(RewardError, match=f"{name}: .*{sentence}"):
         await reward(name).score([episode()])
+
+
+async def test_a_process_whose_answer_cannot_be_read_is_ended(reward):
+    before = set(psutil.Process().children())
+    with pytest.raises(RewardError, match="garbles: .*MessagePack"):
+        await reward("garbles").score([episode()])
+    assert set(psutil.Process().children()) <= before
 
 
 async def test_rows_that_are_no_plain_data_cannot_be_isolated(reward):

@@ -83,7 +83,7 @@ class Processes:
         worker = self._idle.pop()
         try:
             answer = await worker.ask(request)
-        except EOFError as error:
+        except (EOFError, msgspec.DecodeError) as error:
             raise RolloutError(f"{self._title}: {error}") from error
         self._idle.append(worker)
         if answer.error:
@@ -106,6 +106,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, setup: WorkerSetup, output: OutputLimit) -> "_Worker":
+        request = msgspec.msgpack.encode(setup, enc_hook=plain)
         readable, writable = os.pipe()
         answers = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(answers)
@@ -128,18 +129,19 @@ class _Worker:
         finally:
             os.close(writable)
         worker = cls(process, answers, output)
-        await worker.ask(msgspec.msgpack.encode(setup, enc_hook=plain))
+        await worker.ask(request)
         return worker
 
     async def ask(self, request: bytes) -> WorkerAnswer:
-        """Waits for the answer. An EOFError if the function has ended its process, which ends if
-        the call is canceled, too."""
+        """Waits for the answer. An EOFError if the function has ended its process; whatever else
+        keeps it from answering ends the process, too."""
         assert self._process.stdin is not None, "it was started with a pipe"
-        # Never waited for: a process that does not read is killed at the time-out of its call.
-        self._process.stdin.write(LENGTH.pack(len(request)) + request)
         try:
+            # Never waited for: a process that does not read is killed at the time-out of its call.
+            self._process.stdin.write(LENGTH.pack(len(request)) + request)
             (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
             content = await self._answers.readexactly(length)
+            return msgspec.msgpack.decode(content, type=WorkerAnswer)
         except asyncio.IncompleteReadError as error:
             # It has closed the pipe, so its exit code is settled.
             await self._end()
@@ -147,7 +149,6 @@ class _Worker:
         except BaseException:
             await self._end()
             raise
-        return msgspec.msgpack.decode(content, type=WorkerAnswer)
 
     async def _end(self) -> None:
         """Kills it with all that it has started. Waits for its end and that of its output, which
