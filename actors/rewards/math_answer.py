@@ -262,12 +262,19 @@ def _solved(inequality: Relational) -> tuple[Symbol, Set] | None:
     unknown, bound = inequality.lhs, inequality.rhs
     # 50% is 50 * (1 / 100), of which sympy does not know whether it is real.
     bound = bound if bound.has(*_SLOW) else bound.doit()
-    if not isinstance(unknown, Symbol) or not (bound.is_number and bound.is_extended_real):
+    is_real = bound.is_extended_real or (bound.is_extended_real is None and bound.has(*_SLOW))
+    if not isinstance(unknown, Symbol) or not (bound.is_number and is_real):
         return None
-    below, above = Interval.open(-oo, bound), Interval.open(bound, oo)
-    sets = {"<": below, ">": above, "!=": Union(below, above)}
-    sets |= {"<=": Interval(-oo, bound), ">=": Interval(bound, oo)}
-    return unknown, sets[inequality.rel_op]
+    match inequality.rel_op:
+        case "<":
+            return unknown, Interval.open(-oo, bound)
+        case "<=":
+            return unknown, Interval(-oo, bound)
+        case ">":
+            return unknown, Interval.open(bound, oo)
+        case ">=":
+            return unknown, Interval(bound, oo)
+    return unknown, Union(Interval.open(-oo, bound), Interval.open(bound, oo))
 
 
 @lru_cache(maxsize=_KEPT)

@@ -34,6 +34,7 @@ BOXED = [
     (r"x<-2 \text{ or } x>2", [UNION, "x > 2, x < -2"], ["(-2,2)"]),
     (r"(-\infty,1)\cup(1,\infty)", [r"x \neq 1"], [r"x \neq 2", "x > 1"]),
     (r"m \in (-\infty, 1)", ["m < 1"], ["x < 1", "m > 1"]),
+    (r"(-\infty,\frac12)", [r"x < \int_0^1 x dx"], [r"x > \int_0^1 x dx"]),
     (r"x > 50\%", ["x > 0.5", r"(\frac{1}{2}, \infty)"], [r"x > 5\%"]),
     ("0<a<1", ["(0,1)"], ["0 < x < 1", r"0<a\le 1"]),
     (r"\{x \mid \frac{1}{2} < x \leq 2\}", [r"(\frac12,2]", "0.5 < x \\le 2"], ["[0.5,2]"]),
