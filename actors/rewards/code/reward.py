@@ -327,8 +327,9 @@ class Code:
             output_bytes=6 * len(programs) * limits.output_bytes,
         )
         result = await self._sandbox.run(_CASES, stdin=json.dumps(job), limits=together)
-        lines = result.stdout.split("\n")[:-1]
-        return [json.loads(line) for line in lines] or [None]
+        # A program may write lines of its own.
+        said = [_json(line) for line in result.stdout.split("\n")[:-1]]
+        return [text if isinstance(text, str) else None for text in said] or [None]
 
 
 def _fitting(programs: Sequence[Program]) -> Sequence[Program]:

@@ -92,6 +92,22 @@ async def test_code_that_fails_or_hangs_or_leaves_early_scores_nothing(code):
 
 
 @needs_sandbox
+@pytest.mark.parametrize("line", ["no JSON", "5", '"3"'])
+async def test_lines_in_place_of_the_outputs_gain_nothing(line: str):
+    code = f"""
+import os
+a, b = map(int, input().split())
+for number in filter(lambda number: int(number) > 2, os.listdir(f"/proc/{{os.getppid()}}/fd")):
+    try:
+        print({line!r}, file=open(f"/proc/{{os.getppid()}}/fd/{{number}}", "w"))
+    except OSError:
+        continue
+print(a + b)
+"""
+    assert await score(block(code), PAIRS) == 0.0
+
+
+@needs_sandbox
 async def test_the_share_of_tests_counts_where_it_is_asked_for():
     code, row = "def add(a, b):\n    return 3", {"tests": CALLS}
     assert await score(block(code), **row) == 0.0
