@@ -108,7 +108,9 @@ class UserTool:
 
     def _make_schema(self, settings: ToolSettings, setting: str) -> ToolSchema:
         call: Any = getattr(self._loaded, "call", None)
-        if self._is_class and not inspect.isfunction(call):
+        # A schema that is given needs no signature.
+        is_method = callable if settings.function_schema is not None else inspect.isfunction
+        if self._is_class and not is_method(call):
             raise ConfigError(f"{self._owner}: the class has no method call(self, ...)")
         if settings.function_schema is not None:
             return read_schema(settings.function_schema, f"{setting}.function_schema")

@@ -43,7 +43,11 @@ class McpServer:
         self._settings = settings
         self._setting = setting
         self._shared = McpConnection(settings)
-        self.schemas: tuple[ToolSchema, ...] = ()
+        self._schemas: tuple[ToolSchema, ...] | None = None
+
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        return self._schemas or ()
 
     async def open(self) -> ToolSession:
         """Waits for the server only while nobody knows which tools it has.
@@ -53,7 +57,7 @@ class McpServer:
         """
         is_shared = self._settings.session == "generator"
         connection = self._shared if is_shared else McpConnection(self._settings)
-        if not self.schemas:
+        if self._schemas is None:
             try:
                 with attributed_to(f"{self._setting}: {connection.name}", RolloutError):
                     tools = await _list_tools(await connection.client())
@@ -61,8 +65,8 @@ class McpServer:
                 if not is_shared:
                     await connection.close()
                 raise
-            self.schemas = self._chosen(tools)
-        return _McpSession(self.schemas, connection, is_shared)
+            self._schemas = self._chosen(tools)
+        return _McpSession(self._schemas, connection, is_shared)
 
     def _chosen(self, tools: list[Tool]) -> tuple[ToolSchema, ...]:
         known = {tool.name: _schema(tool) for tool in tools}

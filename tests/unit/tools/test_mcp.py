@@ -180,7 +180,7 @@ async def test_a_session_that_a_server_has_lost_is_begun_again(monkeypatch, code
 
     monkeypatch.setattr(McpConnection, "_make_client", make_client)
     server = McpServer(McpServerSettings(url="http://host/mcp"), "generator.mcp_servers.0")
-    server.schemas = ({"type": "function", "function": {"name": "count"}},)
+    server._schemas = ()
     session = await server.open()
     with pytest.raises(ToolError, match="Session not found"):
         await session.call("count", {})

@@ -104,6 +104,11 @@ class Notes:
     async def close(self) -> None:
         closed.append(self.notes)
 
+class Shared:
+    @classmethod
+    async def call(cls, note: str) -> str:
+        return note
+
 class Bare:
     """Has no method to call."""
 
@@ -177,6 +182,10 @@ class TestFunctions:
         tools = await open_tools(ToolSettings(tool=f"{own}:add", function_schema=path))
         assert tools.schemas[0]["function"]["name"] == "plus"
         assert await answer(tools, "plus", a=1) == "2"
+
+    async def test_with_a_schema_any_method_is_called(self, own: Path) -> None:
+        tools = await open_tools(ToolSettings(tool=f"{own}:Shared", function_schema={"name": "s"}))
+        assert await answer(tools, "s", note="one") == "one"
 
 
 class TestAnswers:
