@@ -234,14 +234,16 @@ def _trl(episodes: Sequence[Episode], _: str) -> Arguments:
     rows = [{"answer": e.prompt.answer, **e.prompt.row} for e in episodes]
     columns = [name for name in rows[0] if name not in _TRL_OWN] if rows else []
     return (), {
-        "prompts": [
-            content if isinstance(content := e.prompt.content, str) else [*map(dict, content)]
-            for e in episodes
-        ],
+        "prompts": [_prompt(e) for e in episodes],
         "completions": [_completion(e) for e in episodes],
         "completion_ids": [list(e.response_token_ids) for e in episodes],
         **{name: [row.get(name) for row in rows] for name in columns},
     }
+
+
+def _prompt(episode: Episode) -> str | list[dict[str, Any]]:
+    content = episode.prompt.content
+    return content if isinstance(content, str) else [dict(message) for message in content]
 
 
 def _completion(episode: Episode) -> str | list[dict[str, Any]]:

@@ -44,12 +44,16 @@ def _read(text: str) -> Any:
         return _unpacked(text)
     if not text.startswith(_BEGINNINGS):
         return None
+    for read in (json.loads, _literal):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return read(text)
+    return None
+
+
+def _literal(text: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-                return read(text)
-    return None
+        return ast.literal_eval(text)
 
 
 def _unpacked(text: str) -> Any:

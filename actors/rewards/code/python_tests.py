@@ -92,7 +92,7 @@ def called_in_assertion(node: ast.AST) -> Iterator[str]:
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Packages."""
+    """Packages, as they are imported."""
     for node in nodes:
         match node:
             case ast.Import(names=names):
@@ -102,7 +102,8 @@ def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def free_names(code: str) -> set[str]:
-    """What it reads of the module's names without defining it."""
+    """What it reads of the module's names without defining it. A ValueError, as a sentence about
+    "it", if it is no Python."""
     with _read_as_python():
         module = symtable.symtable(code, "tests.py", "exec")
     own = {
@@ -144,7 +145,7 @@ def is_used(check: Function) -> bool:
 
 
 def bases(node: ast.ClassDef) -> list[str]:
-    """Names without packages."""
+    """The names of the classes that it is derived from, without their packages."""
     return [ast.unparse(base).rpartition(".")[2] for base in node.bases]
 
 
