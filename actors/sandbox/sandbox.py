@@ -191,9 +191,9 @@ async def _program(
     Raises:
         OSError: it was not started.
     """
-    status, written = os.pipe()
-    try:
-        with _folder_of(code) as folder, _file_of(stdin) as given:
+    with _folder_of(code) as folder, _file_of(stdin) as given:
+        status, written = os.pipe()
+        try:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *command(job(isolation, folder, limits), written),
@@ -211,9 +211,9 @@ async def _program(
             stdout = _Output(process, process.stdout, limits.output_bytes)
             stderr = _Output(process, process.stderr, limits.output_bytes)
             is_timed_out = await _follow(process, stdout, stderr, limits.time_s)
-        outcome = json.loads(os.read(status, 2**16) or b"{}")
-    finally:
-        os.close(status)
+            outcome = json.loads(os.read(status, 2**16) or b"{}")
+        finally:
+            os.close(status)
     if "error" in outcome:
         raise OSError(outcome["error"])
     is_cut = stdout.is_cut or stderr.is_cut

@@ -110,7 +110,7 @@ async def test_a_function_that_ends_its_process_fails_its_group(reward, name, se
 
 async def test_a_process_whose_answer_cannot_be_read_is_ended(reward):
     before = set(psutil.Process().children())
-    with pytest.raises(RewardError, match="garbles: .*MessagePack"):
+    with pytest.raises(RewardError, match=r"garbles: .*MessagePack"):
         await reward("garbles").score([episode()])
     assert set(psutil.Process().children()) <= before
 

@@ -99,6 +99,15 @@ class TestPrograms:
         result = await run(isolation, "import os; os.abort()")
         assert result.failure(LIMITS) == "it was ended by SIGABRT"
 
+    async def test_one_that_has_no_folder_leaves_nothing_open(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="the sandbox cannot start a program"):
+            await Sandbox(LIMITS, isolation="none").run("print(1)")
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
 
 class TestChoice:
     def lacks(self, monkeypatch: pytest.MonkeyPatch, **reasons: str) -> None:
