@@ -23,7 +23,6 @@ from streamrl.config.generator import VllmSettings
 from streamrl.errors import (
     ConfigError,
     RolloutError,
-    StreamRLError,
     TransportError,
     WeightTransferError,
 )
@@ -242,7 +241,7 @@ class Fleet:
 
     def __init__(self, count: int, retry_timeout_s: float = 5.0) -> None:
         self.servers = [shared() for _ in range(count)]
-        self.refusals: dict[int, StreamRLError] = {}
+        self.refusals: dict[int, Exception] = {}
         self.num_refused = 0
         self.engine = ReplicatedEngine(
             [Replica(f"http://127.0.0.1:{i}", self._opener(i)) for i in range(count)],
@@ -330,11 +329,16 @@ async def test_an_engine_that_has_failed_gets_no_request_before_it_is_closed():
     await fleet.engine.close()
 
 
-async def test_a_server_that_is_busy_when_it_comes_back_is_asked_again(monkeypatch):
+@pytest.mark.parametrize(
+    "refusal",
+    [BusyError("/v1/models", 503, "not yet", 0.0), OSError("Name or service not known")],
+    ids=["busy", "no name"],
+)
+async def test_a_server_that_cannot_be_used_yet_is_asked_again(monkeypatch, refusal):
     monkeypatch.setattr(replicas, "_REOPEN_S", 0.01)
     fleet = Fleet(2)
     fleet.servers[1].is_gone = True
-    fleet.refusals[1] = BusyError("/v1/models", 503, "not yet", 0.0)
+    fleet.refusals[1] = refusal
     await fleet.load(1, 0)
     back = fleet.engine.replicas[1]
     await until(lambda: fleet.num_refused > 1)
@@ -405,6 +409,27 @@ async def test_a_load_ends_when_its_server_is_gone():
         await asyncio.wait_for(loading, DEADLINE_S)
     assert replica.holding() is not Holding.KEPT
     await fleet.engine.close()
+
+
+async def test_a_load_that_the_end_of_the_generator_cancels_is_cancelled():
+    fleet = Fleet(1)
+    await fleet.load(1, 0)
+    (server,), (replica,) = fleet.servers, fleet.engine.replicas
+    arriving = asyncio.get_running_loop().create_future()
+
+    async def receive(_: object) -> None:
+        await arriving
+
+    async def close() -> None:
+        arriving.cancel()
+
+    server.receive, server.close = receive, close  # type: ignore[method-assign]
+    loading = asyncio.create_task(replica.load_weights(update(2)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await fleet.engine.close()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
 
 
 async def test_without_any_server_the_engine_fails():

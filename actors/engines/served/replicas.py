@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from actors.engines.requests import nothing_sampled
 from actors.engines.served.engine import ServedEngine
-from streamrl.errors import RolloutError, StreamRLError, TransportError, WeightTransferError
+from streamrl.errors import RolloutError, TransportError, WeightTransferError
 from streamrl.interfaces import CompletionHandle
 from streamrl.types import Completion, LoadReport, Media, SamplingParams, WeightUpdate
 from streamrl.weights.protocol import NO_LEARNER
@@ -71,17 +71,16 @@ class Replica:
         while True:
             try:
                 self._engine = await self._open_engine()
-            except StreamRLError as error:
+                log.info("the server at %s is up and gets the newest weights", self.url)
+                said = ""
+                failure = await asyncio.shield(self._engine.failed)
+                log.warning("the server at %s is left out: %s", self.url, failure)
+                await self.close()
+            except Exception as error:  # Whatever it is, the server is not left out for good.
                 if str(error) != said:
                     log.warning("the server at %s is left out: %s", self.url, error)
                 said = str(error)
                 await asyncio.sleep(_REOPEN_S)
-                continue
-            log.info("the server at %s is up and gets the newest weights", self.url)
-            said = ""
-            failure = await asyncio.shield(self._engine.failed)
-            log.warning("the server at %s is left out: %s", self.url, failure)
-            await self.close()
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         """
@@ -233,6 +232,6 @@ async def _load_while_up(engine: ServedEngine, update: WeightUpdate) -> LoadRepo
     finally:
         loading.cancel()
         await asyncio.wait([loading])
-    if loading.cancelled():
+    if loading.cancelled() and engine.failed.done():
         raise WeightTransferError(f"the server has failed in the load: {engine.failed.result()}")
     return loading.result()
