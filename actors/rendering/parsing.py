@@ -100,7 +100,7 @@ def _tags(text: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
         arguments[tag["key"]] = tag["value"]
         if tag.groupdict().get("is_text") == "false":
             with suppress(ValueError, RecursionError):
-                arguments[tag["key"]] = json.loads(tag["value"])
+                arguments[tag["key"]] = json.loads(tag["value"] or "")
     return arguments
 
 
@@ -130,7 +130,7 @@ def _python_calls(text: str, _: Any) -> list[Mapping[str, Any]]:
 
 _PYTHON_PART = re.compile(
     r"""(?P<quote>['"])(?P<body>(?:\\.|[^\\])*?)(?P=quote)(?=\s*[],)}:])"""
-    r"""|(?P<name>\b\w+)(?=\s*=)|\b(?P<json>true|false|null)\b|['"]""",
+    r"""|(?P<name>\b\w+)(?=\s*=)|\b(?P<json>true|false|null)\b(?!\s*[(.])|['"]""",
     re.DOTALL,
 )
 _PYTHON_CHARACTER = re.compile(

@@ -235,6 +235,10 @@ class TestConventions:
         else:
             assert message["tool_calls"] == [call("add", **arguments)]
 
+    def test_a_tool_in_python_may_have_the_name_of_a_value(self) -> None:
+        text = "<|tool_call_start|>[null.true(a=true)]<|tool_call_end|>"
+        assert parse(make(CHATML, "pythonic"), text)["tool_calls"] == [call("null.true", a=True)]
+
     def test_deepseek_v3_2_writes_calls_as_minimax_does(self) -> None:
         renderer = make(template("dsml"))
         renderer.require_tools()
