@@ -128,11 +128,11 @@ class VllmServer(Server):
             )
 
     async def take(self) -> None:
-        await self.pause_generation(mode="abort", clear_cache=True)
+        await self.http.send("/pause?mode=abort", {})
         await self._name_weights(self.labels.taken)
 
     async def restore(self) -> None:
-        await self.pause_generation(mode="abort", clear_cache=True)
+        await self.http.send("/pause?mode=abort", {})
         if await self.label() != UNLABELED:
             body = {"method": "reload_weights"}
             await self.http.send("/collective_rpc", body, timeout_s=LOAD_FOLDER_S)
