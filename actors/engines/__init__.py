@@ -65,7 +65,7 @@ def _require_installed(library: str) -> None:
 
 
 def require_torchvision(path: str) -> None:
-    """What vLLM's own processors of images need."""
+    """Raise ConfigError if what vLLM's own processors of images need is not installed."""
     if find_spec("torchvision") is None:
         raise ConfigError(
             f"generator.engine: vllm needs torchvision for the images that {path} sees, and it is "

@@ -1,5 +1,6 @@
 """Which parts of an engine receive weights, each by itself: the engine, or each of its servers.
-`actors.generator` runs a receiver for each.
+`actors.generator` runs a receiver for each. Where a part receives decides by which route its
+weights come: not always in this process, and not always on the GPU that samples.
 """
 
 from collections.abc import Callable, Sequence

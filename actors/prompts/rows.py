@@ -265,7 +265,11 @@ class RowPrompts:
 
 
 class UserPrompts:
-    """The stream of PATH.py:NAME; what it raises and what it returns is checked."""
+    """The stream of PATH.py:NAME; what it raises and what it returns is checked.
+
+    Raises:
+        ConfigError: its first prompt is not a `Prompt`.
+    """
 
     def __init__(self, name: str, source: Any) -> None:
         self._name, self._source = name, source
@@ -283,7 +287,11 @@ class UserPrompts:
 
 
 class UserDataSet(PromptRows):
-    """The data set of PATH.py:NAME, whose rows are checked as they are read."""
+    """The data set of PATH.py:NAME, whose rows are checked as they are read.
+
+    Raises:
+        ConfigError: it has no rows, or its first row has no prompt or no answer.
+    """
 
     def __init__(self, name: str, source: Any, columns: RowColumns) -> None:
         self._name, self._source, self._columns = name, source, columns
@@ -341,7 +349,8 @@ def open_user_source(
 ) -> UserPrompts | UserDataSet:
     """What PATH.py:NAME makes, which is called with the arguments of the source, and with the seed
     if it takes one: a stream, whose `__getitem__` is a pure function of the prompt index, or, with
-    a `__len__` as well, a data set, whose rows are read like those of a file.
+    a `__len__` as well, a data set, whose rows (mappings, or `Prompt`s) are read like those of a
+    file.
 
     Args:
         field: the setting that names it; errors begin with it.

@@ -69,6 +69,7 @@ class MadePrompts:
 
 
 def held_out_task(name: str, kwargs: Mapping[str, Any]) -> MadePrompts:
+    """Raise ConfigError if the task does not take the arguments."""
     draw = _bound(name, kwargs)
     return MadePrompts(lambda number: Prompt(*draw([0, FIRST_HELD_OUT + number, 0])))
 
@@ -80,7 +81,11 @@ def trained_task(
     held_out: Sequence[MadePrompts],
     num_held_out: int,
 ) -> MadePrompts:
-    """Without the first `num_held_out` of each of `held_out`."""
+    """Without the first `num_held_out` of each of `held_out`.
+
+    Raises:
+        ConfigError: the task does not take the arguments.
+    """
     draw = _bound(name, kwargs)
     kept_out = frozenset(own[i].content for own in held_out for i in range(num_held_out))
 

@@ -5,8 +5,9 @@ no call, a content that is a string. Each is probed once, when it is first asked
 
 A reply is what a template puts between a completion and the next one: what follows a mark, where
 the template renders a short conversation whose assistant's turn is the mark, or, if it renders a
-tool's result behind a call alone, the argument of one. So no completion is tokenized again, and
-what was said before changes nothing: Qwen3's template leaves out earlier thinking.
+tool's result behind a call alone, the argument of one. So no completion is tokenized again, and a
+reply follows the tokens as they were sampled, also where the template would render them otherwise
+once others follow, as Qwen3's does, which leaves out earlier thinking.
 """
 
 import json
@@ -130,6 +131,7 @@ class ChatTemplate:
         return self._reply(messages, tools, is_behind_call=is_behind_call)
 
     def require_replies(self) -> None:
+        """Raise ConfigError if it does not render a user's message behind a completion."""
         if _PROBE not in self.reply([{"role": "user", "content": _PROBE}]).text:
             raise ConfigError(
                 f"{_REFUSED} does not render a user's message behind an assistant's, so an "
@@ -137,6 +139,7 @@ class ChatTemplate:
             )
 
     def require_tool_results(self) -> None:
+        """Raise ConfigError if it renders a tool's result neither behind a call nor without one."""
         if self._place_of_results == "nowhere":
             raise ConfigError(
                 f"{_REFUSED} does not render messages of the role tool, so the policy would not "

@@ -56,7 +56,11 @@ class PromptVision:
     def expand(
         self, token_ids: Sequence[int], media: Sequence[Media], place: str
     ) -> tuple[int, ...]:
-        """Token ids as the model reads them, from those of a rendered template."""
+        """Token ids as the model reads them, from those of a rendered template.
+
+        Raises:
+            RolloutError: a medium is malformed, or a text contains a placeholder token.
+        """
         sizes = [self.reader.size(medium, place) for medium in media]
         return self.placeholders.expand(token_ids, sizes, place)
 
@@ -235,6 +239,7 @@ class ChatRenderer:
         return ids[ending[-1] if ending else num_ending :]
 
     def require_replies(self) -> None:
+        """Raise ConfigError if there is a template, and it renders no reply to a completion."""
         if self._template is not None:
             self._template.require_replies()
 
@@ -267,6 +272,7 @@ class ChatRenderer:
         return "" if self._template is None else opened_thinking(self._template.generation_prompt)
 
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
+        """Raise RolloutError if one is malformed, or a path."""
         return media_of(messages, "a conversation")
 
     def media_of(self, prompt: Prompt) -> tuple[Media, ...]:

@@ -56,7 +56,7 @@ class _Copy:
 
 class SpareWeights:
     """A second set of parameters, filled while the first one samples; those the learner does not
-    send keep their values.
+    send keep their values. An update never writes to a parameter in use.
 
     `swap` exchanges storage pointers, so sampling pauses for microseconds however large the model
     is. Each set has the layout of the update's bytes, so an update in the engine's precision is

@@ -6,7 +6,8 @@ and `actors.engines.sglang.server` say which version the KV cache is of.
 Invariant: every request gets one answer: a completion that the model can have sampled, a
 RolloutError of its own, whatever the server answers, or, once no connection is made for
 `retry_timeout_s`, the TransportError that ends the generator. A server whose weights are not those
-that this engine loaded (`Labels`) ends the generator as well.
+that this engine loaded (`Labels`) ends the generator as well. Prompts of two engines share no
+prefixes.
 """
 
 import asyncio

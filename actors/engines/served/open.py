@@ -128,6 +128,7 @@ async def probe(
     keeps_experts: bool = False,
 ) -> None:
     """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
+    A server that cannot tell so many candidates of a token, or no experts, refuses it.
 
     Raises:
         ConfigError: the server reports log-probabilities of another distribution.

@@ -113,7 +113,11 @@ class VllmProcesses:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Around the call that starts vLLM's processes."""
+        """Around the call that starts vLLM's processes.
+
+        Raises:
+            TransportError: vLLM did not start, with the last line of its errors.
+        """
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log_file.write_text("")
         os.environ[ERROR_LOG_VARIABLE] = str(self._log_file)
@@ -199,7 +203,12 @@ class VllmEngine(UpdatableEngine):
     """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it."""
 
     def __init__(self, config: RunConfig, *, seed: int, is_shared: bool = False) -> None:
-        """With the weights of `model.path`."""
+        """With the weights of `model.path`; no other generator shares it.
+
+        Raises:
+            ConfigError: vLLM refuses the configuration, or lacks what the model needs.
+            TransportError: it did not start.
+        """
         facts = ModelFacts.of(config.model)
         super().__init__(facts.shapes)
         require_all_sent(config.generator, facts)
