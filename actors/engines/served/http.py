@@ -140,6 +140,7 @@ class Http:
 
 
 def decoded(path: str, content: bytes, answer: type[T]) -> T:
+    """Raise RefusedError if the answer has another shape."""
     try:
         return msgspec.json.decode(content, type=answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
