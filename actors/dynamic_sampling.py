@@ -28,7 +28,7 @@ class UniformFilter:
             self._metrics = tuple(name for name, weight in weights.items() if weight)
         self._most = 0.0 if settings is None else settings.max_refills * groups_per_step
         self._left = self._most
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def leaves_out(self, group: TrajectoryGroup) -> bool:
         """Whether the group is released instead of put."""
@@ -65,7 +65,7 @@ class UniformFilter:
         return max(known) - min(known) <= ALIKE_WITHIN
 
     def _warn(self, sentence: str, *values: object) -> None:
-        """Once for all groups."""
-        if not self._has_warned:
+        """Each sentence once for all groups."""
+        if sentence not in self._warned:
             log.warning(sentence, *values)
-        self._has_warned = True
+        self._warned.add(sentence)

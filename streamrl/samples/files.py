@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,7 @@ class SampleFile:
         self._path, self._older = run / SAMPLES_FILE, run / OLDER_FILE
         self._max_bytes = max_bytes // 2
         for path in (self._path, self._older):
-            _keep_before(path, first_step)
+            keep_before(path, first_step)
 
     def append(self, samples: Iterable[Sample]) -> None:
         """
@@ -134,12 +135,39 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
         yield b"".join(reversed(rest))
 
 
-def _keep_before(path: Path, first_step: int) -> None:
-    """Rewrite the file without later steps and lines that were cut off, if it has any."""
-    kept = [sample for sample in read_samples(path) if sample.step < first_step]
-    num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0
-    if len(kept) < num_lines:
-        write_file(path, text_of(kept))
+def keep_before(path: Path, first_step: int) -> None:
+    """Remove the lines of later steps, and what was cut off or is damaged: cut the file, which a
+    full disk allows, or rewrite it if that stands in the middle."""
+    if not path.exists():
+        return
+    num_bytes = num_kept = 0
+    is_cut = True
+    with path.open("rb") as file:
+        for line in file:
+            if _is_before(first_step, line):
+                is_cut = is_cut and num_kept == num_bytes
+                num_kept += len(line)
+            num_bytes += len(line)
+        if is_cut:
+            os.truncate(path, num_kept)
+            return
+        file.seek(0)
+        write_file(path, b"".join(line for line in file if _is_before(first_step, line)))
+
+
+def _is_before(first_step: int, text: bytes) -> bool:
+    """Whether it is a whole line of an earlier step."""
+    line = parsed_line(text) if text.endswith(b"\n") else None
+    return line is not None and bool(line["step"] < first_step)
+
+
+def parsed_line(text: bytes) -> dict[str, Any] | None:
+    """A line that has a step; None if it is damaged."""
+    try:
+        line = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

@@ -17,10 +17,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
-from streamrl.durable_files import write_file
-from streamrl.samples.files import lines_backwards
+from streamrl.samples.files import keep_before, lines_backwards, parsed_line
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +33,7 @@ class JsonlTracker:
         self, path: Path, *, first_step: int, survives: Callable[[], bool] = lambda: True
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _keep_before(path, first_step)
+        keep_before(path, first_step)
         self._path, self._survives = path, survives
         self._file = path.open("ab", buffering=0)
         self._num_synced = path.stat().st_size
@@ -118,7 +114,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The same one after the other; a damaged line is left out."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         for text in file:
-            if (line := _parsed(text)) is not None:
+            if (line := parsed_line(text)) is not None:
                 yield line
 
 
@@ -138,38 +134,7 @@ def read_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    return (line for text in lines_backwards(path) if (line := _parsed(text)) is not None)
-
-
-def _keep_before(path: Path, first_step: int) -> None:
-    """Cut the file, which a full disk allows; rewrite it if lines in the middle are damaged."""
-    num_bytes = num_kept = 0
-    is_cut = True
-    with path.open("rb") as file:
-        for line in file:
-            if _is_before(first_step, line):
-                is_cut = is_cut and num_kept == num_bytes
-                num_kept += len(line)
-            num_bytes += len(line)
-        if is_cut:
-            os.truncate(path, num_kept)
-            return
-        file.seek(0)
-        write_file(path, b"".join(line for line in file if _is_before(first_step, line)))
-
-
-def _is_before(step: int, text: bytes) -> bool:
-    """Whether it is a whole line of an earlier step."""
-    line = _parsed(text) if text.endswith(b"\n") else None
-    return line is not None and bool(line["step"] < step)
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+    return (line for text in lines_backwards(path) if (line := parsed_line(text)) is not None)
 
 
 def _plain(value: Any) -> Any:

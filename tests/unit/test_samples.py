@@ -40,6 +40,7 @@ from streamrl.samples.record import (
 )
 from streamrl.tracking.dashboards import HELD_OUT, TRAINED, columns_of, markdown_table, rows
 from streamrl.types import FinishReason, Trajectory
+from tests.full_disk import files_no_larger_than
 from tests.records import make_sample
 from tests.training import make_config, make_groups
 
@@ -331,6 +332,13 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
         file.write(b'{"step": 2, "prom')
     SampleFile(tmp_path, 2, 10**6).append([make_sample(2)])
     assert [sample.step for sample in newest_first(tmp_path)] == [2, 1]
+
+
+def test_a_full_disk_lets_a_run_go_on_with_the_samples_that_it_had(tmp_path):
+    SampleFile(tmp_path, 1, 10**6).append(map(make_sample, range(1, 9)))
+    with files_no_larger_than(0):
+        SampleFile(tmp_path, 5, 10**6)
+    assert [sample.step for sample in newest_first(tmp_path)] == [4, 3, 2, 1]
 
 
 def test_lines_are_read_from_the_end_across_blocks(tmp_path, monkeypatch):

@@ -83,13 +83,13 @@ def test_of_a_long_run_only_what_is_asked_for_is_kept_but_for_the_last_line(tmp_
 
 
 def test_the_newest_lines_are_read_however_long_and_however_many_there_are(tmp_path, monkeypatch):
-    path, parse, parsed = tmp_path / "metrics.jsonl", jsonl._parsed, []
+    path, parse, parsed = tmp_path / "metrics.jsonl", jsonl.parsed_line, []
     short = "".join(f'{{"step": {step}}}\n' for step in range(1, 10_001))
     long = "".join(
         json.dumps({"step": step, "a": "x" * 400_000}) + "\n" for step in (10_001, 10_002)
     )
     path.write_text(short + long)
-    monkeypatch.setattr(jsonl, "_parsed", lambda text: parsed.append(text) or parse(text))
+    monkeypatch.setattr(jsonl, "parsed_line", lambda text: parsed.append(text) or parse(text))
     assert [line["step"] for line in read_newest(path, 3)] == [10_000, 10_001, 10_002]
     assert [line["step"] for line in read_after(path, 10_000)] == [10_001, 10_002]
     assert read_last(path)["step"] == 10_002
