@@ -123,7 +123,7 @@ async def read_object(request: web.Request) -> Json:
     return body
 
 
-def key_of(request: web.Request) -> str:
+def credential_of(request: web.Request) -> str:
     """The key or token that the request carries, in its path or in the headers of either API."""
     if key := request.match_info.get("key"):
         return key
@@ -264,7 +264,7 @@ class GatewayServer:
     async def _take(self, request: web.Request) -> web.Response:
         """Waits for a task, as long as the agent asks for."""
         # A header may hold bytes that are no text.
-        key = key_of(request).encode(errors="surrogateescape")
+        key = credential_of(request).encode(errors="surrogateescape")
         if self._token and not hmac.compare_digest(key, self._token.encode()):
             raise RequestError("a task needs the token: Authorization: Bearer TOKEN", 401)
         if not self.is_pulled:
@@ -340,7 +340,7 @@ class GatewayServer:
     def _found(self, request: web.Request) -> OpenEpisode:
         """The episode whose key the request carries."""
         try:
-            return self.episodes.find(key_of(request))
+            return self.episodes.find(credential_of(request))
         except KeyError:
             raise RequestError("no episode has this API key", 401, "invalid_api_key") from None
 

@@ -146,8 +146,8 @@ class SlowSender(BroadcastSender):
     bytes_per_s = 0.0
     num_bytes = 0
 
-    def _join(self, endpoint: BroadcastEndpoint) -> groups.BroadcastGroup:
-        group = super()._join(endpoint)
+    def _join(self, endpoint: BroadcastEndpoint, device: torch.device) -> groups.BroadcastGroup:
+        group = super()._join(endpoint, device)
         start = group.start
 
         def later(tensor: torch.Tensor) -> groups.Broadcast:

@@ -4,7 +4,6 @@ all siblings of a prompt in one request.
 Invariant: a service that stays away fails its groups, named.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from actors.engines.served.http import MAX_ANSWER_BYTES, BusyError, Http, Refuse
 from actors.rewards.calls.isolated import plain
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.forms import conversation, gold_of
+from streamrl.config.secrets import key_of
 from streamrl.config.section import Section
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import Episode, Score
@@ -34,13 +34,10 @@ class Service:
     """One service. Time-outs are those of the reward's calls."""
 
     def __init__(self, settings: ServiceSettings, timeout_s: float = 86_400.0) -> None:
-        url, key = settings.url, None
+        url = settings.url
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"url: was {url!r}; it begins with http:// or https://")
-        if settings.api_key_env is not None:
-            key = os.environ.get(settings.api_key_env)
-            if key is None:
-                raise ConfigError(f"api_key_env: there is no variable {settings.api_key_env}")
+        key = key_of("api_key_env", settings.api_key_env)
         self._http = Http(url, api_key=key, timeout_s=timeout_s)
 
     async def post(

@@ -94,7 +94,7 @@ class TestJudge:
             ({"model": "m", "url": "judge:80"}, r"kwargs\.url: was 'judge:80'; it begins with"),
             (
                 {"model": "m", "api_key_env": "NO_SUCH"},
-                "there is no variable NO_SUCH",
+                "there is no NO_SUCH in the environment",
             ),
             ({"model": "m", "score_pattern": "Score"}, r"kwargs\.score_pattern: .*needs one group"),
             ({"model": "m", "scale": [1, 1]}, r"kwargs\.scale: was \[1\.0, 1\.0\]"),

@@ -373,7 +373,7 @@ def test_a_prompt_that_cannot_be_taught_is_not_sampled(settings: dict[str, Any],
 def test_a_key_that_is_not_there_is_refused():
     named = {"name": "a", "url": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}
     settings = DistillationSettings.model_validate({"teachers": [named]})
-    with pytest.raises(ConfigError, match=r"teachers\.0\.api_key_env: there is no variable"):
+    with pytest.raises(ConfigError, match=r"teachers\.0\.api_key_env: there is no "):
         RemoteTeachers(settings, renderer())
 
 
