@@ -162,8 +162,8 @@ class Run:
             for line in output:
                 self._lines.append(line)
                 if show:
-                    # One that is closed, or lacks a character, must not end the run.
-                    with suppress(OSError, ValueError):
+                    # One that is closed, lacks a character or is none at all must not end the run.
+                    with suppress(Exception):
                         sys.stdout.write(line)
             self._record = self._pipe.read()
 

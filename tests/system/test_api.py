@@ -99,15 +99,17 @@ def test_what_is_wrong_is_raised_as_the_command_line_says_it(config, tmp_path, m
     assert list(temporary.iterdir()) == []
 
 
-def test_a_run_goes_on_where_its_lines_cannot_be_shown(config, tmp_path, monkeypatch):
-    """Its standard output is closed; the launch prints more than a pipe holds, and no UTF-8."""
+@pytest.mark.parametrize("has_output", [True, False])
+def test_a_run_goes_on_where_its_lines_cannot_be_shown(config, tmp_path, monkeypatch, has_output):
+    """Its standard output is closed, or none; the launch prints more than a pipe holds, and no
+    UTF-8."""
     launch = tmp_path / "launch"
     launch.write_text("#!/bin/sh\nyes aaa | head -c 200000; printf '\\377\\n'; exit 5\n")
     launch.chmod(0o755)
     monkeypatch.setattr(api, "executable", lambda: str(launch))
     closed = io.StringIO()
     closed.close()
-    monkeypatch.setattr(sys, "stdout", closed)
+    monkeypatch.setattr(sys, "stdout", closed if has_output else None)
     run = streamrl.train(config, dataset=ROWS, wait=False)
     with pytest.raises(TransportError, match="launch: ended with exit code 5"):
         run.wait(DEADLINE_S)
