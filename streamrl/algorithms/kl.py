@@ -12,7 +12,8 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform
-from streamrl.config.algorithm.settings import KlRewardSettings
+from streamrl.config.algorithm.settings import KL_ESTIMATORS, KlRewardSettings
+from streamrl.errors import did_you_mean
 
 _LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
@@ -20,7 +21,8 @@ _CHUNK_ELEMENTS = 1 << 25
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
-    """[R] nats, by a kind but `full`; the policy is `logprobs`. Both are of the sampled tokens."""
+    """[R] nats, by a kind but `full`; the policy is `logprobs`. Both are of the sampled tokens.
+    ValueError if the kind is another."""
     difference = logprobs - reference_logprobs
     value = _estimate(difference, kind.removesuffix("+"))
     if not kind.endswith("+"):
@@ -37,9 +39,11 @@ def _estimate(difference: Tensor, name: str) -> Tensor:
             return difference.abs()
         case "mse" | "k2":
             return 0.5 * difference.square()
-        case _:
+        case "low_var_kl" | "k3":
             behind = (-difference).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
             return (behind.expm1() - behind).clamp(-_K3_BOUND, _K3_BOUND)
+        case _:
+            raise ValueError(f"kind: {name!r} is unknown; {did_you_mean(name, KL_ESTIMATORS)}")
 
 
 def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
