@@ -307,6 +307,7 @@ def test_the_live_view_fits_the_terminal_and_counts_the_rows_for_which_it_has_no
     all_rows = rows(Console(width=width, force_terminal=False))
     assert len(shown) < height
     assert max(map(len, shown)) <= width
+    assert shown[0] == shown[0].rstrip()
     assert [row[0] for row in all_rows if row[0] in "╭╰"] == ["╭", "╰"]
     if len(shown) < len(all_rows):
         assert len(shown) == height - 1

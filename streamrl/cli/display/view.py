@@ -205,10 +205,11 @@ class _Fitted(NamedTuple):
     content: Group
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = console.render_lines(self.content, options, new_lines=True)
+        # Unpadded: a terminal that is made narrower would wrap rows that fill it.
+        rows = console.render_lines(self.content, options, pad=False, new_lines=True)
         shown = rows
         if console.is_terminal and len(rows) >= console.height:
-            shown = rows[: console.height - 2]
+            shown = rows[: max(0, console.height - 2)]
         yield Segments([segment for row in shown for segment in row])
         if hidden := len(rows) - len(shown):
             yield Text(f"{hidden} more rows", style="dim")
