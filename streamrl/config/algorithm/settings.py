@@ -101,6 +101,11 @@ def _record_of(kind: str, name: str, value: object) -> Section:
     return record.model_validate(value)
 
 
+def _record_beside(fields: Mapping[str, Any], kind: str, value: object) -> Section:
+    """As `_record_of`, of the choice among the fields; where that is refused itself, any record."""
+    return _record_of(kind, fields[kind], value) if kind in fields else _OWN[kind]()
+
+
 def _refusal(key: str, value: object, kind: str, name: str) -> InitErrorDetails:
     allowed = _RECORDS[kind][name].model_fields
     owners = [other for other, record in _RECORDS[kind].items() if key in record.model_fields]
@@ -333,14 +338,17 @@ class AlgorithmSettings(Section):
             )
         return overlaid(ours, section)
 
-    @field_validator("advantage_config", "loss_config", mode="before")
+    # Two, since pydantic 2.12.0 does not say of which field a default is.
+
+    @field_validator("advantage_config", mode="before")
     @classmethod
-    def _is_of_the_choice(cls, value: Any, info: ValidationInfo) -> Section:
-        kind = str(info.field_name).removesuffix("_config")
-        if kind in info.data:
-            return _record_of(kind, info.data[kind], value)
-        # The choice itself is refused.
-        return _OWN[kind]()
+    def _is_of_the_advantage(cls, value: Any, info: ValidationInfo) -> Section:
+        return _record_beside(info.data, "advantage", value)
+
+    @field_validator("loss_config", mode="before")
+    @classmethod
+    def _is_of_the_loss(cls, value: Any, info: ValidationInfo) -> Section:
+        return _record_beside(info.data, "loss", value)
 
     def contradictions(self) -> Iterator[str]:
         if self.rescore_share and self.rollout_is.is_off:
