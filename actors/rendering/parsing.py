@@ -96,9 +96,10 @@ def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str
 def _tags(text: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
     """An argument for each tag: JSON where the tag says that it is no string, else its text."""
     arguments = {}
-    for tag in re.finditer(args["tag_pattern"], text, re.DOTALL):
+    for found in re.finditer(args["tag_pattern"], text, re.DOTALL):
+        tag = found.groupdict()
         arguments[tag["key"]] = tag["value"]
-        if tag.groupdict().get("is_text") == "false":
+        if tag.get("is_text") == "false":
             with suppress(ValueError, RecursionError):
                 arguments[tag["key"]] = json.loads(tag["value"] or "")
     return arguments

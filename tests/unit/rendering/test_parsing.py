@@ -311,6 +311,14 @@ class TestConventions:
 
 
 class TestUnreadable:
+    @pytest.mark.parametrize("pattern", [r"(?P<key>\w+)", r"(?P<value>\w+)"])
+    def test_tags_of_ones_own_template_without_a_key_or_a_value(self, pattern: str) -> None:
+        calls = {"content": "tags", "content_args": {"tag_pattern": pattern}}
+        fields = {"tool_calls": {"open": "[", "close": "]", **calls}, "content": {}}
+        own = {"start_anchor_pattern": r"\A", "fields": fields}
+        message = parse(make(CHATML, response_template=own), "[a]")
+        assert (message["content"], "parse_error" in message) == ("[a]", True)
+
     @pytest.mark.parametrize(
         ("body", "reason"),
         [
