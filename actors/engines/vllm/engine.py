@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import VllmConfig
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.inputs import TokensPrompt, tokens_input
@@ -225,7 +226,11 @@ class VllmEngine(UpdatableEngine):
             self._llm = _start(arguments, self._gauges, self._processes)
         num_workers = self._llm.vllm_config.parallel_config.world_size_across_dp
         self._loader = WeightLoader(
-            self._llm, self._require_alive, config.generator.vllm, num_workers=num_workers
+            self._llm,
+            self._require_alive,
+            config.generator.vllm,
+            num_workers=num_workers,
+            request=WeightTransferUpdateRequest,
         )
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._vocab_size: int = self._llm.model_config.get_vocab_size()

@@ -80,8 +80,6 @@ class GenerateTokensResponse(Struct, frozen=True):
 
 
 class WeightTransferUpdateRequest(Struct, frozen=True):
-    """vLLM takes ours in place of its own, in this process, too."""
-
     update_info: dict[str, Any]
 
 

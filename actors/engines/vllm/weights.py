@@ -8,7 +8,7 @@ gives each sampled token is that of the version whose forward pass sampled it. T
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -35,7 +35,7 @@ class UpdateCalls(Protocol):
 
     async def start_weight_update(self) -> None: ...
 
-    async def update_weights(self, request: WeightTransferUpdateRequest) -> None: ...
+    async def update_weights(self, request: Any) -> None: ...
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
@@ -47,8 +47,8 @@ class UpdateCalls(Protocol):
 class WeightLoader:
     """Implements `actors.engines.served.server.ServerUpdates`.
 
-    `require_alive` raises if vLLM has ended; `address` is the one at which its workers reach this
-    machine, for their reports.
+    `require_alive` raises if vLLM has ended; `request` is what `update_weights` takes, made of its
+    `update_info`; `address` is the one at which its workers reach this machine, for their reports.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class WeightLoader:
         settings: VllmSettings,
         *,
         num_workers: int,
+        request: Callable[[dict[str, Any]], object] = WeightTransferUpdateRequest,
         address: str = "127.0.0.1",
         deadline_s: float | None = None,
     ) -> None:
         self._vllm = vllm
         self._require_alive = require_alive
         self._num_workers = num_workers
+        self._request = request
         self.settings = settings
         """Say how to pause."""
         self._deadline_s = deadline_s
@@ -111,7 +113,7 @@ class WeightLoader:
 
     async def _update(self, **update: str) -> None:
         info = {"attempt": self._attempt, **update}
-        await self._vllm.update_weights(WeightTransferUpdateRequest(info))
+        await self._vllm.update_weights(self._request(info))
 
     async def _report(self, until_s: float | None) -> str:
         """The next worker's error. Waits for its report, for vLLM's end or the deadline."""
