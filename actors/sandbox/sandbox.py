@@ -144,12 +144,13 @@ def why_not(kind: Isolation) -> str:
     """What this machine lacks for an isolation; "" if it holds programs. Waits for a program."""
     if kind == "landlock" and not landlock.version():
         return "the kernel has no Landlock, or the container forbids it"
-    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as outside:
-        given = f"{server.getsockname()[1]} {os.getpid()} {outside.name}"
-        # Root's programs run as another user, whom its rights alone would hold.
-        os.fchmod(outside.fileno(), 0o644)
+    # A folder that others cannot enter: root's attempts stay root's, whom rights would not hold.
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.TemporaryDirectory() as own:
+        outside = Path(own, "outside")
+        outside.touch()
+        given = f"{server.getsockname()[1]} {os.getpid()} {outside}"
         try:
-            result = asyncio.run(_program(kind, _PROBE, given, _PROBE_LIMITS))
+            result = asyncio.run(_program(kind, _PROBE, given, _PROBE_LIMITS, own))
         except OSError as error:
             return str(error)
     if result.stdout == "held\n":
@@ -159,9 +160,11 @@ def why_not(kind: Isolation) -> str:
 
 
 @contextlib.contextmanager
-def _folder_of(code: str) -> Iterator[Path]:
+def _folder_of(code: str, within: str | None) -> Iterator[Path]:
     """A new folder with the code in `main.py`, which is removed in the end."""
-    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="sandbox-", dir=within, ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name).resolve()
         folder.joinpath("main.py").write_bytes(code.encode(errors="replace"))
         yield folder
@@ -184,14 +187,14 @@ def _file_of(text: str) -> Iterator[int]:
 
 
 async def _program(
-    isolation: Isolation, code: str, stdin: str, limits: SandboxLimits
+    isolation: Isolation, code: str, stdin: str, limits: SandboxLimits, within: str | None = None
 ) -> SandboxResult:
     """What became of it. Waits for its end, for the time limit or for too much output.
 
     Raises:
         OSError: it was not started.
     """
-    with _folder_of(code) as folder, _file_of(stdin) as given:
+    with _folder_of(code, within) as folder, _file_of(stdin) as given:
         status, written = os.pipe()
         try:
             try:

@@ -157,6 +157,14 @@ class TestChoice:
             said = sandboxes.why_not.__wrapped__(isolation)
             assert said == "a program reaches files outside its folder"
 
+    def test_attempts_are_those_of_the_own_user(
+        self, isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whom rights alone would not hold, root above all; namespaces have users of their own."""
+        monkeypatch.setattr(sandboxes, "_PROBE", "import os, sys\nsys.exit(str(os.getuid()))")
+        said = sandboxes.why_not.__wrapped__(isolation)
+        assert said == str(os.getuid()) or isolation == "namespaces"
+
     @pytest.mark.parametrize("exit_code", [None, 0])
     def test_what_does_not_say_that_it_is_held_is_not(
         self, exit_code: int | None, monkeypatch: pytest.MonkeyPatch
