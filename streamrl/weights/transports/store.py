@@ -143,6 +143,8 @@ class StoreSender:
         self._manifest: StoreManifest | None = None
         self._before: set[str] = set()
         """The names of the chain before that of the manifest, which stay."""
+        self._old: set[str] | None = None
+        """Those of earlier learners and chains; None before the store was asked."""
         self._is_busy, self._retry_s = False, 0.0
         self._error = ""
         self._begun_s = 0.0
@@ -219,11 +221,11 @@ class StoreSender:
 
     def _upload(self, stored: StoredVersion) -> None:
         """Object, manifest, own copy, old objects, in this order."""
-        there = self._store.names()
-        if self._manifest is None and not self._before:
+        if self._old is None:
+            self._old = self._store.names()
             found = self._manifest_of_another()
             self._before = found.names if found else set()
-        chain = self._chain(there) if stored.is_delta else ()
+        chain = self._chain() if stored.is_delta else ()
         manifest = StoreManifest(
             learner_id=self._learner_id,
             tensors=self._layout.manifest,
@@ -238,10 +240,11 @@ class StoreSender:
         self._require_surviving()
         self._store.replace_manifest(manifest)
         if not stored.is_delta and self._manifest is not None:
+            self._old |= self._before
             self._before = self._manifest.names
         self._manifest = manifest
         self._keep(stored)
-        self._remove(there - self._before - manifest.names)
+        self._remove_old(manifest)
 
     def _require_surviving(self) -> None:
         """
@@ -254,14 +257,14 @@ class StoreSender:
                 f"weights.store {self._store.url}: another learner goes on with the run"
             )
 
-    def _chain(self, there: set[str]) -> tuple[StoredVersion, ...]:
-        """What a difference follows; the names of all that is in the store are `there`.
+    def _chain(self) -> tuple[StoredVersion, ...]:
+        """What a difference follows.
 
         Raises:
             WeightTransferError: somebody has removed a part of it; the next version is whole.
         """
         assert self._manifest is not None, "a difference is to a version that is stored"
-        if missing := self._manifest.names - there:
+        if missing := self._manifest.names - self._store.names():
             self._base = None
             raise WeightTransferError(
                 f"weights.store {self._store.url}: {min(missing)} was removed by another process"
@@ -285,14 +288,17 @@ class StoreSender:
         self._base = base
         self._file.unlink(missing_ok=True)
 
-    def _remove(self, old: set[str]) -> None:
+    def _remove_old(self, manifest: StoreManifest) -> None:
         """What cannot be removed stays, and is tried again with the next version."""
-        for name in sorted(old):
+        assert self._old is not None, "the store was asked before"
+        self._old -= self._before | manifest.names
+        for name in sorted(self._old):
             try:
                 self._store.remove(name)
             except WeightTransferError as error:
                 log.warning("%s cannot be removed: %s", name, error)
                 return
+            self._old = self._old - {name}
 
 
 def read_into(file: Path, layout: Layout, base: torch.Tensor, stored: StoredVersion) -> None:

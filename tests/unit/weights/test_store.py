@@ -123,6 +123,17 @@ def test_a_learner_that_was_taken_over_replaces_no_version_of_its_successor(tmp_
     assert generator.known == ("newer", 1)
 
 
+def test_a_learner_that_does_not_know_of_its_successor_removes_nothing_of_it(tmp_path):
+    older, learner = Learner(tmp_path, "older"), Learner(tmp_path, "newer")
+    assert older.publish()
+    assert learner.publish()
+    assert learner.publish()
+    there = learner.objects()
+    assert older.publish()
+    assert older.publish(lr=1.0)
+    assert there <= learner.objects()
+
+
 def test_who_missed_versions_takes_what_it_lacks_and_who_has_none_the_whole_one(tmp_path):
     learner = Learner(tmp_path)
     generator = Generator(tmp_path, learner)
