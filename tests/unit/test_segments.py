@@ -251,6 +251,21 @@ def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
     assert audit_journal(journal_path(tmp_path)).faults == ()
 
 
+def test_a_lost_group_that_is_trained_all_the_same_is_known_to_be_lost(tmp_path):
+    state, journal = open_journal(tmp_path)
+    state.attach(0, Books())
+    put_large(state, "a", "b")
+    state.take(2, 0, 1, 0.0)
+    journal.commit()
+    journal.close()
+    segments_of(tmp_path)[0].unlink()
+    state, journal = open_journal(tmp_path)
+    state.ledger.advance(1, 1)
+    journal.commit()
+    journal.close()
+    assert audit_journal(journal_path(tmp_path)).faults == ()
+
+
 def test_a_segment_that_no_row_names_is_deleted(tmp_path):
     state, journal = open_journal(tmp_path)
     state.attach(0, None)
