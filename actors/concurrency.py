@@ -43,10 +43,8 @@ async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) ->
                 task.result()
             finished += ended
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    kept = finished[:count]
+        await end_all(tasks)
+    kept = set(finished[:count])
     return [task.result() if task in kept else None for task in tasks]
 
 
@@ -58,9 +56,15 @@ async def first_result(*waits: Coroutine[Any, Any, T]) -> T:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task.result() for task in tasks if task in done)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(tasks)
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel those that have not ended. Waits until all have; what they raise is their owner's."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # An engine may be loading an update at the deadline, and an environment has to see the last turn.

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from actors.concurrency import end_all
 from actors.gateway.agent import AGENT, AgentResult
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.server import GatewayServer
@@ -130,9 +131,7 @@ class Gateway:
                 f"{limit_s:g} s ({episode.place})"
             )
         finally:
-            for task in (silence, *started):
-                task.cancel()
-            await asyncio.gather(silence, *started, return_exceptions=True)
+            await end_all((silence, *started))
 
     def _task(self, episode: OpenEpisode) -> Mapping[str, Any]:
         """What the agent is to do, and where."""
