@@ -148,6 +148,8 @@ def keep_before(path: Path, first_step: int) -> None:
                 is_cut = is_cut and num_kept == num_bytes
                 num_kept += len(line)
             num_bytes += len(line)
+        if num_kept == num_bytes:
+            return
         if is_cut:
             os.truncate(path, num_kept)
             return
