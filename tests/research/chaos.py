@@ -18,12 +18,15 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from unittest import mock
 
 from rich.console import Console
 
+from streamrl.checkpoints.find import checkpoints_of
+from streamrl.checkpoints.history import read_history
 from streamrl.cli.arguments import options
 from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.launch import run_here
@@ -185,18 +188,14 @@ class Killer:
             case FaultKind.RESUME:
                 what = await self._resume_from_an_older_checkpoint(child)
             case FaultKind.DAMAGE:
-                await self._kill_learner(child)
-                what = damage_newest(self._run, self._random_numbers)
+                damage = partial(damage_newest, self._run, self._random_numbers)
+                what = await self._killed_after(child, damage)
             case FaultKind.FULL_DISK:
                 what = await self._fill_disk(child)
             case FaultKind.REMOVAL:
-                await self._kill_learner(child)
-                what = remove_newest(self._run)
-                _go_on_from_the_newest(child)
+                what = await self._killed_after(child, partial(remove_newest, self._run))
             case FaultKind.LOSS:
-                await self._kill_learner(child)
-                what = remove_all(self._run)
-                _go_on_from_the_newest(child)
+                what = await self._killed_after(child, partial(remove_all, self._run))
             case FaultKind.FRESH_START:
                 what = await self._start_afresh(child)
         self.injected.append(fault)
@@ -204,10 +203,13 @@ class Killer:
 
     async def _resume_from_an_older_checkpoint(self, child: Child) -> str:
         """`--resume` takes the checkpoint once, however often the learner is killed after that."""
-        await self._kill_learner(child)
-        path = older_checkpoint(self._run, self._random_numbers)
-        child.restart_command = (*child.command, "--resume", "--set", f"run.resume={path}")
-        return f"SIGKILL, and on from {path.name}"
+
+        def name_an_older_one() -> str:
+            path = older_checkpoint(self._run, self._random_numbers)
+            child.restart_command = (*child.command, "--resume", "--set", f"run.resume={path}")
+            return f"SIGKILL, and on from {path.name}"
+
+        return await self._killed_after(child, name_an_older_one)
 
     async def _start_afresh(self, child: Child) -> str:
         """Another learner, as of a person who types the first command again. The one at hand is
@@ -247,22 +249,31 @@ class Killer:
         await process.wait()
         return "SIGKILL"
 
-    async def _kill_learner(self, child: Child) -> None:
-        """With its ranks, which would save, and remove an old checkpoint, before they notice."""
+    async def _killed_after(self, child: Child, change: Callable[[], str]) -> str:
+        """The learner with its ranks is frozen, then the change is made, then it is killed: none of
+        them saves, or removes an old checkpoint, and no next learner starts before the change. The
+        next one goes on from the newest checkpoint, unless the change says from which: the one that
+        an earlier fault named may be gone. Waits for it to have gone on, since the next fault might
+        kill it before it has found what was changed."""
         process = await self._progress.until_running(child)
-        _signal_family(process.pid, signal.SIGKILL)
+        checkpoints = checkpoints_of(self._run)
+        _signal_family(process.pid, signal.SIGSTOP)
+        child.restart_command = (*child.command, "--resume")
+        try:
+            of_the_killed, what = read_history(checkpoints), change()
+        finally:
+            _signal_family(process.pid, signal.SIGKILL)
         await process.wait()
+        while read_history(checkpoints) == of_the_killed:
+            self._progress.read()
+            await asyncio.sleep(_POLL_S)
+        return what
 
 
 def _signal_family(pid: int, number: signal.Signals) -> None:
     for one in family_of(pid, process_table()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, number)
-
-
-def _go_on_from_the_newest(child: Child) -> None:
-    """Not from the checkpoint that an earlier fault named, which may be gone."""
-    child.restart_command = (*child.command, "--resume")
 
 
 if __name__ == "__main__":
