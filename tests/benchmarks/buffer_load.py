@@ -25,7 +25,7 @@ from buffers.memory import MemoryBuffer
 from streamrl import service, wire
 from streamrl.config import RunConfig
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import FinishReason, Lease, Trajectory, TrajectoryGroup, pack
+from streamrl.types import FinishReason, Lease, OverduePolicy, Trajectory, TrajectoryGroup, pack
 from tests.benchmarks import buffer_codec
 from tests.ports import free_port
 from tests.redis_server import redis_server
@@ -95,7 +95,11 @@ def template(size: str) -> TrajectoryGroup:
 
 
 async def _in_one_process(size: str, producers: int, count: int) -> float:
-    ledger = Ledger(groups_per_step=GROUPS_PER_STEP, max_staleness=MAX_STALENESS)
+    ledger = Ledger(
+        groups_per_step=GROUPS_PER_STEP,
+        max_staleness=MAX_STALENESS,
+        overdue=OverduePolicy.TRAIN,
+    )
     learner = MemoryBuffer(BufferState(ledger, lease_ttl_s=600.0))
     await learner.attach(0, None)
     start = time.perf_counter()
@@ -131,8 +135,8 @@ async def _put_all(buffer: TrajectoryBuffer, name: str, size: str, count: int) -
 
 async def _train_all(buffer: TrajectoryBuffer, count: int) -> None:
     for version in range(count // GROUPS_PER_STEP):
-        loan = await buffer.take(GROUPS_PER_STEP, version, DEADLINE_S, with_payloads=True)
-        assert len(loan.groups) == GROUPS_PER_STEP
+        batch = await buffer.take(GROUPS_PER_STEP, version, DEADLINE_S, with_payloads=True)
+        assert len(batch.groups) == GROUPS_PER_STEP
         await buffer.advance(version + 1)
         await buffer.acknowledge(version + 1)
 
