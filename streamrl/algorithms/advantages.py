@@ -1,11 +1,12 @@
 """Advantage estimators, by name: from token rewards to credit per token.
 
-With s the summed reward of a trajectory and a group its siblings (same prompt). Each takes one
-whole batch and returns [R] without gradient. Formulas as in verl (github.com/volcengine/verl,
-core_algos.py); each function names its paper. Standard deviations are of a sample (ddof 1).
+Below, s is the summed reward of a trajectory, and a group is the trajectories of one prompt
+(siblings). Each estimator takes a whole batch and returns [R] without gradient. Formulas are those
+of verl (github.com/volcengine/verl, core_algos.py); each function names its paper. Standard
+deviations are those of a sample (ddof 1). All is computed in float64.
 
-Invariant: flat tokens know no gap between turns, so value, advantage and return are carried across
-turns of a trajectory. Computed in float64.
+Invariant: flat tokens have no gaps between turns, so value, advantage and return carry over from
+one turn of a trajectory to the next.
 """
 
 from collections.abc import Callable
@@ -28,26 +29,26 @@ class AdvantageInput:
     """One batch of trajectories."""
 
     token_rewards: Tensor
-    """[R] reward at each response token; an outcome reward stands at the last."""
+    """[R] reward of each response token; an outcome reward is at the last one."""
     groups: Tensor
     """[S] int64, equal for siblings."""
     sequences: Sequences
     values: Tensor | None = None
-    """[R] of the critic; gae needs them."""
+    """[R] the critic's values; gae needs them."""
     baseline: Tensor | None = None
-    """[S] reward of the greedy rollout of the same prompt, or of the role so far; remax and rae
-    need it."""
+    """[S] for remax the reward of the greedy rollout of the same prompt, for rae the running
+    baseline of the role."""
     logprobs: Tensor | None = None
     """[R] nats, under the policy at the start of the batch; opob and otb need them."""
     behavior_logprobs: Tensor | None = None
-    """[R] nats, under the distribution sampled from; opob and otb need them."""
+    """[R] nats, under the distribution that was sampled from; opob and otb need them."""
     squared_probabilities: Tensor | None = None
-    """[R] their sum over the vocabulary, under the same policy as `logprobs`; otb reads them."""
+    """[R] sum of p^2 over the vocabulary, under the same policy as `logprobs`; otb uses it."""
     components: Tensor | None = None
-    """[S, K] the rewards that `GdpoSettings.rewards` names, in its order; gdpo needs them."""
+    """[S, K] the rewards named in `GdpoSettings.rewards`, in that order; gdpo needs them."""
     anchors: Tensor | None = None
-    """[R] int64, at a turn's last token what it answered: equal for turns before which the same
-    tokens were observed; 0 elsewhere. gigpo needs them."""
+    """[R] int64, nonzero at the last token of each turn, and equal for turns that answer the same
+    observed tokens; 0 elsewhere. gigpo needs them."""
 
     def __post_init__(self) -> None:
         require_rows(
@@ -63,23 +64,24 @@ class AdvantageInput:
 
     @property
     def returns(self) -> Tensor:
-        """[S] s."""
+        """[S] the summed reward s of each trajectory."""
         return self.sequences.sum(self.token_rewards.double())
 
     def to_tokens(self, per_sequence: Tensor) -> Tensor:
         return self.sequences.expand(per_sequence).to(self.token_rewards.dtype)
 
     def whiten(self, values: Tensor) -> Tensor:
-        """[R] with mean 0 and variance 1 over the batch."""
+        """[R] shifted and scaled to mean 0 and variance 1 over the batch."""
         return whiten(values)
 
 
 _SMALLEST_NORM = 1e-12
-"""Of a gradient, so that a group whose tokens all have the probability 1 has a mean."""
+"""Lower bound of squared gradient norms, so that a group whose tokens all have probability 1 still
+has a weighted mean."""
 
 Advantage = Callable[[AdvantageInput, Any], Tensor]
-"""(batch, settings) -> [R]; the settings are an `ADVANTAGE_SETTINGS[name]`, or for a user's own a
-`UserAdvantageSettings`."""
+"""(batch, settings) -> [R]; the settings are an instance of `ADVANTAGE_SETTINGS[name]`, or of
+`UserAdvantageSettings` for a user's own estimator."""
 
 
 def gae(batch: AdvantageInput, config: settings.GaeSettings) -> Tensor:
@@ -88,7 +90,7 @@ def gae(batch: AdvantageInput, config: settings.GaeSettings) -> Tensor:
 
 
 def gae_returns(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """[R] what the critic is trained towards: advantage before whitening, plus value."""
+    """[R] the critic's training targets: the advantage before whitening plus the value."""
     assert isinstance(config, settings.GaeSettings), "only gae has a critic"
     returns = _gae(batch, config) + _required(batch.values, "values", "gae")
     return returns.to(batch.token_rewards.dtype)
@@ -107,13 +109,13 @@ def reinforce_plus_plus(batch: AdvantageInput, config: settings.DiscountSettings
 
 
 def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """s less the group mean, whitened over tokens (arXiv 2501.03262)."""
+    """s minus the group mean, whitened over tokens (arXiv 2501.03262)."""
     centered = batch.sequences.expand(_centered(batch.returns, Groups.of(batch.groups)))
     return _whitened(centered, batch, config)
 
 
 def _whitened(values: Tensor, batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """[R] of an estimator that is defined so, unless the settings say not to."""
+    """[R] for estimators that whiten by definition: whitened, unless the settings turn it off."""
     whitened = values if config.whiten is False else batch.whiten(values)
     return whitened.to(batch.token_rewards.dtype)
 
@@ -129,7 +131,7 @@ def dr_grpo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
 
 
 def grpo_passk(batch: AdvantageInput, config: settings.GroupNormSettings) -> Tensor:
-    """Only the best of a group gets credit: its lead over the second (arXiv 2503.19595).
+    """Only the best trajectory of a group gets credit: its lead over the second (arXiv 2503.19595).
 
     Raises:
         ValueError: a group has a single trajectory.
@@ -146,34 +148,34 @@ def grpo_passk(batch: AdvantageInput, config: settings.GroupNormSettings) -> Ten
 
 
 def rloo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """s less the mean of the siblings (RLOO, arXiv 2402.14740); a group of one keeps s."""
+    """s minus the mean of the other siblings (RLOO, arXiv 2402.14740); a group of one keeps s."""
     groups = Groups.of(batch.groups)
     sizes = groups.sizes[groups.index]
     return batch.to_tokens(_centered(batch.returns, groups) * sizes / (sizes - 1).clamp(min=1))
 
 
 def remax(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """Reward to go less the greedy rollout's reward (ReMax, arXiv 2310.10505)."""
+    """Reward to go minus the greedy rollout's reward (ReMax, arXiv 2310.10505)."""
     to_go = discounted_sum(batch.token_rewards.double(), batch.sequences, 1.0)
     baseline = batch.sequences.expand(_required(batch.baseline, "baseline", "remax"))
     return (to_go - baseline).to(batch.token_rewards.dtype)
 
 
 def opo(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """s less the group mean weighted by length (OPO, arXiv 2505.23585); a group of one keeps s."""
+    """s minus the length-weighted group mean (OPO, arXiv 2505.23585); a group of one keeps s."""
     lengths = batch.sequences.lengths.to(batch.token_rewards.device).double()
     return batch.to_tokens(_centered(batch.returns, Groups.of(batch.groups), weights=lengths))
 
 
 def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """s less the baseline of least variance for off-policy data, sum(w^2 g^2 s) / sum(w^2 g^2) over
-    the group (OPOB of VCPO, arXiv 2602.17616); a group of one keeps s.
+    """s minus the baseline of least variance for off-policy data, sum(w^2 g^2 s) / sum(w^2 g^2)
+    over the group (OPOB of VCPO, arXiv 2602.17616); a group of one keeps s.
 
-    w is the ratio of the whole trajectory, not bounded; g^2 the squared norm of the gradient of its
-    log-probability. The paper measures g with a backward pass per trajectory; here it is that of
-    the logits, from log-probabilities alone: the sum over tokens of (1 - p)^2, which is the entry
-    of the sampled token; the whole norm is at most twice that. With w = 1 it is the optimal
-    baseline on policy, of which OPO assumes that g^2 is the length.
+    w is the unbounded ratio of the whole trajectory, g^2 the squared norm of the gradient of its
+    log-probability. The paper measures g with a backward pass per trajectory; here it is the
+    gradient with respect to the logits, taken from log-probabilities alone: the sum over tokens of
+    (1 - p)^2, the sampled token's entry. The full squared norm is at most twice that. With w = 1
+    this is the optimal on-policy baseline; OPO approximates its g^2 by the length.
     """
     groups, sequences = Groups.of(batch.groups), batch.sequences
     logprobs = _required(batch.logprobs, "logprobs", "opob").double()
@@ -185,19 +187,19 @@ def opob(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
 
 
 _LARGEST_TOKEN_RATIO = 2.0
-"""As verl bounds the weights that it scales the energies by, where nothing else is said."""
+"""verl's default bound on the ratios that scale the energies."""
 
 
 def otb(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """Reward to go G_t less the optimal baseline of its place in the response, sum(W_t G_t) /
-    sum(W_t) over the siblings that have a token there (OTB, arXiv 2602.07078; the same place as in
-    verl, compute_optimal_token_baseline_advantage). Where only one has, G_t is kept.
+    """Reward to go G_t minus the optimal baseline of its position t, sum(W_t G_t) / sum(W_t) over
+    the siblings that have a token at t (OTB, arXiv 2602.07078; positions as in verl's
+    compute_optimal_token_baseline_advantage). If only one sibling has a token at t, it keeps G_t.
 
-    W_t is the energy of the response so far, the sum over j <= t of the squared norm of the
+    W_t is the energy of the response up to t: the sum over j <= t of the squared norm of the
     gradient of log p_j with respect to the logits, 1 - 2 p + sum over the vocabulary of p^2, times
-    the square of the token's ratio to the behavior policy, at most 2. Without that sum, as in a
-    run, the norm is taken from log-probabilities alone as in opob, as (1 - p)^2, which is between
-    half of it and all of it. The proof is for data on policy.
+    the squared ratio to the behavior policy (the ratio bounded by 2). Without
+    `squared_probabilities`, as in a run, (1 - p)^2 stands for that norm, as in opob; it is between
+    half of the norm and all of it. The paper proves optimality for on-policy data.
     """
     sequences, groups = batch.sequences, Groups.of(batch.groups)
     logprobs = _required(batch.logprobs, "logprobs", "otb").double()
@@ -220,13 +222,13 @@ def otb(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
 
 
 def maxrl(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """(s - mean) / mean over the group, 0 where the mean is not above 0 (MaxRL, arXiv 2602.02710):
-    the gradient of the log of the chance to succeed, to the order that the group's size allows, so
-    that a prompt weighs more the harder it is.
+    """(s - mean) / mean over the group, 0 if the mean is not positive (MaxRL, arXiv 2602.02710).
 
-    For rewards of 0 and 1, or other positive ones: then of the log of the expected reward. Beside
-    negative ones, with which the mean may be near 0, it is kept where it is without: from -1 to one
-    less than the siblings. A group of one has no advantage.
+    This is the gradient of the log of the success probability, to the order that the group size
+    allows, so harder prompts weigh more. It is meant for rewards of 0 and 1; with other positive
+    rewards it is the gradient of the log of the expected reward. Negative rewards can bring the
+    mean near 0, so the result is bounded to the range that it has without them: from -1 to the
+    number of siblings minus 1. A group of one has no advantage.
     """
     groups, scores = Groups.of(batch.groups), batch.returns
     mean = groups.mean(scores)
@@ -236,12 +238,12 @@ def maxrl(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
 
 
 def gdpo(batch: AdvantageInput, config: settings.GdpoSettings) -> Tensor:
-    """The sum over several rewards of weight (s_k - mean) / (std + 1e-6), each over the group, then
+    """The weighted sum over rewards k of (s_k - mean) / (std + 1e-6), each over the group, then
     whitened over the batch's tokens (GDPO, arXiv 2601.05242; verl).
 
-    A reward that all siblings have alike adds nothing, however large; one with little spread counts
-    as much as one with a lot. A group of one keeps its rewards. `token_rewards`, and so what shapes
-    them, are not read.
+    A reward that is equal for all siblings adds nothing, however large; one with little spread
+    counts as much as one with a lot. A group of one keeps its rewards. `token_rewards`, and
+    therefore reward shaping, are not used.
     """
     components = _required(batch.components, "components", "gdpo").double()
     groups = Groups.of(batch.groups)
@@ -252,14 +254,14 @@ def gdpo(batch: AdvantageInput, config: settings.GdpoSettings) -> Tensor:
 
 
 def gigpo(batch: AdvantageInput, config: settings.GigpoSettings) -> Tensor:
-    """grpo of the episode plus `step_weight` times the same of the turn: the return of a turn,
-    discounted by `turn_gamma` a turn, relative to the turns of the group that answered the same
+    """The grpo advantage of the episode plus `step_weight` times that of the turn: a turn's return,
+    discounted by `turn_gamma` per turn, relative to the group's turns that answered the same
     observation (GiGPO, arXiv 2505.10978).
 
-    With `algorithm.reward.placement: turn` the rewards of turns are discounted back from where they
-    were given, else that of the episode from its end. Observations are the same if their tokens
-    are, and none of an episode with images; a turn that alone answered its observation has the
-    episode's advantage.
+    With `algorithm.reward.placement: turn` each turn's reward is discounted back from its turn,
+    otherwise the episode's reward from the end. Observations are equal if their tokens are equal;
+    those of an episode with images equal no other. A turn whose observation nobody else answered
+    has the episode's advantage alone.
     """
     anchors = _required(batch.anchors, "anchors", "gigpo")
     rewards, groups = batch.token_rewards.double(), Groups.of(batch.groups)
@@ -278,18 +280,18 @@ def gigpo(batch: AdvantageInput, config: settings.GigpoSettings) -> Tensor:
 
 
 def rae(batch: AdvantageInput, config: settings.RaeSettings) -> Tensor:
-    """s less the running baseline of the episode's game and role (RAE of SPIRAL, arXiv 2506.24119).
+    """s minus the running baseline b of the episode's game and role (RAE, arXiv 2506.24119).
 
-    For every episode in the order of the batch b <- decay b + (1 - decay) s, from 0 on, and the
-    advantage is s less the b before it, as the authors' code has it; that of the paper, with the b
-    behind it, is `decay` times this one. The first 1 / (1 - decay) episodes of a role are compared
-    with a baseline that is too near to 0.
+    Starting from b = 0, each episode in batch order updates b <- decay b + (1 - decay) s. The
+    advantage is s minus the b before the update, as in the authors' code; the paper's, with the b
+    after it, is `decay` times this one. For the first 1 / (1 - decay) episodes of a role the
+    baseline is too close to 0.
     """
     return batch.to_tokens(batch.returns - _required(batch.baseline, "baseline", "rae"))
 
 
 def gpg(batch: AdvantageInput, config: settings.GpgAdvantageSettings) -> Tensor:
-    """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts rewards not 0."""
+    """(S / nonzero)(s - mean) / f_norm (GPG, arXiv 2504.02546); nonzero counts nonzero rewards."""
     scores = batch.returns
     scale = len(scores) / scores.count_nonzero().clamp(min=1) / config.f_norm
     return batch.to_tokens(scale * _centered(scores, Groups.of(batch.groups)))
@@ -317,15 +319,15 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def advantage_estimator(name: str) -> Advantage:
-    """What `algorithm.advantage` names; raises as `streamrl.user_code.named` does."""
+    """Return the estimator named by `algorithm.advantage`; raises as `streamrl.user_code.named`."""
     return named("algorithm.advantage", name, ADVANTAGES)
 
 
 def estimate_advantages(name: str, batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
-    """[R] by the named estimator, then whitened and clipped as the config asks.
+    """[R] from the named estimator, whitened and clipped as the settings say.
 
     Raises:
-        ConfigError: a user's own returns something else than one number per token.
+        ConfigError: a user's own estimator did not return one number per token.
     """
     with torch.no_grad():
         advantages = advantage_estimator(name)(batch, config)
@@ -343,7 +345,7 @@ def estimate_advantages(name: str, batch: AdvantageInput, config: AdvantageSetti
 def discounted_sum(values: Tensor, sequences: Sequences, discount: float) -> Tensor:
     """[R] sum over k of discount^k values[t + k], within the sequence of t.
 
-    By doubling: a window of 2w is two windows of w, so it takes log2(longest) passes over R.
+    A window of length 2w is two windows of length w, so log2(longest) passes over R suffice.
     """
     lengths = sequences.lengths.to(values.device)
     ends = sequences.expand(lengths.cumsum(0))
@@ -358,7 +360,7 @@ def discounted_sum(values: Tensor, sequences: Sequences, discount: float) -> Ten
 
 
 def _relative(scores: Tensor, groups: Groups, config: settings.GroupNormSettings) -> Tensor:
-    """[S] (score - mean) / (std + 1e-6); without siblings the score itself."""
+    """[S] (score - group mean) / (group std + 1e-6); without siblings the score itself."""
     centered = _centered(scores, groups)
     if not config.norm_adv_by_std:
         return centered
@@ -367,12 +369,12 @@ def _relative(scores: Tensor, groups: Groups, config: settings.GroupNormSettings
 
 
 def _centered(scores: Tensor, groups: Groups, weights: Tensor | None = None) -> Tensor:
-    """[S] the score less the group's mean; without siblings the score itself, as in verl."""
+    """[S] score minus group mean; without siblings the score itself, as in verl."""
     return torch.where(groups.alone, scores, scores - groups.mean(scores, weights))
 
 
 def _gae(batch: AdvantageInput, config: settings.GaeSettings) -> Tensor:
-    """[R] before whitening, float64."""
+    """[R] float64, before whitening."""
     values = _required(batch.values, "values", "gae").double()
     following = torch.zeros_like(values)
     following[:-1] = values[1:]

@@ -1,14 +1,13 @@
-"""Candidates of response tokens: for each of them a set of token ids, and what a policy gives them.
+"""Candidates: for each response token a set of token ids, and their probabilities under a policy.
 
-A set of any size is a sampling mask, the ids that top-k and top-p left of the vocabulary when the
-token was sampled ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1): a policy's
-probabilities over it are its softmax over these ids alone. Sets of one size are the `Likeliest`.
+A set of any size is a sampling mask: the ids that top-k and top-p left of the vocabulary when the
+token was sampled ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A policy's
+probabilities over it are the softmax over these ids alone. Sets of equal size are the `Likeliest`.
 
-Invariant: only the logits of candidates are computed, and those of rows without any: a mask costs
-what its ids cost, not what the vocabulary does.
+Invariant: logits are computed for the candidates alone, and for the whole vocabulary only in rows
+without candidates, so a mask costs what its ids cost.
 
-Letters: R response tokens, M candidates of all of them, K likeliest of each, H hidden size, V
-vocabulary.
+Letters: R response tokens, M candidates in all, K likeliest per token, H hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -27,21 +26,21 @@ from streamrl.algorithms.logprobs import (
 )
 
 _CHUNK_ELEMENTS = 1 << 23
-"""[m, H] products that exist at a time."""
+"""Elements of the [m, H] products that exist at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Of R response tokens; a token may have none."""
+    """The candidates of R response tokens; a token may have none."""
 
     owners: Tensor
-    """[M] int64, ascending: the row of R."""
+    """[M] int64, ascending: the response token (row) of each candidate."""
     token_ids: Tensor
     """[M] int64"""
     num_rows: int
     """R"""
     behavior_logprobs: Tensor | None = None
-    """[M] nats, where they were recorded."""
+    """[M] nats, if they were recorded."""
 
     @property
     def counts(self) -> Tensor:
@@ -53,23 +52,23 @@ class Candidates:
         return values.new_zeros(self.num_rows).index_add(0, self.owners, values)
 
     def rows(self, first: int, last: int) -> "Candidates":
-        """Those of the rows [first, last)."""
+        """The candidates of the rows [first, last)."""
         chosen = self.entries(first, last)
         return replace(self._at(chosen), owners=self.owners[chosen] - first, num_rows=last - first)
 
     def entries(self, first: int, last: int) -> slice:
-        """Which of M those of the rows [first, last) are."""
+        """The slice of M that belongs to the rows [first, last)."""
         bounds = torch.tensor([first, last], device=self.owners.device)
         return slice(*torch.searchsorted(self.owners, bounds).tolist())
 
     def select(self, is_kept: Tensor) -> "Candidates":
-        """Those of the rows for which [R] bool is true, which are counted anew."""
+        """The candidates of the rows where `is_kept` [R] is true; these rows are numbered anew."""
         places = is_kept.cumsum(0) - 1
         kept = self._at(is_kept[self.owners])
         return replace(kept, owners=places[kept.owners], num_rows=int(is_kept.sum()))
 
     def without(self, targets: Tensor) -> "Candidates":
-        """Those that are not the token [R] itself."""
+        """All candidates except the row's own target; targets: [R]."""
         return self._at(self.token_ids != targets[self.owners])
 
     def to(self, device: torch.device) -> "Candidates":
@@ -101,7 +100,7 @@ def masked_logprobs(
     with_entropy: bool = False,
     trains_entropy: bool = True,
 ) -> TokenLogprobs:
-    """As `token_logprobs`, over the candidates of each token; over the vocabulary without any.
+    """`token_logprobs` over each token's candidates, or over the vocabulary if it has none.
 
     Raises:
         ValueError: a target is not among its candidates.
@@ -137,10 +136,10 @@ def candidate_logprobs(
     bias: Tensor | None = None,
     transform: LogitTransform = PLAIN_LOGITS,
 ) -> Tensor:
-    """[M] of the candidates.
+    """[M] log-probabilities of the candidates over the whole vocabulary, in nats.
 
     Args:
-        logprobs: [R] of the targets; the candidates have the same normalizer.
+        logprobs: [R] those of the targets, which have the same normalizer as the candidates.
     """
     rows = torch.arange(len(targets), device=targets.device)
     chosen = _logits(hidden, weight, bias, Candidates(rows, targets, len(rows)), transform)
@@ -150,7 +149,7 @@ def candidate_logprobs(
 
 @dataclass(frozen=True, eq=False)
 class Likeliest:
-    """The K likeliest tokens of a policy at each of R places, without gradient."""
+    """A policy's K likeliest tokens at each of R positions, without gradient."""
 
     token_ids: Tensor
     """[R, K] int64"""
@@ -159,7 +158,7 @@ class Likeliest:
 
     @classmethod
     def none(cls, num_rows: int, top_k: int) -> "Likeliest":
-        """Without a candidate yet."""
+        """R positions that have no candidates yet."""
         ids = torch.zeros(num_rows, top_k, dtype=torch.int64)
         return cls(ids, torch.full(ids.shape, -torch.inf))
 
@@ -170,7 +169,7 @@ class Likeliest:
         return Likeliest(self.token_ids.to(device), self.logprobs.to(device))
 
     def within(self, num_tokens: int) -> "Likeliest":
-        """Without those of another vocabulary's rows, which are of no token of this one."""
+        """Remove ids beyond this vocabulary of `num_tokens`: padding rows of a larger LM head."""
         is_inside = self.token_ids < num_tokens
         if is_inside.all():
             return self
@@ -178,7 +177,7 @@ class Likeliest:
         return Likeliest(ids, self.logprobs.masked_fill(~is_inside, -torch.inf))
 
     def candidates(self) -> Candidates:
-        """All of them, M = R K."""
+        """All R K of them, as `Candidates`."""
         num_rows, top_k = self.token_ids.shape
         owners = torch.arange(num_rows, device=self.token_ids.device).repeat_interleave(top_k)
         return Candidates(owners, self.token_ids.flatten(), num_rows)
@@ -192,7 +191,7 @@ def likeliest(
     bias: Tensor | None = None,
     transform: LogitTransform = PLAIN_LOGITS,
 ) -> Likeliest:
-    """The `top_k` likeliest at each row of hidden [R, H], by blocks of the vocabulary."""
+    """The `top_k` likeliest tokens for each row of hidden [R, H], by blocks of the vocabulary."""
     none = Likeliest.none(len(hidden), top_k)
     ids, best = none.token_ids.to(hidden.device), none.logprobs.to(hidden.device)
     normalizer = best.new_full((len(hidden),), -torch.inf)
@@ -232,7 +231,7 @@ def _logits(
     candidates: Candidates,
     transform: LogitTransform,
 ) -> Tensor:
-    """[M] after the transform, at least float32."""
+    """[M] transformed logits of the candidates, at least float32."""
     with torch.autocast(hidden.device.type, enabled=False):
         products: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
             hidden, weight, candidates.owners, candidates.token_ids
@@ -275,8 +274,8 @@ class _Products(torch.autograd.Function):
 
 
 def _weighted_sums(table: Tensor, indices: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """For each stretch of the indices that begins at one of `starts`, the sum of the table's rows
-    times their weights."""
+    """For each run of indices that begins at one of `starts`, the weighted sum of the table's
+    rows."""
     if not len(indices):
         return table.new_zeros(len(starts), table.shape[1])
     return embedding_bag(

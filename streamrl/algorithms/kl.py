@@ -1,9 +1,9 @@
-"""KL to a reference policy: estimators per token, the exact one, and its weight in the reward.
+"""KL to a reference policy: estimators per token, the exact KL, and its weight in the reward.
 
-With x = logprobs - reference, tokens sampled from the policy (Schulman, "Approximating KL
+With x = logprobs - reference and tokens sampled from the policy (Schulman, "Approximating KL
 divergence", 2020): kl = k1 = x; abs = |x|; mse = k2 = x^2 / 2; low_var_kl = k3 = exp(-x) + x - 1.
-The gradient of k1 and k3 is not that of the KL, the gradient of k2 is: a trailing + keeps a kind's
-value and takes the gradient of k2. Kind `full` is `full_kl`, the exact sum over the vocabulary.
+Only k2 has the gradient of the KL; a trailing + keeps the value of a kind and takes the gradient of
+k2. Kind `full` is `full_kl`, the exact sum over the vocabulary.
 """
 
 import torch
@@ -21,8 +21,8 @@ _CHUNK_ELEMENTS = 1 << 25
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
-    """[R] nats, by a kind but `full`; the policy is `logprobs`. Both are of the sampled tokens.
-    ValueError if the kind is another."""
+    """[R] nats, by any kind except `full`, from both policies' log-probabilities of the sampled
+    tokens. Raises ValueError for an unknown kind."""
     difference = logprobs - reference_logprobs
     value = _estimate(difference, kind.removesuffix("+"))
     if not kind.endswith("+"):
@@ -47,34 +47,34 @@ def _estimate(difference: Tensor, name: str) -> Tensor:
 
 
 def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """[R] log pi_T - log pi of the sampled tokens: minus the reverse KL to the teacher, of which
-    each token is one sample, and is credited with its own difference alone (Thinking Machines,
-    On-Policy Distillation, 2025; tinker-cookbook, `distillation`).
+    """[R] log pi_T - log pi of the sampled tokens: one-sample estimates of minus the reverse KL to
+    the teacher. Each token is credited with its own difference alone (Thinking Machines, On-Policy
+    Distillation, 2025; tinker-cookbook, `distillation`).
 
     Args:
-        logprobs: [R] nats, of the policy that sampled, or that is trained; without gradient.
+        logprobs: [R] nats, under the sampling or the trained policy; without gradient.
     """
     return teacher_logprobs - logprobs
 
 
 _SMALLEST_REST = 1e-7
-"""What is left of a sum of float32 probabilities, at least."""
+"""Lower bound of 1 - a sum of float32 probabilities."""
 
 
 def topk_teacher_kl(logprobs: Tensor, teacher_logprobs: Tensor, divergence: str) -> Tensor:
-    """[R] KL between the policy p and a teacher q over the teacher's K likeliest tokens and all
-    others as one outcome, whose probability is what the K leave of 1:
+    """[R] KL between the policy p and a teacher q over the set C of the teacher's K likeliest
+    tokens, with all other tokens as one more outcome of probability r:
 
         reverse_kl    sum_C p (log p - log q) + r_p (log r_p - log r_q)
         forward_kl    sum_C q (log q - log p) + r_q (log r_q - log r_p)
 
-    The rest as one outcome is that of SDPO (arXiv 2601.20802). With it, unlike in verl's
-    `forward_kl_topk`, it is a divergence: at least 0, and at most the KL over the whole vocabulary.
-    At each place that the behavior policy has reached it is exact: no ratio weighs it.
+    The extra outcome follows SDPO (arXiv 2601.20802). It makes this a divergence, unlike verl's
+    `forward_kl_topk`: at least 0, and at most the KL over the whole vocabulary. It is computed
+    exactly at each sampled position, so no importance ratio weighs it.
 
     Args:
         logprobs: [R, K] nats over the whole vocabulary, with gradient.
-        teacher_logprobs: [R, K] nats; -inf where there is no candidate, which is among the others.
+        teacher_logprobs: [R, K] nats; -inf for no candidate, which then counts with the others.
     """
     is_candidate = teacher_logprobs > -torch.inf
     mine, theirs = (
@@ -96,13 +96,12 @@ def full_kl(
     bias: Tensor | None = None,
     reference_bias: Tensor | None = None,
 ) -> Tensor:
-    """[R] exact KL from hidden states; logits exist for a chunk of tokens at a time, and again in
-    backward.
+    """[R] exact KL from hidden states; logits exist for one chunk of tokens at a time, and are
+    computed again in backward.
 
     Args:
-        hidden, reference_hidden: [R, H], the policy's with gradient.
-        weight, reference_weight: [V, H] of the LM heads; `bias`, `reference_bias` [V] if they
-            have one.
+        hidden, reference_hidden: [R, H]; the policy's has a gradient.
+        weight, reference_weight: [V, H] LM heads; `bias`, `reference_bias` [V] are theirs, if any.
     """
 
     def of_rows(mine: Tensor, theirs: Tensor) -> Tensor:
@@ -127,8 +126,8 @@ def kl_of_logits(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 class KlCoefficient:
-    """The weight of the KL in the reward: `coef`, or with controller `adaptive` one that begins
-    there and follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+    """The weight of the KL in the reward: `coef`; the controller `adaptive` starts there and
+    follows the measured KL (Ziegler et al., arXiv 1909.08593, section 2.2)."""
 
     def __init__(self, config: KlRewardSettings) -> None:
         self._config = config
@@ -136,7 +135,7 @@ class KlCoefficient:
         self.value = config.coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """After a step on `n_steps` trajectories, whose KL is so many nats a token."""
+        """Adapt to a step on `n_steps` trajectories with a KL of `current_kl` nats per token."""
         if self.is_adaptive:
             error = min(max(current_kl / self._config.target - 1, -0.2), 0.2)
             self.value *= 1 + error * n_steps / self._config.horizon

@@ -1,13 +1,13 @@
-"""Log-probabilities of chosen tokens straight from hidden states, without the logits of a batch.
+"""Log-probabilities of chosen tokens straight from hidden states, without a batch's logits.
 
-The vocabulary is walked in blocks: forward keeps a running logsumexp, backward recomputes each
-block. So the [R, V] logits never exist; the price is one more matrix product, which is saved where
-they are few enough to be kept.
+The vocabulary is processed in blocks: forward keeps a running logsumexp, backward recomputes each
+block. The [R, V] logits never exist as a whole; the price is one more matrix product, which is
+saved when the logits are few enough to be kept.
 
-Invariant: the results are those of log_softmax in float32 over whole logits. On a GPU the logits
-themselves are float32, too, where liger-kernel rounds each to the dtype of the hidden states.
+Invariant: the results equal log_softmax in float32 over whole logits. On a GPU the logits
+themselves are float32 too, whereas liger-kernel rounds them to the dtype of the hidden states.
 
-Letters: R response tokens, H hidden size, V vocabulary, B tokens of the vocabulary in a block.
+Letters: R response tokens, H hidden size, V vocabulary, B vocabulary entries in a block.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What is done to hidden @ weight.T before the softmax; the same as when sampling.
+    """The transform of hidden @ weight.T before the softmax, the same as when sampling.
 
-    First multiplication by `scale` (Granite, Cohere), then `softcap * tanh(logits / softcap)`
-    (Gemma 2), then division by the temperature.
+    Multiply by `scale` (Granite, Cohere), apply `softcap * tanh(logits / softcap)` (Gemma 2), then
+    divide by the temperature.
     """
 
     temperature: float = 1.0
@@ -53,11 +53,12 @@ class LogitTransform:
 
     @property
     def slope(self) -> float:
-        """Of the transform without its softcap."""
+        """Slope of the transform without its softcap."""
         return self.scale / self.temperature
 
     def uncap_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Gradient before the softcap, in place, from transformed `logits`."""
+        """Turn the gradient after the softcap into that before it, in place, given the transformed
+        `logits`."""
         if self.softcap is not None:
             share = logits.mul(self.temperature / self.softcap)
             gradient = gradient.mul_(share.square_().neg_().add_(1.0))
@@ -68,15 +69,15 @@ PLAIN_LOGITS = LogitTransform()
 
 
 CPU_BLOCK_ELEMENTS = 1 << 20
-"""[R, B] logits that stay near a core's caches."""
+"""Elements of [R, B] logits that stay near a core's caches."""
 CUDA_BLOCK_ELEMENTS = 1 << 26
 KEPT_ELEMENTS = 1 << 25
-"""[R, V] logits that are kept for the backward pass, 128 MiB at most."""
+"""Elements of [R, V] logits that are kept for the backward pass: 128 MiB at most."""
 MIN_BLOCK = 256
-"""Tokens of the vocabulary below which a matrix product is no longer worth its start."""
+"""The smallest block, in vocabulary entries: a smaller matrix product is not worth its launch."""
 ALIGNMENT = 128
-"""A block's size is a multiple of it: products of bfloat16 whose sizes are no multiples of 8 run on
-a GPU's old kernels, four times slower."""
+"""Block sizes are multiples of it: bfloat16 products whose sizes are not multiples of 8 run on old
+GPU kernels, four times slower."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ class TokenLogprobs:
     logprobs: Tensor
     """[R] nats, at least float32."""
     entropy: Tensor | None
-    """[R] nats, if asked for."""
+    """[R] nats, if requested."""
 
 
 def token_logprobs(
@@ -100,13 +101,13 @@ def token_logprobs(
 
     Args:
         hidden: [R, H] last hidden states at the positions that predict `targets`.
-        weight: [V, H] of the LM head; `bias` [V] if it has one.
+        weight: [V, H] the LM head's; `bias` [V] if it has one.
         targets: [R] int64 token ids.
-        trains_entropy: the entropy has a gradient.
+        trains_entropy: whether the entropy has a gradient.
 
     Raises:
-        ValueError: shapes do not fit, or a target lies outside the vocabulary (CPU only: looking
-            would make a GPU wait).
+        ValueError: shapes do not match, or a target lies outside the vocabulary (checked on a CPU
+            only; on a GPU the check would wait for the device).
     """
     _check(hidden, weight, targets)
     keeps_logits = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_ELEMENTS
@@ -145,7 +146,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             block_normalizer = logits.logsumexp(1)
             total = torch.logaddexp(normalizer, block_normalizer)
             if with_entropy:
-                # Of p * logit over this block, p relative to the block's own normalizer.
+                # Mean of the logits over this block, with p normalized within the block.
                 probabilities = (logits - block_normalizer[:, None]).exp_()
                 block_mean = probabilities.mul_(logits).sum(1)
                 mean_logit = torch.lerp(mean_logit, block_mean, (block_normalizer - total).exp())
@@ -167,9 +168,9 @@ class _BlockedLogprobs(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         of_logprobs, of_entropy = upstream
-        # A factor per row is multiplied into [R, H] tensors instead of the logits. With g and h
-        # upstream of logprobs and entropy the gradient of a row is -g times (p - onehot), or -1
-        # times (p (g + h (log p + entropy)) - g onehot) where h is there.
+        # The factor of each row multiplies [R, H] tensors, which are smaller than the logits. With
+        # upstream gradients g of logprobs and h of entropy, the gradient of a row is
+        # -g (p - onehot) without h, and -(p (g + h (log p + entropy)) - g onehot) with h.
         minus_one = torch.full_like(normalizer, -1.0)
         minus_g = torch.zeros_like(normalizer) if of_logprobs is None else -of_logprobs
         factor, at_target = (minus_g, minus_one) if of_entropy is None else (minus_one, minus_g)
@@ -221,7 +222,7 @@ def _logit_gradient(
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """[R, B] but for what is added at the target."""
+    """[R, B] gradient of the logits without the term of the target."""
     log_p = logits - normalizer[:, None]
     if of_entropy is None or entropy is None:
         return log_p.exp_()
@@ -236,7 +237,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _locate(targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which targets lie in the block [R], and where in it [R, 1]; 0 for those that don't."""
+    """Whether each target lies in the block [R], and its index there [R, 1] (0 if it does not)."""
     inside = (targets >= block.start) & (targets < block.stop)
     return inside, torch.where(inside, targets - block.start, 0)[:, None]
 

@@ -1,7 +1,7 @@
-"""Mean and variance that merge, and whitening by them.
+"""Mean and variance that can be merged across shards, and whitening.
 
-Invariant: merging the moments of shards gives the moments of the whole, without cancellation (the
-pairwise update of Chan, Golub and LeVeque, 1979). All in float64.
+Invariant: merging the moments of shards gives the moments of the whole without cancellation
+(pairwise update of Chan, Golub and LeVeque, 1979). All in float64.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, counts: Tensor | None = None) -> "Moments":
-        """Of `values` [N], each counted `counts` [N] times; two passes."""
+        """The moments of `values` [N], each counted `counts` [N] times, in two passes."""
         wide = values.double()
         if counts is None:
             count = wide.new_full((), len(wide))
@@ -38,7 +38,7 @@ class Moments:
         return cls(*tensor.unbind())
 
     def to_tensor(self) -> Tensor:
-        """[3] float64, for a collective."""
+        """[3] float64, to be sent through a collective."""
         return torch.stack([self.count, self.mean, self.squares])
 
     def merge(self, other: "Moments") -> "Moments":
@@ -49,18 +49,18 @@ class Moments:
         return Moments(count, self.mean + delta * share, squares)
 
     def variance(self, ddof: int) -> Tensor:
-        """0 where there are not more than `ddof` numbers."""
+        """The variance; 0 if there are at most `ddof` numbers."""
         return torch.where(self.count > ddof, self.squares / (self.count - ddof).clamp(min=1), 0.0)
 
     @property
     def effective_sample_size(self) -> Tensor:
-        """Fraction in [0, 1] of equal weights that would have this spread: mean^2 / mean square."""
+        """mean^2 / mean square, in [0, 1]: the share of equal weights with the same spread."""
         mean_square = self.mean.square() + self.variance(ddof=0)
         return torch.where(mean_square > 0, self.mean.square() / mean_square, 0.0)
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Standardize [R] to mean 0 and variance 1; TRL's and verl's whitening.
+    """Standardize [R] to mean 0 and variance 1, as TRL and verl do.
 
     Raises:
         ValueError: the batch has fewer than two tokens, so it has no variance.

@@ -1,4 +1,4 @@
-"""The whole training objective of one micro-batch, as the `algorithm:` section describes it.
+"""The training objective of one micro-batch, as described by the `algorithm:` section.
 
     rl_loss_coef * policy loss + kl coef * KL + distillation coef * KL to the teacher
         - entropy_coef * entropy + sft_coef * SFT + echo_coef * cross-entropy of observations
@@ -6,17 +6,17 @@
 Invariant: a term with coefficient 0 is not computed. Loss and metrics of micro-batches that share
 totals add up to those of the step.
 
-The proximal policy is the one that ratios are taken to; it says where the correction for stale data
-goes. Decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298) splits
-current/behavior into current/proximal, which is clipped, and proximal/behavior, which weighs.
+The proximal policy is the denominator of the clipped ratio, and so decides how stale data are
+corrected. Decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298) splits
+current/behavior into current/proximal, which is clipped, and proximal/behavior, which is a weight.
 `algorithm.proximal` is
 
 - recompute: the learner's policy at the start of the step, by a forward pass;
-- behavior: there is none; the loss's ratio is current/behavior, clipped as in plain PPO, and only
-  losses without a ratio get importance weights;
-- loglinear: without a pass; its log-probability is taken to lie between behavior and current, as
-  far as the versions say (A-3PO, arXiv 2512.06547; AReaL);
-- linear: the same of the probability itself (AReaL), which is at least as large.
+- behavior: no proximal policy; the loss's ratio is current/behavior, clipped as in plain PPO, and
+  only losses without a ratio get importance weights;
+- loglinear: no pass; the log-probability is interpolated between behavior and current by the
+  token's staleness (A-3PO, arXiv 2512.06547; AReaL);
+- linear: the same interpolation of the probability (AReaL), which gives at least as much.
 """
 
 from typing import TypeVar
@@ -40,7 +40,7 @@ from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.errors import ConfigError
 
 OBSERVED = "actor/observation_token_frac"
-"""Metric: the share of tokens that `echo_coef` acts on."""
+"""Metric: the share of tokens that `echo_coef` applies to."""
 
 Given = TypeVar("Given", Tensor, ObservedInput)
 
@@ -48,13 +48,13 @@ Given = TypeVar("Given", Tensor, ObservedInput)
 def proximal_logprobs(
     mode: str, logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor
 ) -> Tensor:
-    """[R] log-probabilities under the proximal policy, for the modes that need no pass.
+    """[R] log-probabilities under the proximal policy, for the modes without a forward pass.
 
-    With a token sampled s versions ago, the update under way is version s + 1 after it, so the
-    proximal policy stands s / (s + 1) of the way from behavior to current.
+    If a token was sampled s versions ago, the update in progress makes the (s + 1)-th version after
+    it, so the proximal policy is s / (s + 1) of the way from behavior to current.
 
     Args:
-        logprobs: [R] under the current policy; no gradient flows back.
+        logprobs: [R] under the current policy; without gradient.
         staleness: [R] versions between sampling and training.
     """
     behavior = behavior_logprobs.detach()
@@ -68,7 +68,7 @@ def proximal_logprobs(
 
 
 def require_algorithm(config: AlgorithmSettings) -> None:
-    """Load what the configuration names, so that it is refused at start and not at a first step.
+    """Load the loss and the advantage that are named, so that errors come before the first step.
 
     Raises:
         ConfigError: a user's own loss or advantage cannot be loaded.
@@ -89,14 +89,14 @@ def policy_objective(
     """Loss and metrics (prefix `actor/`).
 
     Args:
-        reference_logprobs: [R] nats, needed where `kl_loss.coef` is not 0.
-        exact_kl: [R] with gradient, from `kl.full_kl`, instead of them for kind `full`.
-        entropy: [R] nats with gradient, needed where `entropy_coef` is not 0, reported if given.
-        teacher_kl: [R] with gradient, from `kl.topk_teacher_kl`, under `distillation.top_k`.
-        observed: needed where `echo_coef` is not 0.
+        reference_logprobs: [R] nats, needed if `kl_loss.coef` is not 0.
+        exact_kl: [R] with gradient, from `kl.full_kl`, in place of them for kind `full`.
+        entropy: [R] nats with gradient, needed if `entropy_coef` is not 0; reported if given.
+        teacher_kl: [R] with gradient, from `kl.topk_teacher_kl`, needed with `distillation.top_k`.
+        observed: needed if `echo_coef` is not 0.
 
     Raises:
-        ValueError: a term that the config switches on lacks its input.
+        ValueError: the input of a term that is switched on is missing.
     """
     numbers = config.loss_config
     policy = _policy_loss(batch, config)
@@ -128,8 +128,8 @@ def policy_objective(
 
 
 def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
-    """Share of the counted tokens that contribute to the loss: a weight of 0 silences the policy
-    loss, and leaves a token to the other terms. Adds up as the metrics of a loss do."""
+    """Share of the counted tokens that contribute to the loss. A weight of 0 removes a token from
+    the policy loss, not from the other terms. Shares of micro-batches add up as loss metrics do."""
     trained = torch.ones_like(batch.logprobs)
     if batch.importance_weights is not None and not config.has_other_terms:
         trained = (batch.importance_weights != 0).to(trained.dtype)
@@ -137,8 +137,8 @@ def trained_fraction(batch: LossInput, config: AlgorithmSettings) -> Tensor:
 
 
 def mask_metrics(mask: Candidates | None, batch: LossInput) -> dict[str, Tensor]:
-    """Share of the counted tokens that have a sampling mask, and how many candidates a token has
-    on average, 0 without one; they add up as the metrics of a loss do."""
+    """Share of the counted tokens that have a sampling mask, and the mean number of candidates per
+    token (0 without a mask). Those of micro-batches add up as loss metrics do."""
     zeros = torch.zeros_like(batch.logprobs.detach())
     counts = zeros if mask is None else mask.counts.to(zeros.dtype)
     parts = {"masked_token_frac": (counts > 0).to(zeros.dtype), "mask_size": counts}
@@ -161,7 +161,7 @@ def _kl(
     reference_logprobs: Tensor | None,
     exact_kl: Tensor | None,
 ) -> Tensor:
-    """[R] to the reference policy."""
+    """[R] KL to the reference policy."""
     if config.kl_loss.kind == "full":
         return _given(exact_kl, "exact_kl", "kl_loss.kind full")
     reference = _given(reference_logprobs, "reference_logprobs", "kl_loss.coef")

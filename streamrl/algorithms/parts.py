@@ -1,9 +1,9 @@
-"""Batches in parts: groups that are trained while the others of their batch are still sampled.
+"""Batches in parts: some groups are trained while others of the batch are still being sampled.
 
-Under the settings that accept parts, what is known of a group depends on that group alone; what
-depends on the batch is the denominator of the loss, which all terms of the loss share. The gradient
-of the parts so far, times the old denominator, divided by the new one, is then their share of the
-gradient of the larger batch.
+With the settings that accept parts, the terms of a group depend on that group alone, and only the
+denominator of the loss, which all terms share, depends on the batch. The gradient of the parts so
+far, times the old denominator divided by the new one, is then their share of the gradient of the
+larger batch.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ _LOSSES = frozenset(
 
 
 def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
-    """Whether the parts of a batch make the update that the batch as a whole makes.
+    """Whether training a batch in parts makes the same update as training it as a whole.
 
-    Not where a number of one group depends on the other groups (normalized over the batch, or a
-    state that each batch updates), with a user's own loss or advantage, where two terms of the loss
-    have different denominators, with several updates, whose mini-batches are drawn from the whole
-    batch, and where a pass before the update makes the weights, whose metrics are of the whole.
+    It does not if a group's terms depend on other groups (normalization over the batch, state that
+    each batch updates), with a user's own loss or advantage, if two terms of the loss have
+    different denominators, with several updates (mini-batches are drawn from the whole batch), or
+    if the weights come from a pass before the update (their metrics are those of the whole batch).
     """
     weights, correction = config.sample_weight, config.rollout_is
     is_over_the_batch = (
@@ -57,12 +57,12 @@ def accepts_parts(config: AlgorithmSettings, num_updates: int = 1) -> bool:
 
 @dataclass(frozen=True)
 class Rescaling:
-    """By how much the share of earlier parts falls when the batch grows by another part."""
+    """The factors by which the share of earlier parts falls when the batch grows by a part."""
 
     loss: float
-    """Factor of the gradient, and of the metrics that are terms of the loss."""
+    """For the gradient and the metrics that are terms of the loss."""
     mean: float
-    """Factor of the metrics that are means over tokens."""
+    """For the metrics that are means over tokens."""
 
     @classmethod
     def of(cls, config: AlgorithmSettings, old: BatchTotals, new: BatchTotals) -> "Rescaling":
@@ -86,7 +86,7 @@ def _shapes_over_the_batch(config: RewardShapingSettings) -> bool:
 
 
 def _has_one_denominator(config: AlgorithmSettings) -> bool:
-    """Whether the terms beside the policy loss are divided by the same number as it."""
+    """Whether the other terms are divided by the same number as the policy loss."""
     by_sequences = ("seq-mean-token-mean", "seq-mean-token-sum")
     return (
         config.loss not in SEQUENCE_MEAN_LOSSES

@@ -1,11 +1,11 @@
-"""Rewards on their way to token rewards: shaping, normalization, weights and resampling.
+"""From trajectory rewards to token rewards: shaping, normalization, weights and resampling.
 
-The order is that of ROLL (github.com/alibaba/ROLL): format penalty and, of our own, the penalty of
-truncated trajectories, normalize, clip, length reward, KL per token, whiten; then the advantage
-estimator whitens and clips in its turn.
+The order is that of ROLL (github.com/alibaba/ROLL): format penalty (here also a penalty for
+truncated trajectories), normalize, clip, length reward, KL per token, whiten; the advantage
+estimator then whitens and clips again.
 
-Invariant: one call takes the whole batch; every function returns new tensors. Scores are [S], one
-per trajectory.
+Invariant: each call takes the whole batch and returns new tensors. Scores are [S], one per
+trajectory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _MOMENTS = ("count", "mean", "squares")
 
 
 class RunningMoments:
-    """Mean and standard deviation of all rewards seen so far; part of a checkpoint."""
+    """Mean and standard deviation of all rewards so far; saved in checkpoints."""
 
     def __init__(self) -> None:
         self._moments = Moments.of(torch.zeros(0))
@@ -56,15 +56,15 @@ _BASELINE = "baseline/"
 
 
 class RoleBaselines:
-    """Running means of the rewards of each role, from 0 on, for advantage rae; part of a
-    checkpoint."""
+    """The running mean reward of each role, starting at 0, for the advantage rae; saved in
+    checkpoints."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self.values: dict[str, float] = {}
 
     def follow(self, roles: Sequence[str], rewards: Tensor) -> Tensor:
-        """[E] the baseline of each episode's role before it, in their order; `rewards` are [E]."""
+        """[E] for each episode in turn the baseline of its role before it; `rewards` are [E]."""
         before = []
         for role, reward in zip(roles, rewards.tolist(), strict=True):
             before.append(self.values.get(role, 0.0))
@@ -88,12 +88,12 @@ def shape_rewards(
     num_invalid_turns: Tensor | None = None,
     is_truncated: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """[S] what is put on tokens, and metrics.
+    """[S] the shaped rewards, and metrics.
 
     Args:
         rewards: [S] from the environment.
-        groups: [S] int64: siblings; with `agentic` whatever its grouping compares.
-        running: state of scope `running`; updated with this batch first.
+        groups: [S] int64, equal for siblings; with `agentic`, for episodes that it compares.
+        running: state of the scope `running`; first updated with this batch.
         num_invalid_turns: [S], for `format_penalty`.
         is_truncated: [S] bool, for `truncated_penalty`.
     """
@@ -125,11 +125,11 @@ def normalize(
     std_over: NormScope | None,
     running: RunningMoments | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + 1e-6), each over its own scope; None leaves that step out, and rewards
+    """(x - mean) / (std + 1e-6), each over its own scope; None skips that step, and rewards
     without spread are not divided.
 
     Raises:
-        ValueError: a scope is `running` and there is no state for it.
+        ValueError: a scope is `running` and `running` is None.
     """
     if "running" in (mean_over, std_over):
         if running is None:
@@ -142,10 +142,10 @@ def normalize(
 
 
 def normalize_agentic(scores: Tensor, groups: Tensor, method: str) -> Tensor:
-    """Episode scores within their groups; 0 for a group of one or without spread.
+    """Normalize episode scores within their groups; 0 for a group of one or without spread.
 
     Args:
-        groups: [S] int64 by start state, by environment tag, or all equal.
+        groups: [S] int64, equal for one start state, for one environment tag, or for all.
         method: identity | mean | mean_std | asym_clip.
     """
     if method == "identity":
@@ -160,7 +160,8 @@ def normalize_agentic(scores: Tensor, groups: Tensor, method: str) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, config: LengthRewardSettings) -> Tensor:
-    """[S] from 0, `buffer` tokens before `max_length`, to the full penalty there (DAPO)."""
+    """[S] the penalty: 0 up to `buffer` tokens before `max_length`, then rising linearly to its
+    full value there (DAPO)."""
     excess = lengths.double() - (config.max_length - config.buffer)
     return config.penalty * (excess / config.buffer).clamp(0.0, 1.0)
 
@@ -173,10 +174,11 @@ def token_rewards(
     whitened: bool = False,
     turn_rewards: Tensor | None = None,
 ) -> Tensor:
-    """[R] the reward at the last token of each trajectory, less `kl_coef` times `kl` [R].
+    """[R] each trajectory's reward at its last token, minus `kl_coef` times `kl` [R].
 
-    Of it, `turn_rewards` [R] stand where they are; the rest is what is left of the whole. Then the
-    result is float64: in float32 siblings of one reward would have sums that differ.
+    The parts of the reward in `turn_rewards` [R] stay at their tokens, and the last token gets the
+    rest. The result is then float64: in float32, siblings with equal rewards could have different
+    sums.
     """
     if turn_rewards is not None:
         turn_rewards = turn_rewards.double()
@@ -194,7 +196,7 @@ def token_rewards(
 def difficulty_mask(
     scores: Tensor, groups: Tensor, low: float | None, high: float | None
 ) -> Tensor:
-    """[S] bool: the group's mean score lies strictly between; groups of one always pass."""
+    """[S] bool: low < the group's mean score < high; groups of one always pass."""
     grouped = Groups.of(groups)
     mean = grouped.mean(scores)
     above = torch.ones_like(grouped.alone) if low is None else mean > low
@@ -205,11 +207,12 @@ def difficulty_mask(
 def sample_weights(
     lengths: Tensor, config: SampleWeightSettings, difficulty: Tensor | None = None
 ) -> Tensor:
-    """[S] weights of mean 1: 0.5 + 1.5 difficulty, times 1.5 down to 0.5 by length.
+    """[S] weights with mean 1: 0.5 + 1.5 difficulty, times a factor from 1.5 for the shortest to
+    0.5 for the longest response.
 
     Args:
         lengths: [S] response tokens.
-        difficulty: [S] in [0, 1], as the prompts carry it.
+        difficulty: [S] in [0, 1], from the prompts.
     """
     weights = torch.ones(len(lengths), dtype=torch.float64, device=lengths.device)
     if config.difficulty:
@@ -223,7 +226,7 @@ def sample_weights(
 
 
 def pf_ppo_chances(scores: Tensor, config: PfPpoSettings) -> Tensor:
-    """[S] relative chances to be drawn (PF-PPO, arXiv 2409.06957)."""
+    """[S] relative probabilities of being drawn (PF-PPO, arXiv 2409.06957)."""
     match config.method:
         case "pow":
             chances = scores.abs() ** config.weight_pow
@@ -235,14 +238,14 @@ def pf_ppo_chances(scores: Tensor, config: PfPpoSettings) -> Tensor:
 
 
 def pf_ppo_resample(scores: Tensor, config: PfPpoSettings) -> Tensor:
-    """[S] int64: which trajectories make up the resampled batch, with replacement."""
+    """[S] int64 indices of the trajectories of the resampled batch, drawn with replacement."""
     return torch.multinomial(pf_ppo_chances(scores, config), len(scores), replacement=True)
 
 
 def _over(
     scope: NormScope | None, rewards: Tensor, groups: Tensor, running: RunningMoments | None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [S] (ddof 1)."""
+    """[S] mean and standard deviation (ddof 1) over the scope."""
     match scope:
         case "running" if running is not None:
             mean, std = rewards.new_tensor(running.mean), rewards.new_tensor(running.std)

@@ -1,21 +1,21 @@
-"""The routers of a mixture-of-experts model, and which experts they take.
+"""Replacing the experts that the routers of a mixture-of-experts model choose.
 
-A router scores all experts, takes the K best by one `torch.topk` over them, and makes weights of
-the scores of those, each family by its own rule:
+A router scores all experts, takes the K best with one `torch.topk`, and turns their scores into
+weights by the rule of its family:
 
     softmax over all experts, then over the K of them if norm_topk_prob    Qwen, OLMoE, Mixtral
     softmax over the scores of the K                                       gpt-oss, Granite
     sigmoid, the K of them divided by their sum and scaled                 DeepSeek-V3, GLM-4, dots
 
-`choosing` stands in for that one call: the experts are those that the caller says, and everything
-else, the weights and their gradients included, is the router's own code.
+`choosing` replaces the result of that one call with the experts that the caller names; all the
+rest, including the weights and their gradients, is the router's own code.
 
-Invariant: with the experts that the router would have taken itself, its results are the same.
-Shapes: N tokens of a call, E experts, K of a token.
+Invariant: given the experts that the router would have chosen, its results do not change.
+Shapes: N tokens of a call, E experts, K per token.
 
-`ROUTERS` are transformers' routers whose weights follow from the experts alone, by class name. In
-others the scores of experts that were not taken are masked (DeepSeek-V2's groups), or there is no
-such call (Phi-MoE's sampler): their weights would be wrong, so they are refused by name.
+`ROUTERS` are the class names of transformers' routers whose weights depend on the chosen experts
+alone. Others mask the scores of experts that were not chosen (DeepSeek-V2's groups) or make no such
+call (Phi-MoE's sampler); their weights would be wrong, so they are refused by name.
 """
 
 import re
@@ -60,7 +60,7 @@ _LAYER = re.compile(r"((?:.*?\.)?layers)\.(\d+)\.")
 _IS_ROUTER = re.compile(r"(Router|(?<!Forget)Gate)$")
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
-"""The experts [N, K] that the tokens of a call get, from those that the router would take."""
+"""From the experts [N, K] that the router would choose to those that the tokens get."""
 
 
 class _Choosing(TorchFunctionMode):
@@ -79,7 +79,7 @@ class _Choosing(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):
             return output
-        # Some routers choose groups of experts before, from scores of [N, groups, E / groups].
+        # Some routers first choose groups of experts, from scores [N, groups, E / groups].
         if args[0].ndim != 2 or args[0].shape[1] != self._num_experts:
             return output
         chosen = self._choose(output.indices)
@@ -89,7 +89,7 @@ class _Choosing(TorchFunctionMode):
 
 
 def choosing(router: torch.nn.Module, choose: Choose) -> None:
-    """From here on, `choose` says which experts its tokens get."""
+    """Make `choose` decide from now on which experts the router's tokens get."""
     router.forward = partial(_routed, router.forward, router, choose)
 
 
@@ -104,10 +104,10 @@ def num_experts_of(router: Any) -> int:
 
 
 def routers(model: PreTrainedModel, setting: str) -> dict[str, torch.nn.Module]:
-    """Those of the model's decoder, by name.
+    """The routers of the model's decoder, by name.
 
     Raises:
-        ConfigError: it has none, or one that is not known; `setting` asks for them.
+        ConfigError: there are none, or an unknown one; `setting` is what needs them.
     """
     found, unknown = {}, set()
     for name, module in model.named_modules():
@@ -128,7 +128,7 @@ def routers(model: PreTrainedModel, setting: str) -> dict[str, torch.nn.Module]:
 
 
 def layer_of(router: str) -> tuple[str, int]:
-    """The decoder layer that a router of this name is in: the list that holds it, and its number.
+    """The decoder layer of a router with this name: the name of the layer list, and the number.
 
     >>> layer_of("model.layers.3.mlp.gate")
     ('model.layers', 3)

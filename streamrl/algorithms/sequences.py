@@ -1,9 +1,9 @@
 """Flat response tokens and the sequences they belong to.
 
-Every formula of this package takes tensors [R], the response tokens of all trajectories one after
-the other, and a `Sequences` that says where each trajectory ends. There is no padding and no mask.
+Every formula of this package takes tensors [R], the concatenated response tokens of all
+trajectories, and a `Sequences` with the length of each. There is no padding and no mask.
 
-Invariant: the lengths add up to R; empty sequences are allowed and reduce to 0.
+Invariant: the lengths sum to R; empty sequences are allowed and reduce to 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,27 +17,24 @@ from torch import Tensor
 
 
 def require_rows(count: int, **columns: Tensor | None) -> None:
-    """
-    Raises:
-        ValueError: a column that there is has not so many numbers.
-    """
+    """Raise ValueError if a column that is not None has a shape other than (count,)."""
     for name, column in columns.items():
         if column is not None and column.shape != (count,):
             raise ValueError(f"{name}: has shape {tuple(column.shape)}; must be ({count},)")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there, without waiting for what a GPU computes; itself if it is there. What the
-    host computed must stay as it is."""
+    """The tensor on the device, copied without waiting for the GPU's pending work. The caller must
+    not change a host tensor afterwards, since it is the result itself if it is there already."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
-    # From pageable memory the host would wait until the GPU has come to the copy.
+    # A copy from pageable memory would make the host wait for the GPU.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """S consecutive segments of R tokens. Build with `from_lengths`."""
+    """S consecutive segments of R tokens in all. Build with `from_lengths`."""
 
     lengths: Tensor
     """[S] int64, tokens per sequence."""
@@ -46,7 +43,7 @@ class Sequences:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor) -> "Sequences":
-        """From the number of tokens of each sequence.
+        """Build from the number of tokens of each sequence.
 
         Raises:
             ValueError: a length is negative or not an integer.
@@ -70,7 +67,7 @@ class Sequences:
         return int((self.lengths > 0).sum())
 
     def to(self, device: torch.device) -> "Sequences":
-        """The same on another device; itself if it is there."""
+        """These sequences on another device; self if they are there already."""
         if self.lengths.device == device:
             return self
         if device not in self._elsewhere:
@@ -80,11 +77,11 @@ class Sequences:
 
     @cached_property
     def _elsewhere(self) -> dict[torch.device, "Sequences"]:
-        """What `to` has made."""
+        """The copies that `to` has made."""
         return {}
 
     def sum(self, values: Tensor) -> Tensor:
-        """[R] -> [S]; accumulated in float64, so long sequences lose nothing."""
+        """[R] -> [S]; accumulated in float64, so that long sequences lose no precision."""
         return self._reduce(values, "sum")
 
     def mean(self, values: Tensor) -> Tensor:
@@ -136,19 +133,19 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Statistics over the G groups that trajectories belong to: tensors [S], each trajectory's row
-    that of its group, without a loop over groups. Build with `of`."""
+    """Statistics over the G groups of S trajectories, as tensors [S] in which each trajectory has
+    the value of its group, without a loop over groups. Build with `of`."""
 
     ids: Tensor
     """[G] distinct group ids, ascending."""
     index: Tensor
-    """[S] which of `ids` a trajectory has."""
+    """[S] the index into `ids` of each trajectory's group."""
     sizes: Tensor
-    """[G]"""
+    """[G] trajectories per group."""
 
     @classmethod
     def of(cls, groups: Tensor) -> "Groups":
-        """From group ids [S], any integers."""
+        """Build from group ids [S], any integers."""
         ids, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         return cls(ids, index, sizes)
 
@@ -161,28 +158,30 @@ class Groups:
         return (self.sizes == 1)[self.index]
 
     def mean(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[S], weighted by `weights` [S]; 0 where they add up to 0."""
+        """[S] the group's mean, weighted by `weights` [S]; 0 if they sum to 0."""
         weights = torch.ones_like(scores) if weights is None else weights
         total = self._sum(weights)
         return (self._sum(weights * scores) / torch.where(total == 0, 1.0, total))[self.index]
 
     def mean_by_log_weights(self, scores: Tensor, log_weights: Tensor) -> Tensor:
-        """[S], weighted by exp(`log_weights` [S]), of which each group uses the differences."""
+        """[S] the group's mean, weighted by exp(`log_weights` [S]); only differences within a group
+        matter, so nothing overflows."""
         largest = log_weights.new_full((len(self),), -torch.inf)
         largest.scatter_reduce_(0, self.index, log_weights, "amax")
         return self.mean(scores, (log_weights - largest[self.index]).exp())
 
     def std(self, scores: Tensor) -> Tensor:
-        """[S] with ddof 1; 0 in a group of one."""
+        """[S] the group's standard deviation (ddof 1); 0 in a group of one."""
         squares = self._sum((scores - self.mean(scores)).square())
         return (squares / (self.sizes - 1).clamp(min=1)).sqrt()[self.index]
 
     def _sum(self, scores: Tensor) -> Tensor:
-        """[S] -> [G]"""
+        """[S] -> [G] sums."""
         return scores.new_zeros(len(self)).index_add_(0, self.index, scores)
 
     def lead(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Of groups of two or more: how far the best is ahead of the second [G], and who it is."""
+        """[G] the lead of the best over the second, and [G] the index in [S] of the best; every
+        group needs at least two."""
         ascending = scores.argsort(stable=True)
         order = ascending[self.index[ascending].argsort(stable=True)]
         last = self.sizes.cumsum(0) - 1

@@ -1,15 +1,16 @@
 """Policy losses, by name.
 
-With r = exp(clamp(D, -20, 20)), D = logprobs - proximal_logprobs and A the advantages, each loss
-is a number per token; importance weights and sample weights multiply it after clipping, before it
-is aggregated. Formulas as in verl (github.com/volcengine/verl, core_algos.py) and ROLL
+With D = logprobs - proximal_logprobs, r = exp(clamp(D, -20, 20)) and advantages A, each loss is
+one number per token. After clipping it is multiplied by importance weights and sample weights, then
+aggregated. Formulas are those of verl (github.com/volcengine/verl, core_algos.py) and ROLL
 (github.com/alibaba/ROLL); each function names its paper.
 
 Invariant: losses and metrics of micro-batches that share `totals` add up to those of the batch;
-only clip_cov and kl_cov pick their tokens within a micro-batch.
+only clip_cov and kl_cov choose their tokens within a micro-batch.
 
-Different from the originals on purpose: empty sequences are in no mean (verl's gspo becomes NaN,
-its geo_mean counts them); in geo_mean a sequence of zero weights contributes 0, not 1e-10 of it.
+Deliberate differences from the originals: empty sequences enter no mean (verl's gspo becomes NaN,
+its geo_mean counts them); in geo_mean a sequence with zero weights contributes 0, not 1e-10 of its
+loss.
 """
 
 from streamrl.algorithms.losses.aggregation import (

@@ -1,8 +1,8 @@
-"""What a policy loss is computed from, and how its tokens' losses become one number.
+"""The inputs of a policy loss, and the aggregation of its per-token values to a scalar.
 
-Invariant: with the totals of the batch given to every micro-batch and rank, their losses add up to
-the loss of the batch, however it was cut. Without totals one call is one whole batch. The terms
-beside the policy loss, and the value loss, are scalars without their coefficients.
+Invariant: if every micro-batch and rank is given the totals of the batch, their losses add up to
+the loss of the batch, however it was divided. Without totals, one call is one whole batch. The
+other terms of the objective, and the value loss, are scalars without their coefficients.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from streamrl.config.algorithm.settings import ValueSettings
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """What the denominators count, over every micro-batch and rank of the step. Adds up with +."""
+    """The counts in the denominators, over all micro-batches and ranks of a step; + adds them."""
 
     num_tokens: float
     num_sequences: float
-    """Sequences that hold a counted token."""
+    """Sequences with at least one counted token."""
     longest: float
-    """Tokens of the longest response, for seq-mean-token-sum-norm without a constant."""
+    """Tokens of the longest response: seq-mean-token-sum-norm without a `loss_scale_factor`."""
 
     @classmethod
     def of(cls, sequences: Sequences, loss_mask: Tensor | None = None) -> "BatchTotals":
-        """Of one shard; with `loss_mask` [R] only its tokens count."""
+        """The counts of one shard; with `loss_mask` [R], of its true tokens only."""
         if loss_mask is None:
             return cls(sequences.num_tokens, sequences.num_nonempty, sequences.longest)
         num_sequences = int((sequences.sum(loss_mask) > 0).sum())
@@ -51,15 +51,15 @@ def aggregate(
     loss_mask: Tensor | None = None,
     config: LossSettings | None = None,
 ) -> Tensor:
-    """The loss as a scalar.
+    """Aggregate the loss to a scalar.
 
     Args:
         per_token: [R].
         mode: token-mean (sum / tokens), token-sum, seq-mean-token-sum, seq-mean-token-mean, or
             seq-mean-token-sum-norm (sum over a sequence / a fixed length, mean over sequences; Dr.
             GRPO, arXiv 2503.20783).
-        totals: of the whole batch; by default those of this call.
-        loss_mask: [R] bool; false tokens are neither in a numerator nor in a default denominator.
+        totals: counts of the whole batch; by default those of this call.
+        loss_mask: [R] bool; false tokens enter neither the numerator nor the default denominator.
         config: `loss_scale_factor` and `norm_by_sequences` for seq-mean-token-sum-norm.
     """
     totals = BatchTotals.of(sequences, loss_mask) if totals is None else totals
@@ -76,7 +76,7 @@ def aggregate(
 def denominator(
     mode: AggregationMode, totals: BatchTotals, config: LossSettings | None = None
 ) -> float:
-    """What `aggregate` divides by: the only thing in it that depends on the rest of the batch."""
+    """The divisor of `aggregate`, the only part of it that depends on the rest of the batch."""
     match mode:
         case "token-mean":
             return max(totals.num_tokens, 1)
@@ -97,39 +97,39 @@ def token_mean(
     totals: BatchTotals | None,
     loss_mask: Tensor | None,
 ) -> Tensor:
-    """Mean over tokens without gradient, for a metric; adds up over micro-batches and ranks."""
+    """Mean over tokens without gradient, for metrics; adds up over micro-batches and ranks."""
     return aggregate(per_token.detach(), sequences, "token-mean", totals, loss_mask)
 
 
 @dataclass(frozen=True, eq=False)
 class LossInput:
-    """One micro-batch. Every [R] tensor holds the response tokens of `sequences`, in order.
+    """One micro-batch. Every [R] tensor has the response tokens of `sequences` in order.
 
-    Invariant: it has one row per token (or sequence) everywhere, is at least float32, and holds no
-    non-finite number in a token that contributes nothing.
+    Invariant: each tensor has one row per token (or sequence) and is at least float32; tokens that
+    contribute nothing have finite values.
     """
 
     logprobs: Tensor
     """[R] nats, under the current policy, with gradient."""
     proximal_logprobs: Tensor
-    """[R] nats, under the policy that the ratio is taken to."""
+    """[R] nats, under the policy in the denominator of the ratio."""
     advantages: Tensor
     """[R]"""
     importance_weights: Tensor | None
     """[R], or None for 1."""
     sequences: Sequences
     rewards: Tensor | None = None
-    """[S] trajectory rewards; topr and the SFT term tell positive ones by them."""
+    """[S] trajectory rewards; topr and the SFT term need them to find positive trajectories."""
     loss_mask: Tensor | None = None
-    """[R] bool; false tokens are left out, denominators included. None keeps all."""
+    """[R] bool; false tokens are left out, also in denominators. None keeps all."""
     sample_weights: Tensor | None = None
     """[S] weights per trajectory, or None for 1."""
     totals: BatchTotals | None = None
-    """Of the whole step, where this is a part of it."""
+    """Counts of the whole step, if this is a part of it."""
     top_candidates: Candidates | None = None
-    """The likeliest candidates beside each token, with their behavior log-probabilities."""
+    """Each token's likeliest alternatives, with their behavior log-probabilities."""
     top_logprobs: Tensor | None = None
-    """[M] nats, of these candidates under the current policy, without gradient."""
+    """[M] nats, under the current policy, without gradient."""
 
     def __post_init__(self) -> None:
         require_rows(
@@ -147,7 +147,7 @@ class LossInput:
             tensor = getattr(self, name)
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
             if ignored is not None:
-                # A product with 0 would still carry NaN into the loss and into the gradient.
+                # Multiplying NaN by 0 would still give NaN in the loss and the gradient.
                 tensor = torch.where(ignored & ~tensor.isfinite(), 0.0, tensor)
             object.__setattr__(self, name, tensor)
 
@@ -158,17 +158,17 @@ class LossInput:
 
     @cached_property
     def batch_totals(self) -> BatchTotals:
-        """The denominators: those given, or this batch's own."""
+        """The given totals, or those of this micro-batch."""
         if self.totals is not None:
             return self.totals
         return BatchTotals.of(self.sequences, self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """`token_mean` of [R], for a metric of the batch."""
+        """`token_mean` of [R] with the batch's totals, for a metric."""
         return token_mean(per_token, self.sequences, self.batch_totals, self.loss_mask)
 
     def _ignored(self) -> Tensor | None:
-        """[R] bool, tokens that contribute nothing; None if there can be none."""
+        """[R] bool, true for tokens that contribute nothing; None if there are none."""
         weightless = None if self.importance_weights is None else self.importance_weights == 0
         if self.loss_mask is None:
             return weightless
@@ -177,7 +177,7 @@ class LossInput:
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """`metrics` are scalars without gradient on the device; like the loss they add up over
+    """`metrics` are scalars on the device, without gradient; like the loss, they add up over
     micro-batches and ranks that share `totals`."""
 
     loss: Tensor
@@ -185,7 +185,7 @@ class LossOutput:
 
 
 def term(per_token: Tensor, batch: LossInput, config: LossSettings) -> Tensor:
-    """[R], such as an entropy or a KL, as a term beside the policy loss."""
+    """Aggregate [R], such as an entropy or a KL, as a further term of the objective."""
     mode, mask = config.loss_agg_mode, batch.loss_mask
     return aggregate(per_token, batch.sequences, mode, batch.batch_totals, mask, config)
 
@@ -204,19 +204,19 @@ def sft_loss(batch: LossInput, config: LossSettings) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ObservedInput:
-    """Of one micro-batch, the O tokens that the policy read between its turns."""
+    """The O tokens of a micro-batch that the policy read between its turns."""
 
     logprobs: Tensor
     """[O] nats, under the current policy, with gradient."""
     sequences: Sequences
     """The observed tokens of each trajectory."""
     totals: BatchTotals
-    """Of the observed tokens of the whole step."""
+    """Counts of the observed tokens of the whole step."""
 
 
 def observation_loss(observed: ObservedInput, config: LossSettings) -> Tensor:
-    """Aggregated -log p of what the environment answered (ECHO, arXiv 2605.24517); its denominators
-    count these tokens, and trajectories that have some, whatever the policy loss counts."""
+    """Aggregated -log p of the environment's answers (ECHO, arXiv 2605.24517). Its denominators
+    count these tokens, and the trajectories that have some, independently of the policy loss."""
     mode, totals = config.loss_agg_mode, observed.totals
     return aggregate(-observed.logprobs, observed.sequences, mode, totals, config=config)
 
@@ -231,11 +231,11 @@ def value_loss(
     loss_mask: Tensor | None = None,
     aggregation: LossSettings | None = None,
 ) -> LossOutput:
-    """Half the squared error, or that of the value clipped around the old one if larger.
+    """Half the squared error, or half that of the value clipped around the old one if larger.
 
     Args:
         values, old_values, returns: [R]; `values` with gradient.
-        aggregation: as `config` of `aggregate`.
+        aggregation: the `config` of `aggregate`.
     """
     plain = (values - returns).square()
     error, clipped = plain, torch.zeros_like(plain)

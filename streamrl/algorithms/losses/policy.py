@@ -5,9 +5,9 @@
     weigh log p                                     gpg, reinforce, dro, topr
     drop tokens outside a trust region              dppo_tv, dppo_kl
 
-Ratios, clipping, weighting, aggregation and metrics are the same code for all. Those that pick by
-covariance pick among the tokens of one call, as the authors' code does: of a batch that is cut into
-micro-batches they take other tokens, and at least one of each. All others add up however it is cut.
+All share the code for ratios, clipping, weighting, aggregation and metrics. The two that pick by
+covariance choose among the tokens of one call, as the authors' code does, so a batch divided into
+micro-batches gets other tokens, at least one of each. All others add up however it is divided.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from streamrl.user_code import named
 
 _LOG_RATIO_BOUND = 20.0
 _OVERFLOW_LOG = 80.0
-"""Where a formula leaves the ratio unclamped, this still keeps float32 finite."""
+"""Keeps the ratio finite in float32 where a formula does not clamp it."""
 
 
 def clamped_ratio(batch: LossInput) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def finish(
     clipped_lower: Tensor | None = None,
     mode: AggregationMode | None = None,
 ) -> LossOutput:
-    """Weigh, aggregate, report."""
+    """Apply the weights, aggregate, and add metrics."""
     if batch.importance_weights is not None:
         per_token = per_token * batch.importance_weights
     if batch.sample_weights is not None:
@@ -114,16 +114,17 @@ def ppo(batch: LossInput, config: settings.PpoSettings) -> LossOutput:
 
 
 def gspo(batch: LossInput, config: settings.GspoSettings) -> LossOutput:
-    """Ratio of whole sequences (GSPO, arXiv 2507.18071); always seq-mean-token-mean."""
+    """Clipped surrogate with one ratio per sequence (GSPO, arXiv 2507.18071); always
+    seq-mean-token-mean."""
     return _sequence_ratio(batch, config, SEQUENCE_MEAN_LOSSES["gspo"])
 
 
 def luspo(batch: LossInput, config: settings.LuspoSettings) -> LossOutput:
-    """GSPO with the loss of each sequence times its length, so that a token counts as much in a
-    long response as in a short one (LUSPO, arXiv 2602.05261): always seq-mean-token-sum.
+    """GSPO with each sequence's loss multiplied by its length, so that a token counts as much in a
+    long response as in a short one (LUSPO, arXiv 2602.05261); always seq-mean-token-sum.
 
-    Its gradient is about a response's length larger than that of gspo: the learning rate, or the
-    gradient's clipping, has to fit.
+    The gradient is larger than gspo's by about the length of a response; choose the learning rate
+    or the gradient clipping accordingly.
     """
     return _sequence_ratio(batch, config, SEQUENCE_MEAN_LOSSES["luspo"])
 
@@ -165,7 +166,7 @@ def geo_mean(batch: LossInput, config: settings.GeoMeanSettings) -> LossOutput:
 
 
 def cispo(batch: LossInput, config: settings.CispoSettings) -> LossOutput:
-    """Clipped ratio as a constant weight of log p (CISPO, arXiv 2506.13585)."""
+    """The clipped ratio as a constant weight on log p (CISPO, arXiv 2506.13585)."""
     log_ratio, ratio = clamped_ratio(batch)
     bounded = ratio.detach().clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     loss = -bounded * batch.advantages * batch.logprobs
@@ -181,9 +182,9 @@ def sapo(batch: LossInput, config: settings.SapoSettings) -> LossOutput:
 
 
 def vespo(batch: LossInput, config: settings.VespoSettings) -> LossOutput:
-    """-phi(w) A log p, with w the ratio of the whole sequence and the constant weight phi(w) = w^k
-    exp(lambda (1 - w)), whose k and lambda depend on the sign of A (VESPO, arXiv 2602.10693, and
-    github.com/FloyedShen/VESPO: w is a product, its logarithm within +-20)."""
+    """-phi(w) A log p with the constant weight phi(w) = w^k exp(lambda (1 - w)), where w is the
+    ratio of the whole sequence and k and lambda depend on the sign of A (VESPO, arXiv 2602.10693;
+    github.com/FloyedShen/VESPO: w is the product of the token ratios, log w within +-20)."""
     log_ratio = batch.log_ratio
     total = counted_sum(log_ratio.detach().double(), batch)
     log_weight = batch.sequences.expand(total.clamp(-_VESPO_LOG_BOUND, _VESPO_LOG_BOUND))
@@ -195,7 +196,7 @@ def vespo(batch: LossInput, config: settings.VespoSettings) -> LossOutput:
 
 
 def clip_cov(batch: LossInput, config: settings.ClipCovSettings) -> LossOutput:
-    """Drop the loss of random tokens of high covariance of A and log p (arXiv 2505.22617)."""
+    """Drop the loss of random tokens with high covariance of A and log p (arXiv 2505.22617)."""
     log_ratio = batch.log_ratio
     plain, bounded = clip_terms(unclamped_ratio(log_ratio), batch.advantages, config)
     covariance = _covariance(batch).masked_fill(bounded > plain, -torch.inf)
@@ -209,9 +210,9 @@ def clip_cov(batch: LossInput, config: settings.ClipCovSettings) -> LossOutput:
 
 
 def kl_cov(batch: LossInput, config: settings.KlCovSettings) -> LossOutput:
-    """Penalize |D| on the tokens of highest covariance (arXiv 2505.22617).
+    """Penalize |D| on the tokens with the highest covariance (arXiv 2505.22617).
 
-    Its `ppo_kl` is the mean of |D|, as the original reports it.
+    Its `ppo_kl` is the mean of |D|, as in the original.
     """
     log_ratio = batch.log_ratio
     loss = -batch.advantages * unclamped_ratio(log_ratio)
@@ -224,7 +225,7 @@ def kl_cov(batch: LossInput, config: settings.KlCovSettings) -> LossOutput:
 
 
 def _covariance(batch: LossInput) -> Tensor:
-    """[R] (A - mean A)(log p - mean log p) without gradient; -inf where a token does not count."""
+    """[R] (A - mean A)(log p - mean log p) without gradient; -inf for tokens that do not count."""
     mask = batch.loss_mask
     counted = torch.ones_like(batch.logprobs, dtype=torch.bool) if mask is None else mask
     advantages, logprobs = batch.advantages, batch.logprobs.detach()
@@ -249,15 +250,15 @@ def reinforce(batch: LossInput, config: LossSettings) -> LossOutput:
 
 
 def dro(batch: LossInput, config: settings.DroSettings) -> LossOutput:
-    """-A log p + beta / 2 D^2, D being the log-ratio of each token, as ROLL and tinker have it, or
-    with `dro_level: sequence` that of the whole response, the sum of its tokens' (DRO, arXiv
-    2405.19107; Kimi k1.5, arXiv 2501.12599, section 2.3.2, with tau = beta). That one grows with
-    the response, and takes a smaller beta. Nothing bounds either."""
+    """-A log p + beta / 2 D^2. D is the log-ratio of each token, as in ROLL and tinker, or with
+    `dro_level: sequence` that of the whole response, the sum over its tokens (DRO, arXiv
+    2405.19107; Kimi k1.5, arXiv 2501.12599, section 2.3.2, with tau = beta). The latter grows with
+    the response length and needs a smaller beta. D is not clamped."""
     log_ratio = batch.log_ratio
     square = log_ratio.square()
     if config.dro_level == "sequence":
         total = batch.sequences.expand(counted_sum(log_ratio.detach(), batch))
-        # Of a response they add up to the square of the total, and each has its gradient.
+        # Over a response these sum to the square of the total, with the gradient of that square.
         square = total * (2 * log_ratio - log_ratio.detach())
     penalty = 0.5 * config.dro_beta * square
     return finish(batch, config, penalty - batch.logprobs * batch.advantages, log_ratio)
@@ -276,12 +277,12 @@ def topr(batch: LossInput, config: settings.ToprSettings) -> LossOutput:
 
 
 _LEAST_REST = 1e-12
-"""As the authors' code has it (github.com/sail-sg/Stable-RL, verl/workers/actor/utils.py)."""
+"""The authors' value (github.com/sail-sg/Stable-RL, verl/workers/actor/utils.py)."""
 
 
 def dppo_tv(batch: LossInput, config: settings.DppoSettings) -> LossOutput:
-    """Trust region on the change of the token's probability, or on the total variation of the
-    likeliest candidates (DPPO, arXiv 2602.04879)."""
+    """Trust region on the change of the token's probability, or with `divergence_topk` on the
+    total variation over the likeliest candidates (DPPO, arXiv 2602.04879)."""
     if config.divergence_topk:
         return _truncated_reinforce(batch, config, _is_inside(batch, config, topk_tv(batch)))
     change = batch.logprobs.detach().exp() - batch.proximal_logprobs.exp()
@@ -292,8 +293,8 @@ def dppo_tv(batch: LossInput, config: settings.DppoSettings) -> LossOutput:
 
 
 def dppo_kl(batch: LossInput, config: settings.DppoSettings) -> LossOutput:
-    """Trust region on the KL of "this token or another", or of the likeliest candidates (DPPO,
-    arXiv 2602.04879)."""
+    """Trust region on the KL between the two outcomes "this token" and "any other", or with
+    `divergence_topk` on the KL over the likeliest candidates (DPPO, arXiv 2602.04879)."""
     if config.divergence_topk:
         return _truncated_reinforce(batch, config, _is_inside(batch, config, topk_kl(batch)))
     new_log, old_log = batch.logprobs.detach(), batch.proximal_logprobs
@@ -304,8 +305,8 @@ def dppo_kl(batch: LossInput, config: settings.DppoSettings) -> LossOutput:
 
 
 def topk_tv(batch: LossInput) -> Tensor:
-    """[R] half the sum of |p - q| over the token, its likeliest candidates, and all others as one:
-    q of the behavior policy, p of the current one."""
+    """[R] half the sum of |p - q| over the token, its likeliest candidates, and all other tokens as
+    one outcome; p is the current policy, q the behavior policy."""
     candidates, token, others = _terms(batch)
     changes = [(part.p - part.q).abs() for part in (token, others)]
     rest = (_rest(token.p, others.p, candidates) - _rest(token.q, others.q, candidates)).abs()
@@ -313,7 +314,7 @@ def topk_tv(batch: LossInput) -> Tensor:
 
 
 def topk_kl(batch: LossInput) -> Tensor:
-    """[R] KL(q, p) of the same distributions."""
+    """[R] KL(q, p) of the distributions of `topk_tv`."""
     candidates, token, others = _terms(batch)
     parts = [part.q * (part.log_q - part.log_p) for part in (token, others)]
     rest_p, rest_q = _rest(token.p, others.p, candidates), _rest(token.q, others.q, candidates)
@@ -346,12 +347,12 @@ def _terms(batch: LossInput) -> tuple[Candidates, _Terms, _Terms]:
 
 
 def _rest(token: Tensor, others: Tensor, candidates: Candidates) -> Tensor:
-    """[R] the probability of all that are neither the token nor among its candidates."""
+    """[R] the probability of all tokens except the token and its candidates."""
     return (1 - token - candidates.sum(others)).clamp(min=_LEAST_REST)
 
 
 def _is_inside(batch: LossInput, config: settings.DppoSettings, divergence: Tensor) -> Tensor:
-    """[R] bool: within the trust region, or on the way back to it."""
+    """[R] bool: inside the trust region, or moving back to it."""
     new, old = batch.logprobs.detach(), batch.proximal_logprobs
     return torch.where(
         batch.advantages > 0,
@@ -363,9 +364,9 @@ def _is_inside(batch: LossInput, config: settings.DppoSettings, divergence: Tens
 def _truncated_reinforce(
     batch: LossInput, config: settings.DppoSettings, inside: Tensor
 ) -> LossOutput:
-    """-A min(r, C) log p, the ratio a constant, on the tokens inside the trust region, and
-    `log_ratio_coef` D^2 on all: the regularizer of Kimi K2.5 (arXiv 2602.02276), as prime-rl adds
-    it to DPPO (github.com/PrimeIntellect-ai/prime-rl, trainer/rl/loss.py)."""
+    """-A min(r, C) log p on the tokens inside the trust region, with a constant ratio, plus
+    `log_ratio_coef` D^2 on all tokens: the regularizer of Kimi K2.5 (arXiv 2602.02276), which
+    prime-rl adds to DPPO (github.com/PrimeIntellect-ai/prime-rl, trainer/rl/loss.py)."""
     log_ratio, ratio = clamped_ratio(batch)
     ratio = ratio.detach()
     truncated = ratio if config.clip_ratio_c is None else ratio.clamp(max=config.clip_ratio_c)
@@ -376,8 +377,8 @@ def _truncated_reinforce(
 
 
 PolicyLoss = Callable[[LossInput, Any], LossOutput]
-"""(batch, settings) -> loss; the settings are a `LOSS_SETTINGS[name]`, or for a user's own loss
-a `UserLossSettings`."""
+"""(batch, settings) -> loss; the settings are an instance of `LOSS_SETTINGS[name]`, or of
+`UserLossSettings` for a user's own loss."""
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": ppo,
@@ -399,5 +400,5 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The loss that `algorithm.loss` names; raises as `streamrl.user_code.named` does."""
+    """Return the loss named by `algorithm.loss`; raises as `streamrl.user_code.named`."""
     return named("algorithm.loss", name, POLICY_LOSSES)

@@ -1,11 +1,11 @@
-"""Rejection: which tokens leave the loss, by divergence tests, independently of the weights; and
-the veto, which gives a whole sequence the weight 0.
+"""Rejection of tokens by divergence tests, independently of their weights; the veto of sequences;
+and the split of the ratio into engine mismatch and policy lag.
 
 With d = log(train / behavior) clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d
 (Schulman, "Approximating KL divergence", 2020), per token or as sum, mean or maximum over a
-sequence. Bounds of k1 are ratios behavior / train: the other way round from those of a weight.
+sequence. Bounds on k1 are ratios behavior / train, the inverse of those on a weight.
 
-Invariant: a token is kept if every rule passes.
+Invariant: a token is kept if it passes every rule.
 """
 
 import math
@@ -22,7 +22,7 @@ from streamrl.config.algorithm.rollout_is import RejectionRule, RolloutISSetting
 
 @dataclass(frozen=True, eq=False)
 class Rejection:
-    """What the rules together say, and the parts of their metrics that merge over shards."""
+    """The tokens that pass all rules, and the parts of their metrics, to be merged over shards."""
 
     keep: Tensor
     """[R] bool."""
@@ -31,7 +31,7 @@ class Rejection:
 
 
 def reject(log_ratio: Tensor, sequences: Sequences, rules: Iterable[RejectionRule]) -> Rejection:
-    """Apply every rule to log_ratio [R] (float64, finite); names are verl's `rollout_rs_*`."""
+    """Apply all rules to log_ratio [R] (float64, finite); metrics are verl's `rollout_rs_*`."""
     keep = torch.ones_like(log_ratio, dtype=torch.bool)
     sums: dict[str, Tensor] = {}
     extremes: dict[str, Tensor] = {}
@@ -47,7 +47,8 @@ def reject(log_ratio: Tensor, sequences: Sequences, rules: Iterable[RejectionRul
 def veto(
     log_ratio: Tensor, sequences: Sequences, config: RolloutISSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """vetoed [S]: sequences with a token that the training policy finds all but impossible."""
+    """[S] bool, true for sequences with a token whose ratio train / behavior is below
+    `veto_threshold`, and the sums of the metrics."""
     vetoed = log_ratio.new_zeros(len(sequences), dtype=torch.bool)
     catastrophic = log_ratio.new_zeros((), dtype=torch.bool)
     if config.veto_threshold is not None:
@@ -60,7 +61,7 @@ def veto(
 
 
 def _judge(log_ratio: Tensor, sequences: Sequences, rule: RejectionRule) -> Rejection:
-    """One rule; its statistic is [R] for a token rule, else [S]."""
+    """Apply one rule; its statistic is [R] for a token rule, otherwise [S]."""
     scope, kind = rule.statistic.rsplit("_", 1)
     per_token = _divergence(log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND), kind)
     match scope:
@@ -111,33 +112,33 @@ def _divergence(log_ratio: Tensor, kind: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """What the two factors of a shard's tokens say, and what their bounds make of them."""
+    """The metrics of the two factors of a shard's tokens, and the effect of their bounds."""
 
     sums: dict[str, Tensor]
-    """Over the rescored tokens; none where nothing was rescored in the whole run."""
+    """Sums over the rescored tokens; empty if the run rescores none."""
     keep: Tensor | None = None
-    """[R] bool, the tokens whose factors are within their bounds; None keeps all."""
+    """[R] bool, true for tokens whose factors are within their bounds; None keeps all."""
     excess: Tensor | None = None
-    """[R] nats by which truncation lowers the logarithm of a ratio; None is 0."""
+    """[R] nats by which truncation lowers the log-ratio; None means 0."""
 
 
 def split(log_ratio: Tensor, mismatch: Tensor | None, config: RolloutISSettings) -> Split:
-    """Engine mismatch and policy lag told apart: the two factors of the importance ratio [R], which
-    is given as logarithm in float64.
+    """Separate engine mismatch from policy lag: the two factors of the importance ratio, whose
+    logarithm [R] is given in float64.
 
         train / behavior = (rescored / behavior) * (train / rescored)
                             engine mismatch         policy lag
 
-    The first compares two programs with the same weights, the second two versions in one program;
-    at staleness 0 it is 1. Where only the ratio is bounded a large mismatch and a small lag hide
-    each other, so each has a bound of its own ("Missing Old Logits in Asynchronous Agentic RL",
-    arXiv 2605.12070). A token that was not rescored is in no metric but the share of those that
-    were, and no bound of a factor acts on it.
+    The first factor compares two programs with the same weights, the second two versions in one
+    program; at staleness 0 the second is 1. In the ratio alone a mismatch and a lag can cancel, so
+    each factor has a bound of its own ("Missing Old Logits in Asynchronous Agentic RL", arXiv
+    2605.12070). Tokens that were not rescored enter no metric except the rescored share, and the
+    bounds of the factors do not apply to them.
 
     Args:
-        mismatch: [R] log-probability under the learner's weights of the version that sampled it,
-            less that of the behavior policy, in nats; not finite where it is not known; None if no
-            token is ever rescored.
+        mismatch: [R] nats, the log-probability under the learner's weights of the sampling version
+            minus that under the behavior policy; not finite if unknown. None if the run rescores no
+            token.
     """
     if mismatch is None:
         return Split({})

@@ -1,13 +1,11 @@
-"""What the rollout-IS metrics are computed from, in a form that merges.
+"""Mergeable statistics from which the rollout-IS metrics are computed.
 
-A mean of means is wrong, and so is a mean of percentiles: shards therefore exchange sums, extremes,
-moments and a histogram. Invariant: the statistics of N uneven shards, merged, give the metrics of
-the whole (percentiles within half a percent, from a histogram of the log-ratio).
+A mean of means is wrong, and so is a mean of percentiles. Shards therefore exchange sums, extremes,
+moments and a histogram, all float64. Invariant: the merged statistics of N uneven shards give the
+metrics of the whole (percentiles within half a percent, from a histogram of the log-ratio).
 
-Letters: B bins of the histogram, K sums, M maxima.
-
-The level is the unit that has one weight (`algorithm.rollout_is.level`). What a sum is divided by,
-and which extreme is kept, is what the catalogue (`streamrl.metrics`) says of its name. Float64.
+The level is the unit that has one weight (`algorithm.rollout_is.level`). The catalogue
+(`streamrl.metrics`) says for each metric what its sum is divided by, or which extreme is kept.
 """
 
 import math
@@ -26,7 +24,7 @@ from streamrl.metrics import CATALOGUE, QUANTILES, STALENESS_BUCKETS, STALENESS_
 
 
 class WeightLevel:
-    """The unit that has one weight: a token, or a sequence with as many votes as tokens."""
+    """The unit that has one weight: a token, or a sequence, which counts once per token."""
 
     def __init__(self, config: RolloutISSettings, sequences: Sequences) -> None:
         self.name = config.level
@@ -35,7 +33,7 @@ class WeightLevel:
         self.counts = None if self.by_token else sequences.lengths.double()
 
     def aggregate(self, log_ratio: Tensor, log_ratio_sums: Tensor) -> Tensor:
-        """Logarithm of the unit's weight."""
+        """The log-weight of each unit."""
         match self.name:
             case "token":
                 return log_ratio
@@ -45,7 +43,7 @@ class WeightLevel:
                 return log_ratio_sums / self.sequences.lengths
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over tokens."""
+        """Sum over tokens of a value per unit."""
         return values.sum() if self.counts is None else torch.dot(values.double(), self.counts)
 
     def to_tokens(self, values: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ SAFETY_BOUND = 20.0
 """Log-ratios are clamped to +-20 before exp; exp(20) is 4.9e8."""
 
 SEQUENCE_ESS = "mismatch/sequence_eff_sample_size"
-"""ESS / B of the ratios of whole sequences, not bounded."""
+"""Effective sample size over the number of sequences, from unbounded ratios of sequences."""
 
 RESCORED = "mismatch/rescored_frac"
 
@@ -76,38 +74,38 @@ _NUM_BINS = int(2 * SAFETY_BOUND) * _BINS_PER_NAT + 1
 
 @dataclass(frozen=True, eq=False)
 class RolloutISStatistics:
-    """Sufficient statistics of one shard. All tensors are float64 on the shard's device.
+    """Sufficient statistics of one shard: float64 tensors on its device.
 
-    Names are those of metrics. The extremes of the weights are their logarithms.
+    Names are metric names. Extremes of weights are stored as logarithms.
     """
 
     counts: Tensor
-    """[3] tokens, sequences, and sequences that are not finite and in no other statistic."""
+    """[3] tokens, sequences, and non-finite sequences, which enter no other statistic."""
     sum_names: tuple[str, ...]
     sums: Tensor
     extreme_names: tuple[str, ...]
     extremes: Tensor
-    """Maxima; minima with the other sign, so that they merge alike."""
+    """Maxima, and negated minima, so that all merge by maximum."""
     bounded: Moments
-    """Of the weights clamped to [L, U], over tokens: what std and effective sample size use."""
+    """Weights clamped to [L, U], over tokens: for std and effective sample size."""
     applied: Moments
-    """Of the weights after bound and veto, over tokens."""
+    """Weights after bound and veto, over tokens."""
     applied_units: Moments
-    """The same with one vote per weight, not per token: what batch normalization divides by."""
+    """The same, counted once per unit instead of once per token: for batch normalization."""
     per_sequence: Moments
-    """Of the mean raw weight of each sequence."""
+    """The mean raw weight of each sequence."""
     sequence_ratios: Moments
-    """Of exp(sum d) of each sequence, whatever the level: what `scale_lr` uses."""
+    """exp(sum d) of each sequence at every level: for `scale_lr`."""
     histogram: Tensor
-    """[B] tokens by log-ratio."""
+    """[B] tokens per bin of the log-ratio."""
     staleness: Tensor
-    """[6, 5] per bucket: tokens, sum c, sum c^2 (c the weight within [L, U]), sum -d, bounded."""
+    """[6, 5] per bucket: tokens, sum c, sum c^2 (c: weight clamped to [L, U]), sum -d, bounded."""
 
     @classmethod
     def of(
         cls, counts: Tensor, sums: dict[str, Tensor], extremes: dict[str, Tensor], **others: Any
     ) -> "RolloutISStatistics":
-        """From sums and extremes by the names of their metrics, and the other fields."""
+        """Build from sums and extremes by metric name, and the other fields."""
         return cls(
             counts=counts,
             sum_names=tuple(sums),
@@ -118,16 +116,16 @@ class RolloutISStatistics:
         )
 
     def merge(self, other: "RolloutISStatistics") -> "RolloutISStatistics":
-        """Statistics of both shards together; both must come from the same config."""
+        """The statistics of both shards together; both must have the same config."""
         theirs = other._parts()
         return replace(self, **{n: _merged(n, own, theirs[n]) for n, own in self._parts().items()})
 
     def to_tensor(self) -> Tensor:
-        """One float64 vector of about 4100 numbers, for a collective."""
+        """One float64 vector of about 4100 numbers, to be sent through a collective."""
         return torch.cat([_tensor_of(part).flatten() for part in self._parts().values()])
 
     def from_tensor(self, tensor: Tensor) -> "RolloutISStatistics":
-        """Statistics of another shard of the same config, from its `to_tensor`."""
+        """The statistics of another shard of the same config, from its `to_tensor`."""
         parts = self._parts()
         given = tensor.split([_tensor_of(part).numel() for part in parts.values()])
         read: dict[str, Any] = {
@@ -137,23 +135,23 @@ class RolloutISStatistics:
         return replace(self, **read)
 
     def merge_ranks(self, group: dist.ProcessGroup | None = None) -> "RolloutISStatistics":
-        """Merged over all ranks of `group`; a collective, the same result on every rank."""
+        """Merge over all ranks of `group`: a collective with the same result on every rank."""
         mine = self.to_tensor()
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine, group=group)
         return reduce(RolloutISStatistics.merge, map(self.from_tensor, gathered))
 
     def to_host(self) -> "RolloutISStatistics":
-        """The same in host memory."""
+        """These statistics in host memory."""
         return self.from_tensor(self.to_tensor().cpu())
 
     def metrics(
         self, config: RolloutISSettings, percentiles: Tensor | None = None
     ) -> dict[str, float]:
-        """All metrics under their public names.
+        """All metrics by their public names.
 
         Args:
-            percentiles: [5] exact ones; by default they are read off the histogram.
+            percentiles: [5] exact values; by default they are read off the histogram.
         """
         if percentiles is None:
             bins = torch.arange(_NUM_BINS, dtype=torch.float64, device=self.histogram.device)
@@ -192,7 +190,7 @@ class RolloutISStatistics:
     def _distribution(
         self, config: RolloutISSettings, extremes: dict[str, Tensor], percentiles: Tensor
     ) -> dict[str, Tensor]:
-        """Spread of the weights."""
+        """The metrics of the spread of the weights."""
         floor = -SAFETY_BOUND if config.level == "token" else -torch.inf
         log_min, log_max, seq_min, seq_max = (
             extremes[f"mismatch/rollout_is_{name}"] for name in ("min", "max", "seq_min", "seq_max")
@@ -212,7 +210,7 @@ class RolloutISStatistics:
         } | {f"mismatch/rollout_is_{name}": value for name, value in named.items()}
 
     def _by_staleness(self) -> dict[str, Tensor]:
-        """What lag costs: per bucket of staleness that holds tokens."""
+        """The cost of lag: metrics for each staleness bucket that has tokens."""
         return {
             f"mismatch/staleness_{bucket}/{name}": value
             for bucket, (count, first, second, kl, bounded) in zip(
@@ -228,18 +226,18 @@ class RolloutISStatistics:
         }
 
     def _parts(self) -> dict[str, Tensor | Moments]:
-        """The fields that are numbers."""
+        """The numeric fields."""
         names = (field.name for field in fields(self) if not field.name.endswith("_names"))
         return {name: getattr(self, name) for name in names}
 
 
 def _as_maximum(name: str, extreme: Tensor) -> Tensor:
-    """Of the metric with this name; its own inverse."""
+    """Negate the extreme if the metric of this name is a minimum; its own inverse."""
     return extreme if metric(name).merge is Merge.MAX else -extreme
 
 
 def _merged(name: str, ours: Any, theirs: Any) -> Any:
-    """Of the field with this name."""
+    """Merge the values of the field with this name."""
     if isinstance(ours, Moments):
         return ours.merge(theirs)
     return torch.maximum(ours, theirs) if name == "extremes" else ours + theirs
@@ -250,23 +248,23 @@ def _tensor_of(part: Tensor | Moments) -> Tensor:
 
 
 def log_ratio_histogram(log_ratio: Tensor, counts: Tensor | None) -> Tensor:
-    """[B] how many tokens have this log-ratio; bins of 0.01 nat, zero in the middle of one."""
+    """[B] number of tokens per bin of the log-ratio; bins of 0.01 nat, one centered at 0."""
     clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     bins = clamped.mul_(_BINS_PER_NAT).round_().add_(_NUM_BINS // 2)
     found = log_ratio.new_zeros(_NUM_BINS, dtype=torch.float64)
     each = found.new_ones(()).expand(len(bins)) if counts is None else counts.double()
-    # Not `bincount`, which looks for the largest bin: a GPU would make the host wait.
+    # Not `bincount`: it reads the largest bin, for which the host would wait on a GPU.
     return found.index_add_(0, bins.long(), each)
 
 
 def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
     """[5] percentiles of exp(log_weights [N]), each counted `counts` [N] times.
 
-    Interpolates linearly between neighbors, as numpy and torch.quantile do. Without counts
-    `log_weights` may come back sorted.
+    Interpolates linearly between neighbors, as numpy and torch.quantile do. Without counts,
+    `log_weights` may be sorted in place.
     """
     if counts is None and log_weights.device.type == "cpu":
-        # In place by numpy, whose vectorized sort is twenty times faster than torch's.
+        # numpy's vectorized sort is twenty times faster than torch's.
         log_weights.numpy().sort()
         ordered, total = log_weights, len(log_weights)
     elif counts is None:
@@ -286,19 +284,19 @@ def weight_percentiles(log_weights: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def largest(values: Tensor) -> Tensor:
-    """Maximum as a scalar; minus infinity, which merges neutrally, where there is nothing."""
+    """The maximum as a scalar; minus infinity, which merges neutrally, if there are no values."""
     return values.max() if len(values) else values.new_tensor(-torch.inf)
 
 
 def smallest(values: Tensor) -> Tensor:
-    """Minimum as a scalar; infinity where there is nothing."""
+    """The minimum as a scalar; infinity if there are no values."""
     return values.min() if len(values) else values.new_tensor(torch.inf)
 
 
 def mismatch_sums(
     log_ratio: Tensor, log_ratio_sums: Tensor, train_sums: Tensor, sequences: Sequences
 ) -> dict[str, Tensor]:
-    """How far apart the two policies are, whatever is done about it."""
+    """Sums for the metrics of the distance between the two policies, before any correction."""
     ratio = finite_exp(log_ratio)
     train = train_sums / sequences.lengths
     behind = -log_ratio_sums / sequences.lengths
@@ -326,9 +324,10 @@ def raw_sums(
     level: WeightLevel,
     config: RolloutISSettings,
 ) -> dict[str, Tensor]:
-    """Mean weight and the shares beyond the bounds, before anything is done about them.
+    """Sums for the mean raw weight and the shares of weights beyond the bounds.
 
-    Sequence level compares log weights and counts sequences, the others count tokens (as verl).
+    The sequence level compares log-weights and counts sequences, the others count tokens, as in
+    verl.
     """
     lower, upper = config.lower, math.inf if config.threshold is None else config.threshold
     if config.level == "sequence":
@@ -359,7 +358,7 @@ def staleness_sums(
     changed: Tensor,
     level: WeightLevel,
 ) -> Tensor:
-    """[6, 5] sums per bucket; see `RolloutISStatistics.staleness`. Distance, whatever its sign."""
+    """[6, 5] sums per bucket of |staleness|; see `RolloutISStatistics.staleness`."""
     if staleness is None:
         return log_ratio.new_zeros(len(STALENESS_BUCKETS), 5)
     edges = to_device(torch.tensor(STALENESS_EDGES), staleness.device)
@@ -372,5 +371,5 @@ def staleness_sums(
 
 
 def finite_exp(values: Tensor) -> Tensor:
-    """exp that stays finite: beyond e^80 float32 overflows."""
+    """exp, bounded by e^80 to stay finite in float32."""
     return values.clamp(max=80.0).exp_()

@@ -1,7 +1,7 @@
-"""Weights, kept tokens and metrics of one batch: the entry of rollout importance sampling.
+"""Weights, kept tokens and metrics of one batch: the entry point of rollout importance sampling.
 
-A shard is measured in float64, over its sequences that are finite and not empty. On a GPU nothing
-here makes the host wait, until the metrics are read: shapes depend on lengths that the host knows.
+A shard is measured in float64, over its finite, non-empty sequences. On a GPU nothing here makes
+the host wait until the metrics are read, since shapes depend only on lengths that the host knows.
 """
 
 import math
@@ -36,26 +36,26 @@ from streamrl.config.algorithm.rollout_is import RolloutISSettings
 def bound_second_moment(
     log_ratio: Tensor, advantages: Tensor, counted: Tensor, limit: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask [R] bool that keeps the second moment of d = log(train / behavior) small, and the
-    metrics: the mean of d^2 over harmful tokens before the masking, and the share that is masked.
+    """A mask [R] bool that limits the second moment of d = log(train / behavior), and the metrics:
+    the mean of d^2 over harmful tokens before masking, and the share of tokens masked.
 
-    A token is harmful if its update moves the policy further from the behavior policy: A and d have
-    one sign. Of the harmful tokens of a batch those with the largest d^2 are masked until the mean
-    of d^2 over the remaining ones is within the limit; of equally large ones all or none (M2PO,
-    arXiv 2510.01161, algorithm 1; github.com/Infini-AI-Lab/M2PO, which has the same tokens and
-    mean, and clips where the paper masks).
+    A token is harmful if its update moves the policy further from the behavior policy, that is, if
+    A and d have the same sign. The harmful tokens with the largest d^2 are masked until the mean of
+    d^2 over the remaining ones is within the limit; of equal ones all or none (M2PO, arXiv
+    2510.01161, algorithm 1; github.com/Infini-AI-Lab/M2PO chooses the same tokens, and clips them
+    where the paper masks).
 
     Args:
         log_ratio: [R] d; may be non-finite where `counted` is false.
         advantages: [R]; 0 for tokens that are not trained.
-        counted: [R] bool, false for tokens that are taken out already.
-        limit: on the mean of d^2.
+        counted: [R] bool, false for tokens that are already rejected.
+        limit: the bound on the mean of d^2.
     """
     is_harmful = counted & (advantages.sign() * log_ratio > 0)
     squares = log_ratio[is_harmful].double().square()
     ascending = squares.sort().values
     counts = torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
-    # Means of the smallest 1, 2, ...: they never fall.
+    # The means of the smallest 1, 2, ... values never decrease.
     too_large = (ascending.cumsum(0) / counts > limit).nonzero()
     smallest_masked = float(ascending[too_large[0]]) if len(too_large) else torch.inf
     keep = torch.ones_like(counted)
@@ -68,7 +68,8 @@ def bound_second_moment(
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """`log_weights` are [R] at token level, else [S] with `counts` [S] tokens each."""
+    """The results of one shard. `log_weights` are [R] at token level, otherwise [S], and `counts`
+    [S] then says how many tokens each has."""
 
     weights: Tensor
     keep: Tensor
@@ -88,9 +89,9 @@ def measure_shard(
     *,
     on_gpu: bool,
 ) -> Shard:
-    """Measure the sequences of finite tokens; the others weigh 0 and are in no statistic.
+    """Measure the finite sequences; the others have weight 0 and enter no statistic.
 
-    On a GPU the others are measured as if they had no mismatch, and are in no denominator.
+    On a GPU non-finite sequences are measured as if they had no mismatch, and enter no denominator.
     """
     wide = train.double()
     log_ratio = wide - behavior
@@ -147,7 +148,7 @@ def _measure(
     staleness: Tensor | None,
     mismatch: Tensor | None,
 ) -> Shard:
-    """All of one shard whose sequences are finite and not empty. Inputs are float64."""
+    """Measure a shard whose sequences are finite and not empty. Inputs are float64."""
     level = WeightLevel(config, sequences)
     log_weights = level.aggregate(log_ratio, log_ratio_sums)
     raw = _within_safety(log_weights)
@@ -197,7 +198,7 @@ def _measure(
 
 
 def _within_safety(log_weights: Tensor) -> Tensor:
-    """Their exponential."""
+    """The weights, clamped to exp(+-SAFETY_BOUND)."""
     bound = math.exp(SAFETY_BOUND)
     return finite_exp(log_weights).clamp_(1 / bound, bound)
 
@@ -214,7 +215,7 @@ def _extremes(behind: Tensor, log_weights: Tensor, per_sequence: Tensor) -> dict
 
 
 _CPU_CHUNK_TOKENS = 1 << 16
-"""So many float64 scratch values stay in a core's second-level cache."""
+"""Float64 scratch tensors of this size stay in a core's second-level cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,30 +223,31 @@ class RolloutIS:
     """Result of `rollout_is_weights`."""
 
     weights: Tensor | None
-    """[R] importance weights, or None where they are off or not applied."""
+    """[R] importance weights, or None if they are off or not applied."""
     keep: Tensor
-    """[R] bool; false: rejected by a rule or by the limit on the second moment, or of a sequence
-    with non-finite log-probabilities."""
+    """[R] bool; false for tokens rejected by a rule or by the second-moment limit, and for those
+    of sequences with non-finite log-probabilities."""
     measure: Callable[[], dict[str, float]] = dict
     statistics: RolloutISStatistics | None = None
-    """What the metrics were computed from, to be merged over micro-batches and ranks."""
+    """The statistics behind the metrics, to be merged over micro-batches and ranks."""
     vetoed: Tensor | None = None
-    """[R] bool; true: of a sequence that the veto gives weight 0. None where weights are off."""
+    """[R] bool; true for tokens of vetoed sequences (weight 0). None if weights are off."""
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Under their public names; waits for the device."""
+        """The metrics by their public names. Waits for the device."""
         return self.measure()
 
     @property
     def accepted(self) -> Tensor:
-        """[R] bool; tokens that neither a rule nor the veto takes out, whatever their weight."""
+        """[R] bool; true for tokens removed neither by a rule nor by the veto, even if their weight
+        is 0."""
         return self.keep if self.vetoed is None else self.keep & ~self.vetoed
 
     def loss_terms(self, config: RolloutISSettings) -> tuple[Tensor | None, Tensor | None]:
-        """(importance_weights, loss_mask) [R] for a LossInput, as `normalize_by` asks.
+        """(importance_weights, loss_mask) [R] for a LossInput, by `normalize_by`.
 
-        `all`: tokens that do not contribute weigh 0 and still count in the denominators.
+        `all`: tokens that do not contribute have weight 0 and still count in the denominators.
         `kept`: they are masked out and do not count.
         """
         if config.normalize_by == "kept":
@@ -253,7 +255,7 @@ class RolloutIS:
             return self.weights, mask
         if self.weights is not None:
             return self.weights * self.keep, None
-        # As far as the host can say without waiting for a GPU.
+        # On a GPU the host would have to wait to know it.
         keeps_all = self.statistics is None or (not self.keep.is_cuda and bool(self.keep.all()))
         return None if keeps_all else self.keep.float(), None
 
@@ -270,15 +272,16 @@ def rollout_is_weights(
     """Weights, kept tokens and metrics of one batch, or of one shard of it.
 
     Args:
-        train_logprobs: [R] nats, under the policy that the loss is anchored to.
-        behavior_logprobs: [R] nats, under the distribution actually sampled from.
+        train_logprobs: [R] nats, under the proximal policy, or the current one if there is none.
+        behavior_logprobs: [R] nats, under the distribution that was sampled from.
         staleness: [R] versions between sampling and training; adds metrics per bucket.
-        advantages: [R], 0 for tokens that are not trained; `second_moment` needs them, and a whole
-            batch.
-        rescored_logprobs: [R] nats, NaN where they are not known; see `split`.
+        advantages: [R], 0 for tokens that are not trained; `second_moment` needs them, and the
+            whole batch in one call.
+        rescored_logprobs: [R] nats, NaN if unknown; see `split`.
 
     Returns:
-        Weights are float32, or float64 for float64 input; None, without metrics, where it is off.
+        Weights are float32, or float64 for float64 input. If it is off there are neither weights
+        nor metrics.
     """
     require_rows(
         sequences.num_tokens,
@@ -349,8 +352,8 @@ def _assemble(
 def _single_thread() -> Iterator[None]:
     """Run torch's CPU kernels on this thread alone.
 
-    On chunks this small a second thread gains nothing, and where the cores are shared with another
-    process every barrier between threads costs milliseconds: seconds per call instead of 15 ms.
+    On chunks this small a second thread gains nothing, and if another process shares the cores,
+    every barrier between threads costs milliseconds: seconds per call instead of 15 ms.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
